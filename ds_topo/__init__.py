@@ -1,1 +1,57 @@
-"""x"""
+"""Process topologies, process groups, expert groups and gradient reduction for DeepSpeed, in any axis order.
+
+Importing this package is light: torch and DeepSpeed are imported when a name that needs them is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    CoordinateError,
+    DisagreementError,
+    TopologyError,
+    UnknownAxisError,
+    WorldSizeError,
+)
+from .topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+if TYPE_CHECKING:
+    from .grid import PipelineParallelGrid as PipelineParallelGrid
+    from .integrations.pipeline import PipelineModule as PipelineModule
+    from .mpu import ModelParallelUnit as ModelParallelUnit
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CoordinateError",
+    "DisagreementError",
+    "ModelParallelUnit",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineModule",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+    "TopologyError",
+    "UnknownAxisError",
+    "WorldSizeError",
+]
+
+_LAZY = {
+    "ModelParallelUnit": "mpu",
+    "PipelineModule": "integrations.pipeline",
+    "PipelineParallelGrid": "grid",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

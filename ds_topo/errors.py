@@ -1,0 +1,27 @@
+"""Exceptions of ds_topo.
+
+Where DeepSpeed raises another built-in exception for the same mistake, ours derives from that one too, so that code
+written against DeepSpeed still catches it.
+"""
+
+from __future__ import annotations
+
+
+class TopologyError(ValueError):
+    """A topology, or a question to one, that cannot be answered: the message says what is wrong and what would do."""
+
+
+class UnknownAxisError(TopologyError, AttributeError, TypeError):
+    """An axis that the topology does not have (DeepSpeed raises ``AttributeError`` or ``TypeError`` here)."""
+
+
+class CoordinateError(TopologyError, AssertionError):
+    """A coordinate outside its axis (DeepSpeed fails an assertion here)."""
+
+
+class WorldSizeError(TopologyError, AssertionError):
+    """Degrees whose product is not the number of processes (DeepSpeed fails an assertion here)."""
+
+
+class DisagreementError(RuntimeError):
+    """Ranks of one job came with different plans, or did not come: the message names ranks and hosts."""

@@ -1,0 +1,134 @@
+"""Process groups from tables of ranks: the only caller of ``torch.distributed.new_group``.
+
+Enumerate, then create. A rank takes part only in the creation of groups that it belongs to, in one global order; equal
+rank sets share one group, a set of all ranks is the world's own group, and all groups have one timeout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeAlias, cast
+from unittest import mock
+
+import torch.distributed as dist
+
+from .agreement import agree
+from .rank_groups import RankGroup
+
+ProcessGroup: TypeAlias = dist.ProcessGroup
+
+
+def require_initialized(what: str) -> None:
+    """Raise ``RuntimeError`` unless ``torch.distributed`` is initialised."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            f"{what} needs torch.distributed: call deepspeed.init_distributed() or "
+            "torch.distributed.init_process_group() first"
+        )
+
+
+def job_timeout() -> timedelta:
+    """The timeout that the job gave to ``init_process_group``; ``new_group`` would use torch's 30 minutes instead."""
+    world = dist.distributed_c10d._get_default_group()
+    for device in world._device_types:
+        timeout = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return dist.default_pg_timeout
+
+
+class ProcessGroups:
+    """The process groups that one rank belongs to.
+
+    Creating it is collective over ``members``: every one of them must come with the same ``description``, or all raise.
+    Asking it never communicates.
+
+    Args:
+        description: what the members create, the same text on all of them.
+        groups: the groups of this rank, in the one order that all ranks follow.
+        members: global ranks of the job that take part, ascending.
+        timeout: of agreement and of every group.
+
+    Raises:
+        DisagreementError: members came with different descriptions, or did not come.
+    """
+
+    def __init__(
+        self, description: str, groups: Sequence[RankGroup], members: Sequence[int], timeout: timedelta | None = None
+    ) -> None:
+        self.timeout = timeout or job_timeout()
+        self._token = agree(description, members, self.timeout)
+        self._by_axes: dict[tuple[str, ...], ProcessGroup] = {}
+        self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
+        self._created: list[ProcessGroup] = []
+        self._destroyed = False
+        for group in groups:
+            self._ensure(group)
+
+    def get(self, axes: tuple[str, ...]) -> ProcessGroup | None:
+        """The group over these axes if it exists."""
+        self.check_alive()
+        return self._by_axes.get(axes)
+
+    def extend(self, group: RankGroup) -> ProcessGroup:
+        """Create one more group; collective over its ranks, which must all ask for it.
+
+        Raises:
+            DisagreementError: ranks of the group did not ask within the timeout.
+        """
+        self.check_alive()
+        if group.ranks not in self._by_ranks:
+            agree(f"group {group.name}", group.ranks, self.timeout)
+        return self._ensure(group)
+
+    def destroy(self) -> None:
+        """Destroy the groups created here; the world's own group stays. Twice is once."""
+        if not self._destroyed:
+            self._destroyed = True
+            self._by_axes.clear()
+            self._by_ranks.clear()
+            while self._created:
+                group = self._created.pop()
+                if dist.is_initialized():
+                    dist.destroy_process_group(group)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether ``destroy()`` is still to come."""
+        return not self._destroyed
+
+    def check_alive(self) -> None:
+        """Raise ``RuntimeError`` after ``destroy()``."""
+        if self._destroyed:
+            raise RuntimeError("these process groups were destroyed; build a new grid")
+
+    def _ensure(self, group: RankGroup) -> ProcessGroup:
+        if group.ranks not in self._by_ranks:
+            self._by_ranks[group.ranks] = self._create(group.ranks, group.name)
+        return self._by_axes.setdefault(group.axes, self._by_ranks[group.ranks])
+
+    def _create(self, ranks: tuple[int, ...], name: str) -> ProcessGroup:
+        if len(ranks) == dist.get_world_size():
+            return cast(ProcessGroup, dist.group.WORLD)
+        digest = hashlib.sha1(",".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()[:16]
+        with _group_named(f"{self._token}/{digest}"):
+            created = dist.new_group(
+                list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=f"ds_topo:{name}"
+            )
+        self._created.append(created)
+        return created
+
+
+@contextmanager
+def _group_named(name: str) -> Iterator[None]:
+    """Give the next group this name, on every member.
+
+    torch names a members-only group after its ranks and *the number of groups that this process has*. That number
+    differs between ranks as soon as one of them belongs to more groups (tied layers on the first and last stage, say),
+    and members that look for each other under different names hang. Our names are agreed.
+    """
+    with mock.patch.object(dist.distributed_c10d, "_process_group_name", return_value=name):
+        yield

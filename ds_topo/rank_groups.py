@@ -1,0 +1,153 @@
+"""Tables of ranks derived from a topology: pure values that can be printed, compared and tested without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from .axes import canonical_axis
+from .errors import UnknownAxisError
+from .topology import PipeDataParallelTopology, ProcessTopology
+
+PIPE, DATA, MODEL, SEQ = "pipe", "data", "model", "seq"
+DEEPSPEED_AXES = (PIPE, DATA, MODEL)
+"""The axes that DeepSpeed knows; a topology without one of them has degree 1 there."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """One group of a plan as one rank sees it: the axes that it spans, and its ranks, ascending."""
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The axes joined by ``+``.
+
+        >>> RankGroup(("pipe", "model"), (0, 1)).name
+        'pipe+model'
+        """
+        return "+".join(self.axes)
+
+
+def axes_of(topology: ProcessTopology, axes: str | Iterable[str]) -> tuple[str, ...]:
+    """Canonical names of one axis or several, in placement order; absent ``pipe``, ``data``, ``model`` are left out.
+
+    >>> axes_of(ProcessTopology.from_spec("data=2,tensor=2"), ("tensor", "pipe", "data"))
+    ('data', 'model')
+
+    Raises:
+        UnknownAxisError: an axis that is neither in the topology nor one of DeepSpeed's.
+    """
+    names = {canonical_axis(axis) for axis in ([axes] if isinstance(axes, str) else axes)}
+    unknown = names.difference(topology.axes, DEEPSPEED_AXES)
+    if unknown:
+        raise UnknownAxisError(f"axis {sorted(unknown)} is not in the topology {topology.spec!r}: {topology.axes}")
+    return tuple(axis for axis in topology.axes if axis in names)
+
+
+def gradient_axes(topology: ProcessTopology) -> tuple[str, ...]:
+    """The axes over which replicas of a parameter differ: all but ``pipe`` and ``model``.
+
+    >>> gradient_axes(ProcessTopology.from_spec("seq=2,pipe=2,data=2"))
+    ('seq', 'data')
+    """
+    return tuple(axis for axis in topology.axes if axis not in (PIPE, MODEL))
+
+
+def sample_axes(topology: ProcessTopology) -> tuple[str, ...]:
+    """The gradient axes along which the input samples differ: all but ``seq``, whose peers share a sample."""
+    return tuple(axis for axis in gradient_axes(topology) if axis != SEQ)
+
+
+def model_parallel_axes(topology: ProcessTopology) -> tuple[str, ...]:
+    """The axes that split one replica of the model: ``pipe`` and ``model``."""
+    return tuple(axis for axis in topology.axes if axis in (PIPE, MODEL))
+
+
+def degree(topology: ProcessTopology, axes: Iterable[str]) -> int:
+    """The number of ranks in a group over these axes."""
+    return prod(max(1, topology.get_dim(axis)) for axis in axes)
+
+
+def fold_extra_axes(topology: ProcessTopology) -> ProcessTopology:
+    """The topology as DeepSpeed understands it: extra axes folded into ``data``, ``pipe`` and ``data`` always there.
+
+    DeepSpeed's grid never reduces gradients over an axis that it does not know; folded, replicas along such an axis
+    are data-parallel peers and share checkpoint names.
+
+    >>> fold_extra_axes(ProcessTopology.from_spec("seq=2,pipe=2,data=2")).axes
+    ['pipe', 'data']
+    >>> fold_extra_axes(ProcessTopology.from_spec("data=2,model=2"))
+    ProcessTopology('pipe=1,data=2,model=2')
+    """
+    present = set(topology.axes)
+    if {PIPE, DATA} <= present <= set(DEEPSPEED_AXES):
+        return topology
+    names = [axis for axis in (PIPE, DATA) if axis not in present]
+    names += [axis for axis in topology.axes if axis in DEEPSPEED_AXES]
+    inside = {axis: (axis,) if axis in present else () for axis in names}
+    return topology.fold({**inside, DATA: gradient_axes(topology)})
+
+
+def grid_groups(topology: ProcessTopology, rank: int) -> list[RankGroup]:
+    """The groups of a training grid that ``rank`` belongs to: each axis, gradient replicas, model parallel.
+
+    >>> [(group.name, group.ranks) for group in grid_groups(ProcessTopology.from_spec("pipe=2,data=2,model=2"), 5)]
+    [('pipe', (1, 5)), ('data', (5, 7)), ('model', (4, 5)), ('pipe+model', (0, 1, 4, 5))]
+    """
+    spans: list[tuple[str, ...]] = [(axis,) for axis in topology.axes]
+    spans += [gradient_axes(topology), model_parallel_axes(topology)]
+    return [RankGroup(span, tuple(topology.get_axis_ranks(span, rank))) for span in dict.fromkeys(spans)]
+
+
+def neighbor(topology: ProcessTopology, axis: str, rank: int, step: int) -> int:
+    """The rank ``step`` places further along ``axis``, wrapping around.
+
+    >>> neighbor(ProcessTopology.from_spec("pipe=4,data=2"), "pipe", rank=7, step=1)
+    1
+    """
+    line = topology.get_axis_ranks(axis, rank)
+    return line[(line.index(rank) + step) % len(line)]
+
+
+def p2p_pairs(topology: ProcessTopology) -> list[list[int]]:
+    """``[rank, rank of the next stage]`` for every rank in order; the last stage wraps around to the first.
+
+    >>> p2p_pairs(ProcessTopology.from_spec("pipe=2,data=2"))
+    [[0, 2], [1, 3], [2, 0], [3, 1]]
+    """
+    pairs = [[rank, rank] for rank in range(topology.world_size())]
+    for line in topology.get_axis_comm_lists(PIPE):
+        for position, rank in enumerate(line):
+            pairs[rank][1] = line[(position + 1) % len(line)]
+    return pairs
+
+
+def factorized_topology(world_size: int) -> ProcessTopology:
+    """DeepSpeed's default: prime factors, ascending, dealt to ``pipe`` and ``data`` in turn.
+
+    >>> factorized_topology(24)
+    ProcessTopology('pipe=4,data=6')
+    """
+    factors = _prime_factors(world_size)
+    return PipeDataParallelTopology(num_pp=prod(factors[0::2]), num_dp=prod(factors[1::2]))
+
+
+def _prime_factors(number: int) -> list[int]:
+    """Prime factors, ascending, with multiplicity (``deepspeed.runtime.pipe.topology._prime_factors``).
+
+    >>> _prime_factors(60)
+    [2, 2, 3, 5]
+    """
+    if number <= 0:
+        raise ValueError(f"prime factors of {number}: the number must be >= 1")
+    factors, divisor = [], 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return [*factors, number] if number > 1 else factors

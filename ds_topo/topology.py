@@ -1,0 +1,365 @@
+"""Named axes over ranks: which rank sits where, for any axes in any order, in closed form.
+
+Name the axes in the order in which you want them placed: the first is outermost (its peers are furthest apart, on
+different hosts), the last is innermost (its peers are adjacent ranks).
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from .axes import Spec, canonical_axis, check_axes, check_world_size, parse_spec, read_config
+from .errors import CoordinateError, TopologyError, UnknownAxisError
+from .layout import Layout
+
+__all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]
+
+
+@lru_cache(maxsize=256)
+def coordinate_type(axes: tuple[str, ...]) -> type[Any]:
+    """The named tuple of coordinates along ``axes``; pickles by its axes, and answers ``.tensor`` for ``.model``."""
+    base = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
+    members: dict[str, Any] = {
+        "__slots__": (),
+        "__reduce__": lambda self: (_coordinate, (axes, tuple(self))),
+        "__module__": __name__,
+    }
+    if "model" in axes:
+        members["tensor"] = property(lambda self: self.model, doc="The same as ``model``.")
+    return type("ProcessCoord", (base,), members)
+
+
+def _coordinate(axes: tuple[str, ...], values: tuple[int, ...]) -> Any:
+    return coordinate_type(axes)(*values)
+
+
+class ProcessTopology:
+    """A mapping of n-dimensional coordinates, one axis per kind of parallelism, to ranks; the last axis is adjacent.
+
+    Drop-in for ``deepspeed.runtime.pipe.topology.ProcessTopology``: same constructor, methods and results. It keeps no
+    table: every question about one rank costs O(axes). Topologies are immutable, compare by value, hash and pickle.
+
+    Args:
+        axes: names, outermost first. ``tensor`` is a synonym of ``model``.
+        dims: the degree of each axis, integers >= 1.
+
+    Raises:
+        TopologyError: duplicate or malformed axis, degree that is not a positive integer.
+
+    >>> topology = ProcessTopology(axes=["pipe", "data", "model"], dims=[2, 4, 2])
+    >>> topology
+    ProcessTopology('pipe=2,data=4,model=2')
+    >>> topology.get_coord(13)
+    ProcessCoord(pipe=1, data=2, model=1)
+    >>> topology.get_rank(pipe=1, data=2, model=1)
+    13
+    >>> topology.get_axis_comm_lists("pipe")[:3]
+    [[0, 8], [1, 9], [2, 10]]
+    """
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        names, degrees = check_axes(axes, dims)
+        self._set(names, Layout.row_major(degrees))
+
+    def _set(self, names: tuple[str, ...], layout: Layout) -> None:
+        self._axes = names
+        self._layout = layout
+        self._position = {name: position for position, name in enumerate(names)}
+        self.ProcessCoord = coordinate_type(names)
+
+    @classmethod
+    def from_spec(cls, spec: Spec, world_size: int | None = None) -> ProcessTopology:
+        """A topology from text, pairs or a mapping; one degree may be -1 given ``world_size``.
+
+        Raises:
+            TopologyError: malformed spec.
+            WorldSizeError: the degrees do not make ``world_size``; the message names the nearest that do.
+
+        >>> ProcessTopology.from_spec("pipe=2,data=-1,tensor=2", world_size=16)
+        ProcessTopology('pipe=2,data=4,model=2')
+        >>> ProcessTopology.from_spec([("data", 2), ("pipe", 2)]) == ProcessTopology.from_spec({"data": 2, "pipe": 2})
+        True
+        """
+        return ProcessTopology(*parse_spec(spec, world_size))
+
+    @classmethod
+    def from_config(cls, config: str | Path | Mapping[str, Any], world_size: int | None = None) -> ProcessTopology:
+        """A topology from the ``"topology"`` section of a DeepSpeed config, a path or the loaded mapping.
+
+        >>> ProcessTopology.from_config({"train_batch_size": 8, "topology": "data=2,pipe=2"})
+        ProcessTopology('data=2,pipe=2')
+
+        Raises:
+            TopologyError: no such section, or a malformed one.
+        """
+        return cls.from_spec(read_config(config), world_size)
+
+    # -- the topology as a whole ---------------------------------------------------------------------------------
+
+    @property
+    def axes(self) -> list[str]:
+        """Axis names, outermost first."""
+        return list(self._axes)
+
+    @property
+    def dims(self) -> list[int]:
+        """Degrees, in the order of ``axes``."""
+        return list(self._layout.sizes)
+
+    @property
+    def layout(self) -> Layout:
+        """The rank <-> coordinate arithmetic behind this topology."""
+        return self._layout
+
+    @property
+    def spec(self) -> str:
+        """The topology as text that ``from_spec`` reads back."""
+        return ",".join(f"{axis}={degree}" for axis, degree in zip(self._axes, self._layout.sizes, strict=True))
+
+    @property
+    def mapping(self) -> dict[Any, int]:
+        """Every coordinate with its rank, as a new dict; built for each reading, O(world size)."""
+        ranks = range(self._layout.size)
+        return dict(sorted(((self._coordinate_at(rank), rank) for rank in ranks), key=lambda item: tuple(item[0])))
+
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._layout.size
+
+    def get_axis_names(self) -> list[str]:
+        """Axis names, outermost first."""
+        return self.axes
+
+    def get_dim(self, axis: str) -> int:
+        """The degree of an axis; 0 for one that the topology does not have, as in DeepSpeed.
+
+        >>> ProcessTopology(["data"], [4]).get_dim("pipe")
+        0
+        """
+        position = self._position.get(canonical_axis(axis))
+        return 0 if position is None else self._layout.sizes[position]
+
+    # -- one rank, one coordinate --------------------------------------------------------------------------------
+
+    def get_rank(self, **coordinate: int) -> int:
+        """The rank at a coordinate; every axis must be given.
+
+        Raises:
+            UnknownAxisError: an axis that does not exist.
+            TopologyError: an axis is missing.
+            CoordinateError: an index out of range.
+        """
+        indices = self._indices(coordinate)
+        missing = [axis for axis, position in self._position.items() if position not in indices]
+        if missing:
+            raise TopologyError(
+                f"get_rank() needs one index for every axis of {self._axes}, {missing} missing; "
+                "filter_match() takes some of them"
+            )
+        for position, index in indices.items():
+            self._check_index(position, index)
+        return self._layout.rank_of([indices[position] for position in range(len(self._axes))])
+
+    def get_coord(self, rank: int) -> Any:
+        """The coordinate of ``rank``, a named tuple with one field per axis.
+
+        Raises:
+            TopologyError: a rank out of range.
+        """
+        self._check_rank(rank)
+        return self._coordinate_at(rank)
+
+    def get_rank_repr(
+        self,
+        rank: int,
+        omit_axes: Iterable[str] = ("data", "pipe"),
+        inner_sep: str = "_",
+        outer_sep: str = "-",
+    ) -> str:
+        """A rank as text for file names, without the axes in ``omit_axes``.
+
+        >>> topology = ProcessTopology(["pipe", "data", "model"], [2, 2, 2])
+        >>> topology.get_rank_repr(3), topology.get_rank_repr(3, omit_axes=["data"])
+        ('model_01', 'pipe_00-model_01')
+        """
+        self._check_rank(rank)
+        omitted = {canonical_axis(axis) for axis in omit_axes}
+        return outer_sep.join(
+            f"{axis}{inner_sep}{self._layout.index_of(rank, position):02d}"
+            for axis, position in self._position.items()
+            if axis not in omitted
+        )
+
+    # -- sets of ranks -------------------------------------------------------------------------------------------
+
+    def filter_match(self, **coordinate: int) -> list[int]:
+        """Ranks, ascending, whose coordinate has all these indices; ``[]`` for an index out of range.
+
+        >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).filter_match(pipe=0, model=1)
+        [1, 3]
+
+        Raises:
+            UnknownAxisError: an axis that does not exist.
+        """
+        indices = self._indices(coordinate)
+        if not all(0 <= index < self._layout.sizes[position] for position, index in indices.items()):
+            return []
+        base = self._layout.rank_of([indices.get(position, 0) for position in range(len(self._axes))])
+        free = [position for position in range(len(self._axes)) if position not in indices]
+        return sorted(base + offset for offset in self._layout.offsets(free))
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """Ranks, ascending, at index ``idx`` of ``axis``; ``[]`` for an index out of range.
+
+        Raises:
+            UnknownAxisError: an axis that does not exist.
+        """
+        return self.filter_match(**{axis: idx})
+
+    def get_axis_comm_lists(self, axis: str | Iterable[str]) -> list[list[int]]:
+        """Lists of the ranks that differ along ``axis`` alone, for one axis or for several at once.
+
+        With one axis the result is DeepSpeed's; with several, the ranks of a list are in placement order. An axis that
+        the topology does not have gives ``[]``, as in DeepSpeed; among several axes an absent one has degree 1.
+
+        >>> topology = ProcessTopology(["pipe", "data", "model"], [2, 2, 2])
+        >>> topology.get_axis_comm_lists("data")
+        [[0, 2], [1, 3], [4, 6], [5, 7]]
+        >>> topology.get_axis_comm_lists(("data", "model"))
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+        """
+        selected = self._positions([axis] if isinstance(axis, str) else axis)
+        if not selected:
+            return []
+        others = [position for position in range(len(self._axes)) if position not in selected]
+        members = self._layout.offsets(selected)
+        return [[base + offset for offset in members] for base in self._layout.offsets(others)]
+
+    def get_axis_ranks(self, axis: str | Iterable[str], rank: int) -> list[int]:
+        """The one list of ``get_axis_comm_lists(axis)`` that holds ``rank``, without building the others.
+
+        >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).get_axis_ranks("data", rank=5)
+        [5, 7]
+
+        An axis that the topology does not have has degree 1: the list is ``[rank]``.
+        """
+        self._check_rank(rank)
+        selected = self._positions([axis] if isinstance(axis, str) else axis)
+        origin = self._layout.rank_of(
+            [
+                0 if position in selected else self._layout.index_of(rank, position)
+                for position in range(len(self._axes))
+            ]
+        )
+        return [origin + offset for offset in self._layout.offsets(selected)]
+
+    # -- derived topologies --------------------------------------------------------------------------------------
+
+    def fold(self, axes: Mapping[str, Sequence[str]]) -> ProcessTopology:
+        """The same ranks under fewer names: each new axis runs over several old ones, first one slowest.
+
+        Old axes that no new one names are an error; a new axis over none has degree 1.
+
+        >>> folded = ProcessTopology.from_spec("data=2,pipe=2,seq=2").fold({"pipe": ["pipe"], "data": ["data", "seq"]})
+        >>> folded.get_axis_comm_lists("data")
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+        """
+        groups = [[self._known_position(axis) for axis in olds] for olds in axes.values()]
+        folded = sorted(position for group in groups for position in group)
+        if folded != list(range(len(self._axes))):
+            raise TopologyError(f"fold({dict(axes)}) must name each axis of {self._axes} exactly once")
+        topology = ProcessTopology.__new__(ProcessTopology)
+        topology._set(tuple(axes), self._layout.fold(groups))
+        return topology
+
+    # -- value semantics -----------------------------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProcessTopology):
+            return NotImplemented
+        return (self._axes, self._layout) == (other._axes, other._layout)
+
+    def __hash__(self) -> int:
+        return hash((self._axes, self._layout))
+
+    def __repr__(self) -> str:
+        return f"ProcessTopology({self.spec!r})"
+
+    def __str__(self) -> str:
+        """The mapping as text, as in DeepSpeed; abridged above 64 ranks."""
+        if self._layout.size <= 64:
+            return str(self.mapping)
+        return f"{self!r} of {self._layout.size} ranks"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"axes": self._axes, "layout": self._layout}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set(state["axes"], state["layout"])
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ``WorldSizeError`` unless this topology is for ``world_size`` ranks; name the nearest that is."""
+        check_world_size(self._axes, self._layout.sizes, world_size)
+
+    def _coordinate_at(self, rank: int) -> Any:
+        return self.ProcessCoord._make(self._layout.coordinate_of(rank))
+
+    def _positions(self, axes: Iterable[str]) -> list[int]:
+        names = {canonical_axis(axis) for axis in axes}
+        return [position for axis, position in self._position.items() if axis in names]
+
+    def _known_position(self, axis: str) -> int:
+        position = self._position.get(canonical_axis(axis))
+        if position is None:
+            raise UnknownAxisError(f"axis {axis!r} is not in the topology {self.spec!r}; its axes are {self._axes}")
+        return position
+
+    def _indices(self, coordinate: Mapping[str, int]) -> dict[int, int]:
+        """Position -> index of a coordinate given by axis name."""
+        indices = {self._known_position(axis): index for axis, index in coordinate.items()}
+        if len(indices) < len(coordinate):
+            raise TopologyError(f"coordinate {dict(coordinate)} names an axis twice ('tensor' is a synonym of 'model')")
+        return indices
+
+    def _check_index(self, position: int, index: int) -> None:
+        if not 0 <= index < self._layout.sizes[position]:
+            raise CoordinateError(
+                f"index {index} of axis {self._axes[position]!r} is out of range: "
+                f"{self.spec!r} has 0 to {self._layout.sizes[position] - 1}"
+            )
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self._layout.size:
+            raise TopologyError(f"rank {rank} is out of range: {self.spec!r} has ranks 0 to {self._layout.size - 1}")
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """``pipe`` outermost, ``data`` adjacent: gradients are reduced on the fastest links.
+
+    Drop-in for ``deepspeed.runtime.pipe.topology.PipeDataParallelTopology``.
+
+    >>> PipeDataParallelTopology(num_pp=2, num_dp=4)
+    ProcessTopology('pipe=2,data=4')
+    """
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(axes=["pipe", "data"], dims=[num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """``pipe`` outermost, then ``data``, ``model`` adjacent.
+
+    Drop-in for ``deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology``.
+
+    >>> PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=4)
+    ProcessTopology('pipe=2,data=4,model=2')
+    """
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
