@@ -19,8 +19,12 @@ class CoordinateError(TopologyError, AssertionError):
     """A coordinate outside its axis (DeepSpeed fails an assertion here)."""
 
 
-class WorldSizeError(TopologyError, AssertionError):
-    """Degrees whose product is not the number of processes (DeepSpeed fails an assertion here)."""
+class WorldSizeError(TopologyError, AssertionError, RuntimeError):
+    """Degrees whose product is not the number of processes (DeepSpeed's grid fails an assertion, its module raises)."""
+
+
+class MissingTopologyError(TopologyError, RuntimeError):
+    """A pipeline without a topology (DeepSpeed raises ``RuntimeError`` here)."""
 
 
 class DisagreementError(RuntimeError):

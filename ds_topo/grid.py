@@ -104,6 +104,7 @@ class PipelineParallelGrid(MegatronQueries):
     def _set_coordinates(self) -> None:
         """Everything that DeepSpeed reads as an attribute; all of it follows from topology and rank."""
         folded = self._topo.get_coord(self._rank)
+        self.data_parallel_id: int
         self.pipe_parallel_size = self._topo.get_dim(PIPE)
         self.model_parallel_size = self.slice_parallel_size = max(1, self._topo.get_dim(MODEL))
         self.stage_id: int = folded.pipe
@@ -111,14 +112,12 @@ class PipelineParallelGrid(MegatronQueries):
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.data_parallel_size, self.data_parallel_id = self._topo.get_dim(DATA), int(folded.data)
         if self._data_queries_count_samples:
-            samples = sample_axes(self._topology)
-            self.data_parallel_size = degree(self._topology, samples)
-            self.data_parallel_id = self._topology.get_axis_ranks(samples, self._rank).index(self._rank)
+            self.data_parallel_size, self.data_parallel_id = self.get_sample_world_size(), self.get_sample_rank()
         self.dp_group = self.get_ranks(gradient_axes(self._topology))
         self.pp_group = self.get_ranks(PIPE)
         self.slice_group = self.mp_group = self.get_ranks(MODEL)
         self.ds_model_world_size = degree(self._topology, model_parallel_axes(self._topology))
-        self.ds_model_rank = self.stage_id * self.slice_parallel_size + self.slice_group.index(self.global_rank)
+        self.ds_model_rank: int = self.stage_id * self.slice_parallel_size + self.slice_group.index(self.global_rank)
 
     # -- any axis, any set of axes -------------------------------------------------------------------------------
 
@@ -149,6 +148,16 @@ class PipelineParallelGrid(MegatronQueries):
         group = self._groups.get(span)
         return self._groups.extend(RankGroup(span, tuple(self.get_ranks(span)))) if group is None else group
 
+    def create_group(self, group: RankGroup) -> ProcessGroup:
+        """A group of this grid's ranks beyond its axes; collective over ``group.ranks`` (global, ascending).
+
+        Equal rank sets share one process group; it lives as long as the grid.
+
+        Raises:
+            DisagreementError: ranks of the group did not ask within the timeout.
+        """
+        return self._groups.extend(group)
+
     def get_axis_rank(self, axis: str) -> int:
         """This rank's index along one axis; equal to its rank in ``get_group(axis)``."""
         return self.get_ranks(axis).index(self.global_rank)
@@ -156,6 +165,15 @@ class PipelineParallelGrid(MegatronQueries):
     def get_axis_size(self, axis: str) -> int:
         """The degree of one axis."""
         return degree(self._topology, axes_of(self._topology, axis))
+
+    def get_sample_rank(self) -> int:
+        """Which of the step's distinct samples this rank works on; its pipe, model and seq peers share them."""
+        samples = sample_axes(self._topology)
+        return self._topology.get_axis_ranks(samples, self._rank).index(self._rank)
+
+    def get_sample_world_size(self) -> int:
+        """The number of distinct samples that the grid works on at a time."""
+        return degree(self._topology, sample_axes(self._topology))
 
     def get_next_rank(self, axis: str) -> int:
         """The global rank of the next peer along ``axis``; the last one's is the first."""

@@ -29,6 +29,7 @@ class MegatronQueries:
         _groups: ProcessGroups
 
         def get_group(self, axes: str | Iterable[str]) -> ProcessGroup: ...
+        def create_group(self, group: RankGroup) -> ProcessGroup: ...
         def get_next_rank(self, axis: str) -> int: ...
         def get_prev_rank(self, axis: str) -> int: ...
         def destroy(self) -> None: ...
@@ -115,7 +116,7 @@ class MegatronQueries:
                 f"{self.pipe_parallel_size - 1}; ask is_rank_in_embedding_group() first"
             )
         ranks = tuple(dict.fromkeys((self.pp_group[0], self.pp_group[-1])))
-        return self._groups.extend(RankGroup(("embedding",), ranks))
+        return self.create_group(RankGroup(("embedding",), ranks))
 
     def is_rank_in_position_embedding_group(self) -> bool:
         """Whether this rank holds the position embedding: the first stage does."""
@@ -131,7 +132,7 @@ class MegatronQueries:
             raise RuntimeError(
                 f"rank {self.global_rank} is on stage {self.stage_id}: stage 0 holds the position embedding"
             )
-        return self._groups.extend(RankGroup(("position embedding",), (self.global_rank,)))
+        return self.create_group(RankGroup(("position embedding",), (self.global_rank,)))
 
     # -- life cycle ----------------------------------------------------------------------------------------------
 

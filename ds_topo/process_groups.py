@@ -112,10 +112,10 @@ class ProcessGroups:
 
     def _create(self, ranks: tuple[int, ...], name: str) -> ProcessGroup:
         if len(ranks) == dist.get_world_size():
-            return cast(ProcessGroup, dist.group.WORLD)
+            return cast("ProcessGroup", dist.group.WORLD)
         digest = hashlib.sha1(",".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()[:16]
         with _group_named(f"{self._token}/{digest}"):
-            created = dist.new_group(
+            created: ProcessGroup = dist.new_group(
                 list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=f"ds_topo:{name}"
             )
         self._created.append(created)

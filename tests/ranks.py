@@ -10,6 +10,7 @@ import faulthandler
 import importlib.util
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -104,12 +105,12 @@ def _rank_main(
                 backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
             )
             result = function(*args)
-            sender.send(("ok", result))
+            sender.send_bytes(pickle.dumps(("ok", result)))  # send() would share tensors instead of copying them
         except BaseException as error:
             try:
-                sender.send(("error", error))
+                sender.send_bytes(pickle.dumps(("error", error)))
             except Exception:  # an exception that cannot be pickled still has a traceback
-                sender.send(("error", RuntimeError(repr(error))))
+                sender.send_bytes(pickle.dumps(("error", RuntimeError(repr(error)))))
             traceback.print_exc(file=sys.__stderr__)
         finally:
             sender.close()
@@ -131,7 +132,7 @@ def _collect(
             assert isinstance(pipe, Connection)
             rank = pipes.index(pipe)
             try:
-                reports[rank] = pipe.recv()
+                reports[rank] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join(GRACE_SECONDS)
                 reports[rank] = ("died", f"exit code {processes[rank].exitcode}")

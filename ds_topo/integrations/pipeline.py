@@ -1,0 +1,144 @@
+"""DeepSpeed's pipeline on our grid."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
+from deepspeed.pipe import TiedLayerSpec
+from deepspeed.runtime.pipe import module as deepspeed_module
+
+from ds_topo.axes import Spec, read_config
+from ds_topo.errors import MissingTopologyError, TopologyError
+from ds_topo.grid import PipelineParallelGrid
+from ds_topo.process_groups import require_initialized
+from ds_topo.rank_groups import DATA, PIPE, RankGroup
+from ds_topo.topology import ProcessTopology
+
+from .versions import warn_of_defects
+
+
+class PipelineEngineGrid(PipelineParallelGrid):
+    """The grid of a pipeline engine: every extra axis, ``seq`` included, is data parallel.
+
+    The engine averages losses over the data parallel group and divides by its size, and its ZeRO-1 sums over ``seq``
+    where stage 0 averages as soon as an mpu has sequence queries; so here sizes count all replicas, and there are none.
+    """
+
+    _data_queries_count_samples = False
+
+
+class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
+    """DeepSpeed's ``PipelineModule`` on a ``PipelineParallelGrid`` of any topology, extra axes included.
+
+    Used as DeepSpeed's own: ``deepspeed.initialize(model=PipelineModule(layers, topology=...), ...)`` then
+    ``engine.train_batch()``. Groups for tied layers are created by the stages that share them, not by every rank.
+
+    Args:
+        layers: modules, ``LayerSpec``, ``TiedLayerSpec`` or functions, in order.
+        num_stages: the degree of ``pipe``; the rest of the world is ``data``. Instead of ``topology``.
+        topology: a topology, or a spec such as ``"data=-1,pipe=2"``.
+        config: a DeepSpeed config (path or mapping) whose ``"topology"`` section is used. Instead of ``topology``.
+        timeout: of agreement and process groups; the job's by default.
+        **options: DeepSpeed's, unchanged: ``loss_fn``, ``partition_method``, ``activation_checkpoint_interval``, ...
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised, or ``LOCAL_RANK`` is not set.
+        TopologyError: no topology or more than one, or not one for this number of ranks.
+        DisagreementError: ranks came with different topologies, or did not come.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | Spec | None = None,
+        *args: Any,
+        config: str | Path | Mapping[str, Any] | None = None,
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        warn_of_defects(deepspeed.__version__)
+        require_initialized("PipelineModule")
+        if not deepspeed.comm.is_initialized():
+            deepspeed.init_distributed(dist_init_required=False)
+        if "LOCAL_RANK" not in os.environ:
+            raise RuntimeError(
+                "PipelineModule needs the environment variable LOCAL_RANK: start the job with deepspeed or torchrun"
+            )
+        grid = PipelineEngineGrid(_one_topology(num_stages, topology, config), timeout=timeout)
+        try:
+            with mock.patch.object(deepspeed_module, "PipelineParallelGrid", return_value=grid):
+                super().__init__(layers, None, grid._topo, *args, **options)
+        except BaseException:
+            grid.destroy()
+            raise
+
+    def topology(self) -> ProcessTopology:
+        """The topology as it was given, extra axes included."""
+        return self.mpu().topology()
+
+    def mpu(self) -> PipelineEngineGrid:
+        """The grid."""
+        grid: PipelineEngineGrid = self._grid
+        return grid
+
+    def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
+        # Balanced partitions come as NumPy integers, which Python's random.seed refuses under seed_layers=True.
+        super()._set_bounds(None if start is None else int(start), None if stop is None else int(stop))
+
+    def _synchronize_tied_weights(self) -> None:
+        with torch.no_grad():  # without it torch warns that the broadcast of a parameter is not differentiable
+            super()._synchronize_tied_weights()
+
+    def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
+        """Groups of the stages that share a tied module, by its key (DeepSpeed creates those of all ranks)."""
+        grid = self.mpu()
+        tied_comms: dict[str, dict[str, Any]] = {}
+        if grid.pipe_parallel_size == 1:
+            return tied_comms
+        for key, stages in sorted(self._stages_of_tied_modules().items()):
+            if grid.stage_id not in stages:
+                continue
+            ranks = [grid.stage_to_global(stage) for stage in stages]
+            tied_comms[key] = {
+                "ranks": ranks,
+                "group": grid.create_group(RankGroup(("tied layers", key), tuple(ranks))),
+                "weight_attr": self.tied_weight_attrs[key],
+                "module": self.tied_modules[key],
+            }
+            if grid.global_rank != ranks[0]:  # the first stage's copy alone counts in the gradient norm
+                for parameter in self.tied_modules[key].parameters():
+                    parameter.ds_pipe_replicated = True
+        return tied_comms
+
+    def _stages_of_tied_modules(self) -> dict[str, list[int]]:
+        stages: dict[str, set[int]] = {}
+        for index, layer in enumerate(self._layer_specs):
+            if isinstance(layer, TiedLayerSpec):
+                stages.setdefault(layer.key, set()).add(self.stage_owner(index))
+        return {key: sorted(owners) for key, owners in stages.items()}
+
+
+def _one_topology(
+    num_stages: int | None, topology: ProcessTopology | Spec | None, config: str | Path | Mapping[str, Any] | None
+) -> ProcessTopology | Spec:
+    """The one topology that was given, in whichever way."""
+    given = [name for name, value in (("topology", topology), ("config", config)) if value is not None]
+    if len(given) == 2:
+        raise TopologyError("topology and config are both given: pass one of them")
+    if topology is not None:
+        return topology
+    if config is not None:
+        spec: Spec = read_config(config)
+        return spec
+    if num_stages is None:
+        raise MissingTopologyError('PipelineModule needs a topology, such as topology="pipe=2,data=-1", or num_stages')
+    return {PIPE: num_stages, DATA: -1}

@@ -1,0 +1,50 @@
+"""Real text that every machine has: the sources of Python's own standard library, as bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+VALIDATION_SHARE = 0.05
+SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes of the training files and of the validation files, uint8, one after the other."""
+
+    train: torch.Tensor
+    validation: torch.Tensor
+
+
+def standard_library() -> Text:
+    """Read the ``.py`` files of the standard library; each file is either for training or for validation."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    parts: dict[bool, list[bytes]] = {True: [], False: []}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if not SKIPPED_FOLDERS.intersection(name.parts):
+            parts[_is_validation(str(name))].append(path.read_bytes())
+    train, validation = (torch.frombuffer(bytearray(b"".join(parts[key])), dtype=torch.uint8) for key in (False, True))
+    return Text(train, validation)
+
+
+def windows(text: torch.Tensor, length: int, step: int, indices: range, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and labels ``[len(indices), length]`` of a step, int64.
+
+    A window's place in the text depends on seed, step and index alone: any rank of any layout can draw its own share of
+    a step's samples, and a run that resumes at a step sees what it would have seen.
+    """
+    positions = torch.rand(indices.stop, generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
+    starts = (positions[indices.start :] * (len(text) - length - 1)).long()
+    rows = torch.stack([text[start : start + length + 1] for start in starts]).long()
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def _is_validation(name: str) -> bool:
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:4], "big") < VALIDATION_SHARE * 2**32

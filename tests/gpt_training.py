@@ -1,0 +1,95 @@
+"""The example's GPT, trained in the ways that the tests compare: one process by hand, and every rank of a layout.
+
+Both sides see the same windows of the same text in every step, start from the same parameters and use torch's AdamW.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from gpt import GPTConfig, gpt_layers, next_byte_loss
+from text import standard_library, windows
+
+from ds_topo import PipelineModule
+
+TINY = GPTConfig(context=16, width=32, heads=4, depth=2)
+BATCH = 8
+MICRO_BATCHES = 2
+
+
+@dataclass
+class Run:
+    """What a training run leaves behind on one rank: the loss of every step, and parameters by layer and name."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def batch(step: int, indices: range = range(BATCH), model: GPTConfig = TINY) -> tuple[torch.Tensor, torch.Tensor]:
+    """The samples ``indices`` of a step."""
+    text = standard_library().train[:20_000]
+    return windows(text, model.context, step, indices, seed=0)
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def config(gas: int = MICRO_BATCHES, replicas: int = 1, clip: float = 0.1, **more: Any) -> dict[str, Any]:
+    """A DeepSpeed config for ``BATCH`` samples per step, with clipping that is active in every step."""
+    return {
+        "train_micro_batch_size_per_gpu": BATCH // replicas // gas,
+        "gradient_accumulation_steps": gas,
+        "gradient_clipping": clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        **more,
+    }
+
+
+def train_alone(steps: int, clip: float = 0.1, model: GPTConfig = TINY) -> Run:
+    """The reference: the same layers in one process, plain PyTorch."""
+    module = PipelineModule(gpt_layers(model), topology="pipe=1", seed_layers=True, loss_fn=next_byte_loss)
+    optimizer, run = optimizer_of(module.parameters()), Run()
+    for step in range(steps):
+        inputs, labels = batch(step, model=model)
+        optimizer.zero_grad()
+        loss = next_byte_loss(module(inputs), labels)
+        loss.backward()
+        run.norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), clip)))
+        optimizer.step()
+        run.losses.append(loss.item())
+    run.parameters = parameters_of(module)
+    return run
+
+
+def train_pipeline(topology: Any, steps: int, zero: int = 0, clip: float = 0.1, **more: Any) -> Run:
+    """One rank of a DeepSpeed pipeline over our grid."""
+    warnings.simplefilter("ignore", FutureWarning)
+    deepspeed.init_distributed(verbose=False)
+    module = PipelineModule(gpt_layers(TINY), topology=topology, seed_layers=True, loss_fn=next_byte_loss)
+    grid = module.mpu()
+    samples = grid.get_sample_world_size()
+    settings = config(replicas=samples, clip=clip, zero_optimization={"stage": zero}, **more)
+    engine, *_ = deepspeed.initialize(model=module, config=settings, optimizer=optimizer_of(module.parameters()))
+    run, share = Run(), BATCH // samples
+    for step in range(steps):
+        inputs, labels = batch(step, range(grid.get_sample_rank() * share, (grid.get_sample_rank() + 1) * share))
+        size = engine.train_micro_batch_size_per_gpu()
+        run.losses.append(float(engine.train_batch(iter(zip(inputs.split(size), labels.split(size), strict=True)))))
+        run.norms.append(float(engine.get_global_grad_norm() or 0.0))
+    run.parameters = parameters_of(module)
+    dist.barrier()
+    return run
+
+
+def parameters_of(module: PipelineModule) -> dict[str, torch.Tensor]:
+    """Copies of a stage's parameters under names that every layout shares: the layer's index, or the tied key."""
+    return {name: parameter.detach().float().clone() for name, parameter in module.named_parameters()}
