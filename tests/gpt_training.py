@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import deepspeed
@@ -31,14 +32,20 @@ class Run:
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+@cache
+def some_text() -> torch.Tensor:
+    """A little of the training text."""
+    return standard_library().train[:20_000]
+
+
 def batch(step: int, indices: range = range(BATCH), model: GPTConfig = TINY) -> tuple[torch.Tensor, torch.Tensor]:
     """The samples ``indices`` of a step."""
-    text = standard_library().train[:20_000]
-    return windows(text, model.context, step, indices, seed=0)
+    return windows(some_text(), model.context, step, indices, seed=0)
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    """AdamW; its eps is far above the rounding noise that is all the gradient of a key's bias ever is."""
+    return torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
 
 
 def config(gas: int = MICRO_BATCHES, replicas: int = 1, clip: float = 0.1, **more: Any) -> dict[str, Any]:

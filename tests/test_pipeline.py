@@ -29,7 +29,8 @@ def alone() -> Run:
 def test_training_equals_one_process(alone: Run, topology: str, zero: int) -> None:
     for run in run_ranks(4, train_pipeline, topology, STEPS, zero):
         torch.testing.assert_close(run.losses, alone.losses, rtol=1e-4, atol=0)
-        torch.testing.assert_close(run.norms, alone.norms, rtol=1e-4, atol=0)
+        if zero:  # DeepSpeed keeps no norm at stage 0
+            torch.testing.assert_close(run.norms, alone.norms, rtol=1e-4, atol=0)
         assert run.parameters
         for name, parameter in run.parameters.items():
             torch.testing.assert_close(parameter, alone.parameters[name], rtol=1e-4, atol=1e-5, msg=name)
@@ -64,19 +65,13 @@ def test_construction_patches_nothing_and_ties_first_and_last_stage() -> None:
         assert report["tied"] == ({"embedding": ends} if stage in (0, 3) else {})
         assert report["tied_group"] == report["tied"]
         assert report["sequence"] == []
-        # world, DeepSpeed's copy of it, pipe, data and its own; the ends also share their tied layers.
-        assert report["groups"] == (6 if stage in (0, 3) else 5)
+        # the world, DeepSpeed's copy of it, pipe, seq; the ends also share their tied layers
+        assert report["groups"] == (5 if stage in (0, 3) else 4)
 
 
 def test_checkpoint_names_show_the_model_axis_alone() -> None:
     for rank, report in enumerate(run_ranks(4, _inspect, "model=2,seq=2")):
         assert report["layer_file"] == f"layer_00-model_{rank // 2:02d}-model_states.pt"
-
-
-def _construct(world: str, **options: Any) -> None:
-    from gpt import gpt_layers
-
-    PipelineModule(gpt_layers(TINY), **options)
 
 
 def test_topology_from_the_config_file(tmp_path: Path) -> None:
@@ -113,4 +108,4 @@ def test_bad_input_raises_on_every_rank_before_any_group_exists() -> None:
         assert "both given" in both
         assert "ranks [0]" in disagreement
         assert "ranks [1, 2, 3]" in disagreement
-        assert groups == "2"  # the world, and DeepSpeed's own copy of it
+        assert groups == "1"  # the world

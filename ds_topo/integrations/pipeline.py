@@ -14,6 +14,7 @@ import torch
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import module as deepspeed_module
+from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from ds_topo.axes import Spec, read_config
 from ds_topo.errors import MissingTopologyError, TopologyError
@@ -77,6 +78,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         try:
             with mock.patch.object(deepspeed_module, "PipelineParallelGrid", return_value=grid):
                 super().__init__(layers, None, grid._topo, *args, **options)
+            self._count_each_parameter_once()
         except BaseException:
             grid.destroy()
             raise
@@ -118,6 +120,20 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
                 for parameter in self.tied_modules[key].parameters():
                     parameter.ds_pipe_replicated = True
         return tied_comms
+
+    def _count_each_parameter_once(self) -> None:
+        """Mark the parameters that this rank adds to the norm of all gradients.
+
+        Without ZeRO, DeepSpeed's ``clip_grad_norm_`` takes, beside everything on model parallel rank 0, what is marked
+        ``model_parallel``: unmarked, all later stages are missing from the norm. Every parameter must count once over
+        pipe x model: a tensor-parallel shard on each slice, a replicated one on slice 0, a tied one on its first stage.
+        """
+        first_slice = self.mpu().get_slice_parallel_rank() == 0
+        for parameter in self.parameters():
+            if parameter.ds_pipe_replicated:
+                parameter.model_parallel = parameter.tensor_model_parallel = False
+            else:
+                parameter.model_parallel = first_slice or is_model_parallel_parameter(parameter)
 
     def _stages_of_tied_modules(self) -> dict[str, list[int]]:
         stages: dict[str, set[int]] = {}
