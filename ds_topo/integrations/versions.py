@@ -7,13 +7,11 @@ from functools import cache
 
 from packaging.version import Version
 
-SUPPORTED = Version("0.19")
-
-_DEFECTS = (
+_FIXED_IN = (
     (Version("0.16"), "cannot load its own checkpoints on torch >= 2.6"),
-    (Version("0.19"), "scales pipeline gradients wrongly when gradient accumulation is greater than 1"),
+    (Version("0.19.3"), "scales pipeline gradients wrongly when gradient accumulation is greater than 1"),
 )
-"""Releases below the version have the defect; reproduced on 0.14.5, 0.15.4, 0.16.9, 0.17.6 and 0.18.9."""
+"""First release without a defect, and the defect; reproduced on 0.14.5, 0.15.4, 0.16.9, 0.17.6, 0.18.9 and 0.19.0."""
 
 
 def defects_of(release: str) -> list[str]:
@@ -21,17 +19,19 @@ def defects_of(release: str) -> list[str]:
 
     >>> defects_of("0.19.8")
     []
-    >>> defects_of("0.17.6")
+    >>> defects_of("0.19.0")
     ['scales pipeline gradients wrongly when gradient accumulation is greater than 1']
     """
-    return [defect for fixed_in, defect in _DEFECTS if Version(Version(release).base_version) < fixed_in]
+    return [defect for fixed_in, defect in _FIXED_IN if Version(Version(release).base_version) < fixed_in]
 
 
 @cache
 def warn_of_defects(release: str) -> None:
-    """Warn once if ``release`` is older than what is supported."""
+    """Warn once if ``release`` is known to train wrongly."""
     defects = defects_of(release)
     if defects:
         warnings.warn(
-            f"DeepSpeed {release} {' and '.join(defects)}: use DeepSpeed >= {SUPPORTED}", RuntimeWarning, stacklevel=3
+            f"DeepSpeed {release} {' and '.join(defects)}: use DeepSpeed >= {_FIXED_IN[-1][0]}",
+            RuntimeWarning,
+            stacklevel=3,
         )
