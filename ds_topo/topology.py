@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .axes import Spec, canonical_axis, check_axes, check_world_size, parse_spec, read_config
+from .axes import Spec, canonical_axis, check_axes, check_world_size, parse_spec, read_config, whole_number
 from .errors import CoordinateError, TopologyError, UnknownAxisError
 from .layout import Layout
 
@@ -160,9 +160,9 @@ class ProcessTopology:
                 f"get_rank() needs one index for every axis of {self._axes}, {missing} missing; "
                 "filter_match() takes some of them"
             )
-        for position, index in indices.items():
-            self._check_index(position, index)
-        return self._layout.rank_of([indices[position] for position in range(len(self._axes))])
+        return self._layout.rank_of(
+            [self._checked_index(position, indices[position]) for position in range(len(self._axes))]
+        )
 
     def get_coord(self, rank: int) -> Any:
         """The coordinate of ``rank``, a named tuple with one field per axis.
@@ -170,8 +170,7 @@ class ProcessTopology:
         Raises:
             TopologyError: a rank out of range.
         """
-        self._check_rank(rank)
-        return self._coordinate_at(rank)
+        return self._coordinate_at(self._checked_rank(rank))
 
     def get_rank_repr(
         self,
@@ -186,7 +185,7 @@ class ProcessTopology:
         >>> topology.get_rank_repr(3), topology.get_rank_repr(3, omit_axes=["data"])
         ('model_01', 'pipe_00-model_01')
         """
-        self._check_rank(rank)
+        rank = self._checked_rank(rank)
         omitted = {canonical_axis(axis) for axis in omit_axes}
         return outer_sep.join(
             f"{axis}{inner_sep}{self._layout.index_of(rank, position):02d}"
@@ -205,9 +204,12 @@ class ProcessTopology:
         Raises:
             UnknownAxisError: an axis that does not exist.
         """
-        indices = self._indices(coordinate)
-        if not all(0 <= index < self._layout.sizes[position] for position, index in indices.items()):
-            return []
+        indices: dict[int, int] = {}
+        for position, given in self._indices(coordinate).items():
+            index = whole_number(given)
+            if index is None or not 0 <= index < self._layout.sizes[position]:
+                return []
+            indices[position] = index
         base = self._layout.rank_of([indices.get(position, 0) for position in range(len(self._axes))])
         free = [position for position in range(len(self._axes)) if position not in indices]
         return sorted(base + offset for offset in self._layout.offsets(free))
@@ -247,7 +249,7 @@ class ProcessTopology:
 
         An axis that the topology does not have has degree 1: the list is ``[rank]``.
         """
-        self._check_rank(rank)
+        rank = self._checked_rank(rank)
         selected = self._positions([axis] if isinstance(axis, str) else axis)
         origin = self._layout.rank_of(
             [
@@ -327,16 +329,20 @@ class ProcessTopology:
             raise TopologyError(f"coordinate {dict(coordinate)} names an axis twice ('tensor' is a synonym of 'model')")
         return indices
 
-    def _check_index(self, position: int, index: int) -> None:
-        if not 0 <= index < self._layout.sizes[position]:
+    def _checked_index(self, position: int, index: int) -> int:
+        whole = whole_number(index)
+        if whole is None or not 0 <= whole < self._layout.sizes[position]:
             raise CoordinateError(
                 f"index {index} of axis {self._axes[position]!r} is out of range: "
                 f"{self.spec!r} has 0 to {self._layout.sizes[position] - 1}"
             )
+        return whole
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self._layout.size:
+    def _checked_rank(self, rank: int) -> int:
+        whole = whole_number(rank)
+        if whole is None or not 0 <= whole < self._layout.size:
             raise TopologyError(f"rank {rank} is out of range: {self.spec!r} has ranks 0 to {self._layout.size - 1}")
+        return whole
 
 
 class PipeDataParallelTopology(ProcessTopology):
