@@ -225,8 +225,8 @@ class ProcessTopology:
     def get_axis_comm_lists(self, axis: str | Iterable[str]) -> list[list[int]]:
         """Lists of the ranks that differ along ``axis`` alone, for one axis or for several at once.
 
-        With one axis the result is DeepSpeed's; with several, the ranks of a list are in placement order. An axis that
-        the topology does not have gives ``[]``, as in DeepSpeed; among several axes an absent one has degree 1.
+        With one axis the result is DeepSpeed's; with several, too, the ranks of a list ascend. An axis that the
+        topology does not have gives ``[]``, as in DeepSpeed; among several axes an absent one has degree 1.
 
         >>> topology = ProcessTopology(["pipe", "data", "model"], [2, 2, 2])
         >>> topology.get_axis_comm_lists("data")
@@ -238,11 +238,11 @@ class ProcessTopology:
         if not selected:
             return []
         others = [position for position in range(len(self._axes)) if position not in selected]
-        members = self._layout.offsets(selected)
+        members = sorted(self._layout.offsets(selected))
         return [[base + offset for offset in members] for base in self._layout.offsets(others)]
 
     def get_axis_ranks(self, axis: str | Iterable[str], rank: int) -> list[int]:
-        """The one list of ``get_axis_comm_lists(axis)`` that holds ``rank``, without building the others.
+        """The one list of ``get_axis_comm_lists(axis)`` that holds ``rank``, ascending, without building the others.
 
         >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).get_axis_ranks("data", rank=5)
         [5, 7]
@@ -257,14 +257,15 @@ class ProcessTopology:
                 for position in range(len(self._axes))
             ]
         )
-        return [origin + offset for offset in self._layout.offsets(selected)]
+        return sorted(origin + offset for offset in self._layout.offsets(selected))
 
     # -- derived topologies --------------------------------------------------------------------------------------
 
     def fold(self, axes: Mapping[str, Sequence[str]]) -> ProcessTopology:
-        """The same ranks under fewer names: each new axis runs over several old ones, first one slowest.
+        """The same ranks under fewer names: each new axis runs over several old ones, outermost first.
 
-        Old axes that no new one names are an error; a new axis over none has degree 1.
+        Old axes that no new one names are an error, and so is an order in which ranks would not ascend along the new
+        axis (torch sorts the ranks of a group: index and group rank would differ). A new axis over none has degree 1.
 
         >>> folded = ProcessTopology.from_spec("data=2,pipe=2,seq=2").fold({"pipe": ["pipe"], "data": ["data", "seq"]})
         >>> folded.get_axis_comm_lists("data")
@@ -274,8 +275,13 @@ class ProcessTopology:
         folded = sorted(position for group in groups for position in group)
         if folded != list(range(len(self._axes))):
             raise TopologyError(f"fold({dict(axes)}) must name each axis of {self._axes} exactly once")
+        layout = self._layout.fold(groups)
+        for (new, olds), factors in zip(axes.items(), layout.axes, strict=True):
+            strides = [stride for size, stride in factors if size > 1]
+            if strides != sorted(strides, reverse=True):
+                raise TopologyError(f"fold({new!r}: {list(olds)}) must name the axes of {self._axes} outermost first")
         topology = ProcessTopology.__new__(ProcessTopology)
-        topology._set(tuple(axes), self._layout.fold(groups))
+        topology._set(tuple(axes), layout)
         return topology
 
     # -- value semantics -----------------------------------------------------------------------------------------
