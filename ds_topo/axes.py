@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import keyword
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -25,6 +26,18 @@ def canonical_axis(name: str) -> str:
     return SYNONYMS.get(name, name)
 
 
+def whole_number(value: Any) -> int | None:
+    """The integer that a value of any numeric type (NumPy's, a 0-d tensor, ``2.0``) equals, if it does.
+
+    >>> whole_number(True), whole_number(2.0), whole_number(2.5), whole_number("2")
+    (1, 2, None, None)
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        return int(value) if isinstance(value, float) and value.is_integer() else None
+
+
 def check_axes(axes: Sequence[str], degrees: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Validate axis names with their degrees; return both in canonical form.
 
@@ -38,6 +51,7 @@ def check_axes(axes: Sequence[str], degrees: Sequence[int]) -> tuple[tuple[str, 
     if not axes:
         raise TopologyError('a topology needs at least one axis, such as "data=1"')
     names: list[str] = []
+    sizes: list[int] = []
     for given, degree in zip(axes, degrees, strict=True):
         if not isinstance(given, str) or not given.isidentifier() or keyword.iskeyword(given) or given[0] == "_":
             raise TopologyError(
@@ -47,12 +61,14 @@ def check_axes(axes: Sequence[str], degrees: Sequence[int]) -> tuple[tuple[str, 
         if name in names:
             synonym = "" if given == name else f" ({given!r} is a synonym of {name!r})"
             raise TopologyError(f"axis {name!r} is given twice in {axes}{synonym}: name every axis once")
-        if isinstance(degree, bool) or not isinstance(degree, int):
+        size = None if isinstance(degree, (bool, float)) else whole_number(degree)
+        if size is None:
             raise TopologyError(f"axis {given!r}: degree {degree!r} is not an integer; give a whole number >= 1")
-        if degree < 1:
-            raise TopologyError(f"axis {given!r}: degree {degree} must be >= 1")
+        if size < 1:
+            raise TopologyError(f"axis {given!r}: degree {size} must be >= 1")
         names.append(name)
-    return tuple(names), tuple(degrees)
+        sizes.append(size)
+    return tuple(names), tuple(sizes)
 
 
 def parse_spec(spec: Spec, world_size: int | None = None) -> tuple[list[str], list[int]]:

@@ -92,7 +92,7 @@ class ProcessGroups:
             self._by_ranks.clear()
             while self._created:
                 group = self._created.pop()
-                if dist.is_initialized():
+                if group in dist.distributed_c10d._world.pg_map:  # torch forgets all groups with the world's own
                     dist.destroy_process_group(group)
 
     @property

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .axes import Spec, canonical_axis, check_axes, check_world_size, parse_spec, read_config
+from .axes import Spec, canonical_axis, check_axes, check_world_size, parse_spec, read_config, whole_number
 from .errors import CoordinateError, TopologyError, UnknownAxisError
 from .layout import Layout
 
@@ -160,9 +160,9 @@ class ProcessTopology:
                 f"get_rank() needs one index for every axis of {self._axes}, {missing} missing; "
                 "filter_match() takes some of them"
             )
-        for position, index in indices.items():
-            self._check_index(position, index)
-        return self._layout.rank_of([indices[position] for position in range(len(self._axes))])
+        return self._layout.rank_of(
+            [self._checked_index(position, indices[position]) for position in range(len(self._axes))]
+        )
 
     def get_coord(self, rank: int) -> Any:
         """The coordinate of ``rank``, a named tuple with one field per axis.
@@ -170,8 +170,7 @@ class ProcessTopology:
         Raises:
             TopologyError: a rank out of range.
         """
-        self._check_rank(rank)
-        return self._coordinate_at(rank)
+        return self._coordinate_at(self._checked_rank(rank))
 
     def get_rank_repr(
         self,
@@ -186,7 +185,7 @@ class ProcessTopology:
         >>> topology.get_rank_repr(3), topology.get_rank_repr(3, omit_axes=["data"])
         ('model_01', 'pipe_00-model_01')
         """
-        self._check_rank(rank)
+        rank = self._checked_rank(rank)
         omitted = {canonical_axis(axis) for axis in omit_axes}
         return outer_sep.join(
             f"{axis}{inner_sep}{self._layout.index_of(rank, position):02d}"
@@ -205,9 +204,12 @@ class ProcessTopology:
         Raises:
             UnknownAxisError: an axis that does not exist.
         """
-        indices = self._indices(coordinate)
-        if not all(0 <= index < self._layout.sizes[position] for position, index in indices.items()):
-            return []
+        indices: dict[int, int] = {}
+        for position, given in self._indices(coordinate).items():
+            index = whole_number(given)
+            if index is None or not 0 <= index < self._layout.sizes[position]:
+                return []
+            indices[position] = index
         base = self._layout.rank_of([indices.get(position, 0) for position in range(len(self._axes))])
         free = [position for position in range(len(self._axes)) if position not in indices]
         return sorted(base + offset for offset in self._layout.offsets(free))
@@ -223,8 +225,8 @@ class ProcessTopology:
     def get_axis_comm_lists(self, axis: str | Iterable[str]) -> list[list[int]]:
         """Lists of the ranks that differ along ``axis`` alone, for one axis or for several at once.
 
-        With one axis the result is DeepSpeed's; with several, the ranks of a list are in placement order. An axis that
-        the topology does not have gives ``[]``, as in DeepSpeed; among several axes an absent one has degree 1.
+        With one axis the result is DeepSpeed's; with several, too, the ranks of a list ascend. An axis that the
+        topology does not have gives ``[]``, as in DeepSpeed; among several axes an absent one has degree 1.
 
         >>> topology = ProcessTopology(["pipe", "data", "model"], [2, 2, 2])
         >>> topology.get_axis_comm_lists("data")
@@ -236,18 +238,18 @@ class ProcessTopology:
         if not selected:
             return []
         others = [position for position in range(len(self._axes)) if position not in selected]
-        members = self._layout.offsets(selected)
+        members = sorted(self._layout.offsets(selected))
         return [[base + offset for offset in members] for base in self._layout.offsets(others)]
 
     def get_axis_ranks(self, axis: str | Iterable[str], rank: int) -> list[int]:
-        """The one list of ``get_axis_comm_lists(axis)`` that holds ``rank``, without building the others.
+        """The one list of ``get_axis_comm_lists(axis)`` that holds ``rank``, ascending, without building the others.
 
         >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).get_axis_ranks("data", rank=5)
         [5, 7]
 
         An axis that the topology does not have has degree 1: the list is ``[rank]``.
         """
-        self._check_rank(rank)
+        rank = self._checked_rank(rank)
         selected = self._positions([axis] if isinstance(axis, str) else axis)
         origin = self._layout.rank_of(
             [
@@ -255,14 +257,15 @@ class ProcessTopology:
                 for position in range(len(self._axes))
             ]
         )
-        return [origin + offset for offset in self._layout.offsets(selected)]
+        return sorted(origin + offset for offset in self._layout.offsets(selected))
 
     # -- derived topologies --------------------------------------------------------------------------------------
 
     def fold(self, axes: Mapping[str, Sequence[str]]) -> ProcessTopology:
-        """The same ranks under fewer names: each new axis runs over several old ones, first one slowest.
+        """The same ranks under fewer names: each new axis runs over several old ones, outermost first.
 
-        Old axes that no new one names are an error; a new axis over none has degree 1.
+        Old axes that no new one names are an error, and so is an order in which ranks would not ascend along the new
+        axis (torch sorts the ranks of a group: index and group rank would differ). A new axis over none has degree 1.
 
         >>> folded = ProcessTopology.from_spec("data=2,pipe=2,seq=2").fold({"pipe": ["pipe"], "data": ["data", "seq"]})
         >>> folded.get_axis_comm_lists("data")
@@ -272,8 +275,13 @@ class ProcessTopology:
         folded = sorted(position for group in groups for position in group)
         if folded != list(range(len(self._axes))):
             raise TopologyError(f"fold({dict(axes)}) must name each axis of {self._axes} exactly once")
+        layout = self._layout.fold(groups)
+        for (new, olds), factors in zip(axes.items(), layout.axes, strict=True):
+            strides = [stride for size, stride in factors if size > 1]
+            if strides != sorted(strides, reverse=True):
+                raise TopologyError(f"fold({new!r}: {list(olds)}) must name the axes of {self._axes} outermost first")
         topology = ProcessTopology.__new__(ProcessTopology)
-        topology._set(tuple(axes), self._layout.fold(groups))
+        topology._set(tuple(axes), layout)
         return topology
 
     # -- value semantics -----------------------------------------------------------------------------------------
@@ -327,16 +335,20 @@ class ProcessTopology:
             raise TopologyError(f"coordinate {dict(coordinate)} names an axis twice ('tensor' is a synonym of 'model')")
         return indices
 
-    def _check_index(self, position: int, index: int) -> None:
-        if not 0 <= index < self._layout.sizes[position]:
+    def _checked_index(self, position: int, index: int) -> int:
+        whole = whole_number(index)
+        if whole is None or not 0 <= whole < self._layout.sizes[position]:
             raise CoordinateError(
                 f"index {index} of axis {self._axes[position]!r} is out of range: "
                 f"{self.spec!r} has 0 to {self._layout.sizes[position] - 1}"
             )
+        return whole
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self._layout.size:
+    def _checked_rank(self, rank: int) -> int:
+        whole = whole_number(rank)
+        if whole is None or not 0 <= whole < self._layout.size:
             raise TopologyError(f"rank {rank} is out of range: {self.spec!r} has ranks 0 to {self._layout.size - 1}")
+        return whole
 
 
 class PipeDataParallelTopology(ProcessTopology):
