@@ -54,6 +54,8 @@ def agree(description: str, members: Sequence[int], timeout: timedelta, *, failu
     except RuntimeError as error:
         missing = _missing(store, token, members)
         verdict = f"rank {members[0]} did not compare the plans within {timeout}; ranks that did not come: {missing}"
+        # Members that are only late must not go on without this rank.
+        store.set(f"{token}/{rank}", json.dumps(report | {"error": report["error"] or verdict}))
         raise failure or DisagreementError(verdict) from error
     if failure is not None:
         raise failure
