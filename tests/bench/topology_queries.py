@@ -75,9 +75,8 @@ def main() -> None:
     print(f"{RANKS:,} ranks, {DRAWS:,} x (get_coord, get_rank, get_rank_repr, filter_match), build included")
     rows = [("ds_topo", ours, our_median, our_bytes), ("DeepSpeed", theirs, their_median, their_bytes)]
     for name, times, median, peak in rows:
-        print(
-            f"{name:10}{median * 1e3:12.1f} ms  ({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})  {peak / 1e6:8.2f} MB"
-        )
+        spread = f"({min(times) * 1e3:.1f} to {max(times) * 1e3:.1f})"
+        print(f"{name:10}{median * 1e3:12.1f} ms  {spread}  {peak / 1e6:8.2f} MB")
     print(f"(DeepSpeed's time is scaled from {len(few)} draws, its memory is with 1 draw)")
     print(f"ratio      {their_median / our_median:12,.0f} x  {their_bytes / our_bytes:,.0f} x less memory")
     print("targets    50 ms and 1 MB:", "met" if our_median < 0.05 and our_bytes < 1e6 else "MISSED")
