@@ -1,0 +1,87 @@
+"""torchshard's eleven functions, as its documentation has them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_topo import DisagreementError, PipelineParallelGrid, distributed
+from tests.ranks import run_ranks
+
+
+def _documented_examples() -> None:
+    assert not distributed.is_initialized()
+    distributed.init_process_group(group_size=2)
+    assert distributed.is_initialized()
+    assert distributed.get_group_size() == distributed.get_world_size() == 2
+    me = distributed.get_rank()
+    assert me == dist.get_rank() % 2
+    assert dist.get_process_group_ranks(distributed.get_group()) == [dist.get_rank() - me, dist.get_rank() - me + 1]
+
+    x = torch.arange(48.0).view(6, 8)
+    assert torch.equal(distributed.scatter(x, dim=0), x[3 * me : 3 * me + 3])
+    assert torch.equal(distributed.scatter(x, dim=1), x[:, 4 * me : 4 * me + 4])
+    assert distributed.scatter(x, dim=None) is x
+    assert distributed.gather(x, dim=0).shape == (12, 8)
+    assert distributed.gather(x, dim=1).shape == (6, 16)
+
+    tensor = torch.arange(2, dtype=torch.int64) + 1 + 2 * me
+    assert distributed.reduce(tensor) is tensor
+    assert tensor.tolist() == [4, 6]
+    turned = torch.tensor([1 + 1j]) * (me + 1)
+    assert torch.equal(distributed.reduce(turned), torch.tensor([3 + 3j]))
+
+    leaf = torch.ones(3, requires_grad=True)
+    (distributed.copy(leaf) * (me + 1)).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [3.0] * 3
+    leaf.grad = None
+    distributed.reduce(leaf).sum().backward()
+    assert leaf.detach().tolist() == [2.0] * 3
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [1.0] * 3
+
+    distributed.destroy_process_group()
+    assert not distributed.is_initialized()
+
+
+def test_documented_examples() -> None:
+    run_ranks(4, _documented_examples)
+
+
+def _over_a_grid() -> None:
+    grid = PipelineParallelGrid("model=2,data=2")
+    distributed.init_process_group(grid=grid)
+    assert distributed.get_group() is grid.get_group("model")
+    assert distributed.gather(torch.tensor([dist.get_rank()])).tolist() == grid.get_ranks("model")
+    distributed.destroy_process_group()
+    assert grid.get_axis_size("model") == dist.get_world_size(grid.get_group("model"))
+
+
+def test_a_grid_lends_its_groups() -> None:
+    run_ranks(4, _over_a_grid)
+
+
+def _mistakes() -> None:
+    for function in (distributed.get_group, distributed.get_rank, distributed.destroy_process_group):
+        with pytest.raises(RuntimeError, match="init_process_group"):
+            function()
+    with pytest.raises(ValueError, match="valid are -1 \\(all\\) and 1, 2, 4"):
+        distributed.init_process_group(group_size=3)
+    with pytest.raises(DisagreementError, match=r"(?s)ranks \[0\].*ranks \[1, 2, 3\]"):
+        distributed.init_process_group(group_size=2 if dist.get_rank() else 4)
+    distributed.init_process_group(group_size=2)
+    with pytest.raises(RuntimeError, match="already initialised"):
+        distributed.init_process_group(group_size=2)
+    with pytest.raises(ValueError, match="None, 0, 1 and -1"):
+        distributed.scatter(torch.zeros(2, 2, 2), dim=2)
+
+
+def test_mistakes_raise_on_every_rank() -> None:
+    run_ranks(4, _mistakes)
+
+
+def test_use_before_torch_is_initialised() -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.distributed"):
+        distributed.init_process_group()
