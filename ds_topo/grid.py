@@ -9,9 +9,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from .agreement import agree
 from .axes import Spec
+from .device_mesh import mesh_over
 from .errors import TopologyError
 from .megatron import MegatronQueries
 from .mpu import SEQUENCE_QUERIES
@@ -182,6 +184,18 @@ class PipelineParallelGrid(MegatronQueries):
     def get_prev_rank(self, axis: str) -> int:
         """The global rank of the previous peer along ``axis``; the first one's is the last."""
         return self._neighbor(axis, -1)
+
+    def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """The same layout as a torch ``DeviceMesh``: one dimension per axis, over this grid's own process groups.
+
+        For ``parallelize_module``, ``DTensor``, ``fully_shard`` and ``torch.distributed.checkpoint``; slice it by axis,
+        ``grid.device_mesh()["data"]``. It lives as long as the grid.
+
+        Args:
+            device_type: ``"cpu"``, ``"cuda"``, ...; by default the accelerator that the groups serve, else the CPU.
+        """
+        groups = [self.get_group(axis) for axis in self._topology.axes]
+        return mesh_over(self._topology, self._members, groups, device_type)
 
     def destroy(self) -> None:
         """Destroy the groups of this grid; every rank should call it. Later queries for groups raise RuntimeError."""

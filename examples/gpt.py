@@ -1,17 +1,29 @@
 """A byte-level GPT as a list of pipeline layers, with the embedding tied to the output.
 
-Shapes: b sequences, s positions, h width, v = 256 bytes.
+Shapes: b sequences, s positions, h width, v = 256 bytes; each layer's are in ``parallel_layers``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from parallel_layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    Parallel,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
+    vocabulary_parallel_loss,
+)
 from torch import nn
+
+from ds_topo import collectives
 
 VOCABULARY = 256
 
@@ -26,40 +38,32 @@ class GPTConfig:
     depth: int = 4
 
 
-class TokenEmbedding(nn.Module):
-    """Bytes ``[b, s]`` -> ``[b, s, h]``."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(VOCABULARY, config.width) * 0.02)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, self.weight)
-
-
 class PositionEmbedding(nn.Module):
     """``[b, s, h]`` plus one learned vector per position."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, parallel: Parallel) -> None:
         super().__init__()
+        self.parallel = parallel
         self.weight = nn.Parameter(torch.randn(config.context, config.width) * 0.02)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.weight[: hidden.shape[1]]
+        if self.parallel.sequence:
+            return hidden + collectives.scatter(self.weight, self.parallel.group, 0)
+        return hidden + self.weight
 
 
 class Block(nn.Module):
     """Causal self-attention and a feed-forward layer, ``[b, s, h]`` -> ``[b, s, h]``."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, parallel: Parallel) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.attention_norm = nn.LayerNorm(config.width)
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.projection = nn.Linear(config.width, config.width)
-        self.mlp_norm = nn.LayerNorm(config.width)
-        self.expand = nn.Linear(config.width, 4 * config.width)
-        self.contract = nn.Linear(4 * config.width, config.width)
+        self.head_width = config.width // config.heads
+        self.attention_norm = LayerNorm(config.width, parallel)
+        self.qkv = ColumnParallelLinear(config.width, 3 * config.width, parallel, pieces=3)
+        self.projection = RowParallelLinear(config.width, config.width, parallel)
+        self.mlp_norm = LayerNorm(config.width, parallel)
+        self.expand = ColumnParallelLinear(config.width, 4 * config.width, parallel)
+        self.contract = RowParallelLinear(4 * config.width, config.width, parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.projection(self.attention(self.attention_norm(hidden)))
@@ -67,28 +71,32 @@ class Block(nn.Module):
         return hidden + feed_forward
 
     def attention(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[b, s, h]`` -> ``[b, s, h/n]``: each rank attends with its own heads."""
         query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1)
+            part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1)
         )
         return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
 
 
-def output_logits(embedding: TokenEmbedding, hidden: torch.Tensor) -> torch.Tensor:
-    """``[b, s, h]`` -> scores of the next byte ``[b, s, v]``, with the weight of the embedding."""
-    return F.linear(hidden, embedding.weight)
+def next_byte_loss(parallel: Parallel) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Mean cross entropy in nats per byte of ``[b, s, v/n]`` against ``[b, s]``."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return vocabulary_parallel_loss(logits, labels, parallel.group)
+
+    return loss
 
 
-def next_byte_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy in nats per byte of ``[b, s, v]`` against ``[b, s]``."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-
-def gpt_layers(config: GPTConfig) -> list[Any]:
+def gpt_layers(config: GPTConfig, parallel: Parallel) -> list[Any]:
     """The layers in order; DeepSpeed builds each on the stage that owns it."""
+    size = parallel.group.size()
+    if config.heads % size or VOCABULARY % size or (parallel.sequence and config.context % size):
+        raise ValueError(f"the model axis has degree {size}, which must divide {config.heads} heads and the context")
+    embedding = partial(TiedLayerSpec, "embedding", VocabularyParallelEmbedding, VOCABULARY, config.width, parallel)
     return [
-        TiedLayerSpec("embedding", TokenEmbedding, config),
-        LayerSpec(PositionEmbedding, config),
-        *(LayerSpec(Block, config) for _ in range(config.depth)),
-        LayerSpec(nn.LayerNorm, config.width),
-        TiedLayerSpec("embedding", TokenEmbedding, config, forward_fn=output_logits),
+        embedding(),
+        LayerSpec(PositionEmbedding, config, parallel),
+        *(LayerSpec(Block, config, parallel) for _ in range(config.depth)),
+        LayerSpec(LayerNorm, config.width, parallel),
+        embedding(forward_fn=VocabularyParallelEmbedding.logits),
     ]

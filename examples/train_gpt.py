@@ -23,11 +23,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from gpt import GPTConfig, gpt_layers, next_byte_loss
+from parallel_layers import Parallel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from text import Text, standard_library, windows
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_topo import PipelineModule, PipelineParallelGrid
+from ds_topo.collectives import gather
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 DEFAULT_CONFIG = Path(__file__).with_name("train_gpt.json")
@@ -42,16 +44,18 @@ def main() -> None:
     config: dict[str, Any] = json.loads(arguments.config.read_text())
     text = standard_library()
 
+    grid = PipelineParallelGrid(arguments.topology or config["topology"])
+    parallel = Parallel(grid.get_group("model"), arguments.sequence_parallel)
     module = PipelineModule(
-        gpt_layers(GPTConfig(arguments.context, arguments.width, arguments.heads, arguments.depth)),
-        topology=arguments.topology,
-        config=None if arguments.topology else config,
-        loss_fn=next_byte_loss,
+        gpt_layers(GPTConfig(arguments.context, arguments.width, arguments.heads, arguments.depth), parallel),
+        grid=grid,
+        loss_fn=next_byte_loss(parallel),
         seed_layers=True,
         base_seed=arguments.seed,
         partition_method="parameters",
     )
-    grid = module.mpu()
+    if arguments.sequence_parallel:  # DeepSpeed would split activations that are already split
+        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     config["train_micro_batch_size_per_gpu"] = micro_batch_size(arguments, config, grid)
     engine, *_ = deepspeed.initialize(
         model=module,
@@ -82,6 +86,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--sequence-parallel", action="store_true", help="split activations along the sequence, too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/gpt"), help="folder of checkpoints, curve and history")
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; the last is always saved")
@@ -165,7 +170,7 @@ def continuation(
         _, logits = engine.eval_batch(iter([(padded, padded)]), return_logits=True, num_micro_batches=1)
         drawn = torch.zeros_like(written[:, :1])
         if grid.is_last_stage:
-            scores = logits[:, seen.shape[1] - 1].float() / 0.7
+            scores = gather(logits[:, seen.shape[1] - 1].float(), grid.get_group("model")) / 0.7
             drawn = torch.multinomial(scores.softmax(-1), 1, generator=generator)
         dist.broadcast(
             drawn, src=grid.get_pipeline_model_parallel_last_rank(), group=grid.get_pipeline_model_parallel_group()

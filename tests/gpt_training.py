@@ -14,9 +14,10 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from gpt import GPTConfig, gpt_layers, next_byte_loss
+from parallel_layers import Parallel
 from text import standard_library, windows
 
-from ds_topo import PipelineModule
+from ds_topo import PipelineModule, PipelineParallelGrid
 
 TINY = GPTConfig(context=16, width=32, heads=4, depth=2)
 BATCH = 8
@@ -63,12 +64,14 @@ def config(gas: int = MICRO_BATCHES, replicas: int = 1, clip: float = 0.1, **mor
 
 def train_alone(steps: int, clip: float = 0.1, model: GPTConfig = TINY) -> Run:
     """The reference: the same layers in one process, plain PyTorch."""
-    module = PipelineModule(gpt_layers(model), topology="pipe=1", seed_layers=True, loss_fn=next_byte_loss)
-    optimizer, run = optimizer_of(module.parameters()), Run()
+    grid = PipelineParallelGrid("pipe=1")
+    parallel = Parallel(grid.get_group("model"))
+    module = PipelineModule(gpt_layers(model, parallel), grid=grid, seed_layers=True)
+    optimizer, run, loss_of = optimizer_of(module.parameters()), Run(), next_byte_loss(parallel)
     for step in range(steps):
         inputs, labels = batch(step, model=model)
         optimizer.zero_grad()
-        loss = next_byte_loss(module(inputs), labels)
+        loss = loss_of(module(inputs), labels)
         loss.backward()
         run.norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), clip)))
         optimizer.step()
@@ -77,13 +80,18 @@ def train_alone(steps: int, clip: float = 0.1, model: GPTConfig = TINY) -> Run:
     return run
 
 
-def train_pipeline(topology: Any, steps: int, zero: int = 0, clip: float = 0.1, **more: Any) -> Run:
+def train_pipeline(
+    topology: Any, steps: int, zero: int = 0, clip: float = 0.1, sequence: bool = False, **more: Any
+) -> Run:
     """One rank of a DeepSpeed pipeline over our grid."""
     warnings.simplefilter("ignore", FutureWarning)
     deepspeed.init_distributed(verbose=False)
-    module = PipelineModule(gpt_layers(TINY), topology=topology, seed_layers=True, loss_fn=next_byte_loss)
-    grid = module.mpu()
+    grid = PipelineParallelGrid(topology)
+    parallel = Parallel(grid.get_group("model"), sequence)
+    module = PipelineModule(gpt_layers(TINY, parallel), grid=grid, seed_layers=True, loss_fn=next_byte_loss(parallel))
     samples = grid.get_sample_world_size()
+    if sequence:
+        more["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     settings = config(replicas=samples, clip=clip, zero_optimization={"stage": zero}, **more)
     engine, *_ = deepspeed.initialize(model=module, config=settings, optimizer=optimizer_of(module.parameters()))
     run, share = Run(), BATCH // samples
@@ -94,6 +102,7 @@ def train_pipeline(topology: Any, steps: int, zero: int = 0, clip: float = 0.1, 
         run.norms.append(float(engine.get_global_grad_norm() or 0.0))
     run.parameters = parameters_of(module)
     dist.barrier()
+    grid.destroy()
     return run
 
 

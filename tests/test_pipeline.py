@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import deepspeed.runtime.pipe.module as deepspeed_module
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
 
 from ds_topo import DisagreementError, PipelineModule, PipelineParallelGrid, TopologyError
-from tests.gpt_training import TINY, Run, train_alone, train_pipeline
+from tests.gpt_training import Run, train_alone, train_pipeline
 from tests.ranks import run_ranks
 
 STEPS = 20
@@ -36,11 +39,15 @@ def test_training_equals_one_process(alone: Run, topology: str, zero: int) -> No
             torch.testing.assert_close(parameter, alone.parameters[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def _inspect(topology: Any, **options: Any) -> dict[str, Any]:
-    from gpt import gpt_layers
+def _tied_layers() -> list[Any]:
+    """Six layers, the first and last of them the same."""
+    ends = partial(TiedLayerSpec, "embedding", nn.Linear, 8, 8)
+    return [ends(), *(LayerSpec(nn.Linear, 8, 8) for _ in range(4)), ends()]
 
+
+def _inspect(topology: Any, **options: Any) -> dict[str, Any]:
     before = {id(value) for value in vars(deepspeed_module).values()}
-    module = PipelineModule(gpt_layers(TINY), topology=topology, **options)
+    module = PipelineModule(_tied_layers(), topology=topology, **options)
     grid = module.mpu()
     return {
         "unpatched": before == {id(value) for value in vars(deepspeed_module).values()},
@@ -82,21 +89,17 @@ def test_topology_from_the_config_file(tmp_path: Path) -> None:
 
 
 def _inspect_config(source: Any) -> str:
-    from gpt import gpt_layers
-
-    return PipelineModule(gpt_layers(TINY), config=source).topology().spec
+    return PipelineModule(_tied_layers(), config=source).topology().spec
 
 
 def _errors() -> list[str]:
-    from gpt import gpt_layers
-
     messages = []
     for options in ({}, {"num_stages": 3}, {"topology": "pipe=2", "config": {"topology": "pipe=2"}}):
         with pytest.raises(TopologyError) as caught:
-            PipelineModule(gpt_layers(TINY), **options)
+            PipelineModule(_tied_layers(), **options)
         messages.append(str(caught.value))
     with pytest.raises(DisagreementError) as disagreement:
-        PipelineModule(gpt_layers(TINY), topology="pipe=2,data=2" if dist.get_rank() else "data=2,pipe=2")
+        PipelineModule(_tied_layers(), topology="pipe=2,data=2" if dist.get_rank() else "data=2,pipe=2")
     return [*messages, str(disagreement.value), str(len(dist.distributed_c10d._world.pg_map))]
 
 
@@ -105,7 +108,7 @@ def test_bad_input_raises_on_every_rank_before_any_group_exists() -> None:
         none, num_stages, both, disagreement, groups = messages
         assert "needs a topology" in none
         assert "does not divide the world size 4" in num_stages
-        assert "both given" in both
+        assert "topology and config are given" in both
         assert "ranks [0]" in disagreement
         assert "ranks [1, 2, 3]" in disagreement
         assert groups == "1"  # the world

@@ -11,7 +11,8 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from gpt import Block, GPTConfig, PositionEmbedding, TokenEmbedding, next_byte_loss, output_logits
+from gpt import VOCABULARY, Block, GPTConfig, PositionEmbedding, next_byte_loss
+from parallel_layers import LayerNorm, Parallel, VocabularyParallelEmbedding
 from torch import nn
 
 from ds_topo import PipelineParallelGrid
@@ -28,26 +29,27 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 class PlainGPT(nn.Module):
     """The example's layers as one module, with the embedding tied by reuse."""
 
-    def __init__(self, model: GPTConfig = TINY) -> None:
+    def __init__(self, parallel: Parallel, model: GPTConfig = TINY) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = TokenEmbedding(model)
-        self.position = PositionEmbedding(model)
-        self.blocks = nn.ModuleList(Block(model) for _ in range(model.depth))
-        self.norm = nn.LayerNorm(model.width)
+        self.embedding = VocabularyParallelEmbedding(VOCABULARY, model.width, parallel)
+        self.position = PositionEmbedding(model, parallel)
+        self.blocks = nn.ModuleList(Block(model, parallel) for _ in range(model.depth))
+        self.norm = LayerNorm(model.width, parallel)
+        self.loss_of = next_byte_loss(parallel)
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.position(self.embedding(inputs))
         for block in self.blocks:
             hidden = block(hidden)
-        return next_byte_loss(output_logits(self.embedding, self.norm(hidden)), labels)
+        return self.loss_of(self.embedding.logits(self.norm(hidden)), labels)
 
 
 def _engine(topology: str, settings: dict[str, Any]) -> tuple[Any, PipelineParallelGrid]:
     warnings.simplefilter("ignore", FutureWarning)
     deepspeed.init_distributed(verbose=False)
     grid = PipelineParallelGrid(topology)
-    model = PlainGPT()
+    model = PlainGPT(Parallel(grid.get_group("model")))
     settings = config(replicas=grid.get_data_parallel_world_size(), **settings)
     engine, *_ = deepspeed.initialize(
         model=model, mpu=grid, config=settings, optimizer=optimizer_of(model.parameters())
@@ -91,7 +93,7 @@ def alone() -> dict[str, list[float]]:
 
 
 def _train_by_hand() -> list[float]:
-    model = PlainGPT()
+    model = PlainGPT(Parallel(dist.group.WORLD))
     optimizer, losses = optimizer_of(model.parameters()), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -149,7 +151,7 @@ def _checkpointed_gradients() -> list[torch.Tensor]:
     grid = PipelineParallelGrid("model=2,data=2")
     deepspeed.checkpointing.configure(grid, partition_activations=True)
     torch.manual_seed(0)
-    block, inputs = Block(TINY), torch.randn(2, TINY.context, TINY.width)
+    block, inputs = Block(TINY, Parallel(grid.get_group("model"))), torch.randn(2, TINY.context, TINY.width)
     gradients = []
     for function in (partial(deepspeed.checkpointing.checkpoint, block), block):
         leaf = inputs.clone().requires_grad_()

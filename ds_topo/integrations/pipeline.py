@@ -35,6 +35,15 @@ class PipelineEngineGrid(PipelineParallelGrid):
 
     _data_queries_count_samples = False
 
+    @classmethod
+    def sharing(cls, grid: PipelineParallelGrid) -> PipelineEngineGrid:
+        """The grid of a pipeline engine over the process groups of ``grid``, which both then own."""
+        shared = cls.__new__(cls)
+        for name in ("global_rank", "world_size", "_members", "_topology", "_rank", "_topo", "_groups"):
+            setattr(shared, name, getattr(grid, name))
+        shared._set_coordinates()
+        return shared
+
 
 class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
     """DeepSpeed's ``PipelineModule`` on a ``PipelineParallelGrid`` of any topology, extra axes included.
@@ -47,6 +56,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         num_stages: the degree of ``pipe``; the rest of the world is ``data``. Instead of ``topology``.
         topology: a topology, or a spec such as ``"data=-1,pipe=2"``.
         config: a DeepSpeed config (path or mapping) whose ``"topology"`` section is used. Instead of ``topology``.
+        grid: a grid that exists already, for layers that need one of its groups. Instead of ``topology``.
         timeout: of agreement and process groups; the job's by default.
         **options: DeepSpeed's, unchanged: ``loss_fn``, ``partition_method``, ``activation_checkpoint_interval``, ...
 
@@ -63,6 +73,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         topology: ProcessTopology | Spec | None = None,
         *args: Any,
         config: str | Path | Mapping[str, Any] | None = None,
+        grid: PipelineParallelGrid | None = None,
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
@@ -74,13 +85,18 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
             raise RuntimeError(
                 "PipelineModule needs the environment variable LOCAL_RANK: start the job with deepspeed or torchrun"
             )
-        grid = PipelineEngineGrid(_one_topology(num_stages, topology, config), timeout=timeout)
+        layout = _one_layout(num_stages, topology, config, grid)
+        if isinstance(layout, PipelineParallelGrid):
+            engine_grid = PipelineEngineGrid.sharing(layout)
+        else:
+            engine_grid = PipelineEngineGrid(layout, timeout=timeout)
         try:
-            with mock.patch.object(deepspeed_module, "PipelineParallelGrid", return_value=grid):
-                super().__init__(layers, None, grid._topo, *args, **options)
+            with mock.patch.object(deepspeed_module, "PipelineParallelGrid", return_value=engine_grid):
+                super().__init__(layers, None, engine_grid._topo, *args, **options)
             self._count_each_parameter_once()
         except BaseException:
-            grid.destroy()
+            if layout is not grid:
+                engine_grid.destroy()
             raise
 
     def topology(self) -> ProcessTopology:
@@ -143,18 +159,23 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         return {key: sorted(owners) for key, owners in stages.items()}
 
 
-def _one_topology(
-    num_stages: int | None, topology: ProcessTopology | Spec | None, config: str | Path | Mapping[str, Any] | None
-) -> ProcessTopology | Spec:
-    """The one topology that was given, in whichever way."""
-    given = [name for name, value in (("topology", topology), ("config", config)) if value is not None]
-    if len(given) == 2:
-        raise TopologyError("topology and config are both given: pass one of them")
-    if topology is not None:
-        return topology
+def _one_layout(
+    num_stages: int | None,
+    topology: ProcessTopology | Spec | None,
+    config: str | Path | Mapping[str, Any] | None,
+    grid: PipelineParallelGrid | None,
+) -> PipelineParallelGrid | ProcessTopology | Spec:
+    """The one layout that was given, in whichever way."""
+    ways = {"topology": topology, "config": config, "grid": grid}
+    given = [name for name, value in ways.items() if value is not None]
+    if len(given) > 1:
+        raise TopologyError(f"{' and '.join(given)} are given: pass one of them")
     if config is not None:
         spec: Spec = read_config(config)
         return spec
+    layout = topology if grid is None else grid
+    if layout is not None:
+        return layout
     if num_stages is None:
         raise MissingTopologyError('PipelineModule needs a topology, such as topology="pipe=2,data=-1", or num_stages')
     return {PIPE: num_stages, DATA: -1}
