@@ -13,7 +13,11 @@ TOOLS = ("hostname", "ip", "mount", "nsenter", "setpriv", "ssh", "ssh-keygen", "
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
 """Where the tools are looked for: sshd, ip and tc are often in folders that a user's PATH leaves out."""
 
-_PROBE = "ip link add bridge type bridge && ip link add port0 type veth peer name eth0 && tc qdisc add dev port0 root tbf rate 1gbit burst 256kb latency 50ms"
+_PROBE = """set -e
+ip link add bridge type bridge
+ip link add port0 type veth peer name eth0
+tc qdisc add dev port0 root tbf rate 1gbit burst 256kb latency 50ms
+"""
 
 
 def missing_requirement(more_tools: Iterable[str] = ()) -> str | None:
