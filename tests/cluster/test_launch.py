@@ -22,7 +22,12 @@ def _launch(host: Host, folder: Path, slots: dict[str, int]) -> dict[str, object
     folder.mkdir()
     (folder / "hosts").write_text("".join(f"{name} slots={count}\n" for name, count in slots.items()))
     # pdsh forwards few variables; DeepSpeed exports those of this file on every host.
-    variables = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
+    variables = {
+        "PATH": os.environ["PATH"],
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
     (folder / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
     launcher = str(Path(sys.executable).with_name("deepspeed"))
     job = [str(EXAMPLE), "--topology", TOPOLOGY, "--steps", "3", "--out", str(folder / "out"), *MODEL]

@@ -79,7 +79,9 @@ def test_a_shaped_link_carries_the_payload_at_its_rate(
     start_cluster: StartCluster, record_property: Callable[[str, object], None]
 ) -> None:
     cluster = start_cluster(hosts=2, rate="50mbit")
-    receive = "import socket; s = socket.create_server(('host1', 5000)); print('ready', flush=True); c, _ = s.accept()\n"
+    receive = (
+        "import socket; s = socket.create_server(('host1', 5000)); print('ready', flush=True); c, _ = s.accept()\n"
+    )
     receive += "while c.recv(1 << 20): pass\n"
     receive += "c.send(b'.')"
     send = "import socket, sys, time; c = socket.create_connection(('host1', 5000)); started = time.perf_counter()\n"

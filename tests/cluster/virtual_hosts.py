@@ -1,10 +1,10 @@
 """Virtual hosts: one process tree each, in namespaces of its own, joined by links whose speed can be set.
 
 Every host has its own network (``eth0`` and ``lo``), host name, mounts, processes and System V memory; ``/etc/hosts``,
-``/etc/ssh``, ``/dev/shm`` and ``/run`` are private, all other files are shared. Its first process is sshd, so that hosts
-reach each other by name over ssh without a password. The links meet in a bridge in one more network namespace. Nothing of
-the machine's own network is touched, and nothing remains: the kernel kills a host's processes with its first one, and that
-one with the process that made the cluster, however it ended.
+``/etc/ssh``, ``/dev/shm`` and ``/run`` are private, all other files are shared. Its first process is sshd, so that
+hosts reach each other by name over ssh without a password. The links meet in a bridge in one more network namespace.
+Nothing of the machine's own network is touched, and no process remains: the kernel kills a host's processes with its
+first one, and that one with the process that made the cluster, however it ended.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Host:
     ) -> subprocess.Popen[Any]:
         """Start a command on this host; killing the returned process kills the command too.
 
-        ``env`` is added to the caller's environment, ``cwd`` is the caller's folder unless given, ``options`` are Popen's.
+        ``env`` is added to the caller's environment, ``cwd`` is the caller's folder unless given, and ``options`` are
+        Popen's.
         """
         enter = ["nsenter", "--target", str(self.pid), *_NAMESPACES, "--", *_DIE_WITH_PARENT]
         folder = ["env", "-C", str(cwd or Path.cwd())]
@@ -119,7 +120,13 @@ class Host:
     ) -> str:
         """Run a command on this host and return its standard output; RuntimeError with all output if it fails."""
         process = self.start(
-            command, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+            command,
+            env=env,
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
         )
         with process:
             try:
@@ -176,9 +183,9 @@ class Host:
 class Cluster:
     """Virtual hosts ``host0``, ``host1``, ..., for the time of a ``with`` statement.
 
-    ``rate`` is the speed of every host's link in either direction, in tc's words (``"1gbit"``, ``"400mbit"``); None leaves
-    the links unshaped. Ranks of one host talk over ``lo``, which is never shaped. Enter and leave the cluster in one
-    thread: the hosts die with the thread that made them.
+    ``rate`` is the speed of every host's link in either direction, in tc's words (``"1gbit"``, ``"400mbit"``); None
+    leaves the links unshaped. Ranks of one host talk over ``lo``, which is never shaped. Enter and leave the cluster
+    in one thread: the hosts die with the thread that made them.
     """
 
     def __init__(self, hosts: int = 2, rate: str | None = None) -> None:
@@ -235,11 +242,11 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         timeout: float = 120.0,
     ) -> list[Any]:
-        """Call ``function(*args)`` on every rank of a gloo process group over the hosts; return the results in rank order.
+        """Call ``function(*args)`` on every rank of a gloo process group over the hosts; return each rank's result.
 
-        ``function`` must be importable (module level; also of a module run with ``python -m``). Ranks are numbered host by
-        host and see torchrun's variables. A rank that fails or outlasts ``timeout`` seconds raises RankFailure with every
-        rank's output.
+        ``function`` must be importable (module level; also of a module run with ``python -m``). Ranks are numbered host
+        by host and see torchrun's variables; results come in that order. A rank that fails or outlasts ``timeout``
+        seconds raises RankFailure with every rank's output.
         """
         return call_on_ranks(self.hosts, function, args, ranks_per_host, env or {}, timeout)
 
