@@ -8,8 +8,8 @@ import os
 import pickle
 import sys
 from datetime import timedelta
-from functools import reduce
 from pathlib import Path
+from typing import Any
 
 
 def main(call: Path, timeout: float) -> None:
@@ -19,7 +19,9 @@ def main(call: Path, timeout: float) -> None:
 
     torch.set_num_threads(1)
     module, name, args = pickle.loads(call.read_bytes())
-    function = reduce(getattr, name.split("."), importlib.import_module(module))
+    function: Any = importlib.import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     result = function(*args)
     call.with_name(f"result{os.environ['RANK']}").write_bytes(pickle.dumps(result))

@@ -38,8 +38,10 @@ exec sleep infinity
 _HOST = """
 set -e
 folder=$1 name=$2 address=$3 sshd=$4
-mount --bind "$folder/hosts" /etc/hosts
-mount --bind "$folder/ssh" /etc/ssh
+mount -t tmpfs tmpfs /etc/ssh
+cp -p "$folder/ssh/"* /etc/ssh
+cp "$folder/hosts" /etc/ssh/hosts
+mount --bind /etc/ssh/hosts /etc/hosts
 mount -t tmpfs tmpfs /dev/shm
 mount -t tmpfs tmpfs /run
 mkdir /run/sshd
@@ -80,7 +82,7 @@ class Host:
 
     def __init__(self, folder: Path, name: str, address: str) -> None:
         self.name, self.address, self.pid = name, address, 0
-        self._log = (folder / f"{name}.log").open("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (open until kill)
         sshd = str(shutil.which("sshd", path=SEARCH_PATH))
         script = ["sh", "-c", _HOST, "host", str(folder), name, address, sshd]
         self._process = subprocess.Popen(
@@ -177,7 +179,8 @@ class Host:
         self._log.close()
 
     def _failure(self, what: str) -> RuntimeError:
-        return RuntimeError(f"{self.name}: {what}: {Path(self._log.name).read_text()}")
+        self._log.seek(0)
+        return RuntimeError(f"{self.name}: {what}: {self._log.read()}")
 
 
 class Cluster:
@@ -194,19 +197,13 @@ class Cluster:
         self.rate = rate
         self.hosts: list[Host] = []
         self._size = hosts
-        self._folder = Path()
         self._switch: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Cluster:
-        self._folder = Path(tempfile.mkdtemp(prefix="cluster-"))
         try:
-            self._prepare_files()
             self._start_switch()
-            names = [(f"host{index}", ADDRESS.format(index + 1)) for index in range(self._size)]
-            for name, address in names:
-                self.hosts.append(Host(self._folder, name, address))
+            self._start_hosts()
             for index, host in enumerate(self.hosts):
-                host.wait_until_isolated()
                 self._plug_in(index, host)
                 host.connect()
             for host in self.hosts:
@@ -267,10 +264,19 @@ class Cluster:
             raise RuntimeError("the cluster is not running: use it in a with statement")
         return self._switch.pid
 
-    def _prepare_files(self) -> None:
+    def _start_hosts(self) -> None:
+        """Start every host and wait until it has its own copy of the files that they share at first."""
+        with tempfile.TemporaryDirectory(prefix="cluster-") as folder:
+            self._write_files(Path(folder))
+            for index in range(self._size):
+                self.hosts.append(Host(Path(folder), f"host{index}", ADDRESS.format(index + 1)))
+            for host in self.hosts:
+                host.wait_until_isolated()
+
+    def _write_files(self, folder: Path) -> None:
         names = "".join(f"{ADDRESS.format(index + 1)} host{index}\n" for index in range(self._size))
-        (self._folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-        ssh = self._folder / "ssh"
+        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        ssh = folder / "ssh"
         ssh.mkdir()
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(ssh / "key")], check=True)
         (ssh / "known_hosts").write_text(f"* {(ssh / 'key.pub').read_text()}")
@@ -315,4 +321,3 @@ class Cluster:
             self._switch.kill()
             self._switch.communicate()
             self._switch = None
-        shutil.rmtree(self._folder, ignore_errors=True)
