@@ -1,0 +1,26 @@
+"""The fixture of virtual hosts, which skips where there can be none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from tests.cluster import Cluster, missing_requirement
+
+REQUIRE = "DS_TOPO_REQUIRE_CLUSTER"
+"""Set to 1, this environment variable makes a missing requirement a failure."""
+
+
+@pytest.fixture
+def start_cluster() -> Iterator[Callable[..., Cluster]]:
+    """``start_cluster(hosts=2, rate="1gbit")``: a running cluster, which ends with the test."""
+    reason = missing_requirement(["pdsh"])
+    if reason and os.environ.get(REQUIRE) == "1":
+        pytest.fail(f"{REQUIRE}=1, but {reason}")
+    if reason:
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        yield lambda hosts=2, rate=None: stack.enter_context(Cluster(hosts, rate))
