@@ -19,6 +19,7 @@ from .topology import PipeDataParallelTopology, PipeModelDataParallelTopology, P
 
 if TYPE_CHECKING:
     from .grid import PipelineParallelGrid as PipelineParallelGrid
+    from .integrations.gradient_norm import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
     from .integrations.pipeline import PipelineModule as PipelineModule
     from .mpu import ModelParallelUnit as ModelParallelUnit
 
@@ -36,16 +37,25 @@ __all__ = [
     "TopologyError",
     "UnknownAxisError",
     "WorldSizeError",
+    "collectives",
+    "distributed",
+    "mark_tensor_parallel_gradients",
 ]
 
 _LAZY = {
     "ModelParallelUnit": "mpu",
     "PipelineModule": "integrations.pipeline",
+    "mark_tensor_parallel_gradients": "integrations.gradient_norm",
     "PipelineParallelGrid": "grid",
 }
 
 
+_LAZY_MODULES = {"collectives", "distributed"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
@@ -54,4 +64,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from gpt import Block
+from parallel_layers import Parallel
 
-from tests.gpt_training import Run, train_alone, train_pipeline
+from ds_topo import PipelineParallelGrid
+from tests.counted_collectives import forward_and_backward
+from tests.gpt_training import TINY, Run, train_alone, train_pipeline
 from tests.ranks import run_ranks
 
 STEPS = 20
@@ -41,3 +45,26 @@ def test_training_equals_one_process(alone: Run, topology: str) -> None:
             torch.testing.assert_close(run.losses, alone.losses, **tolerance)
             if zero or more:  # DeepSpeed keeps no norm without ZeRO in fp32
                 torch.testing.assert_close(run.norms, alone.norms, **tolerance)
+
+
+def _count_collectives() -> None:
+    grid = PipelineParallelGrid("model=2,data=2")
+    b, s, h = 3, TINY.context, TINY.width
+    for sequence in (False, True):
+        block = Block(TINY, Parallel(grid.get_group("model"), sequence))
+        length = s // 2 if sequence else s
+        forward, backward = forward_and_backward(block, torch.randn(b, length, h, requires_grad=True))
+        whole = 4 * b * s * h  # bytes of [b, s, h] in fp32
+        if sequence:
+            assert forward.calls == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+            assert forward.sent_bytes == {"all_gather_into_tensor": 2 * whole // 2, "reduce_scatter_tensor": 2 * whole}
+            # the gradients of two norms and two row-parallel biases are summed besides, each of h numbers
+            assert backward.calls == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_reduce": 6}
+            assert backward.sent_bytes["all_reduce"] == 6 * 4 * h
+        else:
+            assert forward.calls == backward.calls == {"all_reduce": 2}
+            assert forward.sent_bytes == backward.sent_bytes == {"all_reduce": 2 * whole}
+
+
+def test_collectives_of_a_block_are_those_of_the_theory() -> None:
+    run_ranks(4, _count_collectives)

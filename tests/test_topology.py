@@ -431,7 +431,7 @@ def test_topologies_do_not_import_torch() -> None:
 
 def test_every_public_name_exists() -> None:
     for name in ds_topo.__all__:
-        assert getattr(ds_topo, name).__name__ == name
+        assert getattr(ds_topo, name).__name__.removeprefix("ds_topo.") == name
     assert set(ds_topo.__all__) <= set(dir(ds_topo))
     with pytest.raises(AttributeError, match="no attribute 'Absent'"):
         ds_topo.Absent  # noqa: B018

@@ -1,0 +1,37 @@
+"""Count what goes over the wire: every functional collective with its bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class CountedCollectives(TorchDispatchMode):
+    """Within it, ``calls`` counts the collectives by name and ``sent_bytes`` adds up their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = str(function).partition(".")
+        name = name.partition(".")[0]
+        if namespace == "_c10d_functional" and name != "wait_tensor":
+            self.calls[name] += 1
+            self.sent_bytes[name] += args[0].nbytes
+        return function(*args, **(kwargs or {}))
+
+
+def forward_and_backward(
+    module: torch.nn.Module, inputs: torch.Tensor
+) -> tuple[CountedCollectives, CountedCollectives]:
+    """The collectives of one forward and one backward pass."""
+    with CountedCollectives() as forward:
+        result = module(inputs)
+    with CountedCollectives() as backward:
+        result.sum().backward()
+    return forward, backward

@@ -1,0 +1,132 @@
+"""torch's own parallelism on the grid's groups: ``parallelize_module``, ``DTensor``, ``fully_shard``, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from gpt import Block
+from parallel_layers import Parallel
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ds_topo import PipelineParallelGrid
+from tests.gpt_training import TINY, optimizer_of
+from tests.ranks import run_ranks
+
+
+def _inspect(topology: str) -> None:
+    grid = PipelineParallelGrid(topology)
+    groups_before = len(dist.distributed_c10d._world.pg_map)
+    mesh = grid.device_mesh()
+    assert mesh.device_type == "cpu"
+    assert list(mesh.mesh_dim_names or ()) == grid.topology().axes
+    assert list(mesh.shape) == grid.topology().dims
+    coordinate = grid.topology().get_coord(dist.get_rank())
+    assert tuple(mesh.get_coordinate() or ()) == tuple(coordinate)
+    for axis in grid.topology().axes:
+        part = mesh if len(grid.topology().axes) == 1 else mesh[axis]
+        assert part.get_group() is grid.get_group(axis)
+        assert part.mesh.tolist() == grid.get_ranks(axis)
+        assert part.get_local_rank() == grid.get_axis_rank(axis)
+    sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)] + [Replicate()] * (mesh.ndim - 1))
+    assert torch.equal(sharded.full_tensor(), torch.arange(8.0))
+    assert len(dist.distributed_c10d._world.pg_map) == groups_before
+
+
+@pytest.mark.parametrize("topology", ["pipe=2,data=1,model=2", "model=2,seq=2", "data=4"])
+def test_the_mesh_has_the_grids_groups_and_creates_none(topology: str) -> None:
+    run_ranks(4, _inspect, topology)
+
+
+class TorchBlock(nn.Module):
+    """The example's block in plain torch modules."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.head_width = block.head_width
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(TINY.width), nn.LayerNorm(TINY.width)
+        self.query, self.key, self.value = (
+            _linear(weight, bias) for weight, bias in zip(block.qkv.weight, block.qkv.bias, strict=True)
+        )
+        self.projection = _linear(block.projection.weight, block.projection.bias)
+        self.expand = _linear(block.expand.weight[0], block.expand.bias[0])
+        self.contract = _linear(block.contract.weight, block.contract.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = self.attention_norm(hidden)
+        heads = [
+            part(inner).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        ]
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        hidden = hidden + self.projection(attended)
+        return hidden + self.contract(F.gelu(self.expand(self.mlp_norm(hidden))))
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0])
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        linear.bias.copy_(bias)
+    return linear
+
+
+def _train(module: nn.Module, steps: int = 5) -> list[float]:
+    optimizer, losses = optimizer_of(module.parameters()), []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        inputs, targets = (torch.randn(2, TINY.context, TINY.width, generator=generator) for _ in range(2))
+        optimizer.zero_grad()
+        loss = F.mse_loss(module(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _train_in_three_ways() -> tuple[list[float], list[float], list[float]]:
+    """By ourselves, by our collectives, by torch's tensor parallelism on the same groups; then sharded by FSDP2."""
+    grid = PipelineParallelGrid("model=2,data=2")
+    mesh, alone, parallel = grid.device_mesh(), Parallel(grid.get_group("pipe")), Parallel(grid.get_group("model"))
+    blocks = []
+    for how in (alone, parallel, alone, alone):
+        torch.manual_seed(0)
+        blocks.append(Block(TINY, how))
+    column, row = ColwiseParallel(), RowwiseParallel()
+    plan = dict.fromkeys(("query", "key", "value", "expand"), column) | dict.fromkeys(("projection", "contract"), row)
+    torchs = parallelize_module(TorchBlock(blocks[2]), mesh["model"], plan)
+    assert isinstance(torchs.expand.weight, DTensor)
+    sharded = fully_shard(TorchBlock(blocks[3]), mesh=mesh["data"])
+    runs = [_train(module) for module in (TorchBlock(blocks[0]), blocks[1], torchs, sharded)]
+    return runs[0], runs[1], runs[2], runs[3]  # type: ignore[return-value]
+
+
+def test_torchs_tensor_and_data_parallelism_give_the_same_losses() -> None:
+    for alone, *others in run_ranks(4, _train_in_three_ways):
+        for losses in others:
+            torch.testing.assert_close(losses, alone, rtol=1e-4, atol=0)
+
+
+def _save(folder: str) -> None:
+    mesh = PipelineParallelGrid("data=2,model=2").device_mesh()
+    weight = distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0), Shard(1)])
+    dcp.save({"weight": weight}, checkpoint_id=folder)
+
+
+def _load(folder: str) -> None:
+    mesh = PipelineParallelGrid("model=4").device_mesh()
+    state = {"weight": distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])}
+    dcp.load(state, checkpoint_id=folder)
+    assert torch.equal(state["weight"].full_tensor(), torch.arange(16.0).view(4, 4))
+
+
+def test_a_checkpoint_of_one_layout_loads_into_another(tmp_path: Path) -> None:
+    run_ranks(4, _save, str(tmp_path))
+    run_ranks(4, _load, str(tmp_path))
