@@ -20,7 +20,7 @@ class CountedCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = str(function).partition(".")
         name = name.partition(".")[0]
-        if namespace == "_c10d_functional" and name != "wait_tensor":
+        if namespace == "_c10d_functional" and not name.startswith("_") and name != "wait_tensor":
             self.calls[name] += 1
             self.sent_bytes[name] += args[0].nbytes
         return function(*args, **(kwargs or {}))
