@@ -13,9 +13,10 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from gpt import GPTConfig, gpt_layers, next_byte_loss
-from parallel_layers import Parallel
+from gpt import VOCABULARY, Block, GPTConfig, PositionEmbedding, gpt_layers, next_byte_loss
+from parallel_layers import LayerNorm, Parallel, VocabularyParallelEmbedding
 from text import standard_library, windows
+from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid
 
@@ -60,6 +61,25 @@ def config(gas: int = MICRO_BATCHES, replicas: int = 1, clip: float = 0.1, **mor
         "steps_per_print": 10**9,
         **more,
     }
+
+
+class PlainGPT(nn.Module):
+    """The example's layers as one module, with the embedding tied by reuse."""
+
+    def __init__(self, parallel: Parallel, model: GPTConfig = TINY) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = VocabularyParallelEmbedding(VOCABULARY, model.width, parallel)
+        self.position = PositionEmbedding(model, parallel)
+        self.blocks = nn.ModuleList(Block(model, parallel) for _ in range(model.depth))
+        self.norm = LayerNorm(model.width, parallel)
+        self.loss_of = next_byte_loss(parallel)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.position(self.embedding(inputs))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.loss_of(self.embedding.logits(self.norm(hidden)), labels)
 
 
 def train_alone(steps: int, clip: float = 0.1, model: GPTConfig = TINY) -> Run:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ds_topo import PipelineParallelGrid
-from tests.gpt_training import TINY, optimizer_of
+from tests.gpt_training import TINY, PlainGPT, batch, optimizer_of
 from tests.ranks import run_ranks
 
 
@@ -70,6 +70,29 @@ class TorchBlock(nn.Module):
         return hidden + self.contract(F.gelu(self.expand(self.mlp_norm(hidden))))
 
 
+class TorchGPT(nn.Module):
+    """The example's GPT in plain torch modules, tied embedding included."""
+
+    def __init__(self, model: PlainGPT) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding.from_pretrained(model.embedding.weight.detach().clone(), freeze=False)
+        self.position = nn.Parameter(model.position.weight.detach().clone())
+        self.blocks = nn.ModuleList(TorchBlock(block) for block in model.blocks)
+        self.norm = nn.LayerNorm(TINY.width)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(inputs) + self.position
+        for block in self.blocks:
+            hidden = block(hidden)
+        hidden, weight = self.norm(hidden), self.embedding.weight
+        if isinstance(weight, DTensor) and weight.placements != (Replicate(),):
+            whole = DTensor.from_local(hidden, weight.device_mesh, [Replicate()])
+            logits = F.linear(whole, weight).redistribute(placements=[Replicate()]).to_local()
+        else:
+            logits = F.linear(hidden, weight)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def _linear(weight: torch.Tensor, bias: torch.Tensor) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0])
     with torch.no_grad():
@@ -81,35 +104,32 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor) -> nn.Linear:
 def _train(module: nn.Module, steps: int = 5) -> list[float]:
     optimizer, losses = optimizer_of(module.parameters()), []
     for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        inputs, targets = (torch.randn(2, TINY.context, TINY.width, generator=generator) for _ in range(2))
         optimizer.zero_grad()
-        loss = F.mse_loss(module(inputs), targets)
+        loss = module(*batch(step))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
 
 
-def _train_in_three_ways() -> tuple[list[float], list[float], list[float]]:
-    """By ourselves, by our collectives, by torch's tensor parallelism on the same groups; then sharded by FSDP2."""
+def _train_in_four_ways() -> list[list[float]]:
+    """In one process, with our collectives, with torch's tensor parallelism and FSDP2 on the same groups."""
     grid = PipelineParallelGrid("model=2,data=2")
     mesh, alone, parallel = grid.device_mesh(), Parallel(grid.get_group("pipe")), Parallel(grid.get_group("model"))
-    blocks = []
-    for how in (alone, parallel, alone, alone):
-        torch.manual_seed(0)
-        blocks.append(Block(TINY, how))
     column, row = ColwiseParallel(), RowwiseParallel()
-    plan = dict.fromkeys(("query", "key", "value", "expand"), column) | dict.fromkeys(("projection", "contract"), row)
-    torchs = parallelize_module(TorchBlock(blocks[2]), mesh["model"], plan)
-    assert isinstance(torchs.expand.weight, DTensor)
-    sharded = fully_shard(TorchBlock(blocks[3]), mesh=mesh["data"])
-    runs = [_train(module) for module in (TorchBlock(blocks[0]), blocks[1], torchs, sharded)]
-    return runs[0], runs[1], runs[2], runs[3]  # type: ignore[return-value]
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate())}
+    for index in range(TINY.depth):
+        plan |= {f"blocks.{index}.{name}": column for name in ("query", "key", "value", "expand")}
+        plan |= {f"blocks.{index}.{name}": row for name in ("projection", "contract")}
+    torchs = parallelize_module(TorchGPT(PlainGPT(alone)), mesh["model"], plan)
+    assert isinstance(torchs.blocks[0].expand.weight, DTensor)
+    sharded = fully_shard(TorchGPT(PlainGPT(alone)), mesh=mesh["data"])
+    return [_train(module) for module in (TorchGPT(PlainGPT(alone)), PlainGPT(parallel), torchs, sharded)]
 
 
 def test_torchs_tensor_and_data_parallelism_give_the_same_losses() -> None:
-    for alone, *others in run_ranks(4, _train_in_three_ways):
+    for alone, *others in run_ranks(4, _train_in_four_ways):
+        assert len(others) == 3
         for losses in others:
             torch.testing.assert_close(losses, alone, rtol=1e-4, atol=0)
 

@@ -11,12 +11,12 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from gpt import VOCABULARY, Block, GPTConfig, PositionEmbedding, next_byte_loss
-from parallel_layers import LayerNorm, Parallel, VocabularyParallelEmbedding
+from gpt import Block
+from parallel_layers import Parallel
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, mark_tensor_parallel_gradients
-from tests.gpt_training import BATCH, TINY, batch, config, optimizer_of
+from tests.gpt_training import BATCH, TINY, PlainGPT, batch, config, optimizer_of
 from tests.ranks import run_ranks
 
 STEPS = 6
@@ -24,25 +24,6 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((f"ZeRO {stage}", {"zero_optimization": {"stage": stage}}) for stage in (0, 1, 2, 3)),
     *((f"bf16 ZeRO {stage}", {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}) for stage in (0, 1)),
 ]
-
-
-class PlainGPT(nn.Module):
-    """The example's layers as one module, with the embedding tied by reuse."""
-
-    def __init__(self, parallel: Parallel, model: GPTConfig = TINY) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = VocabularyParallelEmbedding(VOCABULARY, model.width, parallel)
-        self.position = PositionEmbedding(model, parallel)
-        self.blocks = nn.ModuleList(Block(model, parallel) for _ in range(model.depth))
-        self.norm = LayerNorm(model.width, parallel)
-        self.loss_of = next_byte_loss(parallel)
-
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        hidden = self.position(self.embedding(inputs))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.loss_of(self.embedding.logits(self.norm(hidden)), labels)
 
 
 def _engine(topology: str, settings: dict[str, Any]) -> tuple[Any, PipelineParallelGrid]:
