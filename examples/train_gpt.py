@@ -44,7 +44,7 @@ def main() -> None:
     config: dict[str, Any] = json.loads(arguments.config.read_text())
     text = standard_library()
 
-    grid = PipelineParallelGrid(arguments.topology or config["topology"])
+    grid = PipelineParallelGrid(arguments.topology or config.get("topology"))
     parallel = Parallel(grid.get_group("model"), arguments.sequence_parallel)
     module = PipelineModule(
         gpt_layers(GPTConfig(arguments.context, arguments.width, arguments.heads, arguments.depth), parallel),
