@@ -27,5 +27,9 @@ class MissingTopologyError(TopologyError, RuntimeError):
     """A pipeline without a topology (DeepSpeed raises ``RuntimeError`` here)."""
 
 
+class ExpertSizeError(TopologyError, AssertionError):
+    """A size of expert or partition groups that does not divide (DeepSpeed fails an assertion here)."""
+
+
 class DisagreementError(RuntimeError):
     """Ranks of one job came with different plans, or did not come: the message names ranks and hosts."""
