@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
@@ -89,6 +89,7 @@ class PipelineParallelGrid(MegatronQueries):
         require_initialized("PipelineParallelGrid")
         self.global_rank = dist.get_rank()
         self._members = _members_of(process_group)
+        self._callbacks: list[Callable[[], None]] = []
         self.world_size = len(self._members)
         self._topology = _agreed_topology(topology, self._members, timeout or job_timeout())
         self._rank = self._members.index(self.global_rank)
@@ -96,7 +97,7 @@ class PipelineParallelGrid(MegatronQueries):
         self._set_coordinates()
         self._groups = ProcessGroups(
             f"grid {_placement_text(self._topology)}, timeout {timeout or job_timeout()}",
-            [RankGroup(group.axes, self._to_global(group.ranks)) for group in grid_groups(self._topology, self._rank)],
+            [RankGroup(group.axes, self.to_global(group.ranks)) for group in grid_groups(self._topology, self._rank)],
             self._members,
             timeout,
         )
@@ -127,13 +128,22 @@ class PipelineParallelGrid(MegatronQueries):
         """The topology as it was given. (``_topo`` is its pipe/data/model form, with extra axes folded into data.)"""
         return self._topology
 
+    @property
+    def grid_rank(self) -> int:
+        """This rank's number within the topology; the global rank unless the grid lays out a part of the job."""
+        return self._rank
+
+    def to_global(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Global ranks of ranks of the topology."""
+        return tuple(self._members[rank] for rank in ranks)
+
     def get_ranks(self, axes: str | Iterable[str]) -> list[int]:
         """Global ranks, ascending, of this rank's group over one axis or several.
 
         Raises:
             UnknownAxisError: an axis that is not in the topology (``pipe``, ``data``, ``model`` have degree 1 then).
         """
-        return list(self._to_global(self._topology.get_axis_ranks(axes_of(self._topology, axes), self._rank)))
+        return list(self.to_global(self._topology.get_axis_ranks(axes_of(self._topology, axes), self._rank)))
 
     def get_group(self, axes: str | Iterable[str]) -> ProcessGroup:
         """This rank's process group over one axis or several.
@@ -159,6 +169,25 @@ class PipelineParallelGrid(MegatronQueries):
             DisagreementError: ranks of the group did not ask within the timeout.
         """
         return self._groups.extend(group)
+
+    def create_groups(
+        self, description: str, groups: Sequence[RankGroup], failure: Exception | None = None
+    ) -> list[ProcessGroup]:
+        """Groups beyond the axes that all ranks of the grid create together; collective over the grid.
+
+        Args:
+            description: what is created, the same text on every rank.
+            groups: this rank's own, global ranks ascending, in the one order that all ranks follow.
+            failure: why this rank cannot take part; raised here, and told to the others.
+
+        Raises:
+            DisagreementError: ranks came with different descriptions, failed, or did not come.
+        """
+        return self._groups.extend_all(description, groups, self._members, failure)
+
+    def on_destroy(self, callback: Callable[[], None]) -> None:
+        """Call this, last one first, before the groups are destroyed."""
+        self._callbacks.append(callback)
 
     def get_axis_rank(self, axis: str) -> int:
         """This rank's index along one axis; equal to its rank in ``get_group(axis)``."""
@@ -199,6 +228,8 @@ class PipelineParallelGrid(MegatronQueries):
 
     def destroy(self) -> None:
         """Destroy the groups of this grid; every rank should call it. Later queries for groups raise RuntimeError."""
+        while self._callbacks:
+            self._callbacks.pop()()
         self._groups.destroy()
 
     def __enter__(self) -> PipelineParallelGrid:
@@ -367,11 +398,8 @@ class PipelineParallelGrid(MegatronQueries):
         axes_of(self._topology, axis)
         return self._members[neighbor(self._topology, axis, self._rank, step)]
 
-    def _to_global(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        return tuple(self._members[rank] for rank in ranks)
-
     def _all_to_global(self, table: list[list[int]]) -> list[list[int]]:
-        return [list(self._to_global(ranks)) for ranks in table]
+        return [list(self.to_global(ranks)) for ranks in table]
 
 
 class _SequenceQuery:
