@@ -18,6 +18,7 @@ from .errors import (
 from .topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 if TYPE_CHECKING:
+    from .gradient_reducer import GradientReducer as GradientReducer
     from .grid import PipelineParallelGrid as PipelineParallelGrid
     from .integrations.gradient_norm import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
     from .integrations.pipeline import PipelineModule as PipelineModule
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CoordinateError",
     "DisagreementError",
+    "GradientReducer",
     "ModelParallelUnit",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "GradientReducer": "gradient_reducer",
     "ModelParallelUnit": "mpu",
     "PipelineModule": "integrations.pipeline",
     "mark_tensor_parallel_gradients": "integrations.gradient_norm",

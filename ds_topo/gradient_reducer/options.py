@@ -1,0 +1,100 @@
+"""How gradients are reduced: a frozen value, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..process_groups import ProcessGroup
+from .buckets import MIB, BucketSizes
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """The keyword arguments of :class:`GradientReducer`, all optional.
+
+    Attributes:
+        bucket_bytes, first_bucket_bytes, last_bucket_bytes: capacities of the buckets.
+        op: ``"average"`` divides the sum by ``divisor``, ``"sum"`` does not.
+        divisor: of the average, experts included; the size of the data-parallel group by default.
+        predivide_factor: divide by so much before the sum and by the rest of the divisor after it (DeepSpeed's
+            ``gradient_predivide_factor``), for gradients of narrow types on many ranks. Everything before by default.
+        communication_dtype: reduce in this type; the type in which gradients are accumulated by default.
+        accumulation_dtype: accumulate and reduce gradients of narrower floating-point types in this one. They are left
+            in ``parameter.main_grad``, and rounded once to the parameter's type in ``parameter.grad``.
+        find_unused_parameters: let parameters take no part in a step. One that takes part on some ranks only gets
+            the same gradient on all; one that takes part on none keeps its ``grad`` as it is. Without it, finish()
+            raises on every rank and names them.
+        expert_groups: the expert-data group of every ``group_name`` of parameters with ``allreduce = False``,
+            DeepSpeed's marks of experts.
+        ignored_parameters: names or parameters that are left alone.
+        broadcast_at_start: give every rank the parameters and buffers of the group's first rank.
+        two_level: reduce inside hosts and across hosts apart. By default where the group spans hosts with equally many
+            ranks, several each, and where that measures faster than a flat reduction at the start.
+        keep_steps: how many steps the report remembers.
+
+    Raises:
+        ValueError: a value that cannot be; the message names it, the rule and the choices.
+    """
+
+    bucket_bytes: int = 8 * MIB
+    first_bucket_bytes: int = MIB
+    last_bucket_bytes: int = MIB
+    op: Literal["average", "sum"] = "average"
+    divisor: float | None = None
+    predivide_factor: float | None = None
+    communication_dtype: torch.dtype | None = None
+    accumulation_dtype: torch.dtype | None = None
+    find_unused_parameters: bool = False
+    expert_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
+    ignored_parameters: Collection[str | nn.Parameter] = ()
+    broadcast_at_start: bool = True
+    two_level: bool | None = None
+    keep_steps: int = 16
+
+    def __post_init__(self) -> None:
+        if self.op not in ("average", "sum"):
+            raise ValueError(f"op={self.op!r}: choose 'average' or 'sum'")
+        for name in ("divisor", "predivide_factor"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value}: must be positive; leave it out for the data-parallel group's size")
+        if self.op == "sum" and self.divisor is not None:
+            raise ValueError(f"divisor={self.divisor} with op='sum': a sum is not divided; use op='average'")
+        for name in ("communication_dtype", "accumulation_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                raise ValueError(
+                    f"{name}={dtype}: choose a floating-point type such as torch.float32 or torch.bfloat16"
+                )
+        if self.keep_steps < 1:
+            raise ValueError(f"keep_steps={self.keep_steps}: the report remembers at least 1 step")
+        self.bucket_sizes()
+
+    def bucket_sizes(self) -> BucketSizes:
+        """The capacities of the buckets."""
+        return BucketSizes(self.bucket_bytes, self.first_bucket_bytes, self.last_bucket_bytes)
+
+    def accumulation_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of parameters of this type are accumulated in."""
+        wide = self.accumulation_dtype
+        return wide if wide and dtype.is_floating_point and wide.itemsize > dtype.itemsize else dtype
+
+    def scales(self, data_parallel_size: int) -> tuple[float, float]:
+        """What gradients are multiplied by before and after the sum.
+
+        >>> ReductionOptions().scales(4), ReductionOptions(predivide_factor=2.0).scales(8)
+        ((0.25, 1.0), (0.5, 0.25))
+        """
+        total = 1.0 if self.op == "sum" else 1.0 / (self.divisor or data_parallel_size)
+        before = total if self.predivide_factor is None else 1.0 / self.predivide_factor
+        return before, total / before
+
+    def summary(self) -> str:
+        """What must be equal on all ranks, as text."""
+        skipped = {"expert_groups", "ignored_parameters", "keep_steps"}
+        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if name not in skipped)

@@ -1,0 +1,445 @@
+"""The reducer: hooks on parameters fill buckets, full buckets are reduced while backward goes on."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..process_groups import ProcessGroup, require_initialized
+from .buckets import GradientBucket, GradientSlot, plan_buckets
+from .contributions import dense_gradient, fill, is_replaced, keep
+from .lanes import assign_lanes
+from .options import ReductionOptions
+from .report import GradientReport, StepTiming
+from .slots import agree_on_slots, broadcast, find_slots, listed, owners
+from .transport import Census, CommHook, Reduction, launch
+
+
+class ReducerState(enum.Enum):
+    """What a reducer is doing."""
+
+    IDLE = enum.auto()
+    """No gradient of this step has arrived."""
+    ACCUMULATING = enum.auto()
+    """Inside ``no_sync()``: gradients stay on this rank."""
+    REDUCING = enum.auto()
+    """Gradients of the step's last backward arrive, and full buckets are under way."""
+    FINISHING = enum.auto()
+    """Inside ``finish()``."""
+    DETACHED = enum.auto()
+    """After ``detach()``."""
+
+
+class GradientReducer:
+    """Average a module's gradients over a data-parallel group while backward is still running.
+
+    ::
+
+        reducer = GradientReducer(module, grid=grid)
+        for batches in loader:                      # micro-batches of one step
+            with reducer.no_sync():
+                for batch in batches[:-1]:
+                    module(batch).sum().backward()
+            module(batches[-1]).sum().backward()    # full buckets leave during this backward
+            reducer.finish()                        # now every gradient is the average over the group
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Gradients are views of contiguous buckets: those that accumulate are added in place, a first one (after
+    ``zero_grad(set_to_none=True)``) is scaled straight into its bucket and freed. A bucket is reduced once per step, in
+    an order that is the same on all ranks. After the first step the buckets are laid out anew in the order in which the
+    first rank's gradients became ready. Peak memory is the gradients' size and at most one bucket.
+
+    Creating it is collective over the group: the ranks compare parameters and options, then take over the first rank's
+    values.
+
+    Args:
+        module: trainable parameters are served once each, tied or not. Its forward is called as usual.
+        grid: whose data-parallel group (all replicas of a parameter) to reduce over;
+        process_group: or that group itself. The whole world by default.
+        options: see :class:`ReductionOptions`.
+
+    Raises:
+        ValueError: values that cannot be.
+        DisagreementError: parameters or options differ between ranks; names them, on every rank.
+        RuntimeError: ``torch.distributed`` is not initialised, or a parameter has a reducer already.
+
+    Sources: Li et al., PyTorch Distributed (VLDB 2020), for buckets and overlap; TorchDistPackage's NaiveDDP for
+    reducing at the last micro-batch only; DeepSpeed's ``average_expert_grads`` for the divisor of experts.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> module = nn.Linear(2, 1)
+    >>> reducer = GradientReducer(module)
+    >>> module(torch.ones(3, 2)).sum().backward()
+    >>> reducer.finish()
+    >>> module.weight.grad
+    tensor([[3., 3.]])
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self, module: nn.Module, *, grid: Any = None, process_group: ProcessGroup | None = None, **options: Any
+    ) -> None:
+        require_initialized("GradientReducer")
+        self.module = module
+        self.group = _data_parallel_group(grid, process_group)
+        failure: Exception | None = None
+        self._slots: list[GradientSlot] = []
+        try:
+            self.options = ReductionOptions(**options)
+            self._slots = find_slots(module, self.options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            failure, self.options = error, ReductionOptions()
+        agree_on_slots(self._slots, self.options, self.group, failure)
+        self._known = {id(parameter) for parameter in module.parameters()}
+        self._frozen = [
+            (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
+        ]
+        self._state = ReducerState.IDLE
+        self._dense, self._lane_of = assign_lanes(self._slots, self.options, self.group)
+        if self.options.broadcast_at_start:
+            self._broadcast()
+        self._buckets: list[GradientBucket] = []
+        self._plan: list[tuple[int, ...]] = []
+        self._next = 0
+        self._under_way: list[Reduction] = []
+        self._order: list[int] | None = []
+        """Indices of slots as their gradients became ready in the first step; None once the order is known."""
+        self._next_plan: list[tuple[int, ...]] | None = None
+        self._deferred: list[tuple[list[GradientSlot], Census]] = []
+        self._steps: deque[StepTiming] = deque(maxlen=self.options.keep_steps)
+        self.step_count = 0
+        """How many times ``finish()`` was reached."""
+        self.reduction_count = 0
+        """How many reductions of buckets were started."""
+        self._lay_out(self._planned(range(len(self._slots) - 1, -1, -1)))
+        for slot in self._slots:
+            owners[slot.parameter] = self
+        self._handles = [slot.parameter.register_post_accumulate_grad_hook(self._hook(slot)) for slot in self._slots]
+
+    # -- the verbs ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients of all but the last micro-batch on this rank; no communication happens inside.
+
+        Raises:
+            RuntimeError: the last step is not finished.
+        """
+        if self._state not in (ReducerState.IDLE, ReducerState.ACCUMULATING):
+            raise RuntimeError(f"no_sync() while {self._state.name}: {_REMEDY[self._state]}")
+        previous, self._state = self._state, ReducerState.ACCUMULATING
+        try:
+            yield
+        finally:
+            self._state = previous
+
+    def finish(self) -> None:
+        """Wait until every gradient is reduced. Call it once per step, after the last backward, before the optimizer.
+
+        Raises:
+            RuntimeError: no gradient arrived since the last time (``finish()`` twice); on every rank of the group: a
+                parameter without a gradient, one added, frozen or unfrozen since construction, a gradient that was
+                replaced. On a GPU, ranks that are not to blame learn of it at the next step.
+        """
+        if self._state is not ReducerState.REDUCING:
+            raise RuntimeError(f"finish() while {self._state.name}: {_REMEDY[self._state]}")
+        self._state = ReducerState.FINISHING
+        timing = self._steps[-1]
+        timing.finish_ns = time.perf_counter_ns()
+        try:
+            problem = self._problem()
+            censuses = self._reduce_the_rest(problem is not None)
+            for reduction in self._under_way:
+                reduction.wait()
+            for _, census in censuses:
+                census.settle()
+            timing.buckets = [reduction.timing for reduction in self._under_way]
+            if problem is not None:
+                raise RuntimeError(problem)
+            self._conclude(censuses)
+            self._learn_order()
+        finally:
+            timing.ended_ns = time.perf_counter_ns()
+            self.step_count += 1
+            self._under_way = []
+            self._next = 0
+            for bucket in self._buckets:
+                bucket.reset()
+            self._state = ReducerState.IDLE
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Reduce dense gradients by a communication hook of torch's DDP, such as ``bf16_compress_hook``.
+
+        The hook averages by itself, as it does under DDP. Experts and sparse gradients are reduced without it.
+
+        Raises:
+            ValueError: options that a hook would ignore.
+            RuntimeError: in the middle of a step.
+        """
+        if self._state is not ReducerState.IDLE:
+            raise RuntimeError(f"register_comm_hook() while {self._state.name}: {_REMEDY[self._state]}")
+        options = self.options
+        if options.op == "sum" or options.divisor or options.predivide_factor or options.communication_dtype:
+            raise ValueError(
+                "op, divisor, predivide_factor and communication_dtype are a communication hook's own business: "
+                "leave them out of this GradientReducer"
+            )
+        self._dense.hook, self._dense.hook_state, self._dense.after = hook, state, 1.0
+        for slot in self._slots:
+            if self._lane_of[slot.index] is self._dense and not slot.is_sparse:
+                slot.scale = 1.0
+
+    def report(self) -> GradientReport:
+        """Bytes and times of the last steps on this rank."""
+        return GradientReport(dist.get_rank(), tuple(step for step in self._steps if step.ended_ns))
+
+    def detach(self) -> None:
+        """Remove the hooks; the module may get another reducer. Gradients stay as they are. Twice is once."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._state is not ReducerState.DETACHED:
+            self._state = ReducerState.DETACHED
+            for slot in self._slots:
+                owners.pop(slot.parameter, None)
+            if self._dense.two_level is not None:
+                self._dense.two_level.destroy()
+
+    @classmethod
+    def attach(cls, engine: Any, **options: Any) -> Any:
+        """Let a DeepSpeed engine reduce its gradients this way; see ``ds_topo.integrations.reducer``."""
+        return importlib.import_module("ds_topo.integrations.reducer").attach(engine, **options)
+
+    @property
+    def state(self) -> ReducerState:
+        """What it is doing."""
+        return self._state
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """Names of the parameters in each bucket, in the order of reduction."""
+        return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
+
+    @property
+    def uses_two_levels(self) -> bool:
+        """Whether dense gradients are reduced inside hosts and across hosts apart."""
+        return self._dense.two_level is not None
+
+    # -- gradients arrive --------------------------------------------------------------------------------------------
+
+    def _hook(self, slot: GradientSlot) -> Callable[[torch.Tensor], None]:
+        """What autograd calls when a parameter's gradient is complete; the common path is kept short."""
+        if slot.is_wide or slot.is_sparse:
+            return lambda _: self._take(slot)
+        reducing = ReducerState.REDUCING
+        multiply = torch.mul
+
+        def on_gradient(parameter: torch.Tensor) -> None:
+            if self._state is not reducing and not self._start():
+                keep(slot)
+                return
+            if slot.is_ready:
+                raise _unfinished(slot)
+            slot.is_ready = True
+            gradient, view = parameter.grad, slot.view
+            if gradient is not view:
+                multiply(dense_gradient(gradient, slot), slot.scale, out=view)
+                parameter.grad = view
+            elif slot.scale != 1.0:
+                view.mul_(slot.scale)
+            bucket = slot.bucket
+            bucket.pending -= 1
+            if self._order is not None:
+                self._order.append(slot.index)
+            if not bucket.pending and bucket.index == self._next:
+                self._launch_full_buckets()
+
+        return on_gradient
+
+    def _take(self, slot: GradientSlot) -> None:
+        """The same for sparse gradients and for those that are accumulated in a wider type."""
+        if self._state is not ReducerState.REDUCING and not self._start():
+            keep(slot)
+            return
+        if slot.is_ready:
+            raise _unfinished(slot)
+        slot.is_ready = True
+        fill(slot)
+        slot.bucket.pending -= 1
+        if self._order is not None:
+            self._order.append(slot.index)
+        self._launch_full_buckets()
+
+    def _start(self) -> bool:
+        """The first gradient since ``finish()`` or ``no_sync()``; whether this backward is to be reduced."""
+        if self._next_plan is not None:
+            self._lay_out(self._next_plan)
+            self._next_plan = None
+        if self._state is ReducerState.IDLE:
+            self._state = ReducerState.REDUCING
+            self._steps.append(StepTiming(self.step_count, time.perf_counter_ns()))
+        return self._state is ReducerState.REDUCING
+
+    def _launch_full_buckets(self) -> None:
+        """In the buckets' order, the same on all ranks, whatever the order in which they became full."""
+        last = len(self._buckets) - 1
+        while self._next <= last and not self._buckets[self._next].pending:
+            bucket = self._buckets[self._next]
+            self._under_way.append(launch(bucket, self._lane_of[bucket.slots[0].index], self._next == last))
+            self.reduction_count += 1
+            self._next += 1
+
+    # -- the end of a step -------------------------------------------------------------------------------------------
+
+    def _problem(self) -> str | None:
+        """What this rank's user has done to module or gradients that cannot be reduced."""
+        added = [name for name, parameter in self.module.named_parameters() if id(parameter) not in self._known]
+        if added:
+            return f"parameters {listed(added)} were added after construction: detach() and build a new GradientReducer"
+        frozen = [slot.name for slot in self._slots if not slot.is_ready and not slot.parameter.requires_grad]
+        if frozen:
+            return (
+                f"parameters {listed(frozen)} were frozen after construction: detach() and build a new GradientReducer"
+            )
+        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if thawed:
+            return f"parameters {listed(thawed)} were unfrozen after construction: build a new GradientReducer"
+        replaced = [slot.name for slot in self._slots if slot.is_ready and is_replaced(slot)]
+        if replaced:
+            return (
+                f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "
+                "or after finish()"
+            )
+        return None
+
+    def _reduce_the_rest(self, failed: bool) -> list[tuple[list[GradientSlot], Census]]:
+        """Reduce what is not yet under way, with zeros for parameters that took no part, so that no rank waits."""
+        present = [slot.is_ready for slot in self._slots]
+        for slot in self._slots:
+            if not slot.is_ready:
+                present[slot.index] = self.options.find_unused_parameters and (
+                    slot.parameter.grad is not None or slot.holds_gradient
+                )
+                fill(slot)
+                slot.bucket.pending -= 1
+        self._launch_full_buckets()
+        if self._dense.two_level is not None:
+            self._dense.two_level.flush()
+        censuses = []
+        for lane in dict.fromkeys(self._lane_of):
+            members = [slot for slot in self._slots if self._lane_of[slot.index] is lane]
+            device = members[0].parameter.device
+            censuses.append((members, Census([present[slot.index] for slot in members], failed, lane, device)))
+        return censuses
+
+    def _conclude(self, censuses: list[tuple[list[GradientSlot], Census]]) -> None:
+        """Hand out gradients and errors by what the ranks have told each other."""
+        missing = [slot.name for slot in self._slots if not slot.is_ready]
+        if missing and not self.options.find_unused_parameters:
+            raise RuntimeError(_missing_text(missing, "this rank"))
+        is_deferred = self._slots[0].parameter.is_cuda and not self.options.find_unused_parameters
+        self._deferred, censuses = (censuses, self._deferred) if is_deferred else ([], censuses)
+        unused: set[int] = set()
+        for members, census in censuses:
+            counts, failures = census.result()
+            absent = [slot for slot, count in zip(members, counts, strict=True) if count < census.size]
+            if failures:
+                raise RuntimeError(f"{failures} of {census.size} ranks failed in finish(); their own errors say why")
+            if absent and not self.options.find_unused_parameters:
+                raise RuntimeError(_missing_text([slot.name for slot in absent], "some other ranks"))
+            unused.update(slot.index for slot, count in zip(members, counts, strict=True) if not count)
+        for slot in self._slots:
+            if slot.is_wide and slot.index not in unused:
+                setattr(slot.parameter, "main_grad", slot.view)  # noqa: B010
+                slot.parameter.grad = slot.view.to(slot.parameter.dtype)
+            elif (not slot.is_ready or slot.is_sparse) and slot.index not in unused:
+                slot.parameter.grad = slot.view
+
+    def _learn_order(self) -> None:
+        """After the first step: plan buckets in the order in which the first rank's gradients became ready."""
+        if self._order is None:
+            return
+        arrived = set(self._order)
+        order = self._order + [slot.index for slot in reversed(self._slots) if slot.index not in arrived]
+        agreed = torch.tensor(order, device=self._slots[0].parameter.device)
+        broadcast([agreed], self.group)
+        plan = self._planned(agreed.tolist())
+        self._next_plan = plan if plan != self._plan else None
+        self._order = None
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def _planned(self, order: Sequence[int]) -> list[tuple[int, ...]]:
+        sizes = self.options.bucket_sizes()
+        kinds = [
+            (slot.dtype, slot.parameter.device, id(self._lane_of[slot.index]), slot.index if slot.is_sparse else -1)
+            for slot in self._slots
+        ]
+        return plan_buckets([slot.nbytes for slot in self._slots], kinds, order, sizes)
+
+    def _lay_out(self, plan: list[tuple[int, ...]]) -> None:
+        """Build the buckets of a plan; gradients that are still needed move along."""
+        for bucket in self._buckets:
+            bucket.release()
+        self._plan, self._buckets = plan, []
+        for index, members in enumerate(plan):
+            slots = [self._slots[member] for member in members]
+            two_level = self._lane_of[members[0]].two_level
+            bucket = GradientBucket(index, slots, two_level.inner_size if two_level is not None else 1)
+            bucket.install()
+            self._buckets.append(bucket)
+
+    def _broadcast(self) -> None:
+        for lane in dict.fromkeys(self._lane_of):
+            broadcast([slot.parameter for slot in self._slots if self._lane_of[slot.index] is lane], lane.group)
+        broadcast(list(self.module.buffers()), self.group)
+
+
+_REMEDY = {
+    ReducerState.IDLE: "no gradient arrived since the last finish(); call it once per step, after a backward outside "
+    "no_sync()",
+    ReducerState.ACCUMULATING: "leave no_sync() first; the last micro-batch's backward belongs outside",
+    ReducerState.REDUCING: "call finish() after the last backward of a step",
+    ReducerState.FINISHING: "finish() is running",
+    ReducerState.DETACHED: "it was detached; build a new GradientReducer",
+}
+
+
+def _data_parallel_group(grid: Any, process_group: ProcessGroup | None) -> ProcessGroup:
+    if grid is not None and process_group is not None:
+        raise ValueError("grid and process_group: give one of them")
+    group: ProcessGroup = grid.get_data_parallel_group() if grid is not None else process_group or _world()
+    if dist.get_rank() not in dist.get_process_group_ranks(group):
+        raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks")
+    return group
+
+
+def _world() -> ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _unfinished(slot: GradientSlot) -> RuntimeError:
+    return RuntimeError(
+        f"parameter {slot.name!r} got a second gradient before finish(): call finish() after the last backward of a "
+        "step, and run the backward of earlier micro-batches inside no_sync(); a part that reentrant checkpointing "
+        "runs twice in one backward needs use_reentrant=False"
+    )
+
+
+def _missing_text(names: Sequence[str], whose: str) -> str:
+    return (
+        f"parameters {listed(names)} got no gradient on {whose} in this step: use them, freeze them before "
+        "construction, or pass find_unused_parameters=True"
+    )

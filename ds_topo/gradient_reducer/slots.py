@@ -1,0 +1,158 @@
+"""The parameters that a reducer serves: found, marked, compared between ranks, and made equal at the start."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..errors import DisagreementError
+from ..process_groups import ProcessGroup
+from .buckets import GradientSlot
+from .options import ReductionOptions
+
+_SHOWN = 8
+"""How many names an error lists."""
+
+owners: Any = WeakIdKeyDictionary()
+"""Which parameters have a reducer; the entry goes with the parameter or with ``detach()``."""
+
+
+def find_slots(module: nn.Module, options: ReductionOptions) -> list[GradientSlot]:
+    """The trainable parameters of a module, each once, without those to ignore.
+
+    Raises:
+        ValueError: nothing to train, an unknown name to ignore, an expert without a group.
+        RuntimeError: a parameter already has a reducer.
+    """
+    named = dict(module.named_parameters())
+    ignored = _ignored(named, options)
+    sparse = sparse_parameters(module)
+    slots = [
+        GradientSlot(
+            index=-1,
+            name=name,
+            parameter=parameter,
+            dtype=options.accumulation_dtype_of(parameter.dtype),
+            is_sparse=id(parameter) in sparse,
+        )
+        for name, parameter in named.items()
+        if parameter.requires_grad and id(parameter) not in ignored
+    ]
+    for index, slot in enumerate(slots):
+        slot.index = index
+    if not slots:
+        raise ValueError("module: no parameter requires a gradient, so there is nothing to reduce")
+    taken = [slot.name for slot in slots if slot.parameter in owners]
+    if taken:
+        raise RuntimeError(
+            f"parameters {listed(taken)} already have a GradientReducer: detach() that one first, or use it for both"
+        )
+    for slot in slots:
+        name = expert_group_name(slot.parameter)
+        if name is not None and name not in options.expert_groups:
+            raise ValueError(
+                f"expert_groups: parameter {slot.name!r} is an expert of group {name!r}, which is not among "
+                f"{sorted(options.expert_groups)}; pass its expert-data group, expert_groups={{{name!r}: group}}"
+            )
+    return slots
+
+
+def expert_group_name(parameter: nn.Parameter) -> str | None:
+    """The ``group_name`` of an expert's parameter (``allreduce = False``), None for any other."""
+    return str(getattr(parameter, "group_name", "")) if not getattr(parameter, "allreduce", True) else None
+
+
+def sparse_parameters(module: nn.Module) -> set[int]:
+    """Identities of the parameters whose gradients are sparse: embeddings with ``sparse=True``."""
+    embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+    return {id(part.weight) for part in embeddings if part.sparse}
+
+
+def _ignored(named: dict[str, nn.Parameter], options: ReductionOptions) -> set[int]:
+    ignored = set()
+    for entry in options.ignored_parameters:
+        if isinstance(entry, str) and entry not in named:
+            raise ValueError(
+                f"ignored_parameters: no parameter is named {entry!r}; names look like {next(iter(named), '')!r}"
+            )
+        ignored.add(id(named[entry] if isinstance(entry, str) else entry))
+    return ignored
+
+
+def agree_on_slots(
+    slots: Sequence[GradientSlot], options: ReductionOptions, group: ProcessGroup, failure: Exception | None
+) -> None:
+    """Check that all ranks of the group reduce the same parameters in the same way; collective.
+
+    Raises:
+        DisagreementError: they do not; the message names the parameters and options that differ, on every rank.
+        Exception: ``failure``, which this rank has had before.
+    """
+    lines = [options.summary()] + [_description(slot) for slot in slots]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    mine: tuple[str, str | None] = (digest, None if failure is None else f"{type(failure).__name__}: {failure}")
+    everyone: list[Any] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    if failure is not None:
+        raise failure
+    ranks = dist.get_process_group_ranks(group)
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in zip(ranks, everyone, strict=True) if text]
+    if failed:
+        raise DisagreementError(
+            "no GradientReducer, because other ranks could not create theirs:\n  " + "\n  ".join(failed)
+        )
+    if len({digest for digest, _ in everyone}) == 1:
+        return
+    lists: list[list[str]] = [lines] * len(ranks)
+    dist.all_gather_object(lists, lines, group=group)
+    raise DisagreementError(_difference(ranks, lists))
+
+
+def _description(slot: GradientSlot) -> str:
+    expert = expert_group_name(slot.parameter)
+    details = [str(list(slot.parameter.shape)), str(slot.parameter.dtype), *(["sparse"] if slot.is_sparse else [])]
+    return f"{slot.name} {' '.join(details)}" + (f" expert of {expert}" if expert is not None else "")
+
+
+def _difference(ranks: Sequence[int], lists: Sequence[list[str]]) -> str:
+    """What distinguishes every rank's list from the first one's."""
+    first = lists[0]
+    problems = []
+    for rank, lines in zip(ranks[1:], lists[1:], strict=True):
+        if lines == first:
+            continue
+        only_first = [line for line in first if line not in lines]
+        only_here = [line for line in lines if line not in first]
+        text = f"only rank {ranks[0]}: {listed(only_first)}; only rank {rank}: {listed(only_here)}"
+        problems.append(text if only_first or only_here else f"rank {rank}: the same parameters in another order")
+    return "the ranks do not agree on what to reduce:\n  " + "\n  ".join(problems)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for a message, not too many.
+
+    >>> listed(["a", "b"]), listed([]), listed([str(number) for number in range(10)])[-18:]
+    ("['a', 'b']", 'none', "'7'] and 2 further")
+    """
+    more = f" and {len(names) - _SHOWN} further" if len(names) > _SHOWN else ""
+    return f"{list(names[:_SHOWN])}{more}" if names else "none"
+
+
+def broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
+    """Give every rank of the group its first rank's values, in place; collective."""
+    source = dist.get_process_group_ranks(group)[0]
+    sent = []
+    for tensor in tensors:
+        payload = tensor.detach()
+        payload = payload if payload.is_contiguous() else payload.contiguous()
+        sent.append((tensor.detach(), payload, dist.broadcast(payload, source, group=group, async_op=True)))
+    for tensor, payload, work in sent:
+        work.wait()
+        if payload.data_ptr() != tensor.data_ptr():
+            tensor.copy_(payload)

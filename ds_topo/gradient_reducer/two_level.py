@@ -1,0 +1,191 @@
+"""Reduction in two levels where a group spans hosts with several ranks each.
+
+Inside a host each rank reduces its share of the bucket, the ranks with the same share all-reduce it across hosts, and
+inside the host the shares are gathered again. With n ranks on each of h hosts a ring over all ranks sends nearly
+2 B through every host's link, two levels 2 B (h - 1) / h in total: for two hosts half of it.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..process_groups import ProcessGroup, ProcessGroups
+from ..rank_groups import RankGroup
+
+_PROBE_ROUNDS = 3
+
+
+def split_by_host(ranks: Sequence[int], hosts: Sequence[str]) -> list[tuple[int, ...]] | None:
+    """Ranks by host, or None where two levels make no sense: one host, one rank per host, or uneven hosts.
+
+    >>> split_by_host([0, 1, 2, 3], ["a", "b", "a", "b"])
+    [(0, 2), (1, 3)]
+    >>> split_by_host([0, 1, 2], ["a", "a", "b"]) is None
+    True
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, host in zip(ranks, hosts, strict=True):
+        by_host.setdefault(host, []).append(rank)
+    sizes = {len(members) for members in by_host.values()}
+    if len(by_host) < 2 or len(sizes) > 1 or sizes == {1}:
+        return None
+    return [tuple(members) for members in by_host.values()]
+
+
+class TwoLevelReduction:
+    """Sums contiguous tensors over ``group`` in two levels, in the order in which they are submitted.
+
+    On the CPU a thread of its own runs the three collectives of a tensor, and while one tensor crosses hosts it works
+    on the next inside the host: the gather of a tensor follows the scatter of its successor on every rank, so that
+    the ranks of a host always meet in the same collective. On a GPU they are queued on a stream of their own.
+
+    Creating it is collective over the group.
+
+    Args:
+        by_host: the group's global ranks by host, equally many each (:func:`split_by_host`).
+        timeout: of the groups inside and across hosts.
+    """
+
+    def __init__(self, by_host: Sequence[Sequence[int]], timeout: timedelta | None = None) -> None:
+        rank = dist.get_rank()
+        inner = next(tuple(members) for members in by_host if rank in members)
+        outer = tuple(sorted(members[inner.index(rank)] for members in by_host))
+        members = sorted(rank for host in by_host for rank in host)
+        groups = [RankGroup(("inside host",), inner), RankGroup(("across hosts",), outer)]
+        self._groups = ProcessGroups(f"two levels over {[list(host) for host in by_host]}", groups, members, timeout)
+        self._inner = _existing(self._groups.get(("inside host",)))
+        self._outer = _existing(self._groups.get(("across hosts",)))
+        self.inner_size = len(inner)
+        """Tensors must have a multiple of so many elements."""
+        self._jobs: queue.SimpleQueue[tuple[torch.Tensor, Future[int]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def submit(self, tensor: torch.Tensor) -> Future[int]:
+        """Start summing ``tensor`` in place; all ranks submit the same tensors in the same order.
+
+        The result is the time at which it ended, ``time.perf_counter_ns``. The last one submitted may stay under way
+        until :meth:`flush`.
+        """
+        done: Future[int] = Future()
+        if tensor.is_cuda:
+            self._queue_on_stream(tensor)
+            done.set_result(time.perf_counter_ns())
+            return done
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="ds_topo two-level reduction", daemon=True)
+            self._thread.start()
+        self._jobs.put((tensor, done))
+        return done
+
+    def flush(self) -> None:
+        """No other tensor follows for now: let the last one end. Further tensors may be submitted later."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        elif self._thread is not None:
+            self._jobs.put(None)
+
+    def destroy(self) -> None:
+        """Destroy the groups; nothing may be under way."""
+        self._groups.destroy()
+
+    def _work(self) -> None:
+        crossing: _Crossing | None = None
+        while True:
+            job = self._jobs.get()
+            following = None
+            try:
+                if job is not None:
+                    following = self._scatter(*job)
+            except BaseException as error:  # handed to whoever waits for the tensor
+                assert job is not None
+                job[1].set_exception(error)
+            if crossing is not None:
+                self._gather(crossing)
+            crossing = following
+
+    def _scatter(self, tensor: torch.Tensor, done: Future[int]) -> _Crossing:
+        share = _reduce_scatter(tensor, self._inner)
+        return _Crossing(tensor, share, dist.all_reduce(share, group=self._outer, async_op=True), done)
+
+    def _gather(self, crossing: _Crossing) -> None:
+        try:
+            crossing.work.wait()
+            dist.all_gather_into_tensor(crossing.tensor, crossing.share, group=self._inner)
+            crossing.done.set_result(time.perf_counter_ns())
+        except BaseException as error:  # handed to whoever waits for the tensor
+            crossing.done.set_exception(error)
+
+    def _queue_on_stream(self, tensor: torch.Tensor) -> None:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            share = _reduce_scatter(tensor, self._inner)
+            dist.all_reduce(share, group=self._outer)
+            dist.all_gather_into_tensor(tensor, share, group=self._inner)
+
+
+class _Crossing:
+    """A tensor whose share is on its way across hosts."""
+
+    def __init__(self, tensor: torch.Tensor, share: torch.Tensor, work: dist.Work, done: Future[int]) -> None:
+        self.tensor, self.share, self.work, self.done = tensor, share, work, done
+
+
+def _reduce_scatter(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """This rank's share of the sum: ``[numel] -> [numel / size]``."""
+    size = dist.get_world_size(group)
+    share = torch.empty(tensor.numel() // size, dtype=tensor.dtype, device=tensor.device)
+    if tensor.is_cuda:
+        dist.reduce_scatter_tensor(share, tensor, group=group)
+        return share
+    # gloo's own reduce_scatter is an all_reduce and a copy; this sends a size-th of that.
+    parts = torch.empty_like(tensor)
+    dist.all_to_all_single(parts, tensor, group=group)
+    torch.sum(parts.view(size, -1), dim=0, out=share)
+    return share
+
+
+def is_two_level_faster(two_level: TwoLevelReduction, group: ProcessGroup, probe: torch.Tensor) -> bool:
+    """Reduce ``probe`` both ways, alternating, and compare the slowest rank's best times; collective over ``group``."""
+    times: list[list[float]] = [[], []]
+    probe.zero_()
+    for _ in range(_PROBE_ROUNDS):
+        for way, taken in enumerate(times):
+            dist.barrier(group=group)
+            started = time.perf_counter()
+            if way == 0:
+                dist.all_reduce(probe, group=group)
+            else:
+                done = two_level.submit(probe)
+                two_level.flush()
+                done.result()
+            if probe.is_cuda:
+                torch.cuda.synchronize(probe.device)
+            taken.append(time.perf_counter() - started)
+    best = torch.tensor([min(taken[1:]) for taken in times], device=probe.device)
+    dist.all_reduce(best, op=dist.ReduceOp.MAX, group=group)
+    flat, levels = best.tolist()
+    return bool(levels < flat)
+
+
+def host_of_every_rank(group: ProcessGroup) -> list[str]:
+    """Host names in group rank order; collective."""
+    hosts: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    return hosts
+
+
+def _existing(group: ProcessGroup | None) -> ProcessGroup:
+    assert group is not None
+    return group
