@@ -99,7 +99,7 @@ def alone(step: int, micro_batches: int, world_size: int) -> dict[str, torch.Ten
     return gradients(module)
 
 
-# -- equal to DDP and to one process -----------------------------------------------------------------------------------
+# -- equal to DDP and to one process ---------------------------------------------------------------------------------
 
 
 def _against_ddp(micro_batches: int, set_to_none: bool) -> list[list[str]]:
@@ -155,7 +155,7 @@ def test_a_grid_gives_the_group() -> None:
     run_ranks(4, _with_grid)
 
 
-# -- options -----------------------------------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------------------------
 
 
 def _reduced(**options: Any) -> dict[str, torch.Tensor | None]:
@@ -243,7 +243,7 @@ def test_ddp_communication_hooks() -> None:
     run_ranks(2, _hooked)
 
 
-# -- experts, unused, sparse -------------------------------------------------------------------------------------------
+# -- experts, unused, sparse -----------------------------------------------------------------------------------------
 
 
 def _experts() -> None:
@@ -345,7 +345,7 @@ def test_ignored_parameters_stay_local() -> None:
     run_ranks(2, _ignored)
 
 
-# -- two levels ----------------------------------------------------------------------------------------------------------
+# -- two levels ------------------------------------------------------------------------------------------------------
 
 
 def _two_level() -> None:
@@ -392,7 +392,7 @@ def test_two_levels_pass_failures_on() -> None:
     run_ranks(4, _two_level_failure)
 
 
-# -- what goes wrong, on every rank --------------------------------------------------------------------------------------
+# -- what goes wrong, on every rank ----------------------------------------------------------------------------------
 
 
 def _backward(module: Model, step: int = 0) -> None:
@@ -495,7 +495,7 @@ def _different_models() -> None:
         DisagreementError, match=r"only rank 0: \['0.weight \[2, 2\].*only rank 1: \['0.weight \[3, 2\]"
     ):
         GradientReducer(module)
-    with pytest.raises(DisagreementError, match="bucket_bytes=1000.*bucket_bytes=1001"):
+    with pytest.raises(DisagreementError, match=r"bucket_bytes=1000.*bucket_bytes=1001"):
         GradientReducer(model(), bucket_bytes=1000 + rank)
     kind, text = ((ValueError, "op='mean'"), (DisagreementError, "rank 0: ValueError: op='mean'"))[rank]
     with pytest.raises(kind, match=text):
@@ -521,7 +521,7 @@ def test_options_are_validated(options: dict[str, Any], message: str) -> None:
         ReductionOptions(**options)
 
 
-# -- report and cost -----------------------------------------------------------------------------------------------------
+# -- report and cost -------------------------------------------------------------------------------------------------
 
 
 def _report(path: str) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Buckets of gradients: which parameter goes where (pure), and the contiguous storage that the gradients are views of."""
+"""Buckets of gradients: which parameter goes where (pure), and the contiguous storage behind the gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MIB = 1 << 20
 class BucketSizes:
     """Capacities in bytes; a bucket is closed by the parameter that reaches its capacity.
 
-    The first bucket is small so that communication starts early, the last one because nothing is left to hide it behind.
+    The first bucket is small so that communication starts early, the last one because nothing is left that
+    could hide it.
 
     Raises:
         ValueError: a capacity below 1.

@@ -20,7 +20,15 @@ from .contributions import dense_gradient, fill, is_replaced, keep
 from .lanes import assign_lanes
 from .options import ReductionOptions
 from .report import GradientReport, StepTiming
-from .slots import agree_on_slots, broadcast, find_slots, listed, owners
+from .slots import (
+    agree_on_slots,
+    broadcast,
+    expert_group_name,
+    find_slots,
+    ignored_identities,
+    listed,
+    owners,
+)
 from .transport import Census, CommHook, Reduction, launch
 
 
@@ -400,9 +408,16 @@ class GradientReducer:
             self._buckets.append(bucket)
 
     def _broadcast(self) -> None:
-        for lane in dict.fromkeys(self._lane_of):
-            broadcast([slot.parameter for slot in self._slots if self._lane_of[slot.index] is lane], lane.group)
-        broadcast(list(self.module.buffers()), self.group)
+        """Frozen parameters and buffers too, but for those to ignore."""
+        ignored = ignored_identities(self.module, self.options)
+        tensors = [tensor for tensor in self.module.parameters() if id(tensor) not in ignored]
+        by_name: dict[str | None, list[torch.Tensor]] = {None: list(self.module.buffers())}
+        for tensor in tensors:
+            by_name.setdefault(expert_group_name(tensor), []).append(tensor)
+        for name, members in by_name.items():
+            group = self.group if name is None else self.options.expert_groups.get(name)
+            if group is not None:
+                broadcast(members, group)
 
 
 _REMEDY = {

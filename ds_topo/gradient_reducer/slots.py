@@ -30,8 +30,7 @@ def find_slots(module: nn.Module, options: ReductionOptions) -> list[GradientSlo
         ValueError: nothing to train, an unknown name to ignore, an expert without a group.
         RuntimeError: a parameter already has a reducer.
     """
-    named = dict(module.named_parameters())
-    ignored = _ignored(named, options)
+    ignored = ignored_identities(module, options)
     sparse = sparse_parameters(module)
     slots = [
         GradientSlot(
@@ -41,7 +40,7 @@ def find_slots(module: nn.Module, options: ReductionOptions) -> list[GradientSlo
             dtype=options.accumulation_dtype_of(parameter.dtype),
             is_sparse=id(parameter) in sparse,
         )
-        for name, parameter in named.items()
+        for name, parameter in module.named_parameters()
         if parameter.requires_grad and id(parameter) not in ignored
     ]
     for index, slot in enumerate(slots):
@@ -74,7 +73,13 @@ def sparse_parameters(module: nn.Module) -> set[int]:
     return {id(part.weight) for part in embeddings if part.sparse}
 
 
-def _ignored(named: dict[str, nn.Parameter], options: ReductionOptions) -> set[int]:
+def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]:
+    """Identities of the parameters to leave alone.
+
+    Raises:
+        ValueError: a name that no parameter has.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
     ignored = set()
     for entry in options.ignored_parameters:
         if isinstance(entry, str) and entry not in named:
