@@ -39,6 +39,7 @@ __all__ = [
     "WorldSizeError",
     "collectives",
     "distributed",
+    "groups",
     "mark_tensor_parallel_gradients",
 ]
 
@@ -50,7 +51,7 @@ _LAZY = {
 }
 
 
-_LAZY_MODULES = {"collectives", "distributed"}
+_LAZY_MODULES = {"collectives", "distributed", "groups"}
 
 
 def __getattr__(name: str) -> Any:

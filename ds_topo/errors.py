@@ -27,5 +27,13 @@ class MissingTopologyError(TopologyError, RuntimeError):
     """A pipeline without a topology (DeepSpeed raises ``RuntimeError`` here)."""
 
 
+class ExpertSizeError(TopologyError, AssertionError):
+    """A size of expert or partition groups that does not divide (DeepSpeed fails an assertion here)."""
+
+
+class ExpertGroupError(RuntimeError, ValueError):
+    """Expert groups, or an engine that uses them, that do not go together: the message says what would."""
+
+
 class DisagreementError(RuntimeError):
     """Ranks of one job came with different plans, or did not come: the message names ranks and hosts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
@@ -16,7 +16,7 @@ from .axes import Spec
 from .device_mesh import mesh_over
 from .errors import TopologyError
 from .megatron import MegatronQueries
-from .mpu import SEQUENCE_QUERIES
+from .mpu import SEQUENCE_QUERIES, MpuQueries
 from .process_groups import ProcessGroup, ProcessGroups, job_timeout, require_initialized
 from .rank_groups import (
     DATA,
@@ -38,7 +38,7 @@ from .rank_groups import (
 from .topology import ProcessTopology
 
 
-class PipelineParallelGrid(MegatronQueries):
+class PipelineParallelGrid(MpuQueries, MegatronQueries):
     """The process groups of one job's topology, as this rank sees them; a complete ``mpu`` for DeepSpeed.
 
     Drop-in for ``deepspeed.runtime.pipe.topology.PipelineParallelGrid``, for any axes in any order. Creation is
@@ -89,6 +89,7 @@ class PipelineParallelGrid(MegatronQueries):
         require_initialized("PipelineParallelGrid")
         self.global_rank = dist.get_rank()
         self._members = _members_of(process_group)
+        self._callbacks: list[Callable[[], None]] = []
         self.world_size = len(self._members)
         self._topology = _agreed_topology(topology, self._members, timeout or job_timeout())
         self._rank = self._members.index(self.global_rank)
@@ -96,7 +97,7 @@ class PipelineParallelGrid(MegatronQueries):
         self._set_coordinates()
         self._groups = ProcessGroups(
             f"grid {_placement_text(self._topology)}, timeout {timeout or job_timeout()}",
-            [RankGroup(group.axes, self._to_global(group.ranks)) for group in grid_groups(self._topology, self._rank)],
+            [RankGroup(group.axes, self.to_global(group.ranks)) for group in grid_groups(self._topology, self._rank)],
             self._members,
             timeout,
         )
@@ -127,13 +128,22 @@ class PipelineParallelGrid(MegatronQueries):
         """The topology as it was given. (``_topo`` is its pipe/data/model form, with extra axes folded into data.)"""
         return self._topology
 
+    @property
+    def grid_rank(self) -> int:
+        """This rank's number within the topology; the global rank unless the grid lays out a part of the job."""
+        return self._rank
+
+    def to_global(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Global ranks of ranks of the topology."""
+        return tuple(self._members[rank] for rank in ranks)
+
     def get_ranks(self, axes: str | Iterable[str]) -> list[int]:
         """Global ranks, ascending, of this rank's group over one axis or several.
 
         Raises:
             UnknownAxisError: an axis that is not in the topology (``pipe``, ``data``, ``model`` have degree 1 then).
         """
-        return list(self._to_global(self._topology.get_axis_ranks(axes_of(self._topology, axes), self._rank)))
+        return list(self.to_global(self._topology.get_axis_ranks(axes_of(self._topology, axes), self._rank)))
 
     def get_group(self, axes: str | Iterable[str]) -> ProcessGroup:
         """This rank's process group over one axis or several.
@@ -159,6 +169,25 @@ class PipelineParallelGrid(MegatronQueries):
             DisagreementError: ranks of the group did not ask within the timeout.
         """
         return self._groups.extend(group)
+
+    def create_groups(
+        self, description: str, groups: Sequence[RankGroup], failure: Exception | None = None
+    ) -> list[ProcessGroup]:
+        """Groups beyond the axes that all ranks of the grid create together; collective over the grid.
+
+        Args:
+            description: what is created, the same text on every rank.
+            groups: this rank's own, global ranks ascending, in the one order that all ranks follow.
+            failure: why this rank cannot take part; raised here, and told to the others.
+
+        Raises:
+            DisagreementError: ranks came with different descriptions, failed, or did not come.
+        """
+        return self._groups.extend_all(description, groups, self._members, failure)
+
+    def on_destroy(self, callback: Callable[[], None]) -> None:
+        """Call this, last one first, before the groups are destroyed."""
+        self._callbacks.append(callback)
 
     def get_axis_rank(self, axis: str) -> int:
         """This rank's index along one axis; equal to its rank in ``get_group(axis)``."""
@@ -199,6 +228,8 @@ class PipelineParallelGrid(MegatronQueries):
 
     def destroy(self) -> None:
         """Destroy the groups of this grid; every rank should call it. Later queries for groups raise RuntimeError."""
+        while self._callbacks:
+            self._callbacks.pop()()
         self._groups.destroy()
 
     def __enter__(self) -> PipelineParallelGrid:
@@ -285,64 +316,6 @@ class PipelineParallelGrid(MegatronQueries):
     def _is_grid_valid(self) -> bool:
         return self._topology.world_size() == self.world_size
 
-    # -- DeepSpeed's mpu -----------------------------------------------------------------------------------------
-
-    def get_global_rank(self) -> int:
-        """This rank in the whole job."""
-        return self.global_rank
-
-    def get_pipe_parallel_rank(self) -> int:
-        """This rank's pipeline stage."""
-        return self.stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """The number of stages."""
-        return self.pipe_parallel_size
-
-    def get_pipe_parallel_group(self) -> ProcessGroup:
-        """The stages of this rank's pipeline."""
-        return self.pp_proc_group
-
-    def get_data_parallel_rank(self) -> int:
-        """Which of the distinct samples of a step this rank works on."""
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        """The number of distinct samples that are worked on at a time."""
-        return self.data_parallel_size
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        """The replicas of this rank's parameters: all ranks that share stage and slice."""
-        return self.dp_proc_group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Global ranks, ascending, of the data parallel group."""
-        return list(self.dp_group)
-
-    def get_model_parallel_rank(self) -> int:
-        """``stage * slices + slice``, for every order of the axes."""
-        return self.ds_model_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        """Stages x slices."""
-        return self.ds_model_world_size
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        """All ranks of this rank's replica of the model (pipe x model)."""
-        return self.ds_model_proc_group
-
-    def get_slice_parallel_rank(self) -> int:
-        """This rank's index along ``model``."""
-        return self.slice_group.index(self.global_rank)
-
-    def get_slice_parallel_world_size(self) -> int:
-        """The degree of ``model``."""
-        return self.slice_parallel_size
-
-    def get_slice_parallel_group(self) -> ProcessGroup:
-        """This rank's group along ``model``."""
-        return self.slice_proc_group
-
     # -- sequence parallelism: only where there is a ``seq`` axis ----------------------------------------------------
 
     if TYPE_CHECKING:
@@ -367,11 +340,8 @@ class PipelineParallelGrid(MegatronQueries):
         axes_of(self._topology, axis)
         return self._members[neighbor(self._topology, axis, self._rank, step)]
 
-    def _to_global(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        return tuple(self._members[rank] for rank in ranks)
-
     def _all_to_global(self, table: list[list[int]]) -> list[list[int]]:
-        return [list(self._to_global(ranks)) for ranks in table]
+        return [list(self.to_global(ranks)) for ranks in table]
 
 
 class _SequenceQuery:

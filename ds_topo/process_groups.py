@@ -84,6 +84,20 @@ class ProcessGroups:
             agree(f"group {group.name}", group.ranks, self.timeout)
         return self._ensure(group)
 
+    def extend_all(
+        self, description: str, groups: Sequence[RankGroup], members: Sequence[int], failure: Exception | None = None
+    ) -> list[ProcessGroup]:
+        """Create several more groups; collective over ``members``, like the first ones.
+
+        A rank that cannot say what it wants passes its ``failure``, which it raises itself and the others hear of.
+
+        Raises:
+            DisagreementError: members came with different descriptions, failed, or did not come.
+        """
+        self.check_alive()
+        agree(description, members, self.timeout, failure=failure)
+        return [self._ensure(group) for group in groups]
+
     def destroy(self) -> None:
         """Destroy the groups created here; the world's own group stays. Twice is once."""
         if not self._destroyed:

@@ -13,6 +13,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import DisagreementError, PipelineParallelGrid, collectives
+from tests.counted_collectives import CountedCollectives
 from tests.ranks import run_ranks
 
 GRIDS = [(2, "model=2"), (4, "model=4"), (4, "model=2,data=2")]
@@ -168,7 +169,9 @@ def _count_in_a_group_of_one() -> None:
     x, group = torch.ones(3, 5, requires_grad=True), grid.get_group("model")
     for name, dims in CALLS:
         if all(dim < 2 for dim in dims):
-            assert getattr(collectives, name)(x, group, *dims) is x
+            with CountedCollectives() as counter:
+                assert getattr(collectives, name)(x, group, *dims) is x
+            assert not counter.calls
 
 
 def test_a_group_of_one_is_free() -> None:
@@ -189,6 +192,9 @@ def _errors() -> list[str]:
         messages.append(str(caught.value))
     with collectives.debug(), pytest.raises(DisagreementError) as disagreement:
         collectives.reduce(torch.zeros(2 + dist.get_rank()), group)
+    with collectives.debug():  # where they agree, backward too
+        y = x.clone().requires_grad_()
+        collectives.reduce(collectives.copy(y, group), group).sum().backward()
     with collectives.debug(), pytest.raises(DisagreementError):
         collectives.gather(torch.zeros(2, dtype=torch.float32 if dist.get_rank() else torch.float64), group)
     return [*messages, str(disagreement.value)]

@@ -42,6 +42,14 @@ def _documented_examples() -> None:
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [1.0] * 3
 
+    root = torch.ones(3, requires_grad=True)
+    inner = root * (me + 1)
+    assert distributed.reduce(inner) is inner
+    (inner * inner).sum().backward()
+    assert inner.tolist() == [3.0] * 3
+    assert root.grad is not None
+    assert root.grad.tolist() == [6.0 * (me + 1)] * 3
+
     distributed.destroy_process_group()
     assert not distributed.is_initialized()
 
@@ -71,6 +79,8 @@ def _mistakes() -> None:
         distributed.init_process_group(group_size=3)
     with pytest.raises(DisagreementError, match=r"(?s)ranks \[0\].*ranks \[1, 2, 3\]"):
         distributed.init_process_group(group_size=2 if dist.get_rank() else 4)
+    with pytest.raises((ValueError, DisagreementError), match="valid are"):  # only one of the ranks is wrong
+        distributed.init_process_group(group_size=2 if dist.get_rank() else 3)
     distributed.init_process_group(group_size=2)
     with pytest.raises(RuntimeError, match="already initialised"):
         distributed.init_process_group(group_size=2)

@@ -15,7 +15,7 @@ from gpt import Block
 from parallel_layers import Parallel
 from torch import nn
 
-from ds_topo import PipelineParallelGrid, mark_tensor_parallel_gradients
+from ds_topo import PipelineParallelGrid, groups, mark_tensor_parallel_gradients
 from tests.gpt_training import BATCH, TINY, PlainGPT, batch, config, optimizer_of
 from tests.ranks import run_ranks
 
@@ -32,6 +32,8 @@ def _engine(topology: str, settings: dict[str, Any]) -> tuple[Any, PipelineParal
     grid = PipelineParallelGrid(topology)
     model = PlainGPT(Parallel(grid.get_group("model")))
     mark_tensor_parallel_gradients(model)
+    if "zero_hpz_partition_size" in settings["zero_optimization"]:
+        groups.create_zero_partition_groups(grid, settings["zero_optimization"]["zero_hpz_partition_size"])
     settings = config(replicas=grid.get_data_parallel_world_size(), **settings)
     engine, *_ = deepspeed.initialize(
         model=model, mpu=grid, config=settings, optimizer=optimizer_of(model.parameters())
@@ -96,6 +98,19 @@ def test_training_equals_one_process(alone: dict[str, list[float]], topology: st
             is_bf16 = name.startswith("bf16")
             torch.testing.assert_close(losses[name], alone[name], rtol=5e-3 if is_bf16 else 1e-4, atol=0, msg=name)
             torch.testing.assert_close(losses[name][:-1], by_hand, rtol=2e-2 if is_bf16 else 1e-4, atol=0, msg=name)
+
+
+def _train_with_second_partition() -> list[float]:
+    settings = {
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    }
+    engine, grid = _engine("data=2,model=2", settings)
+    return _train(engine, grid, range(STEPS))
+
+
+def test_second_partition_of_zero_3_stays_inside_the_data_group(alone: dict[str, list[float]]) -> None:
+    for losses in run_ranks(4, _train_with_second_partition):
+        torch.testing.assert_close(losses, alone["ZeRO 3"][:-1], rtol=1e-4, atol=0)
 
 
 def _train_and_save(topology: str, folder: str) -> dict[str, list[float]]:

@@ -346,9 +346,9 @@ def test_torchdistpackages_example() -> None:
 
 PACKAGE = Path(ds_topo.__file__).parent
 LAYERS: dict[int, set[str]] = {
-    0: {"errors", "layout", "axes", "topology", "rank_groups", "placement", "cost_model"},
+    0: {"errors", "layout", "axes", "topology", "rank_groups", "expert_ranks", "placement", "cost_model"},
     1: {"agreement", "process_groups", "launch"},
-    2: {"collectives", "gradient_reducer"},
+    2: {"collectives", "device_mesh", "gradient_reducer"},
     3: {"mpu", "megatron", "grid", "distributed"},
     4: {"groups", "integrations"},
     5: {"cli", "__main__"},

@@ -61,10 +61,9 @@ def check_call(operation: str, x: Tensor, group: Any, *dims: int) -> None:
     served = {device.type for device in group._device_types}
     if x.device.type not in served:
         raise ValueError(
-            f"{operation}: the tensor is on {x.device}, but the backend of this group "
-            f"({group._get_backend_name() if not served else dist.get_backend(group)}) serves "
-            f"{' and '.join(sorted(served))}; move the tensor there or initialise torch.distributed with a backend for "
-            f"{x.device.type}"
+            f"{operation}: the tensor is on {x.device}, but this group's backend ({dist.get_backend(group)}) serves "
+            f"{' and '.join(sorted(served))}; move the tensor there, or initialise torch.distributed with a backend "
+            f"for {x.device.type} too"
         )
     if debug_mode.enabled and group.size() > 1:
         _compare(operation, x, group, dims)

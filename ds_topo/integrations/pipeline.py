@@ -39,7 +39,7 @@ class PipelineEngineGrid(PipelineParallelGrid):
     def sharing(cls, grid: PipelineParallelGrid) -> PipelineEngineGrid:
         """The grid of a pipeline engine over the process groups of ``grid``, which both then own."""
         shared = cls.__new__(cls)
-        for name in ("global_rank", "world_size", "_members", "_topology", "_rank", "_topo", "_groups"):
+        for name in ("global_rank", "world_size", "_members", "_topology", "_rank", "_topo", "_groups", "_callbacks"):
             setattr(shared, name, getattr(grid, name))
         shared._set_coordinates()
         return shared

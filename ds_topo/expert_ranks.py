@@ -1,0 +1,213 @@
+"""Tables of ranks for experts, parameter partitions and hosts: pure values, derived from the topology.
+
+The experts of a layer are dealt to the ranks of one pipeline stage. The *pool* of a rank is the set of ranks that can
+hold replicas of its experts: with tensor-parallel experts its data parallel group (each slice holds a slice of every
+expert), without them its whole stage, since slices then work on different tokens. An *expert parallel* group holds
+every expert once and exchanges tokens; an *expert data parallel* group holds the replicas of one rank's experts and
+sums their gradients. The two partition the pool, and any two of them meet in one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .errors import ExpertSizeError, TopologyError
+from .rank_groups import DATA, MODEL, PIPE, gradient_axes
+from .topology import ProcessTopology
+
+EXPERT = "expert"
+"""The axis that, where a topology has it, expert parallel groups run along first."""
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """How the experts of one size are dealt to the ranks of a topology.
+
+    Neighbors in the pool are ``model`` peers first, then peers along the innermost gradient axis; an axis ``expert``
+    comes before both. An expert parallel group is a run of neighbors, or with ``use_data_before_expert`` ranks as far
+    apart in the pool as possible.
+
+    Args:
+        topology: of the job.
+        expert_parallel_size: ranks in an expert parallel group; ``num_experts`` must be a multiple of it.
+        expert_tensor_parallel: each expert is itself split along ``model``.
+        use_data_before_expert: neighbors are expert data parallel peers
+            (DeepSpeed's ``use_data_before_expert_parallel_``).
+
+    Raises:
+        ExpertSizeError: a size that is not a divisor of the pool; the message lists the divisors.
+
+    >>> plan = ExpertPlan(ProcessTopology.from_spec("pipe=2,data=4"), expert_parallel_size=2)
+    >>> plan.expert_tables()
+    [[0, 1], [2, 3], [4, 5], [6, 7]]
+    >>> plan.expert_data_tables()
+    [[0, 2], [1, 3], [4, 6], [5, 7]]
+    """
+
+    topology: ProcessTopology
+    expert_parallel_size: int
+    expert_tensor_parallel: bool = False
+    use_data_before_expert: bool = False
+
+    def __post_init__(self) -> None:
+        size, pool = self.expert_parallel_size, len(self._pool_offsets)
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise ExpertSizeError(f"expert_parallel_size {size!r} is not an integer; choose one of {divisors(pool)}")
+        if size < 1 or pool % size:
+            raise ExpertSizeError(
+                f"expert_parallel_size {size} must divide the {pool} ranks of a stage that share experts "
+                f"({' x '.join(self._pool_axes)} of {self.topology.spec!r}): choose one of {divisors(pool)}"
+            )
+
+    @property
+    def name(self) -> str:
+        """The name under which ``deepspeed.moe.layer.MoE`` looks for its groups.
+
+        >>> ExpertPlan(ProcessTopology.from_spec("data=4"), 2).name
+        'ep_size_2'
+        """
+        return f"ep_size_{self.expert_parallel_size}"
+
+    def pool(self, rank: int) -> list[int]:
+        """The ranks among which the experts of ``rank``'s stage (and slice) are dealt, neighbors adjacent."""
+        coordinate = self.topology.get_coord(rank)._asdict()
+        base = self.topology.layout.rank_of(
+            [0 if axis in self._pool_axes else coordinate[axis] for axis in self.topology.axes]
+        )
+        return [base + offset for offset in self._pool_offsets]
+
+    def expert_ranks(self, rank: int) -> list[int]:
+        """The ranks, ascending, that hold every expert of the layer once, ``rank`` among them."""
+        return next(ranks for ranks in self._deal(self.pool(rank)) if rank in ranks)
+
+    def expert_data_ranks(self, rank: int) -> list[int]:
+        """The ranks, ascending, that hold the same experts as ``rank``."""
+        dealt = self._deal(self.pool(rank))
+        place = next(ranks.index(rank) for ranks in dealt if rank in ranks)
+        return sorted(ranks[place] for ranks in dealt)
+
+    def expert_tables(self) -> list[list[int]]:
+        """The expert parallel groups of the whole job."""
+        return [ranks for pool in self._pools() for ranks in self._deal(pool)]
+
+    def expert_data_tables(self) -> list[list[int]]:
+        """The expert data parallel groups of the whole job."""
+        return [sorted(replicas) for pool in self._pools() for replicas in zip(*self._deal(pool), strict=True)]
+
+    def writes_checkpoint(self, rank: int) -> bool:
+        """Whether ``rank`` is the first of the replicas of its experts that share its slice.
+
+        Checkpoint files carry the model parallel rank of the rank that reads them, so each slice needs a writer.
+        """
+        slice_peers = set(self.topology.get_axis_ranks(gradient_axes(self.topology), rank))
+        return rank == min(slice_peers.intersection(self.expert_data_ranks(rank)))
+
+    @cached_property
+    def _pool_axes(self) -> tuple[str, ...]:
+        """From the axis whose peers are furthest apart in the pool to the one whose peers are neighbors."""
+        axes = [axis for axis in gradient_axes(self.topology) if axis != EXPERT]
+        if not self.expert_tensor_parallel and MODEL in self.topology.axes:
+            axes.append(MODEL)
+        if EXPERT in self.topology.axes:
+            axes.append(EXPERT)
+        return tuple(axes)
+
+    @cached_property
+    def _pool_offsets(self) -> list[int]:
+        return self.topology.layout.offsets([self.topology.axes.index(axis) for axis in self._pool_axes])
+
+    def _pools(self) -> list[list[int]]:
+        outside = [axis for axis in self.topology.axes if axis not in self._pool_axes]
+        bases = self.topology.layout.offsets([self.topology.axes.index(axis) for axis in outside])
+        return [self.pool(base) for base in bases]
+
+    def _deal(self, pool: list[int]) -> list[list[int]]:
+        """Expert parallel groups of one pool, each ascending: torch numbers the ranks of a group in that order."""
+        groups = len(pool) // self.expert_parallel_size
+        if self.use_data_before_expert:
+            return [sorted(pool[first::groups]) for first in range(groups)]
+        size = self.expert_parallel_size
+        return [sorted(pool[first : first + size]) for first in range(0, len(pool), size)]
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors, ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def expert_parallel_ranks(
+    world_size: int,
+    tensor_parallel_size: int,
+    expert_parallel_size: int,
+    pipeline_parallel_size: int = 1,
+    use_data_before_expert: bool = False,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Expert parallel and expert data parallel tables of DeepSpeed's order, pipe x data x model, slice by slice.
+
+    Drop-in for ``deepspeed.utils.groups._get_expert_parallel_ranks`` (experts are tensor parallel there).
+
+    >>> expert_parallel_ranks(world_size=8, tensor_parallel_size=2, expert_parallel_size=2)
+    ([[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 4], [2, 6], [1, 5], [3, 7]])
+
+    Raises:
+        ExpertSizeError: sizes that do not divide.
+    """
+    model_parallel_size = tensor_parallel_size * pipeline_parallel_size
+    if min(world_size, model_parallel_size) < 1 or world_size % model_parallel_size:
+        raise ExpertSizeError(
+            f"{tensor_parallel_size} slices x {pipeline_parallel_size} stages do not divide {world_size} ranks"
+        )
+    data = world_size // model_parallel_size
+    topology = ProcessTopology([PIPE, DATA, MODEL], [pipeline_parallel_size, data, tensor_parallel_size])
+    plan = ExpertPlan(topology, expert_parallel_size, True, use_data_before_expert)
+    return plan.expert_tables(), plan.expert_data_tables()
+
+
+def zero_partition_ranks(topology: ProcessTopology, size: int, rank: int) -> list[int]:
+    """The ranks, ascending, that keep a second partition of the parameters between them (ZeRO++ hpZ).
+
+    A run of ``size`` neighbors of the data parallel group, so that all of them hold the same slice of the same stage
+    (DeepSpeed takes contiguous ranks of the world, which are neighbors along ``model`` or ``seq`` too).
+
+    >>> zero_partition_ranks(ProcessTopology.from_spec("data=4,model=2"), size=2, rank=5)
+    [5, 7]
+
+    Raises:
+        ExpertSizeError: a size that does not divide the data parallel group; the message lists those that do.
+    """
+    replicas = sorted(topology.get_axis_ranks(gradient_axes(topology), rank))
+    if size < 1 or len(replicas) % size:
+        raise ExpertSizeError(
+            f"zero_hpz_partition_size {size} must divide the data parallel group of {topology.spec!r}: "
+            f"choose one of {divisors(len(replicas))}"
+        )
+    first = replicas.index(rank) // size * size
+    return replicas[first : first + size]
+
+
+def two_level_ranks(ranks: Sequence[int], hosts: Mapping[int, str], rank: int) -> tuple[list[int], list[int]]:
+    """A group in two levels: the peers of ``rank`` on its own host, and its counterparts, one on every host.
+
+    >>> two_level_ranks([0, 1, 4, 5], {0: "a", 1: "a", 4: "b", 5: "b"}, rank=4)
+    ([4, 5], [0, 4])
+
+    Raises:
+        TopologyError: hosts with different numbers of the group's ranks.
+    """
+    by_host: dict[str, list[int]] = {}
+    for member in sorted(ranks):
+        by_host.setdefault(hosts[member], []).append(member)
+    counts = {host: len(members) for host, members in by_host.items()}
+    if len(set(counts.values())) > 1:
+        raise TopologyError(
+            f"ranks {list(ranks)} cannot be a two-level group: hosts hold unequal numbers of them, {counts}; "
+            "choose an order of axes or a degree that puts equally many on every host"
+        )
+    local = by_host[hosts[rank]]
+    return local, sorted(members[local.index(rank)] for members in by_host.values())

@@ -1,0 +1,286 @@
+"""A small mixture of experts, trained by one process in plain PyTorch and by every rank of a layout with DeepSpeed.
+
+All parameters start from values that depend on their name alone, with experts under their number in the whole layer, so
+that any two ways of training can be compared parameter by parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from ds_topo import PipelineModule, PipelineParallelGrid
+from ds_topo.groups import ExpertGroups, create_expert_groups
+
+WIDTH, HIDDEN, EXPERTS, BATCH, MICRO_BATCHES = 8, 16, 4, 16, 2
+DESCENT = {"lr": 0.05, "momentum": 0.9}
+"""Plain descent with momentum: it shows every wrong factor of a gradient, as Adam would not."""
+LOCAL_EXPERT = re.compile(r"deepspeed_experts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train. ``sizes``: the expert parallel size of each layer, 0 for a dense layer."""
+
+    topology: str
+    sizes: tuple[int, ...]
+    zero: int = 0
+    tensor_parallel: bool = False
+    data_first: bool = False
+    pipeline: bool = True
+    drop_tokens: bool = False
+
+
+class Dense(nn.Linear):
+    """A layer without experts."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.tanh(super().forward(hidden))
+
+
+class Expert(nn.Module):
+    """Two linear layers; with a group of slices, one slice of them."""
+
+    def __init__(self, slices: Any = None) -> None:
+        super().__init__()
+        self.slices = slices
+        size = HIDDEN // (1 if slices is None else dist.get_world_size(slices))
+        self.expand, self.contract = nn.Linear(WIDTH, size, bias=False), nn.Linear(size, WIDTH, bias=False)
+
+    def __deepcopy__(self, memo: Any) -> Expert:
+        return Expert(self.slices)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.slices is not None:
+            tokens = CopyToSlices.apply(tokens, self.slices)
+        partial: torch.Tensor = self.contract(F.gelu(self.expand(tokens)))
+        return partial if self.slices is None else SumOverSlices.apply(partial, self.slices)
+
+
+class CopyToSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return tokens
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        gradient = gradients[0].clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class SumOverSlices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, group: Any) -> torch.Tensor:
+        total = partial.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+class Mixture(nn.Module):
+    """DeepSpeed's layer with a residual connection."""
+
+    def __init__(self, size: int, slices: Any = None, drop_tokens: bool = False) -> None:
+        super().__init__()
+        self.moe = MoE(
+            WIDTH,
+            Expert(slices),
+            num_experts=EXPERTS,
+            ep_size=size,
+            drop_tokens=drop_tokens,
+            capacity_factor=float(EXPERTS) + 0.3,
+            use_rts=False,
+            min_capacity=1,
+            enable_expert_tensor_parallelism=slices is not None,
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mixed: torch.Tensor = self.moe(hidden)[0]
+        return hidden + mixed
+
+
+class ReferenceMixture(nn.Module):
+    """The same in plain PyTorch: each token through the expert of its greatest score, times that score."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        scores, chosen = self.gate(hidden).softmax(-1).max(-1)
+        outputs = torch.stack([expert(hidden) for expert in self.experts])
+        return hidden + scores[:, None] * outputs[chosen, torch.arange(len(hidden))]
+
+
+def canonical_name(name: str, first_expert: int = 0) -> str:
+    """The name of a parameter in the reference."""
+    name = name.replace("moe.deepspeed_moe.gate.wg", "gate").replace("moe.deepspeed_moe.experts.", "")
+    return LOCAL_EXPERT.sub(lambda match: f"experts.{first_expert + int(match[1])}.", name)
+
+
+def value_of(name: str, shape: Sequence[int]) -> torch.Tensor:
+    """The initial value of a parameter of the reference."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(*shape, generator=generator) * (1.5 if "gate" in name else 0.4)
+
+
+def whole_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape in the reference of what may be a slice of an expert."""
+    if "experts" not in name:
+        return tuple(shape)
+    return (HIDDEN, WIDTH) if "expand" in name else (WIDTH, HIDDEN)
+
+
+def slice_of(name: str, value: torch.Tensor, grid: PipelineParallelGrid, tensor_parallel: bool) -> torch.Tensor:
+    """This rank's part of a parameter of the reference."""
+    if "experts" not in name or not tensor_parallel:
+        return value
+    parts = value.chunk(grid.get_slice_parallel_world_size(), dim=0 if "expand" in name else 1)
+    return parts[grid.get_slice_parallel_rank()]
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets ``[BATCH, WIDTH]`` of a step."""
+    inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
+    return inputs, inputs.roll(1, dims=1).sin()
+
+
+def train_reference(sizes: Sequence[int], steps: int) -> dict[str, torch.Tensor]:
+    """Parameters after ``steps`` of one process."""
+    model = nn.Sequential(*(ReferenceMixture() if size else Dense() for size in sizes))
+    for name, parameter in model.named_parameters():
+        parameter.data = value_of(name, parameter.shape)
+    optimizer = torch.optim.SGD(model.parameters(), **DESCENT)
+    for step in range(steps):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        F.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+class Trainer:
+    """One rank of a case."""
+
+    def __init__(self, case: Case) -> None:
+        warnings.simplefilter("ignore", FutureWarning)
+        deepspeed.init_distributed(verbose=False)
+        self.case = case
+        self.grid, module = self._module()
+        self.experts: dict[int, ExpertGroups] = {
+            size: create_expert_groups(self.grid, size, case.tensor_parallel, case.data_first)
+            for size in sorted(set(case.sizes) - {0})
+        }
+        self._initialize_parameters(module)
+        samples = self.grid.get_sample_world_size()
+        self.share = BATCH // samples
+        config = {
+            "train_micro_batch_size_per_gpu": self.share // MICRO_BATCHES,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "gradient_clipping": 0.0,
+            "optimizer": {"type": "SGD", "params": DESCENT},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": case.zero},
+            "steps_per_print": 10**9,
+        }
+        self.engine, *_ = deepspeed.initialize(
+            model=module,
+            config=config,
+            model_parameters=list(module.parameters()),
+            **({} if case.pipeline else {"mpu": self.grid}),
+        )
+
+    def _module(self) -> tuple[PipelineParallelGrid, nn.Module]:
+        case = self.case
+        if case.pipeline:
+            grid = None
+            layers = [
+                LayerSpec(Mixture, size, drop_tokens=case.drop_tokens) if size else LayerSpec(Dense)
+                for size in case.sizes
+            ]
+            if case.tensor_parallel:
+                grid = PipelineParallelGrid(case.topology)
+                slices = grid.get_slice_parallel_group()
+                layers = [
+                    LayerSpec(Mixture, size, slices, case.drop_tokens) if size else LayerSpec(Dense)
+                    for size in case.sizes
+                ]
+            module = PipelineModule(layers, topology=case.topology, loss_fn=nn.MSELoss(), partition_method="uniform")
+            return module.mpu(), module
+        grid = PipelineParallelGrid(case.topology)
+        slices = grid.get_slice_parallel_group() if case.tensor_parallel else None
+        return grid, nn.Sequential(
+            *(Mixture(size, slices, case.drop_tokens) if size else Dense() for size in case.sizes)
+        )
+
+    def first_expert(self, parameter: torch.nn.Parameter) -> int:
+        """The number in its layer of this rank's first expert."""
+        name = getattr(parameter, "group_name", None)
+        if name is None:
+            return 0
+        groups = next(groups for groups in self.experts.values() if groups.plan.name == name)
+        size = groups.plan.expert_parallel_size
+        return groups.expert_ranks.index(self.grid.global_rank) * (EXPERTS // size)
+
+    def _initialize_parameters(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            whole = canonical_name(name, self.first_expert(parameter))
+            value = value_of(whole, whole_shape(whole, parameter.shape))
+            parameter.data = slice_of(whole, value, self.grid, self.case.tensor_parallel).clone()
+
+    def train(self, steps: range) -> None:
+        first = self.grid.get_sample_rank() * self.share
+        for step in steps:
+            inputs, targets = (whole[first : first + self.share] for whole in batch(step))
+            micro_batches = list(zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True))
+            if self.case.pipeline:
+                self.engine.train_batch(iter(micro_batches))
+                continue
+            for micro_inputs, micro_targets in micro_batches:
+                self.engine.backward(F.mse_loss(self.engine(micro_inputs), micro_targets))
+                self.engine.step()
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """This rank's parameters under the reference's names."""
+        return {
+            canonical_name(name, self.first_expert(parameter)): parameter.detach().clone()
+            for name, parameter in self.engine.module.named_parameters()
+        }
+
+    def destroy(self) -> None:
+        self.engine.destroy()
+        self.grid.destroy()
+
+
+def worst_difference(trainer: Trainer, reference: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The greatest relative difference of a parameter of this rank from the reference, and its name."""
+    differences = []
+    for name, mine in trainer.parameters().items():
+        theirs = slice_of(name, reference[name], trainer.grid, trainer.case.tensor_parallel)
+        assert theirs.isfinite().all(), name
+        difference = float((mine - theirs).norm() / theirs.norm())
+        differences.append((difference if math.isfinite(difference) else math.inf, name))
+    return max(differences)
