@@ -16,7 +16,7 @@ from .axes import Spec
 from .device_mesh import mesh_over
 from .errors import TopologyError
 from .megatron import MegatronQueries
-from .mpu import SEQUENCE_QUERIES
+from .mpu import SEQUENCE_QUERIES, MpuQueries
 from .process_groups import ProcessGroup, ProcessGroups, job_timeout, require_initialized
 from .rank_groups import (
     DATA,
@@ -38,7 +38,7 @@ from .rank_groups import (
 from .topology import ProcessTopology
 
 
-class PipelineParallelGrid(MegatronQueries):
+class PipelineParallelGrid(MpuQueries, MegatronQueries):
     """The process groups of one job's topology, as this rank sees them; a complete ``mpu`` for DeepSpeed.
 
     Drop-in for ``deepspeed.runtime.pipe.topology.PipelineParallelGrid``, for any axes in any order. Creation is
@@ -315,64 +315,6 @@ class PipelineParallelGrid(MegatronQueries):
 
     def _is_grid_valid(self) -> bool:
         return self._topology.world_size() == self.world_size
-
-    # -- DeepSpeed's mpu -----------------------------------------------------------------------------------------
-
-    def get_global_rank(self) -> int:
-        """This rank in the whole job."""
-        return self.global_rank
-
-    def get_pipe_parallel_rank(self) -> int:
-        """This rank's pipeline stage."""
-        return self.stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        """The number of stages."""
-        return self.pipe_parallel_size
-
-    def get_pipe_parallel_group(self) -> ProcessGroup:
-        """The stages of this rank's pipeline."""
-        return self.pp_proc_group
-
-    def get_data_parallel_rank(self) -> int:
-        """Which of the distinct samples of a step this rank works on."""
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        """The number of distinct samples that are worked on at a time."""
-        return self.data_parallel_size
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        """The replicas of this rank's parameters: all ranks that share stage and slice."""
-        return self.dp_proc_group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Global ranks, ascending, of the data parallel group."""
-        return list(self.dp_group)
-
-    def get_model_parallel_rank(self) -> int:
-        """``stage * slices + slice``, for every order of the axes."""
-        return self.ds_model_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        """Stages x slices."""
-        return self.ds_model_world_size
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        """All ranks of this rank's replica of the model (pipe x model)."""
-        return self.ds_model_proc_group
-
-    def get_slice_parallel_rank(self) -> int:
-        """This rank's index along ``model``."""
-        return self.slice_group.index(self.global_rank)
-
-    def get_slice_parallel_world_size(self) -> int:
-        """The degree of ``model``."""
-        return self.slice_parallel_size
-
-    def get_slice_parallel_group(self) -> ProcessGroup:
-        """This rank's group along ``model``."""
-        return self.slice_proc_group
 
     # -- sequence parallelism: only where there is a ``seq`` axis ----------------------------------------------------
 

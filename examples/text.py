@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +27,8 @@ def standard_library() -> Text:
     """Read the ``.py`` files of the standard library; each file is either for training or for validation."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: dict[bool, list[bytes]] = {True: [], False: []}
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if not SKIPPED_FOLDERS.intersection(name.parts):
-            parts[_is_validation(str(name))].append(path.read_bytes())
+    for path in sorted(_sources(root)):
+        parts[_is_validation(str(path.relative_to(root)))].append(path.read_bytes())
     train, validation = (torch.frombuffer(bytearray(b"".join(parts[key])), dtype=torch.uint8) for key in (False, True))
     return Text(train, validation)
 
@@ -43,6 +43,12 @@ def windows(text: torch.Tensor, length: int, step: int, indices: range, seed: in
     starts = (positions[indices.start :] * (len(text) - length - 1)).long()
     rows = torch.stack([text[start : start + length + 1] for start in starts]).long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # os.walk enters these alone
+        yield from (Path(folder, file) for file in files if file.endswith(".py"))
 
 
 def _is_validation(name: str) -> bool:

@@ -6,13 +6,18 @@ Both sides see the same windows of the same text in every step, start from the s
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.utils import clip_grad_norm_ as deepspeed_clip_grad_norm_
 from gpt import VOCABULARY, Block, GPTConfig, PositionEmbedding, gpt_layers, next_byte_loss
 from parallel_layers import LayerNorm, Parallel, VocabularyParallelEmbedding
 from text import standard_library, windows
@@ -118,12 +123,26 @@ def train_pipeline(
     for step in range(steps):
         inputs, labels = batch(step, range(grid.get_sample_rank() * share, (grid.get_sample_rank() + 1) * share))
         size = engine.train_micro_batch_size_per_gpu()
-        run.losses.append(float(engine.train_batch(iter(zip(inputs.split(size), labels.split(size), strict=True)))))
-        run.norms.append(float(engine.get_global_grad_norm() or 0.0))
+        with clipped_norms() as clipped:
+            run.losses.append(float(engine.train_batch(iter(zip(inputs.split(size), labels.split(size), strict=True)))))
+        run.norms.append(float(clipped[0] if clipped else engine.get_global_grad_norm()))
     run.parameters = parameters_of(module)
     dist.barrier()
     grid.destroy()
     return run
+
+
+@contextmanager
+def clipped_norms() -> Iterator[list[torch.Tensor]]:
+    """The norms by which DeepSpeed clips in fp32 without ZeRO; it keeps none of them."""
+    norms: list[torch.Tensor] = []
+
+    def clip(*arguments: Any, **options: Any) -> torch.Tensor:
+        norms.append(deepspeed_clip_grad_norm_(*arguments, **options))
+        return norms[-1]
+
+    with mock.patch.object(deepspeed_engine, "clip_grad_norm_", clip):
+        yield norms
 
 
 def parameters_of(module: PipelineModule) -> dict[str, torch.Tensor]:

@@ -29,7 +29,13 @@ GRACE_SECONDS = 5.0
 """How long the other ranks may still report after the first one failed."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed", "deepspeed", "deepspeed.pipe", "tests.ranks"])
+_context.set_forkserver_preload(
+    [
+        *("torch.distributed", "deepspeed", "deepspeed.pipe", "tests.ranks"),
+        # what every DeepSpeed engine imports when it is built: a second or two for each rank
+        *("torch.utils.cpp_extension", "deepspeed.runtime.zero.muon.original_muon"),
+    ]
+)
 
 
 class RankFailure(AssertionError):

@@ -32,8 +32,7 @@ def alone() -> Run:
 def test_training_equals_one_process(alone: Run, topology: str, zero: int) -> None:
     for run in run_ranks(4, train_pipeline, topology, STEPS, zero):
         torch.testing.assert_close(run.losses, alone.losses, rtol=1e-4, atol=0)
-        if zero:  # DeepSpeed keeps no norm at stage 0
-            torch.testing.assert_close(run.norms, alone.norms, rtol=1e-4, atol=0)
+        torch.testing.assert_close(run.norms, alone.norms, rtol=1e-4, atol=0)
         assert run.parameters
         for name, parameter in run.parameters.items():
             torch.testing.assert_close(parameter, alone.parameters[name], rtol=1e-4, atol=1e-5, msg=name)

@@ -37,14 +37,9 @@ def _train_cases(topology: str) -> list[Run]:
 def test_training_equals_one_process(alone: Run, topology: str) -> None:
     for runs in run_ranks(8, _train_cases, topology, deadline=300):
         for (zero, sequence, more), run in zip(CASES, runs, strict=True):
-            tolerance: dict[str, Any] = {
-                "rtol": 3e-2 if more else 1e-4,
-                "atol": 0,
-                "msg": partial("ZeRO {}, sequence parallel {}, {}: {}".format, zero, sequence, more),
-            }
-            torch.testing.assert_close(run.losses, alone.losses, **tolerance)
-            if zero or more:  # DeepSpeed keeps no norm without ZeRO in fp32
-                torch.testing.assert_close(run.norms, alone.norms, **tolerance)
+            case = partial("ZeRO {}, sequence parallel {}, {}: {}".format, zero, sequence, more)
+            torch.testing.assert_close(run.losses, alone.losses, rtol=1e-3 if more else 1e-4, atol=0, msg=case)
+            torch.testing.assert_close(run.norms, alone.norms, rtol=1e-2 if more else 1e-4, atol=0, msg=case)
 
 
 def _count_collectives() -> None:
