@@ -1,7 +1,7 @@
 """Overlapped reduction of gradients that are views of contiguous buckets; see :class:`GradientReducer`."""
 
-from .buckets import BucketSizes
 from .options import ReductionOptions
+from .planning import BucketSizes
 from .reducer import GradientReducer
 from .report import GradientReport
 

@@ -1,88 +1,12 @@
-"""Buckets of gradients: which parameter goes where (pure), and the contiguous storage behind the gradients."""
+"""The contiguous storage behind the gradients, and each parameter's place in it."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-
-MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class BucketSizes:
-    """Capacities in bytes; a bucket is closed by the parameter that reaches its capacity.
-
-    The first bucket is small so that communication starts early, the last one because nothing is left that
-    could hide it.
-
-    Raises:
-        ValueError: a capacity below 1.
-    """
-
-    bucket_bytes: int = 8 * MIB
-    first_bytes: int = MIB
-    last_bytes: int = MIB
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"{name}={value}: a capacity in bytes, at least 1; leave it out for the default")
-
-
-def plan_buckets(
-    nbytes: Sequence[int], kinds: Sequence[Hashable], order: Sequence[int], sizes: BucketSizes
-) -> list[tuple[int, ...]]:
-    """Distribute parameters over buckets; imitates torch's ``compute_bucket_assignment_by_size``.
-
-    Args:
-        nbytes: of every parameter's gradient.
-        kinds: only parameters of the same kind (data type, device, process group) share a bucket.
-        order: indices in the order in which gradients are expected to be ready.
-        sizes: the capacities.
-
-    Returns:
-        Indices by bucket; buckets in the order in which they are expected to be full.
-
-    >>> sizes = BucketSizes(bucket_bytes=100, first_bytes=10, last_bytes=30)
-    >>> plan_buckets([20, 60, 60, 60, 20, 10], ["float32"] * 6, range(6), sizes)
-    [(0,), (1, 2), (3,), (4, 5)]
-    >>> plan_buckets([20, 60, 60, 60, 20, 10], ["float32", "bfloat16"] * 3, range(6), sizes)
-    [(0,), (1, 3), (2, 4), (5,)]
-    """
-    last = _last_bucket(nbytes, kinds, order, sizes.last_bytes)
-    buckets: list[tuple[int, ...]] = []
-    open_members: dict[Hashable, list[int]] = defaultdict(list)
-    open_bytes: dict[Hashable, int] = defaultdict(int)
-    for index in order:
-        kind = kinds[index]
-        if index in last:
-            continue
-        open_members[kind].append(index)
-        open_bytes[kind] += nbytes[index]
-        if open_bytes[kind] >= (sizes.bucket_bytes if buckets else sizes.first_bytes):
-            buckets.append(tuple(open_members.pop(kind)))
-            del open_bytes[kind]
-    buckets += [tuple(members) for members in open_members.values()]
-    buckets += [last] if last else []
-    position = {index: place for place, index in enumerate(order)}
-    return sorted(buckets, key=lambda members: max(position[index] for index in members))
-
-
-def _last_bucket(
-    nbytes: Sequence[int], kinds: Sequence[Hashable], order: Sequence[int], capacity: int
-) -> tuple[int, ...]:
-    """The last parameter and those of its kind before it, as far as they fit."""
-    members: list[int] = []
-    for index in reversed(order):
-        if kinds[index] == kinds[order[-1]]:
-            if members and sum(nbytes[member] for member in members) + nbytes[index] > capacity:
-                break
-            members.append(index)
-    return tuple(reversed(members))
 
 
 @dataclass(eq=False, slots=True)
@@ -96,25 +20,36 @@ class GradientSlot:
     dtype: torch.dtype
     """What its gradient is accumulated in."""
     is_sparse: bool
+    home: torch.Tensor | None = None
+    """Where the user wants its gradient to accumulate: contiguous, ``numel`` elements."""
     scale: float = 1.0
     """What its gradient is multiplied by before it is reduced."""
+    expected: int = 1
+    """How many times its gradient arrives in the last micro-batch; 0 while that is unknown."""
+    arrived: int = 0
+    """How many times it has arrived in this one."""
     view: torch.Tensor = field(init=False)
     """Its part of the bucket, in the parameter's shape and strides; the gradient itself, if that is sparse."""
     bucket: GradientBucket = field(init=False)
     is_ready: bool = False
-    """Whether the gradient of the step's last micro-batch has arrived."""
+    """Whether this rank's contribution to the step is complete and scaled."""
     holds_gradient: bool = False
-    """Whether a view wider than the parameter holds gradients of earlier micro-batches."""
+    """Whether a view apart from ``parameter.grad`` holds gradients of this step."""
 
     @property
-    def is_wide(self) -> bool:
-        """Whether gradients are accumulated in a wider data type than the parameter's."""
-        return self.dtype != self.parameter.dtype
+    def is_expert(self) -> bool:
+        """Whether it has replicas on its expert-data group alone: DeepSpeed marks experts ``allreduce = False``."""
+        return not getattr(self.parameter, "allreduce", True)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the view cannot be ``parameter.grad``: it has another data type, or a place of the user's."""
+        return self.home is not None or self.dtype != self.parameter.dtype
 
     @property
     def holds_live_view(self) -> bool:
         """Whether the view holds gradients that are still needed."""
-        if self.is_wide:
+        if self.is_apart:
             return self.holds_gradient
         return self.parameter.grad is not None and self.parameter.grad is getattr(self, "view", None)
 
@@ -135,14 +70,13 @@ class GradientBucket:
 
     def __init__(self, index: int, slots: Sequence[GradientSlot], multiple_of: int = 1) -> None:
         self.index = index
-        self.slots = list(slots)
+        self.slots = sorted(slots, key=lambda slot: 0 if slot.home is None else slot.home.data_ptr())
         self.pending = len(self.slots)
         first = self.slots[0]
         self.is_sparse = first.is_sparse
         self.numel = sum(slot.parameter.numel() for slot in self.slots)
         self.nbytes = self.numel * first.dtype.itemsize
-        padded = 0 if self.is_sparse else -(-self.numel // multiple_of) * multiple_of
-        self.flat = torch.empty(padded, dtype=first.dtype, device=first.parameter.device)
+        self.flat = self._storage(multiple_of)
         """The gradients, one after the other: ``[numel]``, then padding."""
         self.flat[self.numel :].zero_()
 
@@ -154,13 +88,22 @@ class GradientBucket:
             if self.is_sparse:
                 continue
             parameter = slot.parameter
-            strides = torch.empty_like(parameter, device="meta").stride()  # dense ones, as autograd lays gradients out
-            view = self.flat.as_strided(parameter.shape, strides, offset)
+            # Strides as autograd lays gradients out, but for a home, which is plain memory.
+            like = torch.empty_like(parameter, device="meta") if slot.home is None else slot.home.view(parameter.shape)
+            view = self.flat.as_strided(parameter.shape, like.stride(), self.flat.storage_offset() + offset)
             offset += parameter.numel()
-            if slot.holds_live_view:
+            if slot.holds_live_view and slot.home is None:
                 view.copy_(slot.view)
-                parameter.grad = parameter.grad if slot.is_wide else view
+                parameter.grad = parameter.grad if slot.is_apart else view
             slot.view = view
+
+    def _storage(self, multiple_of: int) -> torch.Tensor:
+        """New storage, or the stretch of memory that the slots' homes make up."""
+        first = self.slots[0]
+        if first.home is not None:
+            return first.home.as_strided((self.numel,), (1,))
+        padded = 0 if self.is_sparse else -(-self.numel // multiple_of) * multiple_of
+        return torch.empty(padded, dtype=first.dtype, device=first.parameter.device)
 
     def release(self) -> None:
         """Let go of the storage; gradients that are views of it keep it."""
@@ -174,6 +117,7 @@ class GradientBucket:
         self.pending = len(self.slots)
         for slot in self.slots:
             slot.is_ready = slot.holds_gradient = False
+            slot.arrived = 0
 
 
 class CommHookBucket:

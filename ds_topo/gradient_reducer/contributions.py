@@ -13,12 +13,12 @@ def keep(slot: GradientSlot) -> None:
     gradient = slot.parameter.grad
     if slot.is_sparse or gradient is None or gradient is slot.view:
         return
-    if slot.is_wide and slot.holds_gradient:
+    if slot.is_apart and slot.holds_gradient:
         slot.view.add_(gradient)
     else:
         slot.view.copy_(dense_gradient(gradient, slot))
-    slot.holds_gradient = slot.is_wide
-    slot.parameter.grad = None if slot.is_wide else slot.view
+    slot.holds_gradient = slot.is_apart
+    slot.parameter.grad = None if slot.is_apart else slot.view
 
 
 def fill(slot: GradientSlot) -> None:
@@ -53,4 +53,4 @@ def is_replaced(slot: GradientSlot) -> bool:
     """Whether the user has replaced or removed a gradient since its bucket was filled."""
     if slot.is_sparse:
         return slot.parameter.grad is None
-    return slot.parameter.grad is not (None if slot.is_wide else slot.view)
+    return slot.parameter.grad is not (None if slot.is_apart else slot.view)

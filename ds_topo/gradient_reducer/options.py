@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..process_groups import ProcessGroup
-from .buckets import MIB, BucketSizes
+from .planning import MIB, BucketSizes
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class ReductionOptions:
     """The keyword arguments of :class:`GradientReducer`, all optional.
 
     Attributes:
-        bucket_bytes, first_bucket_bytes, last_bucket_bytes: capacities of the buckets.
+        bucket_bytes, first_bucket_bytes, last_bucket_bytes: capacities of the buckets. A small one is sooner on its
+            way, a large one costs fewer launches; the default suits 1 Gbit/s and gloo, DDP's 25 MiB suit NCCL.
         op: ``"average"`` divides the sum by ``divisor``, ``"sum"`` does not.
         divisor: of the average, experts included; the size of the data-parallel group by default.
         predivide_factor: divide by so much before the sum and by the rest of the divisor after it (DeepSpeed's
@@ -29,6 +30,12 @@ class ReductionOptions:
         find_unused_parameters: let parameters take no part in a step. One that takes part on some ranks only gets
             the same gradient on all; one that takes part on none keeps its ``grad`` as it is. Without it, finish()
             raises on every rank and names them.
+        static_graph: every step reaches the same parameters equally often, as DDP's option of this name. Lets a
+            parameter get several gradients in one micro-batch (reentrant checkpointing, several backward calls); they
+            are counted in the first step, which is reduced without overlap.
+        storage: where gradients accumulate instead of in buckets of the reducer's own, for some parameters:
+            contiguous ``[numel]`` tensors of any floating-point type. Neighbors in memory share a bucket. The sum is
+            left there; ``parameter.grad`` is None after ``finish()``.
         expert_groups: the expert-data group of every ``group_name`` of parameters with ``allreduce = False``,
             DeepSpeed's marks of experts.
         ignored_parameters: names or parameters that are left alone.
@@ -41,7 +48,7 @@ class ReductionOptions:
         ValueError: a value that cannot be; the message names it, the rule and the choices.
     """
 
-    bucket_bytes: int = 8 * MIB
+    bucket_bytes: int = 4 * MIB
     first_bucket_bytes: int = MIB
     last_bucket_bytes: int = MIB
     op: Literal["average", "sum"] = "average"
@@ -50,6 +57,8 @@ class ReductionOptions:
     communication_dtype: torch.dtype | None = None
     accumulation_dtype: torch.dtype | None = None
     find_unused_parameters: bool = False
+    static_graph: bool = False
+    storage: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     expert_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
     ignored_parameters: Collection[str | nn.Parameter] = ()
     broadcast_at_start: bool = True
@@ -73,14 +82,23 @@ class ReductionOptions:
                 )
         if self.keep_steps < 1:
             raise ValueError(f"keep_steps={self.keep_steps}: the report remembers at least 1 step")
+        for parameter, home in self.storage.items():
+            if home.numel() != parameter.numel() or not home.is_contiguous() or home.device != parameter.device:
+                raise ValueError(
+                    f"storage: a tensor {list(home.shape)} on {home.device} for a parameter {list(parameter.shape)} on "
+                    f"{parameter.device}; it must be contiguous and of as many elements on the same device"
+                )
         self.bucket_sizes()
 
     def bucket_sizes(self) -> BucketSizes:
         """The capacities of the buckets."""
         return BucketSizes(self.bucket_bytes, self.first_bucket_bytes, self.last_bucket_bytes)
 
-    def accumulation_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """What gradients of parameters of this type are accumulated in."""
+    def accumulation_dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """What gradients of this parameter are accumulated in."""
+        if parameter in self.storage:
+            return self.storage[parameter].dtype
+        dtype = parameter.dtype
         wide = self.accumulation_dtype
         return wide if wide and dtype.is_floating_point and wide.itemsize > dtype.itemsize else dtype
 
@@ -96,5 +114,5 @@ class ReductionOptions:
 
     def summary(self) -> str:
         """What must be equal on all ranks, as text."""
-        skipped = {"expert_groups", "ignored_parameters", "keep_steps"}
+        skipped = {"expert_groups", "ignored_parameters", "keep_steps", "storage"}
         return ", ".join(f"{name}={value}" for name, value in vars(self).items() if name not in skipped)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import importlib
 import time
 from collections import deque
@@ -15,10 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ..process_groups import ProcessGroup, require_initialized
-from .buckets import GradientBucket, GradientSlot, plan_buckets
-from .contributions import dense_gradient, fill, is_replaced, keep
+from .buckets import GradientBucket, GradientSlot
+from .contributions import dense_gradient, fill, keep
 from .lanes import assign_lanes
 from .options import ReductionOptions
+from .planning import plan_slots
+from .problems import ReducerState, find_problem, missing_gradients, surplus_gradient, wrong_moment
 from .report import GradientReport, StepTiming
 from .slots import (
     agree_on_slots,
@@ -26,25 +27,9 @@ from .slots import (
     expert_group_name,
     find_slots,
     ignored_identities,
-    listed,
     owners,
 )
 from .transport import Census, CommHook, Reduction, launch
-
-
-class ReducerState(enum.Enum):
-    """What a reducer is doing."""
-
-    IDLE = enum.auto()
-    """No gradient of this step has arrived."""
-    ACCUMULATING = enum.auto()
-    """Inside ``no_sync()``: gradients stay on this rank."""
-    REDUCING = enum.auto()
-    """Gradients of the step's last backward arrive, and full buckets are under way."""
-    FINISHING = enum.auto()
-    """Inside ``finish()``."""
-    DETACHED = enum.auto()
-    """After ``detach()``."""
 
 
 class GradientReducer:
@@ -123,6 +108,8 @@ class GradientReducer:
         self._order: list[int] | None = []
         """Indices of slots as their gradients became ready in the first step; None once the order is known."""
         self._next_plan: list[tuple[int, ...]] | None = None
+        self._holds_back = False
+        """Whether full buckets wait for the end of backward."""
         self._deferred: list[tuple[list[GradientSlot], Census]] = []
         self._steps: deque[StepTiming] = deque(maxlen=self.options.keep_steps)
         self.step_count = 0
@@ -144,7 +131,7 @@ class GradientReducer:
             RuntimeError: the last step is not finished.
         """
         if self._state not in (ReducerState.IDLE, ReducerState.ACCUMULATING):
-            raise RuntimeError(f"no_sync() while {self._state.name}: {_REMEDY[self._state]}")
+            raise wrong_moment("no_sync()", self._state)
         previous, self._state = self._state, ReducerState.ACCUMULATING
         try:
             yield
@@ -160,12 +147,12 @@ class GradientReducer:
                 replaced. On a GPU, ranks that are not to blame learn of it at the next step.
         """
         if self._state is not ReducerState.REDUCING:
-            raise RuntimeError(f"finish() while {self._state.name}: {_REMEDY[self._state]}")
+            raise wrong_moment("finish()", self._state)
         self._state = ReducerState.FINISHING
         timing = self._steps[-1]
         timing.finish_ns = time.perf_counter_ns()
         try:
-            problem = self._problem()
+            problem = find_problem(self.module, self._slots, self._known, self._frozen)
             censuses = self._reduce_the_rest(problem is not None)
             for reduction in self._under_way:
                 reduction.wait()
@@ -180,7 +167,7 @@ class GradientReducer:
             timing.ended_ns = time.perf_counter_ns()
             self.step_count += 1
             self._under_way = []
-            self._next = 0
+            self._next, self._holds_back = 0, False
             for bucket in self._buckets:
                 bucket.reset()
             self._state = ReducerState.IDLE
@@ -195,7 +182,7 @@ class GradientReducer:
             RuntimeError: in the middle of a step.
         """
         if self._state is not ReducerState.IDLE:
-            raise RuntimeError(f"register_comm_hook() while {self._state.name}: {_REMEDY[self._state]}")
+            raise wrong_moment("register_comm_hook()", self._state)
         options = self.options
         if options.op == "sum" or options.divisor or options.predivide_factor or options.communication_dtype:
             raise ValueError(
@@ -247,7 +234,7 @@ class GradientReducer:
 
     def _hook(self, slot: GradientSlot) -> Callable[[torch.Tensor], None]:
         """What autograd calls when a parameter's gradient is complete; the common path is kept short."""
-        if slot.is_wide or slot.is_sparse:
+        if slot.is_apart or slot.is_sparse:
             return lambda _: self._take(slot)
         reducing = ReducerState.REDUCING
         multiply = torch.mul
@@ -256,47 +243,66 @@ class GradientReducer:
             if self._state is not reducing and not self._start():
                 keep(slot)
                 return
-            if slot.is_ready:
-                raise _unfinished(slot)
-            slot.is_ready = True
+            slot.arrived += 1
+            if slot.arrived != slot.expected:
+                self._keep_for_later(slot)
+                return
             gradient, view = parameter.grad, slot.view
             if gradient is not view:
                 multiply(dense_gradient(gradient, slot), slot.scale, out=view)
                 parameter.grad = view
             elif slot.scale != 1.0:
                 view.mul_(slot.scale)
-            bucket = slot.bucket
-            bucket.pending -= 1
-            if self._order is not None:
-                self._order.append(slot.index)
-            if not bucket.pending and bucket.index == self._next:
-                self._launch_full_buckets()
+            self._count_in(slot)
 
         return on_gradient
 
     def _take(self, slot: GradientSlot) -> None:
-        """The same for sparse gradients and for those that are accumulated in a wider type."""
+        """The same for sparse gradients and for those that accumulate apart from ``parameter.grad``."""
         if self._state is not ReducerState.REDUCING and not self._start():
             keep(slot)
             return
-        if slot.is_ready:
-            raise _unfinished(slot)
-        slot.is_ready = True
+        slot.arrived += 1
+        if slot.arrived != slot.expected:
+            self._keep_for_later(slot)
+            return
         fill(slot)
-        slot.bucket.pending -= 1
+        self._count_in(slot)
+
+    def _keep_for_later(self, slot: GradientSlot) -> None:
+        """A gradient after which another one will arrive, or may (in the first step of a static graph)."""
+        if slot.expected and slot.arrived > slot.expected:
+            raise surplus_gradient(slot)
+        keep(slot)
         if self._order is not None:
             self._order.append(slot.index)
-        self._launch_full_buckets()
+
+    def _count_in(self, slot: GradientSlot) -> None:
+        """A slot's contribution is complete."""
+        slot.is_ready = True
+        bucket = slot.bucket
+        bucket.pending -= 1
+        if self._order is not None:
+            self._order.append(slot.index)
+        if not bucket.pending and bucket.index == self._next and not self._holds_back:
+            self._launch_full_buckets()
 
     def _start(self) -> bool:
-        """The first gradient since ``finish()`` or ``no_sync()``; whether this backward is to be reduced."""
+        """A gradient while none is being reduced; whether this backward is the step's last one."""
         if self._next_plan is not None:
             self._lay_out(self._next_plan)
             self._next_plan = None
-        if self._state is ReducerState.IDLE:
-            self._state = ReducerState.REDUCING
-            self._steps.append(StepTiming(self.step_count, time.perf_counter_ns()))
+        if self._state is ReducerState.IDLE and self._is_last_backward():
+            self._begin_step()
         return self._state is ReducerState.REDUCING
+
+    def _begin_step(self) -> None:
+        self._state = ReducerState.REDUCING
+        self._steps.append(StepTiming(self.step_count, time.perf_counter_ns()))
+
+    def _is_last_backward(self) -> bool:
+        """Whether gradients that arrive now are of the step's last micro-batch; engines know better."""
+        return True
 
     def _launch_full_buckets(self) -> None:
         """In the buckets' order, the same on all ranks, whatever the order in which they became full."""
@@ -309,33 +315,12 @@ class GradientReducer:
 
     # -- the end of a step -------------------------------------------------------------------------------------------
 
-    def _problem(self) -> str | None:
-        """What this rank's user has done to module or gradients that cannot be reduced."""
-        added = [name for name, parameter in self.module.named_parameters() if id(parameter) not in self._known]
-        if added:
-            return f"parameters {listed(added)} were added after construction: detach() and build a new GradientReducer"
-        frozen = [slot.name for slot in self._slots if not slot.is_ready and not slot.parameter.requires_grad]
-        if frozen:
-            return (
-                f"parameters {listed(frozen)} were frozen after construction: detach() and build a new GradientReducer"
-            )
-        thawed = [name for name, parameter in self._frozen if parameter.requires_grad]
-        if thawed:
-            return f"parameters {listed(thawed)} were unfrozen after construction: build a new GradientReducer"
-        replaced = [slot.name for slot in self._slots if slot.is_ready and is_replaced(slot)]
-        if replaced:
-            return (
-                f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "
-                "or after finish()"
-            )
-        return None
-
     def _reduce_the_rest(self, failed: bool) -> list[tuple[list[GradientSlot], Census]]:
         """Reduce what is not yet under way, with zeros for parameters that took no part, so that no rank waits."""
-        present = [slot.is_ready for slot in self._slots]
+        present = [slot.arrived > 0 for slot in self._slots]
         for slot in self._slots:
             if not slot.is_ready:
-                present[slot.index] = self.options.find_unused_parameters and (
+                present[slot.index] |= self.options.find_unused_parameters and (
                     slot.parameter.grad is not None or slot.holds_gradient
                 )
                 fill(slot)
@@ -352,9 +337,9 @@ class GradientReducer:
 
     def _conclude(self, censuses: list[tuple[list[GradientSlot], Census]]) -> None:
         """Hand out gradients and errors by what the ranks have told each other."""
-        missing = [slot.name for slot in self._slots if not slot.is_ready]
+        missing = [slot.name for slot in self._slots if not slot.arrived]
         if missing and not self.options.find_unused_parameters:
-            raise RuntimeError(_missing_text(missing, "this rank"))
+            raise missing_gradients(missing, "this rank")
         is_deferred = self._slots[0].parameter.is_cuda and not self.options.find_unused_parameters
         self._deferred, censuses = (censuses, self._deferred) if is_deferred else ([], censuses)
         unused: set[int] = set()
@@ -364,10 +349,12 @@ class GradientReducer:
             if failures:
                 raise RuntimeError(f"{failures} of {census.size} ranks failed in finish(); their own errors say why")
             if absent and not self.options.find_unused_parameters:
-                raise RuntimeError(_missing_text([slot.name for slot in absent], "some other ranks"))
+                raise missing_gradients([slot.name for slot in absent], "some other ranks")
             unused.update(slot.index for slot, count in zip(members, counts, strict=True) if not count)
         for slot in self._slots:
-            if slot.is_wide and slot.index not in unused:
+            if slot.home is not None:
+                slot.parameter.grad = None
+            elif slot.is_apart and slot.index not in unused:
                 setattr(slot.parameter, "main_grad", slot.view)  # noqa: B010
                 slot.parameter.grad = slot.view.to(slot.parameter.dtype)
             elif (not slot.is_ready or slot.is_sparse) and slot.index not in unused:
@@ -377,8 +364,11 @@ class GradientReducer:
         """After the first step: plan buckets in the order in which the first rank's gradients became ready."""
         if self._order is None:
             return
-        arrived = set(self._order)
-        order = self._order + [slot.index for slot in reversed(self._slots) if slot.index not in arrived]
+        last_arrivals = list(dict.fromkeys(reversed(self._order)))[::-1]
+        arrived = set(last_arrivals)
+        order = last_arrivals + [slot.index for slot in reversed(self._slots) if slot.index not in arrived]
+        for slot in self._slots:
+            slot.expected = slot.expected or max(1, slot.arrived)
         agreed = torch.tensor(order, device=self._slots[0].parameter.device)
         broadcast([agreed], self.group)
         plan = self._planned(agreed.tolist())
@@ -388,12 +378,8 @@ class GradientReducer:
     # -- construction ------------------------------------------------------------------------------------------------
 
     def _planned(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        sizes = self.options.bucket_sizes()
-        kinds = [
-            (slot.dtype, slot.parameter.device, id(self._lane_of[slot.index]), slot.index if slot.is_sparse else -1)
-            for slot in self._slots
-        ]
-        return plan_buckets([slot.nbytes for slot in self._slots], kinds, order, sizes)
+        lanes = [id(lane) for lane in self._lane_of]
+        return plan_slots(self._slots, lanes, order, self.options.bucket_sizes())
 
     def _lay_out(self, plan: list[tuple[int, ...]]) -> None:
         """Build the buckets of a plan; gradients that are still needed move along."""
@@ -420,16 +406,6 @@ class GradientReducer:
                 broadcast(members, group)
 
 
-_REMEDY = {
-    ReducerState.IDLE: "no gradient arrived since the last finish(); call it once per step, after a backward outside "
-    "no_sync()",
-    ReducerState.ACCUMULATING: "leave no_sync() first; the last micro-batch's backward belongs outside",
-    ReducerState.REDUCING: "call finish() after the last backward of a step",
-    ReducerState.FINISHING: "finish() is running",
-    ReducerState.DETACHED: "it was detached; build a new GradientReducer",
-}
-
-
 def _data_parallel_group(grid: Any, process_group: ProcessGroup | None) -> ProcessGroup:
     if grid is not None and process_group is not None:
         raise ValueError("grid and process_group: give one of them")
@@ -443,18 +419,3 @@ def _world() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
-
-
-def _unfinished(slot: GradientSlot) -> RuntimeError:
-    return RuntimeError(
-        f"parameter {slot.name!r} got a second gradient before finish(): call finish() after the last backward of a "
-        "step, and run the backward of earlier micro-batches inside no_sync(); a part that reentrant checkpointing "
-        "runs twice in one backward needs use_reentrant=False"
-    )
-
-
-def _missing_text(names: Sequence[str], whose: str) -> str:
-    return (
-        f"parameters {listed(names)} got no gradient on {whose} in this step: use them, freeze them before "
-        "construction, or pass find_unused_parameters=True"
-    )

@@ -37,8 +37,10 @@ def find_slots(module: nn.Module, options: ReductionOptions) -> list[GradientSlo
             index=-1,
             name=name,
             parameter=parameter,
-            dtype=options.accumulation_dtype_of(parameter.dtype),
+            dtype=options.accumulation_dtype_of(parameter),
             is_sparse=id(parameter) in sparse,
+            home=options.storage.get(parameter),
+            expected=0 if options.static_graph else 1,
         )
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and id(parameter) not in ignored

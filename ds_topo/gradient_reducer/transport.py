@@ -73,6 +73,7 @@ class _FlatReduction(Reduction):
         flat, dtype = bucket.flat, lane.communication_dtype
         self._payload = flat if dtype is None or dtype == flat.dtype else flat.to(dtype)
         if lane.two_level is not None:
+            self._payload = lane.two_level.padded(self._payload)
             self._wait = lane.two_level.submit(self._payload).result
             return
         op = dist.ReduceOp.AVG if lane.native_average else dist.ReduceOp.SUM
@@ -86,7 +87,7 @@ class _FlatReduction(Reduction):
         if self.lane.two_level is not None:
             self.timing.done_ns = ended
         if self._payload is not self.bucket.flat:
-            self.bucket.flat.copy_(self._payload)
+            self.bucket.flat.copy_(self._payload[: len(self.bucket.flat)])
 
 
 class _SparseReduction(Reduction):

@@ -70,6 +70,11 @@ class TwoLevelReduction:
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
 
+    def padded(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a longer copy if it cannot be split evenly inside a host."""
+        missing = -len(tensor) % self.inner_size
+        return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
     def submit(self, tensor: torch.Tensor) -> Future[int]:
         """Start summing ``tensor`` in place; all ranks submit the same tensors in the same order.
 

@@ -1,0 +1,134 @@
+"""Which parameters share a bucket, and in which order the buckets leave: pure, from sizes and an order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from .buckets import GradientSlot
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class BucketSizes:
+    """Capacities in bytes; a bucket is closed by the parameter that reaches its capacity.
+
+    The first bucket is small so that communication starts early, the last one because nothing is left that
+    could hide it.
+
+    Raises:
+        ValueError: a capacity below 1.
+    """
+
+    bucket_bytes: int = 4 * MIB
+    first_bytes: int = MIB
+    last_bytes: int = MIB
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name}={value}: a capacity in bytes, at least 1; leave it out for the default")
+
+
+def plan_slots(
+    slots: Sequence[GradientSlot], lanes: Sequence[Hashable], order: Sequence[int], sizes: BucketSizes
+) -> list[tuple[int, ...]]:
+    """Distribute slots over buckets by data type, device, lane and home.
+
+    Buckets of homes follow memory, downwards. Those of experts do not follow ``order`` either: replicas of an expert
+    may be on ranks of several data-parallel groups, each of which learns an order of its own.
+    """
+    stretches = _stretches(slots)
+    kinds: list[Hashable] = []
+    for slot in slots:
+        apart = slot.index if slot.is_sparse else stretches.get(slot.index)
+        kinds.append((slot.dtype, slot.parameter.device, lanes[slot.index], apart))
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for slot in slots:
+        if slot.home is not None or slot.is_expert:
+            members[kinds[slot.index]].append(slot.index)
+    sequences = {kind: _downwards(slots, indices) for kind, indices in members.items()}
+    order = [next(sequences[kinds[index]]) if kinds[index] in sequences else index for index in order]
+    return plan_buckets([slot.nbytes for slot in slots], kinds, order, sizes, sequences)
+
+
+def plan_buckets(
+    nbytes: Sequence[int],
+    kinds: Sequence[Hashable],
+    order: Sequence[int],
+    sizes: BucketSizes,
+    without_small: Collection[Hashable] = (),
+) -> list[tuple[int, ...]]:
+    """Distribute parameters over buckets; imitates torch's ``compute_bucket_assignment_by_size``.
+
+    Args:
+        nbytes: of every parameter's gradient.
+        kinds: only parameters of the same kind share a bucket.
+        order: indices in the order in which gradients are expected to be ready.
+        sizes: the capacities.
+        without_small: kinds whose buckets have ``bucket_bytes`` everywhere.
+
+    Returns:
+        Indices by bucket; buckets in the order in which they are expected to be full.
+
+    >>> sizes = BucketSizes(bucket_bytes=100, first_bytes=10, last_bytes=30)
+    >>> plan_buckets([20, 60, 60, 60, 20, 10], ["float32"] * 6, range(6), sizes)
+    [(0,), (1, 2), (3,), (4, 5)]
+    >>> plan_buckets([20, 60, 60, 60, 20, 10], ["float32", "bfloat16"] * 3, range(6), sizes)
+    [(0,), (1, 3), (2, 4), (5,)]
+    """
+    last = () if kinds[order[-1]] in without_small else _last_bucket(nbytes, kinds, order, sizes.last_bytes)
+    buckets: list[tuple[int, ...]] = []
+    open_members: dict[Hashable, list[int]] = defaultdict(list)
+    open_bytes: dict[Hashable, int] = defaultdict(int)
+    for index in order:
+        kind = kinds[index]
+        if index in last:
+            continue
+        open_members[kind].append(index)
+        open_bytes[kind] += nbytes[index]
+        if open_bytes[kind] >= (sizes.bucket_bytes if buckets or kind in without_small else sizes.first_bytes):
+            buckets.append(tuple(open_members.pop(kind)))
+            del open_bytes[kind]
+    buckets += [tuple(members) for members in open_members.values()]
+    buckets += [last] if last else []
+    position = {index: place for place, index in enumerate(order)}
+    return sorted(buckets, key=lambda members: max(position[index] for index in members))
+
+
+def _last_bucket(
+    nbytes: Sequence[int], kinds: Sequence[Hashable], order: Sequence[int], capacity: int
+) -> tuple[int, ...]:
+    """The last parameter and those of its kind before it, as far as they fit."""
+    members: list[int] = []
+    for index in reversed(order):
+        if kinds[index] == kinds[order[-1]]:
+            if members and sum(nbytes[member] for member in members) + nbytes[index] > capacity:
+                break
+            members.append(index)
+    return tuple(reversed(members))
+
+
+def _stretches(slots: Sequence[GradientSlot]) -> Mapping[int, tuple[str, int]]:
+    """For every slot with a home, the stretch of memory without gaps that it is part of."""
+    numbers: dict[int, tuple[str, int]] = {}
+    end, number = None, 0
+    housed = [(slot.home, slot.index) for slot in slots if slot.home is not None]
+    for home, index in sorted(housed, key=lambda entry: entry[0].data_ptr()):
+        start = (home.untyped_storage().data_ptr(), home.dtype, home.data_ptr())
+        number += start != end
+        numbers[index] = ("stretch", number)
+        end = (*start[:2], home.data_ptr() + home.nbytes)
+    return numbers
+
+
+def _downwards(slots: Sequence[GradientSlot], indices: Sequence[int]) -> Iterator[int]:
+    """By falling address, or falling index."""
+
+    def key(index: int) -> int:
+        home = slots[index].home
+        return index if home is None else home.data_ptr()
+
+    return iter(sorted(indices, key=key, reverse=True))
