@@ -34,6 +34,8 @@ class Lane:
     two_level: TwoLevelReduction | None = None
     hook: CommHook | None = None
     hook_state: Any = None
+    last_hook: torch.futures.Future[Any] | None = None
+    """On a CPU, what the previous bucket's hook returned."""
 
     @property
     def size(self) -> int:
@@ -108,8 +110,11 @@ class _HookReduction(Reduction):
 
     def __init__(self, bucket: GradientBucket, lane: Lane, hook: CommHook, is_last: bool) -> None:
         super().__init__(bucket, lane)
+        if lane.last_hook is not None:
+            lane.last_hook.wait()
         self._future = hook(lane.hook_state, CommHookBucket(bucket, is_last))
         if not bucket.flat.is_cuda:
+            lane.last_hook = self._future  # its callbacks may start collectives, which must not mix with the next one's
             self._future.add_done_callback(self._note_done)
 
     def _complete(self) -> None:
