@@ -20,6 +20,7 @@ from .topology import PipeDataParallelTopology, PipeModelDataParallelTopology, P
 if TYPE_CHECKING:
     from .gradient_reducer import GradientReducer as GradientReducer
     from .grid import PipelineParallelGrid as PipelineParallelGrid
+    from .integrations.engine_reducer import initialize as initialize
     from .integrations.gradient_norm import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
     from .integrations.pipeline import PipelineModule as PipelineModule
     from .mpu import ModelParallelUnit as ModelParallelUnit
@@ -42,6 +43,7 @@ __all__ = [
     "collectives",
     "distributed",
     "groups",
+    "initialize",
     "mark_tensor_parallel_gradients",
 ]
 
@@ -49,6 +51,7 @@ _LAZY = {
     "GradientReducer": "gradient_reducer",
     "ModelParallelUnit": "mpu",
     "PipelineModule": "integrations.pipeline",
+    "initialize": "integrations.engine_reducer",
     "mark_tensor_parallel_gradients": "integrations.gradient_norm",
     "PipelineParallelGrid": "grid",
 }

@@ -23,7 +23,7 @@ from parallel_layers import LayerNorm, Parallel, VocabularyParallelEmbedding
 from text import standard_library, windows
 from torch import nn
 
-from ds_topo import PipelineModule, PipelineParallelGrid
+from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 
 TINY = GPTConfig(context=16, width=32, heads=4, depth=2)
 BATCH = 8
@@ -37,6 +37,8 @@ class Run:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    reductions: int = 0
+    buckets: int = 0
 
 
 @cache
@@ -106,19 +108,32 @@ def train_alone(steps: int, clip: float = 0.1, model: GPTConfig = TINY) -> Run:
 
 
 def train_pipeline(
-    topology: Any, steps: int, zero: int = 0, clip: float = 0.1, sequence: bool = False, **more: Any
+    topology: Any,
+    steps: int,
+    zero: int = 0,
+    clip: float = 0.1,
+    sequence: bool = False,
+    checkpointed: bool = False,
+    **more: Any,
 ) -> Run:
-    """One rank of a DeepSpeed pipeline over our grid."""
+    """One rank of a DeepSpeed pipeline over our grid, with all activations checkpointed if wished."""
     warnings.simplefilter("ignore", FutureWarning)
     deepspeed.init_distributed(verbose=False)
     grid = PipelineParallelGrid(topology)
     parallel = Parallel(grid.get_group("model"), sequence)
-    module = PipelineModule(gpt_layers(TINY, parallel), grid=grid, seed_layers=True, loss_fn=next_byte_loss(parallel))
+    module = PipelineModule(
+        gpt_layers(TINY, parallel),
+        grid=grid,
+        seed_layers=True,
+        loss_fn=next_byte_loss(parallel),
+        activation_checkpoint_interval=int(checkpointed),
+        checkpointable_layers=["Block"],
+    )
     samples = grid.get_sample_world_size()
     if sequence:
         more["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
     settings = config(replicas=samples, clip=clip, zero_optimization={"stage": zero}, **more)
-    engine, *_ = deepspeed.initialize(model=module, config=settings, optimizer=optimizer_of(module.parameters()))
+    engine, *_ = initialize(model=module, config=settings, optimizer=optimizer_of(module.parameters()))
     run, share = Run(), BATCH // samples
     for step in range(steps):
         inputs, labels = batch(step, range(grid.get_sample_rank() * share, (grid.get_sample_rank() + 1) * share))
@@ -127,7 +142,11 @@ def train_pipeline(
             run.losses.append(float(engine.train_batch(iter(zip(inputs.split(size), labels.split(size), strict=True)))))
         run.norms.append(float(clipped[0] if clipped else engine.get_global_grad_norm()))
     run.parameters = parameters_of(module)
+    if engine.gradient_reducer is not None:
+        run.reductions = engine.gradient_reducer.reduction_count
+        run.buckets = len(engine.gradient_reducer.buckets)
     dist.barrier()
+    engine.destroy()
     grid.destroy()
     return run
 

@@ -172,6 +172,12 @@ class GradientReducer:
                 bucket.reset()
             self._state = ReducerState.IDLE
 
+    def release(self) -> None:
+        """Launch the full buckets that were held back during backward, if any were."""
+        if self._holds_back and self._state is ReducerState.REDUCING:
+            self._holds_back = False
+            self._launch_full_buckets()
+
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Reduce dense gradients by a communication hook of torch's DDP, such as ``bf16_compress_hook``.
 
@@ -212,8 +218,8 @@ class GradientReducer:
 
     @classmethod
     def attach(cls, engine: Any, **options: Any) -> Any:
-        """Let a DeepSpeed engine reduce its gradients this way; see ``ds_topo.integrations.reducer``."""
-        return importlib.import_module("ds_topo.integrations.reducer").attach(engine, **options)
+        """Let a DeepSpeed engine reduce its gradients this way; see ``ds_topo.integrations.engine_reducer.attach``."""
+        return importlib.import_module("ds_topo.integrations.engine_reducer").attach(engine, **options)
 
     @property
     def state(self) -> ReducerState:
