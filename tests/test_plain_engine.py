@@ -15,7 +15,7 @@ from gpt import Block
 from parallel_layers import Parallel
 from torch import nn
 
-from ds_topo import PipelineParallelGrid, groups, mark_tensor_parallel_gradients
+from ds_topo import PipelineParallelGrid, groups, initialize, mark_tensor_parallel_gradients
 from tests.gpt_training import BATCH, TINY, PlainGPT, batch, config, optimizer_of
 from tests.ranks import run_ranks
 
@@ -24,6 +24,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((f"ZeRO {stage}", {"zero_optimization": {"stage": stage}}) for stage in (0, 1, 2, 3)),
     *((f"bf16 ZeRO {stage}", {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}) for stage in (0, 1)),
 ]
+REDUCER = {"bucket_bytes": 16_000, "first_bucket_bytes": 4_000, "last_bucket_bytes": 4_000}
+CASES += [
+    (f"{name}, our reduction", {**settings, "gradient_reducer": REDUCER})
+    for name, settings in CASES
+    if settings["zero_optimization"]["stage"] < 2
+]
+CASES.append(("bf16 in fp32 buffers, our reduction", {**CASES[-1][1], "data_types": {"grad_accum_dtype": "fp32"}}))
 
 
 def _engine(topology: str, settings: dict[str, Any]) -> tuple[Any, PipelineParallelGrid]:
@@ -35,9 +42,7 @@ def _engine(topology: str, settings: dict[str, Any]) -> tuple[Any, PipelineParal
     if "zero_hpz_partition_size" in settings["zero_optimization"]:
         groups.create_zero_partition_groups(grid, settings["zero_optimization"]["zero_hpz_partition_size"])
     settings = config(replicas=grid.get_data_parallel_world_size(), **settings)
-    engine, *_ = deepspeed.initialize(
-        model=model, mpu=grid, config=settings, optimizer=optimizer_of(model.parameters())
-    )
+    engine, *_ = initialize(model=model, mpu=grid, config=settings, optimizer=optimizer_of(model.parameters()))
     return engine, grid
 
 

@@ -125,7 +125,7 @@ class PipelineReducer(EngineReducer):
         self._gradients.hand_over()
 
     def _is_last_backward(self) -> bool:
-        return self._passes == self._engine.micro_batches
+        return bool(self._passes == self._engine.micro_batches)
 
     def _begin_step(self) -> None:
         super()._begin_step()
