@@ -1,11 +1,16 @@
-"""How one parameter's gradient gets into its bucket."""
+"""How gradients get into their buckets."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from .buckets import GradientSlot
+
+_LARGE_NUMEL = 1 << 14
+"""From here on one fused copy and multiplication is faster than a share of two foreach calls."""
 
 
 def keep(slot: GradientSlot) -> None:
@@ -16,22 +21,47 @@ def keep(slot: GradientSlot) -> None:
     if slot.is_apart and slot.holds_gradient:
         slot.view.add_(gradient)
     else:
-        slot.view.copy_(dense_gradient(gradient, slot))
+        slot.view.copy_(_dense(gradient, slot))
     slot.holds_gradient = slot.is_apart
     slot.parameter.grad = None if slot.is_apart else slot.view
 
 
-def fill(slot: GradientSlot) -> None:
-    """Make the view hold this rank's scaled contribution, zeros if there is none."""
+def fill(slots: Sequence[GradientSlot]) -> None:
+    """Make the views of a bucket hold this rank's scaled contributions, zeros where there is none."""
+    views: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    unscaled: list[torch.Tensor] = []
+    for slot in slots:
+        parameter, view = slot.parameter, slot.view if not slot.is_sparse else None
+        gradient = parameter.grad
+        if view is None:
+            slot.view = _empty_rows(parameter) if gradient is None else gradient * slot.scale
+        elif slot.is_apart:
+            keep(slot)
+            unscaled.append(view if slot.holds_gradient else view.zero_())
+        elif gradient is None:
+            view.zero_()
+        elif gradient is view:
+            unscaled.append(view)
+        elif view.numel() >= _LARGE_NUMEL:
+            torch.mul(_dense(gradient, slot), slot.scale, out=view)
+            parameter.grad = view
+        else:
+            views.append(view)
+            gradients.append(_dense(gradient, slot))
+            parameter.grad = view
+    if views:
+        torch._foreach_copy_(views, gradients)
+    if slots[0].scale != 1.0 and (views or unscaled):
+        torch._foreach_mul_(views + unscaled, slots[0].scale)
+
+
+def is_replaced(slot: GradientSlot) -> bool:
+    """Whether the user has replaced or removed a gradient since its bucket was filled."""
     gradient = slot.parameter.grad
-    if slot.is_sparse:
-        slot.view = _empty_rows(slot.parameter) if gradient is None else gradient * slot.scale
-        return
-    if gradient is None and not slot.holds_gradient:
-        slot.view.zero_()
-        return
-    keep(slot)
-    slot.view.mul_(slot.scale)
+    if gradient is slot.view:
+        return False
+    return gradient is None if slot.is_sparse else gradient is not None or not slot.is_apart
 
 
 def _empty_rows(parameter: nn.Parameter) -> torch.Tensor:
@@ -39,18 +69,11 @@ def _empty_rows(parameter: nn.Parameter) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape)
 
 
-def dense_gradient(gradient: torch.Tensor | None, slot: GradientSlot) -> torch.Tensor:
+def _dense(gradient: torch.Tensor, slot: GradientSlot) -> torch.Tensor:
     """The gradient, unless it is sparse unexpectedly."""
-    if gradient is None or gradient.layout != torch.strided:
+    if gradient.layout != torch.strided:
         raise ValueError(
             f"parameter {slot.name!r} got a sparse gradient, but no nn.Embedding(sparse=True) holds it: use one, or a "
             "dense gradient"
         )
     return gradient
-
-
-def is_replaced(slot: GradientSlot) -> bool:
-    """Whether the user has replaced or removed a gradient since its bucket was filled."""
-    if slot.is_sparse:
-        return slot.parameter.grad is None
-    return slot.parameter.grad is not (None if slot.is_apart else slot.view)

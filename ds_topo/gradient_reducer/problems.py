@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -64,35 +64,45 @@ def missing_gradients(names: Sequence[str], whose: str) -> RuntimeError:
     )
 
 
-def find_problem(
-    module: nn.Module,
-    slots: Sequence[GradientSlot],
-    known: Collection[int],
-    frozen: Sequence[tuple[str, nn.Parameter]],
-) -> str | None:
-    """What has happened to module or gradients since construction that cannot be reduced, or None.
+class Changes:
+    """Notices what has happened to a module since construction that cannot be reduced."""
 
-    Args:
-        module: whose parameters may have changed.
-        slots: the parameters that are reduced.
-        known: identities of all parameters at construction.
-        frozen: names and parameters that were frozen at construction.
-    """
-    added = [name for name, parameter in module.named_parameters() if id(parameter) not in known]
-    if added:
-        return f"parameters {listed(added)} were added after construction: detach() and build a new GradientReducer"
-    now_frozen = [slot.name for slot in slots if not slot.arrived and not slot.parameter.requires_grad]
-    if now_frozen:
-        return (
-            f"parameters {listed(now_frozen)} were frozen after construction: detach() and build a new GradientReducer"
-        )
-    thawed = [name for name, parameter in frozen if parameter.requires_grad]
-    if thawed:
-        return f"parameters {listed(thawed)} were unfrozen after construction: build a new GradientReducer"
-    replaced = [slot.name for slot in slots if slot.is_ready and is_replaced(slot)]
-    if replaced:
-        return (
-            f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "
-            "or after finish()"
-        )
-    return None
+    def __init__(self, module: nn.Module, slots: Sequence[GradientSlot]) -> None:
+        self._module, self._slots = module, slots
+        self._parts = list(module.modules())
+        self._size = self._count()
+        self._known = {id(parameter) for parameter in module.parameters()}
+        self._frozen = [
+            (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
+        ]
+
+    def problem(self) -> str | None:
+        """What has changed in parameters, or in gradients whose buckets are filled; None if nothing has."""
+        if self._count() != self._size:
+            named = self._module.named_parameters()
+            added = [name for name, parameter in named if id(parameter) not in self._known]
+            if added:
+                return _changed(added, "added")
+        frozen = [slot.name for slot in self._slots if not slot.arrived and not slot.parameter.requires_grad]
+        if frozen:
+            return _changed(frozen, "frozen")
+        unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if unfrozen:
+            return _changed(unfrozen, "unfrozen")
+        replaced = [
+            slot.name for slot in self._slots if slot.is_ready and not slot.bucket.pending and is_replaced(slot)
+        ]
+        if replaced:
+            return (
+                f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "
+                "or after finish()"
+            )
+        return None
+
+    def _count(self) -> int:
+        """How many parameters and parts the module's parts have; cheaper than listing them."""
+        return sum(len(part._parameters) + len(part._modules) for part in self._parts)
+
+
+def _changed(names: Sequence[str], how: str) -> str:
+    return f"parameters {listed(names)} were {how} after construction: detach() and build a new GradientReducer"

@@ -15,11 +15,11 @@ from torch import nn
 
 from ..process_groups import ProcessGroup, require_initialized
 from .buckets import GradientBucket, GradientSlot
-from .contributions import dense_gradient, fill, keep
+from .contributions import fill, keep
 from .lanes import assign_lanes
 from .options import ReductionOptions
 from .planning import plan_slots
-from .problems import ReducerState, find_problem, missing_gradients, surplus_gradient, wrong_moment
+from .problems import Changes, ReducerState, missing_gradients, surplus_gradient, wrong_moment
 from .report import GradientReport, StepTiming
 from .slots import (
     agree_on_slots,
@@ -93,10 +93,7 @@ class GradientReducer:
         except (TypeError, ValueError, RuntimeError) as error:
             failure, self.options = error, ReductionOptions()
         agree_on_slots(self._slots, self.options, self.group, failure)
-        self._known = {id(parameter) for parameter in module.parameters()}
-        self._frozen = [
-            (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
-        ]
+        self._changes = Changes(module, self._slots)
         self._state = ReducerState.IDLE
         self._dense, self._lane_of = assign_lanes(self._slots, self.options, self.group)
         if self.options.broadcast_at_start:
@@ -152,7 +149,7 @@ class GradientReducer:
         timing = self._steps[-1]
         timing.finish_ns = time.perf_counter_ns()
         try:
-            problem = find_problem(self.module, self._slots, self._known, self._frozen)
+            problem = self._changes.problem()
             censuses = self._reduce_the_rest(problem is not None)
             for reduction in self._under_way:
                 reduction.wait()
@@ -240,58 +237,33 @@ class GradientReducer:
 
     def _hook(self, slot: GradientSlot) -> Callable[[torch.Tensor], None]:
         """What autograd calls when a parameter's gradient is complete; the common path is kept short."""
-        if slot.is_apart or slot.is_sparse:
-            return lambda _: self._take(slot)
         reducing = ReducerState.REDUCING
-        multiply = torch.mul
 
-        def on_gradient(parameter: torch.Tensor) -> None:
+        def on_gradient(_: torch.Tensor) -> None:
             if self._state is not reducing and not self._start():
                 keep(slot)
                 return
             slot.arrived += 1
+            if self._order is not None:
+                self._order.append(slot.index)
             if slot.arrived != slot.expected:
                 self._keep_for_later(slot)
                 return
-            gradient, view = parameter.grad, slot.view
-            if gradient is not view:
-                multiply(dense_gradient(gradient, slot), slot.scale, out=view)
-                parameter.grad = view
-            elif slot.scale != 1.0:
-                view.mul_(slot.scale)
-            self._count_in(slot)
+            slot.is_ready = True
+            bucket = slot.bucket
+            bucket.pending -= 1
+            if not bucket.pending:
+                fill(bucket.slots)
+                if bucket.index == self._next and not self._holds_back:
+                    self._launch_full_buckets()
 
         return on_gradient
-
-    def _take(self, slot: GradientSlot) -> None:
-        """The same for sparse gradients and for those that accumulate apart from ``parameter.grad``."""
-        if self._state is not ReducerState.REDUCING and not self._start():
-            keep(slot)
-            return
-        slot.arrived += 1
-        if slot.arrived != slot.expected:
-            self._keep_for_later(slot)
-            return
-        fill(slot)
-        self._count_in(slot)
 
     def _keep_for_later(self, slot: GradientSlot) -> None:
         """A gradient after which another one will arrive, or may (in the first step of a static graph)."""
         if slot.expected and slot.arrived > slot.expected:
             raise surplus_gradient(slot)
         keep(slot)
-        if self._order is not None:
-            self._order.append(slot.index)
-
-    def _count_in(self, slot: GradientSlot) -> None:
-        """A slot's contribution is complete."""
-        slot.is_ready = True
-        bucket = slot.bucket
-        bucket.pending -= 1
-        if self._order is not None:
-            self._order.append(slot.index)
-        if not bucket.pending and bucket.index == self._next and not self._holds_back:
-            self._launch_full_buckets()
 
     def _start(self) -> bool:
         """A gradient while none is being reduced; whether this backward is the step's last one."""
@@ -324,13 +296,15 @@ class GradientReducer:
     def _reduce_the_rest(self, failed: bool) -> list[tuple[list[GradientSlot], Census]]:
         """Reduce what is not yet under way, with zeros for parameters that took no part, so that no rank waits."""
         present = [slot.arrived > 0 for slot in self._slots]
-        for slot in self._slots:
-            if not slot.is_ready:
-                present[slot.index] |= self.options.find_unused_parameters and (
-                    slot.parameter.grad is not None or slot.holds_gradient
-                )
-                fill(slot)
-                slot.bucket.pending -= 1
+        if self.options.find_unused_parameters:  # those of earlier micro-batches too
+            present = [
+                found or slot.parameter.grad is not None or slot.holds_gradient
+                for found, slot in zip(present, self._slots, strict=True)
+            ]
+        for bucket in self._buckets:
+            if bucket.pending:
+                fill(bucket.slots)
+                bucket.pending = 0
         self._launch_full_buckets()
         if self._dense.two_level is not None:
             self._dense.two_level.flush()

@@ -37,6 +37,12 @@ class Lane:
     last_hook: torch.futures.Future[Any] | None = None
     """On a CPU, what the previous bucket's hook returned."""
 
+    def wait_for_hook(self) -> None:
+        """On a CPU a hook's callbacks may start collectives, which must not mix with others of this group."""
+        if self.last_hook is not None:
+            self.last_hook.wait()
+            self.last_hook = None
+
     @property
     def size(self) -> int:
         """Ranks in the group."""
@@ -110,11 +116,10 @@ class _HookReduction(Reduction):
 
     def __init__(self, bucket: GradientBucket, lane: Lane, hook: CommHook, is_last: bool) -> None:
         super().__init__(bucket, lane)
-        if lane.last_hook is not None:
-            lane.last_hook.wait()
+        lane.wait_for_hook()
         self._future = hook(lane.hook_state, CommHookBucket(bucket, is_last))
         if not bucket.flat.is_cuda:
-            lane.last_hook = self._future  # its callbacks may start collectives, which must not mix with the next one's
+            lane.last_hook = self._future
             self._future.add_done_callback(self._note_done)
 
     def _complete(self) -> None:
@@ -138,6 +143,7 @@ class Census:
     """How many ranks of a lane have a gradient for each parameter, and whether any of them failed."""
 
     def __init__(self, present: list[bool], failed: bool, lane: Lane, device: torch.device) -> None:
+        lane.wait_for_hook()
         self._counts = torch.tensor([*present, failed], dtype=torch.int32, device=device)
         self._work = dist.all_reduce(self._counts, group=lane.group, async_op=True)
         self._event: torch.cuda.Event | None = None
