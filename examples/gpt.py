@@ -26,6 +26,8 @@ from torch import nn
 from ds_topo import collectives
 
 VOCABULARY = 256
+FIRST_BLOCK = 2
+"""The number of the first block among the layers: embedding and positions come before it."""
 
 
 @dataclass(frozen=True)
@@ -52,23 +54,38 @@ class PositionEmbedding(nn.Module):
         return hidden + self.weight
 
 
+class FeedForward(nn.Module):
+    """``[b, s, h]`` -> ``[b, s, h]``, position by position."""
+
+    def __init__(self, config: GPTConfig, parallel: Parallel) -> None:
+        super().__init__()
+        self.expand = ColumnParallelLinear(config.width, 4 * config.width, parallel)
+        self.contract = RowParallelLinear(4 * config.width, config.width, parallel)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        contracted: torch.Tensor = self.contract(F.gelu(self.expand(hidden)))
+        return contracted
+
+
+MakeFeedForward = Callable[[GPTConfig, Parallel], nn.Module]
+
+
 class Block(nn.Module):
     """Causal self-attention and a feed-forward layer, ``[b, s, h]`` -> ``[b, s, h]``."""
 
-    def __init__(self, config: GPTConfig, parallel: Parallel) -> None:
+    def __init__(self, config: GPTConfig, parallel: Parallel, feed_forward: MakeFeedForward = FeedForward) -> None:
         super().__init__()
         self.head_width = config.width // config.heads
         self.attention_norm = LayerNorm(config.width, parallel)
         self.qkv = ColumnParallelLinear(config.width, 3 * config.width, parallel, pieces=3)
         self.projection = RowParallelLinear(config.width, config.width, parallel)
         self.mlp_norm = LayerNorm(config.width, parallel)
-        self.expand = ColumnParallelLinear(config.width, 4 * config.width, parallel)
-        self.contract = RowParallelLinear(4 * config.width, config.width, parallel)
+        self.feed_forward = feed_forward(config, parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.projection(self.attention(self.attention_norm(hidden)))
-        feed_forward: torch.Tensor = self.contract(F.gelu(self.expand(self.mlp_norm(hidden))))
-        return hidden + feed_forward
+        fed_forward: torch.Tensor = self.feed_forward(self.mlp_norm(hidden))
+        return hidden + fed_forward
 
     def attention(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[b, s, h]`` -> ``[b, s, h/n]``: each rank attends with its own heads."""
@@ -87,7 +104,7 @@ def next_byte_loss(parallel: Parallel) -> Callable[[torch.Tensor, torch.Tensor],
     return loss
 
 
-def gpt_layers(config: GPTConfig, parallel: Parallel) -> list[Any]:
+def gpt_layers(config: GPTConfig, parallel: Parallel, feed_forward: MakeFeedForward = FeedForward) -> list[Any]:
     """The layers in order; DeepSpeed builds each on the stage that owns it."""
     size = parallel.group.size()
     if config.heads % size or VOCABULARY % size or (parallel.sequence and config.context % size):
@@ -96,7 +113,7 @@ def gpt_layers(config: GPTConfig, parallel: Parallel) -> list[Any]:
     return [
         embedding(),
         LayerSpec(PositionEmbedding, config, parallel),
-        *(LayerSpec(Block, config, parallel) for _ in range(config.depth)),
+        *(LayerSpec(Block, config, parallel, feed_forward) for _ in range(config.depth)),
         LayerSpec(LayerNorm, config.width, parallel),
         embedding(forward_fn=VocabularyParallelEmbedding.logits),
     ]

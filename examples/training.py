@@ -1,0 +1,192 @@
+"""What every training example does: samples, steps, validation, checkpoints, progress and the curve of losses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from gpt import GPTConfig, next_byte_loss
+from parallel_layers import Parallel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from text import Text, windows
+from torch.optim.lr_scheduler import LambdaLR
+
+from ds_topo import PipelineModule, PipelineParallelGrid
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+DEFAULT_CONFIG = Path(__file__).with_name("train_gpt.json")
+VALIDATION_STEPS = 8
+
+
+def argument_parser(description: str | None, out: str) -> argparse.ArgumentParser:
+    """The options of every example; ``out`` is where it writes unless told otherwise."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", help='axes, outermost first, such as "pipe=2,data=-1"; else from the config')
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="DeepSpeed config file")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch-size", type=int, default=32, help="sequences per step, over all ranks")
+    parser.add_argument("--context", type=int, default=128, help="bytes per sequence")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder of checkpoints, curve and history")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; the last is always saved")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--local_rank", type=int, help="set by the deepspeed launcher")
+    return parser
+
+
+def start(arguments: argparse.Namespace) -> tuple[dict[str, Any], PipelineParallelGrid]:
+    """Join the job; return the DeepSpeed config and the grid of the topology."""
+    deepspeed.utils.logger.setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    deepspeed.init_distributed(verbose=False)
+    config: dict[str, Any] = json.loads(arguments.config.read_text())
+    return config, PipelineParallelGrid(arguments.topology or config.get("topology"))
+
+
+def model_config(arguments: argparse.Namespace) -> GPTConfig:
+    """The shape of the model that the arguments ask for."""
+    return GPTConfig(arguments.context, arguments.width, arguments.heads, arguments.depth)
+
+
+def build_engine(
+    arguments: argparse.Namespace,
+    config: dict[str, Any],
+    grid: PipelineParallelGrid,
+    parallel: Parallel,
+    layers: list[Any],
+) -> Any:
+    """DeepSpeed's pipeline engine for these layers."""
+    module = PipelineModule(
+        layers,
+        grid=grid,
+        loss_fn=next_byte_loss(parallel),
+        seed_layers=True,
+        base_seed=arguments.seed,
+        partition_method="parameters",
+    )
+    config["train_micro_batch_size_per_gpu"] = micro_batch_size(arguments, config, grid)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        config=config,
+        model_parameters=list(module.parameters()),
+        lr_scheduler=None if "scheduler" in config else cosine_schedule(arguments.steps),
+    )
+    return engine
+
+
+def cosine_schedule(steps: int) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+    """Linear warm-up over the first twentieth of the steps, then a half cosine down to a tenth."""
+    warmup = max(1, steps // 20)
+
+    def factor(step: int) -> float:
+        progress = (step - warmup) / max(1, steps - warmup)
+        return (step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    return lambda optimizer: LambdaLR(optimizer, factor)
+
+
+def micro_batch_size(arguments: argparse.Namespace, config: dict[str, Any], grid: PipelineParallelGrid) -> int:
+    """Sequences that one rank takes at a time."""
+    pieces = grid.get_sample_world_size() * config["gradient_accumulation_steps"]
+    if arguments.batch_size % pieces:
+        raise SystemExit(
+            f"--batch-size {arguments.batch_size} must be a multiple of {pieces}: {grid.get_sample_world_size()} ranks "
+            f"with samples of their own x {config['gradient_accumulation_steps']} micro-batches"
+        )
+    return int(arguments.batch_size // pieces)
+
+
+def micro_batches(
+    text: torch.Tensor, engine: Any, grid: PipelineParallelGrid, arguments: argparse.Namespace, step: int, seed: int
+) -> Iterator[Batch]:
+    """This rank's micro-batches of one step; ranks that differ in pipe, model or seq alone get the same."""
+    per_rank = arguments.batch_size // grid.get_sample_world_size()
+    first = grid.get_sample_rank() * per_rank
+    inputs, labels = windows(text, arguments.context, step, range(first, first + per_rank), seed)
+    size = engine.train_micro_batch_size_per_gpu()
+    yield from zip(inputs.split(size), labels.split(size), strict=True)
+
+
+def train(
+    engine: Any, grid: PipelineParallelGrid, text: Text, arguments: argparse.Namespace, first_step: int
+) -> list[dict[str, float]]:
+    """Run the remaining steps; return step, loss and tokens per second of each."""
+    history: list[dict[str, float]] = []
+    with progress_bar(grid) as bar:
+        task = bar and bar.add_task("training", total=arguments.steps, completed=first_step, loss=0.0, speed=0.0)
+        for step in range(first_step, arguments.steps):
+            started = time.perf_counter()
+            loss = engine.train_batch(micro_batches(text.train, engine, grid, arguments, step, arguments.seed))
+            speed = arguments.batch_size * arguments.context / (time.perf_counter() - started)
+            history.append({"step": step + 1, "loss": float(loss), "tokens_per_second": speed})
+            if bar and task is not None:
+                bar.update(task, advance=1, loss=float(loss), speed=speed)
+            is_last = step + 1 == arguments.steps
+            if is_last or (arguments.save_every and (step + 1) % arguments.save_every == 0):
+                engine.save_checkpoint(str(arguments.out), client_state={"step": step + 1})
+    return history
+
+
+def validate(engine: Any, grid: PipelineParallelGrid, text: Text, arguments: argparse.Namespace) -> float:
+    """Mean loss, nats per byte, over windows of files that were not trained on."""
+    losses = [
+        float(engine.eval_batch(micro_batches(text.validation, engine, grid, arguments, step, seed=arguments.seed + 1)))
+        for step in range(VALIDATION_STEPS)
+    ]
+    return sum(losses) / len(losses)
+
+
+def resume(engine: Any, arguments: argparse.Namespace) -> int:
+    """Load the newest checkpoint; return the number of steps that it has behind it."""
+    path, state = engine.load_checkpoint(str(arguments.out))
+    if path is None:
+        raise SystemExit(f"--resume: no checkpoint in {arguments.out}")
+    return int(state["step"])
+
+
+def progress_bar(grid: PipelineParallelGrid) -> Any:
+    """A bar on rank 0, nothing elsewhere."""
+    if grid.global_rank != 0:
+        return nullcontext()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+    )
+
+
+def write_history(
+    history: list[dict[str, float]], validation_loss: float, arguments: argparse.Namespace, **more: Any
+) -> None:
+    """Keep losses and whatever ``more`` as JSON and, where matplotlib is installed, the losses as a picture."""
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    record = {"validation_loss": validation_loss, "history": history, **more}
+    (arguments.out / "history.json").write_text(json.dumps(record))
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print('no loss curve: install matplotlib with pip install "ds_topo[plot]"')
+        return
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="step", ylabel="nats per byte", title="GPT on Python's standard library")
+    axes.plot([row["step"] for row in history], [row["loss"] for row in history], label="training")
+    axes.axhline(validation_loss, color="tab:orange", linestyle="--", label=f"validation {validation_loss:.3f}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(arguments.out / "loss.png", dpi=120)
+    print(f"loss curve: {arguments.out / 'loss.png'}")
