@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from text import Text, windows
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_topo import PipelineModule, PipelineParallelGrid
+from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 DEFAULT_CONFIG = Path(__file__).with_name("train_gpt.json")
@@ -40,6 +40,7 @@ def argument_parser(description: str | None, out: str) -> argparse.ArgumentParse
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--overlap", action="store_true", help="reduce gradients during backward, and show a report")
     parser.add_argument("--out", type=Path, default=Path(out), help="folder of checkpoints, curve and history")
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; the last is always saved")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
@@ -78,7 +79,8 @@ def build_engine(
         partition_method="parameters",
     )
     config["train_micro_batch_size_per_gpu"] = micro_batch_size(arguments, config, grid)
-    engine, *_ = deepspeed.initialize(
+    config.setdefault("gradient_reducer", arguments.overlap)
+    engine, *_ = initialize(
         model=module,
         config=config,
         model_parameters=list(module.parameters()),
@@ -137,6 +139,10 @@ def train(
             is_last = step + 1 == arguments.steps
             if is_last or (arguments.save_every and (step + 1) % arguments.save_every == 0):
                 engine.save_checkpoint(str(arguments.out), client_state={"step": step + 1})
+    if engine.gradient_reducer is not None and grid.global_rank == 0:
+        report = engine.gradient_reducer.report()
+        report.save_trace(arguments.out / "trace.json")
+        print(f"{report}\ntimeline of the last steps: {arguments.out / 'trace.json'}, for https://ui.perfetto.dev")
     return history
 
 

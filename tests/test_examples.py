@@ -30,11 +30,16 @@ def test_the_main_job_trains_saves_draws_and_resumes(tmp_path: Path) -> None:
     (through / "global_step2").rename(resumed / "global_step2")
     (resumed / "latest").write_text("global_step2")
     run_ranks(4, _train, "train_gpt", *topology, "--steps", "4", "--resume", "--out", str(resumed))
+    overlapped = tmp_path / "overlapped"
+    run_ranks(4, _train, "train_gpt", *topology, "--steps", "4", "--overlap", "--out", str(overlapped))
 
     whole, second_half = (json.loads((folder / "history.json").read_text()) for folder in (through, resumed))
     assert [row["step"] for row in second_half["history"]] == [3, 4]
     assert [row["loss"] for row in second_half["history"]] == [row["loss"] for row in whole["history"]][2:]
     assert second_half["validation_loss"] == whole["validation_loss"]
+    reduced = json.loads((overlapped / "history.json").read_text())
+    assert reduced["validation_loss"] == pytest.approx(whole["validation_loss"], rel=1e-5)
+    assert json.loads((overlapped / "trace.json").read_text())["traceEvents"]
 
 
 def test_the_mixture_of_experts_trains_alike_in_every_order(tmp_path: Path) -> None:
