@@ -100,7 +100,7 @@ class PipelineReducer(EngineReducer):
     def __init__(self, engine: PipelineEngine, overlap: bool | None = None, **options: Any) -> None:
         self._passes = 0
         """Backward passes of this step so far."""
-        self._backward_ns = 0
+        self.backward_ns = 0
         """How long the last one took."""
         super().__init__(engine, overlap, **options)
         instructions = engine._INSTRUCTION_MAP
@@ -110,7 +110,7 @@ class PipelineReducer(EngineReducer):
             self._passes += 1
             started = time.perf_counter_ns()
             backward(engine, **arguments)
-            self._backward_ns = time.perf_counter_ns() - started
+            self.backward_ns = time.perf_counter_ns() - started
             self.release()
 
         def reduce_tied_gradients(engine: PipelineEngine, **arguments: Any) -> None:
@@ -134,10 +134,12 @@ class PipelineReducer(EngineReducer):
     def _bubble_hides_it(self) -> bool:
         """Whether earlier stages are at work for longer than the reduction takes, so that it need not disturb backward.
 
-        After its last backward, stage s waits while the stages before it do theirs, one after the other.
+        After its last backward, stage s waits while the s stages before it do theirs, one after the other. Their
+        reductions may share the link, so room for theirs is wanted too.
         """
+        stage = self._engine.stage_id
         times = [step.communication_ns for step in self._steps if step.ended_ns]
-        return bool(times) and median(times) < self._engine.stage_id * self._backward_ns
+        return bool(times) and (stage + 1) * median(times) < stage * self.backward_ns
 
 
 def attach(engine: DeepSpeedEngine, *, overlap: bool | None = None, **options: Any) -> EngineReducer:
