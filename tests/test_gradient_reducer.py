@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_topo import GradientReducer, PipelineParallelGrid
 from ds_topo.errors import DisagreementError
 from ds_topo.gradient_reducer import ReductionOptions
+from ds_topo.gradient_reducer.lanes import scaling
 from ds_topo.gradient_reducer.two_level import TwoLevelReduction
 from tests.ranks import run_ranks
 
@@ -185,6 +186,24 @@ def _scaled() -> None:
 
 def test_scaling_and_communication_dtype() -> None:
     run_ranks(2, _scaled)
+
+
+def _native_ops() -> None:
+    group = dist.group.WORLD
+    with (
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch.object(dist, "_make_nccl_premul_sum", lambda factor: ("premul", factor), create=True),
+    ):
+        assert scaling(ReductionOptions(), 2, group) == (1.0, 1.0, dist.ReduceOp.AVG)
+        assert scaling(ReductionOptions(), 8, group) == (1.0, 1.0, ("premul", 0.125)), "experts: a group of 2 out of 8"
+        assert scaling(ReductionOptions(predivide_factor=4.0), 2, group) == (1.0, 2.0, ("premul", 0.25))
+        assert scaling(ReductionOptions(op="sum"), 2, group) == (1.0, 1.0, dist.ReduceOp.SUM)
+        assert scaling(ReductionOptions(), 2, group, is_flat=False) == (0.5, 1.0, dist.ReduceOp.SUM)
+    assert scaling(ReductionOptions(), 2, group) == (0.5, 1.0, dist.ReduceOp.SUM)
+
+
+def test_nccl_multiplies_by_itself() -> None:
+    run_ranks(2, _native_ops)
 
 
 def _bf16_accumulated_wide() -> None:

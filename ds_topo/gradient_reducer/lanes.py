@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,22 +27,36 @@ def assign_lanes(
         ValueError: two levels are wanted and the placement has none.
     """
     size = dist.get_world_size(group)
-    before, after = options.scales(size)
-    is_average = options.op == "average" and options.divisor is None and options.predivide_factor is None
+    dtype = options.communication_dtype
     two_level = None if options.two_level is False else _chosen_two_level(slots, options, group)
-    is_native = is_average and two_level is None and dist.get_backend(group) == "nccl"
-    dense = Lane("data", group, 1.0 if is_native else before, after, is_native, options.communication_dtype, two_level)
+    dense = Lane("data", group, *scaling(options, size, group, two_level is None), dtype, two_level)
     experts = {
-        name: Lane(f"experts of {name}", expert_group, before, after, False, options.communication_dtype)
+        name: Lane(f"experts of {name}", expert_group, *scaling(options, size, expert_group), dtype)
         for name, expert_group in options.expert_groups.items()
     }
     lanes = []
     for slot in slots:
         name = expert_group_name(slot.parameter)
         lane = dense if name is None else experts[name]
-        slot.scale = before if slot.is_sparse else lane.before
+        slot.scale = options.scales(size)[0] if slot.is_sparse else lane.before
         lanes.append(lane)
     return dense, lanes
+
+
+def scaling(
+    options: ReductionOptions, data_parallel_size: int, group: ProcessGroup, is_flat: bool = True
+) -> tuple[float, float, Any]:
+    """Factors before and after the sum over ``group``, and its ``ReduceOp``.
+
+    NCCL averages by itself, and multiplies while it sums; elsewhere gradients are multiplied on their way into the
+    bucket.
+    """
+    before, after = options.scales(data_parallel_size)
+    if not is_flat or dist.get_backend(group) != "nccl" or before == 1.0:
+        return before, after, dist.ReduceOp.SUM
+    if after == 1.0 and before * dist.get_world_size(group) == 1.0:
+        return 1.0, 1.0, dist.ReduceOp.AVG
+    return 1.0, after, dist._make_nccl_premul_sum(before)  # type: ignore[attr-defined]
 
 
 def _chosen_two_level(

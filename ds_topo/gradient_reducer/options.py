@@ -30,6 +30,8 @@ class ReductionOptions:
         find_unused_parameters: let parameters take no part in a step. One that takes part on some ranks only gets
             the same gradient on all; one that takes part on none keeps its ``grad`` as it is. Without it, finish()
             raises on every rank and names them.
+        zero_unused_parameters: let parameters take no part in a step, and give them zeros, as DeepSpeed does. Costs no
+            synchronization of a GPU, which ``find_unused_parameters`` does.
         static_graph: every step reaches the same parameters equally often, as DDP's option of this name. Lets a
             parameter get several gradients in one micro-batch (reentrant checkpointing, several backward calls); they
             are counted in the first step, which is reduced without overlap.
@@ -57,6 +59,7 @@ class ReductionOptions:
     communication_dtype: torch.dtype | None = None
     accumulation_dtype: torch.dtype | None = None
     find_unused_parameters: bool = False
+    zero_unused_parameters: bool = False
     static_graph: bool = False
     storage: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     expert_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
@@ -80,6 +83,8 @@ class ReductionOptions:
                 raise ValueError(
                     f"{name}={dtype}: choose a floating-point type such as torch.float32 or torch.bfloat16"
                 )
+        if self.find_unused_parameters and self.zero_unused_parameters:
+            raise ValueError("find_unused_parameters and zero_unused_parameters: choose one of them")
         if self.keep_steps < 1:
             raise ValueError(f"keep_steps={self.keep_steps}: the report remembers at least 1 step")
         for parameter, home in self.storage.items():

@@ -317,8 +317,9 @@ class GradientReducer:
 
     def _conclude(self, censuses: list[tuple[list[GradientSlot], Census]]) -> None:
         """Hand out gradients and errors by what the ranks have told each other."""
+        may_miss = self.options.find_unused_parameters or self.options.zero_unused_parameters
         missing = [slot.name for slot in self._slots if not slot.arrived]
-        if missing and not self.options.find_unused_parameters:
+        if missing and not may_miss:
             raise missing_gradients(missing, "this rank")
         is_deferred = self._slots[0].parameter.is_cuda and not self.options.find_unused_parameters
         self._deferred, censuses = (censuses, self._deferred) if is_deferred else ([], censuses)
@@ -328,9 +329,10 @@ class GradientReducer:
             absent = [slot for slot, count in zip(members, counts, strict=True) if count < census.size]
             if failures:
                 raise RuntimeError(f"{failures} of {census.size} ranks failed in finish(); their own errors say why")
-            if absent and not self.options.find_unused_parameters:
+            if absent and not may_miss:
                 raise missing_gradients([slot.name for slot in absent], "some other ranks")
-            unused.update(slot.index for slot, count in zip(members, counts, strict=True) if not count)
+            if self.options.find_unused_parameters:
+                unused.update(slot.index for slot, count in zip(members, counts, strict=True) if not count)
         for slot in self._slots:
             if slot.home is not None:
                 slot.parameter.grad = None

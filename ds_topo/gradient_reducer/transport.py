@@ -28,8 +28,8 @@ class Lane:
     """What gradients are multiplied by before the sum (by the gradient slots)."""
     after: float
     """What they are multiplied by after it."""
-    native_average: bool
-    """Whether the backend divides by the group's size itself."""
+    op: Any
+    """A ``ReduceOp``; NCCL's may divide by itself."""
     communication_dtype: torch.dtype | None
     two_level: TwoLevelReduction | None = None
     hook: CommHook | None = None
@@ -84,8 +84,7 @@ class _FlatReduction(Reduction):
             self._payload = lane.two_level.padded(self._payload)
             self._wait = lane.two_level.submit(self._payload).result
             return
-        op = dist.ReduceOp.AVG if lane.native_average else dist.ReduceOp.SUM
-        work = dist.all_reduce(self._payload, op, group=lane.group, async_op=True)
+        work = dist.all_reduce(self._payload, lane.op, group=lane.group, async_op=True)
         self._wait = work.wait
         if not flat.is_cuda:
             work.get_future().add_done_callback(self._note_done)

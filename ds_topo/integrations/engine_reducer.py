@@ -63,13 +63,10 @@ class EngineReducer(GradientReducer):
         self._gradients.hand_over()
 
     def _complete(self) -> None:
-        """Wait for the reduction; parameters without a gradient get zeros, as DeepSpeed gives them."""
+        """Wait for the reduction."""
         if self._state is ReducerState.IDLE:  # no gradient arrived in the last micro-batch
             self._begin_step()
         self.finish()
-        for slot in self._slots:
-            if slot.home is None and slot.parameter.grad is None:
-                slot.parameter.grad = slot.view
 
     def _begin_step(self) -> None:
         super()._begin_step()
@@ -201,7 +198,7 @@ def _options_of(engine: DeepSpeedEngine) -> dict[str, Any]:
     samples = size if engine.pipeline_parallelism else size // engine.sequence_parallel_size
     options: dict[str, Any] = {
         "communication_dtype": engine.communication_data_type,
-        "find_unused_parameters": True,
+        "zero_unused_parameters": True,
         "static_graph": True,
         "broadcast_at_start": False,
     }
