@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,19 +20,18 @@ ORDERS = [
 ]
 
 
-def _differences(cases: list[Case], references: dict[tuple[int, ...], dict[str, torch.Tensor]]) -> dict[Case, float]:
+def _differences(cases: list[Case], references: dict[Any, dict[str, torch.Tensor]]) -> dict[Case, float]:
     differences = {}
     for case in cases:
         trainer = Trainer(case)
         trainer.train(range(STEPS))
-        differences[case] = worst_difference(trainer, references[tuple(min(size, 1) for size in case.sizes)])
+        differences[case] = worst_difference(trainer, references[case.reference])
         trainer.destroy()
     return differences
 
 
 def _check(world_size: int, cases: list[Case]) -> None:
-    layouts = {tuple(min(size, 1) for size in case.sizes) for case in cases}
-    references = {layout: run_ranks(1, train_reference, layout, STEPS)[0] for layout in layouts}
+    references = {case.reference: train_reference(case.reference[0], STEPS, case.clip) for case in cases}
     for differences in run_ranks(world_size, _differences, cases, references, deadline=240):
         for case, (difference, name) in differences.items():
             assert difference < 1e-5, (case, name)
@@ -55,4 +56,37 @@ def test_plain_engines(topology: str) -> None:
     if "model" in topology:
         cases += [Case(topology, (0, size), zero, True, pipeline=False) for size, zero in ((1, 0), (2, 1), (2, 2))]
     cases += [Case(topology, (0, 2), drop_tokens=True, pipeline=False)]
+    _check(4, cases)
+
+
+CLIP = 0.05
+"""Far below the norm of gradients in every step."""
+
+
+def test_pipelines_clip_by_the_norm_of_the_whole_model() -> None:
+    cases = [Case(topology, (0, 2, 2, 0), zero, clip=CLIP) for topology in ORDERS[1:3] for zero in (0, 1)]
+    cases += [Case(ORDERS[2], (0, 2, 2, 0), zero, True, clip=CLIP) for zero in (0, 1)]
+    _check(8, cases)
+
+
+def test_experts_in_some_stages_only() -> None:
+    cases = [
+        Case(topology, sizes, zero, clip=CLIP, created=created)
+        for topology in (ORDERS[0], ORDERS[4])
+        for sizes, zero, created in (
+            ((0, 0, 0, 2), 0, True),
+            ((0, 0, 2, 1), 1, False),
+            ((4, 2, 0, 2), 1, True),
+        )
+    ]
+    _check(8, cases)
+
+
+def test_plain_engines_clip_by_the_norm_of_the_whole_model() -> None:
+    cases = [
+        Case(topology, (0, 2, 1), zero, clip=CLIP, pipeline=False)
+        for topology in ("data=4", "model=2,data=2")
+        for zero in (0, 1, 2)
+    ]
+    cases += [Case("model=2,data=2", (0, 2), zero, True, clip=CLIP, pipeline=False) for zero in (0, 1, 2)]
     _check(4, cases)
