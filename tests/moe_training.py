@@ -37,7 +37,7 @@ class Case:
     """One way to train.
 
     ``sizes``: the expert parallel size of each layer, 0 for a dense layer. ``created``: whether the user creates the
-    groups. ``config``: more of DeepSpeed's, as items.
+    groups.
     """
 
     topology: str
@@ -49,7 +49,7 @@ class Case:
     drop_tokens: bool = False
     clip: float = 0.0
     created: bool = True
-    config: tuple[tuple[str, Any], ...] = ()
+    bf16: bool = False
 
     @property
     def reference(self) -> tuple[tuple[int, ...], float]:
@@ -211,6 +211,7 @@ class Trainer:
         self._initialize_parameters(module)
         samples = self.grid.get_sample_world_size()
         self.share = BATCH // samples
+        self.dtype = torch.bfloat16 if case.bf16 else torch.float32
         config = {
             "train_micro_batch_size_per_gpu": self.share // MICRO_BATCHES,
             "gradient_accumulation_steps": MICRO_BATCHES,
@@ -220,7 +221,7 @@ class Trainer:
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": {"stage": case.zero},
             "steps_per_print": 10**9,
-            **dict(case.config),
+            "bf16": {"enabled": case.bf16},
         }
         self.engine, *_ = deepspeed.initialize(
             model=module,
@@ -270,7 +271,7 @@ class Trainer:
     def train(self, steps: range) -> None:
         first = self.grid.get_sample_rank() * self.share
         for step in steps:
-            inputs, targets = (whole[first : first + self.share] for whole in batch(step))
+            inputs, targets = (whole[first : first + self.share].to(self.dtype) for whole in batch(step))
             micro_batches = list(zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True))
             if self.case.pipeline:
                 self.engine.train_batch(iter(micro_batches))

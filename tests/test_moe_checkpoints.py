@@ -24,7 +24,7 @@ PIPELINES = [
     Case("data=4,pipe=2", (0, 0, 2, 4), 1),
 ]
 PLAIN = [
-    *(Case(order, (0, 2, 4), zero, pipeline=False) for order in ("data=4", "model=2,data=2") for zero in (0, 1, 2)),
+    *(Case(order, (0, 2, 1), zero, pipeline=False) for order in ("data=4", "model=2,data=2") for zero in (0, 1, 2)),
     Case("data=2,model=2", (0, 2, 1), 1, tensor_parallel=True, pipeline=False),
     Case("model=2,data=2", (0, 2, 1), 0, tensor_parallel=True, pipeline=False),
 ]

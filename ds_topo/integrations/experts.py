@@ -206,26 +206,25 @@ def _check_sequence_scale(engine: Any) -> None:
 
 
 def _check_norm(engine: Any) -> None:
-    """Optimizers whose own norm is wrong or hangs, and has no seam: those of fp16 and bf16 without ZeRO."""
+    """Optimizers of fp16 and bf16 whose own norm is wrong, or hangs, and has no seam."""
     grid: PipelineParallelGrid = engine.mpu
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) or not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         return
-    gathered: list[Any] = [None] * grid.get_model_parallel_world_size()
-    names = {module.expert_group_name for module in engine.module.modules() if isinstance(module, MoE)}
-    unfused = isinstance(engine.optimizer, FP16_UnfusedOptimizer) and engine.gradient_clipping() > 0
-    own = (grid.get_stage_id(), tuple(sorted(names)), unfused)
-    dist.all_gather_object(gathered, own, group=grid.get_model_parallel_group())
-    if any(names and unfused for _, names, unfused in gathered):
+    optimizer = type(engine.optimizer).__name__
+    if engine.has_moe_layers and engine.gradient_clipping() > 0 and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         raise ExpertGroupError(
-            f"gradient_clipping={engine.gradient_clipping()} in fp16 or bf16 without ZeRO: DeepSpeed leaves experts "
-            "out of the norm that it clips by; use ZeRO stage 1 or 2, or gradient_clipping 0"
+            f"gradient_clipping={engine.gradient_clipping()} in fp16 or bf16 without ZeRO: DeepSpeed's {optimizer} "
+            "leaves experts out of the norm that it clips by; use ZeRO stage 1 or 2, or gradient_clipping 0"
         )
-    sizes = {stage: list(names) for stage, names, _ in sorted(gathered)}
-    if any(names != sizes[0] for names in sizes.values()):
+    names = {module.expert_group_name for module in engine.module.modules() if isinstance(module, MoE)}
+    gathered: list[Any] = [None] * grid.get_model_parallel_world_size()
+    dist.all_gather_object(gathered, (grid.get_stage_id(), sorted(names)), group=grid.get_model_parallel_group())
+    sizes: dict[int, list[str]] = dict(sorted(gathered))
+    if any(others != sizes[0] for others in sizes.values()):
         raise ExpertGroupError(
-            f"pipeline stages have experts of different sizes, {sizes} (stage: sizes), in fp16 or bf16 without ZeRO: "
-            "DeepSpeed would hang in the first step. Use ZeRO stage 1, or give every stage MoE layers of the same "
-            "sizes (partition_method, order of the layers)"
+            f"pipeline stages have experts of different sizes, {sizes} (stage: sizes): DeepSpeed's {optimizer} would "
+            "hang in the first step. Train in fp32, or give every stage MoE layers of the same sizes "
+            "(partition_method, order of the layers)"
         )
 
 
