@@ -131,9 +131,11 @@ def _initialize(case: Case) -> None:
             Case("data=2", (0, 2), clip=1.0, pipeline=False, bf16=True),
             r"FP16_UnfusedOptimizer leaves experts out of the norm.*ZeRO stage 1",
         ),
+        (Case("pipe=2,model=2", (0, 1, 1, 0), bf16=True), r"BF16_Optimizer would fail in the first step.*ZeRO stage 1"),
     ],
 )
 def test_norms_that_cannot_be_mended_are_refused_on_every_rank(case: Case, message: str) -> None:
-    for error in run_ranks(2, _initialize, case, expect_failure=True):
+    world_size = ProcessTopology.from_spec(case.topology).world_size()
+    for error in run_ranks(world_size, _initialize, case, expect_failure=True):
         with pytest.raises(ExpertGroupError, match=message):
             raise error

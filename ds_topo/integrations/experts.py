@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe import mappings
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 
@@ -218,14 +220,28 @@ def _check_norm(engine: Any) -> None:
         )
     names = {module.expert_group_name for module in engine.module.modules() if isinstance(module, MoE)}
     gathered: list[Any] = [None] * grid.get_model_parallel_world_size()
-    dist.all_gather_object(gathered, (grid.get_stage_id(), sorted(names)), group=grid.get_model_parallel_group())
-    sizes: dict[int, list[str]] = dict(sorted(gathered))
+    own = (grid.get_stage_id(), sorted(names), _has_dense_share(engine))
+    dist.all_gather_object(gathered, own, group=grid.get_model_parallel_group())
+    remedy = "use fp32, or ZeRO stage 1 without fp32 accumulation of gradients"
+    sizes: dict[int, list[str]] = {stage: names for stage, names, _ in sorted(gathered)}
     if any(others != sizes[0] for others in sizes.values()):
         raise ExpertGroupError(
             f"pipeline stages have experts of different sizes, {sizes} (stage: sizes): DeepSpeed's {optimizer} would "
-            "hang in the first step. Train in fp32, or give every stage MoE layers of the same sizes "
-            "(partition_method, order of the layers)"
+            f"hang in the first step; {remedy}, or give every stage MoE layers of the same sizes"
         )
+    if any(sizes.values()) and not all(has_share for _, _, has_share in gathered):
+        raise ExpertGroupError(
+            f"some slices hold no tensor-parallel parameters beside experts: DeepSpeed's {optimizer} would fail in the "
+            f"first step, on those ranks alone; {remedy}"
+        )
+
+
+def _has_dense_share(engine: Any) -> bool:
+    """Whether anything but experts on this rank counts in the norm of DeepSpeed's BF16_Optimizer."""
+    return engine.mpu.get_slice_parallel_rank() == 0 or any(
+        is_model_parallel_parameter(parameter) and not is_moe_param(parameter)
+        for parameter in engine.module.parameters()
+    )
 
 
 def _pad_capacities(engine: Any) -> None:
