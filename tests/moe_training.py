@@ -29,6 +29,7 @@ from ds_topo.groups import create_expert_groups
 WIDTH, HIDDEN, EXPERTS, BATCH, MICRO_BATCHES = 8, 16, 4, 16, 2
 DESCENT = {"lr": 0.05, "momentum": 0.9}
 """Plain descent with momentum: it shows every wrong factor of a gradient, as Adam would not."""
+OFFLOAD = {"device": "cpu"}
 LOCAL_EXPERT = re.compile(r"deepspeed_experts\.(\d+)\.")
 
 
@@ -50,6 +51,7 @@ class Case:
     clip: float = 0.0
     created: bool = True
     bf16: bool = False
+    offload: bool = False
 
     @property
     def reference(self) -> tuple[tuple[int, ...], float]:
@@ -219,7 +221,7 @@ class Trainer:
             "optimizer": {"type": "SGD", "params": DESCENT},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": case.zero},
+            "zero_optimization": {"stage": case.zero, **({"offload_optimizer": OFFLOAD} if case.offload else {})},
             "steps_per_print": 10**9,
             "bf16": {"enabled": case.bf16},
         }

@@ -33,7 +33,7 @@ def _differences(cases: list[Case], references: dict[Any, dict[str, torch.Tensor
 
 def _check(world_size: int, cases: list[Case]) -> None:
     references = {case.reference: train_reference(case.reference[0], STEPS, case.clip) for case in cases}
-    for differences in run_ranks(world_size, _differences, cases, references, deadline=240):
+    for differences in run_ranks(world_size, _differences, cases, references, deadline=400):
         for case, (difference, name) in differences.items():
             assert difference < 1e-5, (case, name)
 
@@ -95,4 +95,5 @@ def test_plain_engines_clip_by_the_norm_of_the_whole_model() -> None:
         for zero in (0, 1, 2)
     ]
     cases += [Case("model=2,data=2", (0, 2), zero, True, clip=CLIP, pipeline=False) for zero in (0, 1, 2)]
+    cases += [Case("model=2,data=2", (0, 2, 1), zero, clip=CLIP, pipeline=False, offload=True) for zero in (1, 2)]
     _check(4, cases)
