@@ -189,6 +189,10 @@ class PipelineParallelGrid(MpuQueries, MegatronQueries):
         """Call this, last one first, before the groups are destroyed."""
         self._callbacks.append(callback)
 
+    def shares_groups_with(self, other: PipelineParallelGrid) -> bool:
+        """Whether both are faces of one grid, as a module's ``mpu()`` is of the ``grid`` that it was built on."""
+        return self._groups is other._groups
+
     def get_axis_rank(self, axis: str) -> int:
         """This rank's index along one axis; equal to its rank in ``get_group(axis)``."""
         return self.get_ranks(axis).index(self.global_rank)

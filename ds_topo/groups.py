@@ -167,7 +167,10 @@ def _get_expert_parallel_src_rank(group_name: str) -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first global rank of the tensor model parallel group."""
+    """The first global rank of the tensor model parallel group: the current mpu's, or what DeepSpeed created."""
+    grid = _current_grid()
+    if grid is not None:
+        return grid.get_tensor_model_parallel_src_rank()
     return min(dist.get_process_group_ranks(deepspeed_groups.get_tensor_model_parallel_group()))
 
 

@@ -23,17 +23,23 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid
-from ds_topo.groups import ExpertGroups, create_expert_groups
+from ds_topo.expert_ranks import ExpertPlan
+from ds_topo.groups import create_expert_groups
 
 WIDTH, HIDDEN, EXPERTS, BATCH, MICRO_BATCHES = 8, 16, 4, 16, 2
 DESCENT = {"lr": 0.05, "momentum": 0.9}
 """Plain descent with momentum: it shows every wrong factor of a gradient, as Adam would not."""
+OFFLOAD = {"device": "cpu"}
 LOCAL_EXPERT = re.compile(r"deepspeed_experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train. ``sizes``: the expert parallel size of each layer, 0 for a dense layer."""
+    """One way to train.
+
+    ``sizes``: the expert parallel size of each layer, 0 for a dense layer. ``created``: whether the user creates the
+    groups.
+    """
 
     topology: str
     sizes: tuple[int, ...]
@@ -42,6 +48,15 @@ class Case:
     data_first: bool = False
     pipeline: bool = True
     drop_tokens: bool = False
+    clip: float = 0.0
+    created: bool = True
+    bf16: bool = False
+    offload: bool = False
+
+    @property
+    def reference(self) -> tuple[tuple[int, ...], float]:
+        """What one process needs to know of it."""
+        return tuple(min(size, 1) for size in self.sizes), self.clip
 
 
 class Dense(nn.Linear):
@@ -167,8 +182,8 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs.roll(1, dims=1).sin()
 
 
-def train_reference(sizes: Sequence[int], steps: int) -> dict[str, torch.Tensor]:
-    """Parameters after ``steps`` of one process."""
+def train_reference(sizes: Sequence[int], steps: int, clip: float = 0.0) -> dict[str, torch.Tensor]:
+    """Parameters after ``steps`` of one process, and its last norm of gradients under ``"norm"``."""
     model = nn.Sequential(*(ReferenceMixture() if size else Dense() for size in sizes))
     for name, parameter in model.named_parameters():
         parameter.data = value_of(name, parameter.shape)
@@ -177,8 +192,9 @@ def train_reference(sizes: Sequence[int], steps: int) -> dict[str, torch.Tensor]
         inputs, targets = batch(step)
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
         optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {"norm": norm, **{name: parameter.detach() for name, parameter in model.named_parameters()}}
 
 
 class Trainer:
@@ -189,22 +205,25 @@ class Trainer:
         deepspeed.init_distributed(verbose=False)
         self.case = case
         self.grid, module = self._module()
-        self.experts: dict[int, ExpertGroups] = {
-            size: create_expert_groups(self.grid, size, case.tensor_parallel, case.data_first)
-            for size in sorted(set(case.sizes) - {0})
-        }
+        sizes = sorted(set(case.sizes) - {0})
+        topology = self.grid.topology()
+        self.plans = {size: ExpertPlan(topology, size, case.tensor_parallel, case.data_first) for size in sizes}
+        for size in sizes if case.created else []:
+            create_expert_groups(self.grid, size, case.tensor_parallel, case.data_first)
         self._initialize_parameters(module)
         samples = self.grid.get_sample_world_size()
         self.share = BATCH // samples
+        self.dtype = torch.bfloat16 if case.bf16 else torch.float32
         config = {
             "train_micro_batch_size_per_gpu": self.share // MICRO_BATCHES,
             "gradient_accumulation_steps": MICRO_BATCHES,
-            "gradient_clipping": 0.0,
+            "gradient_clipping": case.clip,
             "optimizer": {"type": "SGD", "params": DESCENT},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": case.zero},
+            "zero_optimization": {"stage": case.zero, **({"offload_optimizer": OFFLOAD} if case.offload else {})},
             "steps_per_print": 10**9,
+            "bf16": {"enabled": case.bf16},
         }
         self.engine, *_ = deepspeed.initialize(
             model=module,
@@ -241,9 +260,9 @@ class Trainer:
         name = getattr(parameter, "group_name", None)
         if name is None:
             return 0
-        groups = next(groups for groups in self.experts.values() if groups.plan.name == name)
-        size = groups.plan.expert_parallel_size
-        return groups.expert_ranks.index(self.grid.global_rank) * (EXPERTS // size)
+        plan = next(plan for plan in self.plans.values() if plan.name == name)
+        place = plan.expert_ranks(self.grid.grid_rank).index(self.grid.grid_rank)
+        return place * (EXPERTS // plan.expert_parallel_size)
 
     def _initialize_parameters(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
@@ -254,7 +273,7 @@ class Trainer:
     def train(self, steps: range) -> None:
         first = self.grid.get_sample_rank() * self.share
         for step in steps:
-            inputs, targets = (whole[first : first + self.share] for whole in batch(step))
+            inputs, targets = (whole[first : first + self.share].to(self.dtype) for whole in batch(step))
             micro_batches = list(zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True))
             if self.case.pipeline:
                 self.engine.train_batch(iter(micro_batches))
@@ -283,4 +302,7 @@ def worst_difference(trainer: Trainer, reference: dict[str, torch.Tensor]) -> tu
         assert theirs.isfinite().all(), name
         difference = float((mine - theirs).norm() / theirs.norm())
         differences.append((difference if math.isfinite(difference) else math.inf, name))
+    if trainer.engine.get_global_grad_norm() is not None:
+        ratio = float(trainer.engine.get_global_grad_norm()) / float(reference["norm"])
+        differences.append((abs(ratio - 1), "norm of gradients"))
     return max(differences)

@@ -78,6 +78,27 @@ def _check_writers(plan: ExpertPlan) -> None:
     assert {len(ranks) for ranks in writers.values()} == {1}
 
 
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_a_place_tells_the_places_of_dividing_sizes(topology: ProcessTopology) -> None:
+    """One optimizer file per stage, slice and place in the greatest group then holds what each of its readers wants."""
+    plans = list(_plans(topology))
+    for great, small in product(plans, plans):
+        same_pools = (great.expert_tensor_parallel, great.use_data_before_expert) == (
+            small.expert_tensor_parallel,
+            small.use_data_before_expert,
+        )
+        if same_pools and great.expert_parallel_size % small.expert_parallel_size == 0:
+            seen: dict[tuple[int, ...], int] = {}
+            for rank in range(topology.world_size()):
+                place = small.expert_ranks(rank).index(rank)
+                assert seen.setdefault(_file_of(great, rank), place) == place
+
+
+def _file_of(plan: ExpertPlan, rank: int) -> tuple[int, ...]:
+    coordinate = plan.topology.get_coord(rank)._asdict()
+    return coordinate.get("pipe", 0), coordinate.get("model", 0), plan.expert_ranks(rank).index(rank)
+
+
 @pytest.mark.parametrize("data_first", [False, True])
 @pytest.mark.parametrize(("world", "tensor", "pipe"), [(8, 1, 1), (16, 2, 1), (16, 2, 2), (24, 3, 2)])
 def test_tensor_parallel_tables_equal_deepspeeds(world: int, tensor: int, pipe: int, data_first: bool) -> None:

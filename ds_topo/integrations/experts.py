@@ -1,7 +1,7 @@
 """Our expert groups inside DeepSpeed: where its MoE layers find them, and what its engine gets wrong about them.
 
-Registration binds names of ``deepspeed.utils.groups`` and two methods of ``DeepSpeedEngine`` for as long as expert
-groups exist; the last ``destroy()`` puts back what was there.
+Registration binds names of ``deepspeed.utils.groups`` and methods of DeepSpeed's engine and ZeRO optimizer for as long
+as expert groups exist; the last ``destroy()`` puts back what was there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.moe import mappings
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.errors import ExpertGroupError
@@ -24,6 +28,8 @@ from ds_topo.expert_ranks import ExpertPlan
 from ds_topo.grid import PipelineParallelGrid
 from ds_topo.process_groups import ProcessGroup
 from ds_topo.rank_groups import MODEL, PIPE
+
+from .expert_norm import clip_gradients, zero_gradient_norm
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,10 +76,20 @@ class ExpertRegistry:
         """Names in use, in order of registration."""
         return list(self._by_name)
 
+    def sizes(self) -> set[int]:
+        """Expert parallel sizes in use."""
+        return {groups.plan.expert_parallel_size for groups in self._by_name.values()}
+
+    def serves(self, mpu: Any) -> bool:
+        """Whether there are expert groups of this mpu's grid."""
+        return isinstance(mpu, PipelineParallelGrid) and any(
+            groups.grid.shares_groups_with(mpu) for groups in self._by_name.values()
+        )
+
     def check(self, grid: PipelineParallelGrid, plan: ExpertPlan) -> None:
         """Raise ``ExpertGroupError`` if this plan cannot be registered beside what is."""
         known = self.find(plan.name)
-        if known is not None and (known.plan != plan or known.grid is not grid):
+        if known is not None and (known.plan != plan or not known.grid.shares_groups_with(grid)):
             raise ExpertGroupError(
                 f"expert groups {plan.name!r} are already registered, for {known.grid} with {known.plan}: DeepSpeed "
                 "keeps one table per name; call destroy() on those groups, or on their grid, first"
@@ -128,6 +144,8 @@ class ExpertRegistry:
             (mappings, "_gather_tokens", _gather_tokens),
             (DeepSpeedEngine, "_configure_checkpointing", _checked(DeepSpeedEngine._configure_checkpointing)),
             (DeepSpeedEngine, "_save_moe_checkpoint", _saved_by_slice(DeepSpeedEngine._save_moe_checkpoint)),
+            (DeepSpeedEngine, "clip_fp32_gradients", _clipped(DeepSpeedEngine.clip_fp32_gradients)),
+            (DeepSpeedZeroOptimizer, "scaled_global_norm", _normed(DeepSpeedZeroOptimizer.scaled_global_norm)),
         ):
             self._bindings.enter_context(mock.patch.object(owner, name, value))
 
@@ -161,7 +179,7 @@ def _checked(configure_checkpointing: Any) -> Any:
         if isinstance(engine.mpu, PipelineParallelGrid):
             _check_tensor_parallelism(engine)
             _check_sequence_scale(engine)
-            _check_parameter_groups(engine)
+            _check_norm(engine)
             _pad_capacities(engine)
 
     return configure
@@ -189,21 +207,41 @@ def _check_sequence_scale(engine: Any) -> None:
         )
 
 
-def _check_parameter_groups(engine: Any) -> None:
-    """ZeRO reduces norms over pipe x model once for each parameter group: unequal numbers hang the first step."""
+def _check_norm(engine: Any) -> None:
+    """Optimizers of fp16 and bf16 whose own norm is wrong, or hangs, and has no seam."""
     grid: PipelineParallelGrid = engine.mpu
-    if not engine.zero_optimization() or grid.get_model_parallel_world_size() == 1:
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) or not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         return
-    own = (grid.get_stage_id(), len(engine.optimizer.param_groups))
-    gathered: list[Any] = [None] * grid.get_model_parallel_world_size()
-    dist.all_gather_object(gathered, own, group=grid.get_model_parallel_group())
-    counts = dict(sorted(set(gathered)))
-    if len(set(counts.values())) > 1:
+    optimizer = type(engine.optimizer).__name__
+    if engine.has_moe_layers and engine.gradient_clipping() > 0 and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         raise ExpertGroupError(
-            f"pipeline stages have unequal numbers of optimizer parameter groups, {counts} (stage: groups): "
-            "DeepSpeed's ZeRO would hang in the first step. Use ZeRO stage 0, or give every stage MoE layers of "
-            "the same expert sizes (partition_method, order of the layers)"
+            f"gradient_clipping={engine.gradient_clipping()} in fp16 or bf16 without ZeRO: DeepSpeed's {optimizer} "
+            "leaves experts out of the norm that it clips by; use ZeRO stage 1 or 2, or gradient_clipping 0"
         )
+    names = {module.expert_group_name for module in engine.module.modules() if isinstance(module, MoE)}
+    gathered: list[Any] = [None] * grid.get_model_parallel_world_size()
+    own = (grid.get_stage_id(), sorted(names), _has_dense_share(engine))
+    dist.all_gather_object(gathered, own, group=grid.get_model_parallel_group())
+    remedy = "use fp32, or ZeRO stage 1 without fp32 accumulation of gradients"
+    sizes: dict[int, list[str]] = {stage: names for stage, names, _ in sorted(gathered)}
+    if any(others != sizes[0] for others in sizes.values()):
+        raise ExpertGroupError(
+            f"pipeline stages have experts of different sizes, {sizes} (stage: sizes): DeepSpeed's {optimizer} would "
+            f"hang in the first step; {remedy}, or give every stage MoE layers of the same sizes"
+        )
+    if any(sizes.values()) and not all(has_share for _, _, has_share in gathered):
+        raise ExpertGroupError(
+            f"some slices hold no tensor-parallel parameters beside experts: DeepSpeed's {optimizer} would fail in the "
+            f"first step, on those ranks alone; {remedy}"
+        )
+
+
+def _has_dense_share(engine: Any) -> bool:
+    """Whether anything but experts on this rank counts in the norm of DeepSpeed's BF16_Optimizer."""
+    return engine.mpu.get_slice_parallel_rank() == 0 or any(
+        is_model_parallel_parameter(parameter) and not is_moe_param(parameter)
+        for parameter in engine.module.parameters()
+    )
 
 
 def _pad_capacities(engine: Any) -> None:
@@ -220,6 +258,28 @@ def _pad_capacity(routes: tuple[Any, ...], slices: int) -> tuple[Any, ...]:
     return (loss, torch.as_tensor(-(-int(capacity) // slices) * slices), *rest)
 
 
+def _clipped(clip: Any) -> Any:
+    @wraps(clip)
+    def clip_fp32_gradients(engine: Any) -> None:
+        if registry.serves(engine.mpu):
+            limit = engine.gradient_clipping()
+            engine._global_grad_norm = clip_gradients(engine.module.parameters(), limit, engine.mpu)
+        else:
+            clip(engine)
+
+    return clip_fp32_gradients
+
+
+def _normed(norm: Any) -> Any:
+    @wraps(norm)
+    def scaled_global_norm(optimizer: Any, norm_type: int = 2) -> Any:
+        if registry.serves(optimizer.mpu):
+            return zero_gradient_norm(optimizer, optimizer.mpu)
+        return norm(optimizer, norm_type)
+
+    return scaled_global_norm
+
+
 def _saved_by_slice(save: Any) -> Any:
     """Let each slice write the files that it reads.
 
@@ -229,18 +289,30 @@ def _saved_by_slice(save: Any) -> Any:
 
     @wraps(save)
     def save_moe_checkpoint(engine: Any, *args: Any, **options: Any) -> Any:
-        is_writer = engine.checkpoint_engine.is_data_parallel_writer
-        first_of_slice = {
-            dist.get_rank(groups.expert_data_group)
-            for groups in map(registry.find, registry.names())
-            if groups is not None and groups.writes_checkpoint
-        }
+        if not registry.serves(engine.mpu):
+            return save(engine, *args, **options)
+        _check_optimizer_files(engine)
+        place = deepspeed_groups._get_expert_data_parallel_rank
         with mock.patch.object(
-            engine.checkpoint_engine, "is_data_parallel_writer", lambda rank: is_writer(rank) or rank in first_of_slice
+            deepspeed_groups,
+            "_get_expert_data_parallel_rank",
+            lambda name: place(name) if (known := registry.find(name)) is None else int(not known.writes_checkpoint),
         ):
             return save(engine, *args, **options)
 
     return save_moe_checkpoint
+
+
+def _check_optimizer_files(engine: Any) -> None:
+    """Without ZeRO, DeepSpeed writes one optimizer file for each expert parallel rank of the greatest size."""
+    sizes = registry.sizes()
+    others = sorted(size for size in sizes if max(sizes) % size)
+    if others and not engine.zero_optimization():
+        raise ExpertGroupError(
+            f"expert parallel sizes {others} do not divide the greatest, {max(sizes)}: without ZeRO, DeepSpeed writes "
+            "one optimizer state for each place in the greatest group, so that some experts' would be lost. Use ZeRO "
+            "stage 1 or 2, or sizes that divide each other"
+        )
 
 
 def uses_data_axis_alone(grid: PipelineParallelGrid) -> bool:

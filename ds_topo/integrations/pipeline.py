@@ -11,6 +11,8 @@ from unittest import mock
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import module as deepspeed_module
@@ -19,10 +21,12 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from ds_topo.axes import Spec, read_config
 from ds_topo.errors import MissingTopologyError, TopologyError
 from ds_topo.grid import PipelineParallelGrid
+from ds_topo.groups import create_expert_groups
 from ds_topo.process_groups import require_initialized
 from ds_topo.rank_groups import DATA, PIPE, RankGroup
 from ds_topo.topology import ProcessTopology
 
+from .experts import registry
 from .versions import warn_of_defects
 
 
@@ -94,6 +98,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
             with mock.patch.object(deepspeed_module, "PipelineParallelGrid", return_value=engine_grid):
                 super().__init__(layers, None, engine_grid._topo, *args, **options)
             self._count_each_parameter_once()
+            self._expert_sizes = self._expert_sizes_of_all_stages()
         except BaseException:
             if layout is not grid:
                 engine_grid.destroy()
@@ -107,6 +112,28 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         """The grid."""
         grid: PipelineEngineGrid = self._grid
         return grid
+
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel: bool = False) -> None:
+        """Called by the engine on every rank before the MoE layers': expert groups that do not exist yet.
+
+        DeepSpeed creates them in the layers, which hangs the stages that have none.
+        """
+        for size, tensor_parallel in self._expert_sizes:
+            known = registry.find(f"ep_size_{size}")
+            if known is None or not known.grid.shares_groups_with(self.mpu()):
+                create_expert_groups(self.mpu(), size, tensor_parallel, use_data_before_expert_parallel)
+
+    def _expert_sizes_of_all_stages(self) -> list[tuple[int, bool]]:
+        """Expert parallel sizes of the whole pipeline, each with whether its experts are tensor parallel."""
+        own = {
+            (layer.ep_size, layer.enable_expert_tensor_parallelism)
+            for layer in self.modules()
+            if isinstance(layer, MoE)
+        }
+        gathered: list[Any] = [own] * self.mpu().pipe_parallel_size
+        if self.mpu().pipe_parallel_size > 1:
+            dist.all_gather_object(gathered, own, group=self.mpu().get_pipe_parallel_group())
+        return sorted(set().union(*gathered))
 
     def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
         # Balanced partitions come as NumPy integers, which Python's random.seed refuses under seed_layers=True.
