@@ -22,7 +22,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from ds_topo import PipelineModule, PipelineParallelGrid
+from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.expert_ranks import ExpertPlan
 from ds_topo.groups import create_expert_groups
 
@@ -30,6 +30,7 @@ WIDTH, HIDDEN, EXPERTS, BATCH, MICRO_BATCHES = 8, 16, 4, 16, 2
 DESCENT = {"lr": 0.05, "momentum": 0.9}
 """Plain descent with momentum: it shows every wrong factor of a gradient, as Adam would not."""
 OFFLOAD = {"device": "cpu"}
+SMALL_BUCKETS = {"bucket_bytes": 600, "first_bucket_bytes": 100, "last_bucket_bytes": 100}
 LOCAL_EXPERT = re.compile(r"deepspeed_experts\.(\d+)\.")
 
 
@@ -38,7 +39,7 @@ class Case:
     """One way to train.
 
     ``sizes``: the expert parallel size of each layer, 0 for a dense layer. ``created``: whether the user creates the
-    groups.
+    groups. ``reduced``: by our reducer.
     """
 
     topology: str
@@ -52,6 +53,7 @@ class Case:
     created: bool = True
     bf16: bool = False
     offload: bool = False
+    reduced: bool = False
 
     @property
     def reference(self) -> tuple[tuple[int, ...], float]:
@@ -224,8 +226,9 @@ class Trainer:
             "zero_optimization": {"stage": case.zero, **({"offload_optimizer": OFFLOAD} if case.offload else {})},
             "steps_per_print": 10**9,
             "bf16": {"enabled": case.bf16},
+            "gradient_reducer": SMALL_BUCKETS if case.reduced else False,
         }
-        self.engine, *_ = deepspeed.initialize(
+        self.engine, *_ = initialize(
             model=module,
             config=config,
             model_parameters=list(module.parameters()),

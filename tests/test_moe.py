@@ -97,3 +97,29 @@ def test_plain_engines_clip_by_the_norm_of_the_whole_model() -> None:
     cases += [Case("model=2,data=2", (0, 2), zero, True, clip=CLIP, pipeline=False) for zero in (0, 1, 2)]
     cases += [Case("model=2,data=2", (0, 2, 1), zero, clip=CLIP, pipeline=False, offload=True) for zero in (1, 2)]
     _check(4, cases)
+
+
+def test_our_reducer_in_pipelines() -> None:
+    cases = [
+        Case(topology, sizes, zero, split, clip=CLIP, reduced=True)
+        for topology in (ORDERS[2], ORDERS[4])
+        for zero in (0, 1)
+        for sizes, split in (
+            ((0, 2, 1, 0), False),
+            ((0, 4, 4, 0), False),
+            ((0, 2, 2, 0), "model" in topology),
+        )
+    ]
+    cases += [Case(ORDERS[0], (0, 0, 0, 2), zero, clip=CLIP, reduced=True) for zero in (0, 1)]
+    _check(8, cases)
+
+
+def test_our_reducer_in_plain_engines() -> None:
+    cases = [
+        Case(topology, sizes, zero, clip=CLIP, pipeline=False, reduced=True)
+        for topology in ("data=4", "model=2,data=2")
+        for zero in (0, 1)
+        for sizes in ((0, 2, 1), (0, 4))
+    ]
+    cases += [Case("model=2,data=2", (0, 2), 1, True, clip=CLIP, pipeline=False, reduced=True)]
+    _check(4, cases)

@@ -27,11 +27,13 @@ class ReductionOptions:
         communication_dtype: reduce in this type; the type in which gradients are accumulated by default.
         accumulation_dtype: accumulate and reduce gradients of narrower floating-point types in this one. They are left
             in ``parameter.main_grad``, and rounded once to the parameter's type in ``parameter.grad``.
-        find_unused_parameters: let parameters take no part in a step. One that takes part on some ranks only gets
+        find_unused_parameters: let parameters take no part in a step; ``finish()`` must then come before any other
+            collective of the group. One that takes part on some ranks only gets
             the same gradient on all; one that takes part on none keeps its ``grad`` as it is. Without it, finish()
             raises on every rank and names them.
         zero_unused_parameters: let parameters take no part in a step, and give them zeros, as DeepSpeed does. Costs no
             synchronization of a GPU, which ``find_unused_parameters`` does.
+        overlap: launch full buckets during backward; by default but where an engine knows that nothing is gained.
         static_graph: every step reaches the same parameters equally often, as DDP's option of this name. Lets a
             parameter get several gradients in one micro-batch (reentrant checkpointing, several backward calls); they
             are counted in the first step, which is reduced without overlap.
@@ -60,6 +62,7 @@ class ReductionOptions:
     accumulation_dtype: torch.dtype | None = None
     find_unused_parameters: bool = False
     zero_unused_parameters: bool = False
+    overlap: bool | None = None
     static_graph: bool = False
     storage: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     expert_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)

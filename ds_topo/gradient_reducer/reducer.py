@@ -105,8 +105,8 @@ class GradientReducer:
         self._order: list[int] | None = []
         """Indices of slots as their gradients became ready in the first step; None once the order is known."""
         self._next_plan: list[tuple[int, ...]] | None = None
-        self._holds_back = False
-        """Whether full buckets wait for the end of backward."""
+        self._holds_back = self._all_want_to_hold_back = False
+        """Whether full buckets wait for the end of backward, in this step; and by what the last one knew."""
         self._deferred: list[tuple[list[GradientSlot], Census]] = []
         self._steps: deque[StepTiming] = deque(maxlen=self.options.keep_steps)
         self.step_count = 0
@@ -276,7 +276,16 @@ class GradientReducer:
 
     def _begin_step(self) -> None:
         self._state = ReducerState.REDUCING
+        overlap = self.options.overlap
+        self._holds_back = self._all_want_to_hold_back if overlap is None else not overlap
         self._steps.append(StepTiming(self.step_count, time.perf_counter_ns()))
+
+    def _wants_to_hold_back(self) -> bool:
+        """Whether the next step's reductions had better not disturb its backward; done if all ranks agree.
+
+        Ranks of a group must not differ in this: their backward may have collectives of the same group.
+        """
+        return False
 
     def _is_last_backward(self) -> bool:
         """Whether gradients that arrive now are of the step's last micro-batch; engines know better."""
@@ -312,7 +321,8 @@ class GradientReducer:
         for lane in dict.fromkeys(self._lane_of):
             members = [slot for slot in self._slots if self._lane_of[slot.index] is lane]
             device = members[0].parameter.device
-            censuses.append((members, Census([present[slot.index] for slot in members], failed, lane, device)))
+            notes = [*(present[slot.index] for slot in members), failed, self._wants_to_hold_back()]
+            censuses.append((members, Census(notes, lane, device)))
         return censuses
 
     def _conclude(self, censuses: list[tuple[list[GradientSlot], Census]]) -> None:
@@ -325,7 +335,9 @@ class GradientReducer:
         self._deferred, censuses = (censuses, self._deferred) if is_deferred else ([], censuses)
         unused: set[int] = set()
         for members, census in censuses:
-            counts, failures = census.result()
+            counts, failures, holding = census.result()
+            if self._lane_of[members[0].index] is self._dense:
+                self._all_want_to_hold_back = holding == census.size
             absent = [slot for slot, count in zip(members, counts, strict=True) if count < census.size]
             if failures:
                 raise RuntimeError(f"{failures} of {census.size} ranks failed in finish(); their own errors say why")

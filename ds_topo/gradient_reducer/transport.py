@@ -139,11 +139,11 @@ def launch(bucket: GradientBucket, lane: Lane, is_last: bool) -> Reduction:
 
 
 class Census:
-    """How many ranks of a lane have a gradient for each parameter, and whether any of them failed."""
+    """How many ranks of a lane have a gradient for each parameter, failed, and wish to hold back the next step."""
 
-    def __init__(self, present: list[bool], failed: bool, lane: Lane, device: torch.device) -> None:
+    def __init__(self, notes: list[bool], lane: Lane, device: torch.device) -> None:
         lane.wait_for_hook()
-        self._counts = torch.tensor([*present, failed], dtype=torch.int32, device=device)
+        self._counts = torch.tensor(notes, dtype=torch.int32, device=device)
         self._work = dist.all_reduce(self._counts, group=lane.group, async_op=True)
         self._event: torch.cuda.Event | None = None
         self.size = lane.size
@@ -156,9 +156,9 @@ class Census:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def result(self) -> tuple[list[int], int]:
-        """Ranks with a gradient, by parameter; ranks that failed."""
+    def result(self) -> tuple[list[int], int, int]:
+        """Ranks with a gradient, by parameter; ranks that failed; ranks that wish to hold back."""
         if self._event is not None:
             self._event.synchronize()
-        *present, failed = self._counts.tolist()
-        return present, failed
+        *present, failed, holding = self._counts.tolist()
+        return present, failed, holding

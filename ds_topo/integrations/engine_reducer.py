@@ -31,9 +31,8 @@ class EngineReducer(GradientReducer):
     have called to reduce gradients only waits for the rest of the reduction.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, overlap: bool | None = None, **options: Any) -> None:
+    def __init__(self, engine: DeepSpeedEngine, **options: Any) -> None:
         self._engine = engine
-        self._overlap = overlap
         self._bindings = ExitStack()
         self._gradients = gradients_of(engine)
         super().__init__(
@@ -68,10 +67,6 @@ class EngineReducer(GradientReducer):
             self._begin_step()
         self.finish()
 
-    def _begin_step(self) -> None:
-        super()._begin_step()
-        self._holds_back = self._overlap is False
-
     def _is_last_backward(self) -> bool:
         engine = self._engine
         return not engine.inside_no_sync_ctxt and bool(engine.is_gradient_accumulation_boundary())
@@ -94,12 +89,12 @@ class PipelineReducer(EngineReducer):
     Gradients leave while its backward runs, and are waited for where the schedule reduces tied layers.
     """
 
-    def __init__(self, engine: PipelineEngine, overlap: bool | None = None, **options: Any) -> None:
+    def __init__(self, engine: PipelineEngine, **options: Any) -> None:
         self._passes = 0
         """Backward passes of this step so far."""
         self.backward_ns = 0
         """How long the last one took."""
-        super().__init__(engine, overlap, **options)
+        super().__init__(engine, **options)
         instructions = engine._INSTRUCTION_MAP
         backward, reduce_tied = instructions[schedule.BackwardPass], instructions[schedule.ReduceTiedGrads]
 
@@ -124,11 +119,7 @@ class PipelineReducer(EngineReducer):
     def _is_last_backward(self) -> bool:
         return bool(self._passes == self._engine.micro_batches)
 
-    def _begin_step(self) -> None:
-        super()._begin_step()
-        self._holds_back |= self._overlap is None and self._bubble_hides_it()
-
-    def _bubble_hides_it(self) -> bool:
+    def _wants_to_hold_back(self) -> bool:
         """Whether earlier stages are at work for longer than the reduction takes, so that it need not disturb backward.
 
         After its last backward, stage s waits while the s stages before it do theirs, one after the other. Their
@@ -139,7 +130,7 @@ class PipelineReducer(EngineReducer):
         return bool(times) and (stage + 1) * median(times) < stage * self.backward_ns
 
 
-def attach(engine: DeepSpeedEngine, *, overlap: bool | None = None, **options: Any) -> EngineReducer:
+def attach(engine: DeepSpeedEngine, **options: Any) -> EngineReducer:
     """Let a reducer average a DeepSpeed engine's gradients, overlapped with the last micro-batch's backward.
 
     Serves ``DeepSpeedEngine`` and ``PipelineEngine`` at ZeRO stages 0 and 1, fp32, fp16 and bf16, experts included.
@@ -147,9 +138,8 @@ def attach(engine: DeepSpeedEngine, *, overlap: bool | None = None, **options: A
 
     Args:
         engine: what ``deepspeed.initialize`` returned.
-        overlap: launch full buckets during backward; in a pipeline, by default, but where the wait for other stages
-            hides the whole reduction.
-        options: see ``ReductionOptions``; they take precedence over the engine's.
+        options: see ``ReductionOptions``; they take precedence over the engine's. In a pipeline, by default, a stage
+            does not overlap where its wait for other stages hides the whole reduction anyway.
 
     Raises:
         TypeError: not an engine.
@@ -161,7 +151,7 @@ def attach(engine: DeepSpeedEngine, *, overlap: bool | None = None, **options: A
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(f"GradientReducer.attach: {type(engine).__name__} is not what deepspeed.initialize returns")
     kind = PipelineReducer if isinstance(engine, PipelineEngine) else EngineReducer
-    return kind(engine, overlap, **options)
+    return kind(engine, **options)
 
 
 def initialize(*args: Any, **options: Any) -> tuple[Any, Any, Any, Any]:
