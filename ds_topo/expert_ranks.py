@@ -9,11 +9,10 @@ sums their gradients. The two partition the pool, and any two of them meet in on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .errors import ExpertSizeError, TopologyError
+from .errors import ExpertSizeError
 from .rank_groups import DATA, MODEL, PIPE, gradient_axes
 from .topology import ProcessTopology
 
@@ -189,25 +188,3 @@ def zero_partition_ranks(topology: ProcessTopology, size: int, rank: int) -> lis
         )
     first = replicas.index(rank) // size * size
     return replicas[first : first + size]
-
-
-def two_level_ranks(ranks: Sequence[int], hosts: Mapping[int, str], rank: int) -> tuple[list[int], list[int]]:
-    """A group in two levels: the peers of ``rank`` on its own host, and its counterparts, one on every host.
-
-    >>> two_level_ranks([0, 1, 4, 5], {0: "a", 1: "a", 4: "b", 5: "b"}, rank=4)
-    ([4, 5], [0, 4])
-
-    Raises:
-        TopologyError: hosts with different numbers of the group's ranks.
-    """
-    by_host: dict[str, list[int]] = {}
-    for member in sorted(ranks):
-        by_host.setdefault(hosts[member], []).append(member)
-    counts = {host: len(members) for host, members in by_host.items()}
-    if len(set(counts.values())) > 1:
-        raise TopologyError(
-            f"ranks {list(ranks)} cannot be a two-level group: hosts hold unequal numbers of them, {counts}; "
-            "choose an order of axes or a degree that puts equally many on every host"
-        )
-    local = by_host[hosts[rank]]
-    return local, sorted(members[local.index(rank)] for members in by_host.values())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from .axes import canonical_axis
-from .errors import UnknownAxisError
+from .errors import TopologyError, UnknownAxisError
 from .topology import PipeDataParallelTopology, ProcessTopology
 
 PIPE, DATA, MODEL, SEQ = "pipe", "data", "model", "seq"
@@ -124,6 +125,38 @@ def p2p_pairs(topology: ProcessTopology) -> list[list[int]]:
         for position, rank in enumerate(line):
             pairs[rank][1] = line[(position + 1) % len(line)]
     return pairs
+
+
+def has_two_levels(hosts: Mapping[int, str]) -> bool:
+    """Whether ranks, given with their hosts, span several hosts with equally many of them on each, more than one.
+
+    >>> has_two_levels({0: "a", 1: "a", 4: "b", 5: "b"}), has_two_levels({0: "a", 1: "a", 2: "b"})
+    (True, False)
+    """
+    counts = Counter(hosts.values())
+    return len(counts) > 1 and len(set(counts.values())) == 1 and max(counts.values()) > 1
+
+
+def two_level_ranks(ranks: Sequence[int], hosts: Mapping[int, str], rank: int) -> tuple[list[int], list[int]]:
+    """A group in two levels: the peers of ``rank`` on its own host, and its counterparts, one on every host.
+
+    >>> two_level_ranks([0, 1, 4, 5], {0: "a", 1: "a", 4: "b", 5: "b"}, rank=4)
+    ([4, 5], [0, 4])
+
+    Raises:
+        TopologyError: hosts with different numbers of the group's ranks.
+    """
+    by_host: dict[str, list[int]] = {}
+    for member in sorted(ranks):
+        by_host.setdefault(hosts[member], []).append(member)
+    counts = {host: len(members) for host, members in by_host.items()}
+    if len(set(counts.values())) > 1:
+        raise TopologyError(
+            f"ranks {list(ranks)} cannot be a two-level group: hosts hold unequal numbers of them, {counts}; "
+            "choose an order of axes or a degree that puts equally many on every host"
+        )
+    local = by_host[hosts[rank]]
+    return local, sorted(members[local.index(rank)] for members in by_host.values())
 
 
 def factorized_topology(world_size: int) -> ProcessTopology:

@@ -480,7 +480,7 @@ def test_two_levels_give_the_same_gradients() -> None:
 
 def _two_level_failure() -> None:
     """A failing collective reaches whoever waits, on the tensor that it failed for."""
-    levels = TwoLevelReduction([[0, 1], [2, 3]])
+    levels = TwoLevelReduction({0: "a", 1: "a", 2: "b", 3: "b"})
     good, bad = torch.ones(4), torch.ones(3)
     first, second = levels.submit(good), levels.submit(bad)
     levels.flush()

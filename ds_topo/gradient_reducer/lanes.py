@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from ..process_groups import ProcessGroup
+from ..rank_groups import has_two_levels
 from .buckets import GradientSlot
 from .options import ReductionOptions
 from .slots import expert_group_name
 from .transport import Lane
-from .two_level import TwoLevelReduction, host_of_every_rank, is_two_level_faster, split_by_host
+from .two_level import TwoLevelReduction, hosts_of, is_two_level_faster
 
 
 def assign_lanes(
@@ -63,15 +64,15 @@ def _chosen_two_level(
     slots: Sequence[GradientSlot], options: ReductionOptions, group: ProcessGroup
 ) -> TwoLevelReduction | None:
     """Two levels if asked for; without a wish where the placement has them and they measure faster."""
-    by_host = split_by_host(dist.get_process_group_ranks(group), host_of_every_rank(group))
-    if by_host is None:
+    hosts = hosts_of(group)
+    if not has_two_levels(hosts):
         if options.two_level:
             raise ValueError(
                 "two_level=True: the group must span at least two hosts with equally many ranks, several each; leave "
                 "it out to choose by placement"
             )
         return None
-    two_level = TwoLevelReduction(by_host)
+    two_level = TwoLevelReduction(hosts)
     if options.two_level:
         return two_level
     dtype, device = slots[0].dtype, slots[0].parameter.device

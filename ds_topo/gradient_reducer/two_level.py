@@ -11,7 +11,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 
@@ -19,26 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ..process_groups import ProcessGroup, ProcessGroups
-from ..rank_groups import RankGroup
+from ..rank_groups import RankGroup, two_level_ranks
 
 _PROBE_ROUNDS = 3
-
-
-def split_by_host(ranks: Sequence[int], hosts: Sequence[str]) -> list[tuple[int, ...]] | None:
-    """Ranks by host, or None where two levels make no sense: one host, one rank per host, or uneven hosts.
-
-    >>> split_by_host([0, 1, 2, 3], ["a", "b", "a", "b"])
-    [(0, 2), (1, 3)]
-    >>> split_by_host([0, 1, 2], ["a", "a", "b"]) is None
-    True
-    """
-    by_host: dict[str, list[int]] = {}
-    for rank, host in zip(ranks, hosts, strict=True):
-        by_host.setdefault(host, []).append(rank)
-    sizes = {len(members) for members in by_host.values()}
-    if len(by_host) < 2 or len(sizes) > 1 or sizes == {1}:
-        return None
-    return [tuple(members) for members in by_host.values()]
 
 
 class TwoLevelReduction:
@@ -51,17 +34,14 @@ class TwoLevelReduction:
     Creating it is collective over the group.
 
     Args:
-        by_host: the group's global ranks by host, equally many each (:func:`split_by_host`).
+        hosts: the group's global ranks, each with its host (:func:`~ds_topo.rank_groups.has_two_levels`).
         timeout: of the groups inside and across hosts.
     """
 
-    def __init__(self, by_host: Sequence[Sequence[int]], timeout: timedelta | None = None) -> None:
-        rank = dist.get_rank()
-        inner = next(tuple(members) for members in by_host if rank in members)
-        outer = tuple(sorted(members[inner.index(rank)] for members in by_host))
-        members = sorted(rank for host in by_host for rank in host)
-        groups = [RankGroup(("inside host",), inner), RankGroup(("across hosts",), outer)]
-        self._groups = ProcessGroups(f"two levels over {[list(host) for host in by_host]}", groups, members, timeout)
+    def __init__(self, hosts: Mapping[int, str], timeout: timedelta | None = None) -> None:
+        inner, outer = two_level_ranks(list(hosts), hosts, dist.get_rank())
+        groups = [RankGroup(("inside host",), tuple(inner)), RankGroup(("across hosts",), tuple(outer))]
+        self._groups = ProcessGroups(f"two levels over {dict(hosts)}", groups, sorted(hosts), timeout)
         self._inner = _existing(self._groups.get(("inside host",)))
         self._outer = _existing(self._groups.get(("across hosts",)))
         self.inner_size = len(inner)
@@ -184,11 +164,11 @@ def is_two_level_faster(two_level: TwoLevelReduction, group: ProcessGroup, probe
     return bool(levels < flat)
 
 
-def host_of_every_rank(group: ProcessGroup) -> list[str]:
-    """Host names in group rank order; collective."""
+def hosts_of(group: ProcessGroup) -> dict[int, str]:
+    """Host names by global rank; collective."""
     hosts: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    return hosts
+    return dict(zip(dist.get_process_group_ranks(group), hosts, strict=True))
 
 
 def _existing(group: ProcessGroup | None) -> ProcessGroup:

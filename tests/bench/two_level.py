@@ -13,7 +13,7 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from ds_topo.gradient_reducer.two_level import TwoLevelReduction, host_of_every_rank, split_by_host
+from ds_topo.gradient_reducer.two_level import TwoLevelReduction, hosts_of
 from tests.bench.sides import Times, alternate, ratios, table
 from tests.cluster import Cluster
 
@@ -36,9 +36,7 @@ def _reduce_in_two_levels(buckets: list[torch.Tensor], levels: TwoLevelReduction
 def _setting() -> tuple[list[torch.Tensor], TwoLevelReduction]:
     group = dist.group.WORLD
     assert group is not None
-    by_host = split_by_host(list(range(dist.get_world_size())), host_of_every_rank(group))
-    assert by_host is not None
-    return [torch.ones(BUCKET_BYTES // 4) for _ in range(BUCKETS)], TwoLevelReduction(by_host)
+    return [torch.ones(BUCKET_BYTES // 4) for _ in range(BUCKETS)], TwoLevelReduction(hosts_of(group))
 
 
 def measure(rounds: int) -> Times:
