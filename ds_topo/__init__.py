@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import (
     CoordinateError,
     DisagreementError,
+    EngineOptionError,
     TopologyError,
     UnknownAxisError,
     WorldSizeError,
@@ -28,6 +29,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CoordinateError",
     "DisagreementError",
+    "EngineOptionError",
     "ModelParallelUnit",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
@@ -47,7 +49,7 @@ _LAZY = {
     "ModelParallelUnit": "mpu",
     "PipelineModule": "integrations.pipeline",
     "mark_tensor_parallel_gradients": "integrations.gradient_norm",
-    "PipelineParallelGrid": "grid",
+    "PipelineParallelGrid": "integrations.engine_checks",  # the grid, and what DeepSpeed's engines must know of it
 }
 
 
