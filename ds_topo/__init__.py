@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import (
     CoordinateError,
     DisagreementError,
+    EngineOptionError,
     TopologyError,
     UnknownAxisError,
     WorldSizeError,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CoordinateError",
     "DisagreementError",
+    "EngineOptionError",
     "GradientReducer",
     "ModelParallelUnit",
     "PipeDataParallelTopology",
@@ -53,7 +55,7 @@ _LAZY = {
     "PipelineModule": "integrations.pipeline",
     "initialize": "integrations.engine_reducer",
     "mark_tensor_parallel_gradients": "integrations.gradient_norm",
-    "PipelineParallelGrid": "grid",
+    "PipelineParallelGrid": "integrations.engine_checks",  # the grid, and what DeepSpeed's engines must know of it
 }
 
 

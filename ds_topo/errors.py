@@ -31,6 +31,10 @@ class ExpertSizeError(TopologyError, AssertionError):
     """A size of expert or partition groups that does not divide (DeepSpeed fails an assertion here)."""
 
 
+class EngineOptionError(TopologyError, RuntimeError):
+    """An option of DeepSpeed's config that assumes another order of ranks than the topology's."""
+
+
 class ExpertGroupError(RuntimeError, ValueError):
     """Expert groups, or an engine that uses them, that do not go together: the message says what would."""
 

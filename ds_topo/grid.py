@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,6 +79,8 @@ class PipelineParallelGrid(MpuQueries, MegatronQueries):
     _data_queries_count_samples = True
     """Whether data-parallel rank and size leave ``seq`` out; a pipeline engine averages its loss over all replicas."""
 
+    _told_when_created: ClassVar[list[Callable[[PipelineParallelGrid], None]]] = []
+
     def __init__(
         self,
         topology: ProcessTopology | Spec | None = None,
@@ -103,6 +105,13 @@ class PipelineParallelGrid(MpuQueries, MegatronQueries):
         )
         if self._data_queries_count_samples and SEQ in self._topology.axes:
             self._offer_sequence_queries()
+        for tell in self._told_when_created:
+            tell(self)
+
+    @classmethod
+    def when_created(cls, tell: Callable[[PipelineParallelGrid], None]) -> None:
+        """Call this with every grid from now on, once it is complete."""
+        cls._told_when_created.append(tell)
 
     def _set_coordinates(self) -> None:
         """Everything that DeepSpeed reads as an attribute; all of it follows from topology and rank."""

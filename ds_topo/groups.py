@@ -15,7 +15,8 @@ from deepspeed.utils import groups as deepspeed_groups
 from .errors import ExpertGroupError, ExpertSizeError
 from .expert_ranks import EXPERT, ExpertPlan, expert_parallel_ranks, zero_partition_ranks
 from .grid import PipelineParallelGrid
-from .integrations.experts import ExpertGroups, registry, uses_data_axis_alone
+from .integrations.engine_checks import check_exchange_between_all_ranks
+from .integrations.experts import ExpertGroups, registry
 from .process_groups import ProcessGroup
 from .rank_groups import RankGroup
 
@@ -192,14 +193,11 @@ def _get_local_all_to_all_group() -> dict[str, ProcessGroup]:
     """Groups of quantized gradients (qgZ), which DeepSpeed lays over all ranks of the job.
 
     Raises:
-        ExpertGroupError: a grid with ``pipe`` or ``model``: gradients of different parameters would be mixed.
+        EngineOptionError: a grid with ``pipe`` or ``model``: gradients of different parameters would be mixed.
     """
     grid = _current_grid()
-    if grid is not None and not uses_data_axis_alone(grid):
-        raise ExpertGroupError(
-            f"zero_quantized_gradients exchanges gradients between all ranks of the job, but those of "
-            f"{grid.topology().spec!r} hold different parameters: switch it off, or use data parallelism alone"
-        )
+    if grid is not None:
+        check_exchange_between_all_ranks("zero_quantized_gradients", grid)
     groups: dict[str, ProcessGroup] = deepspeed_groups._get_local_all_to_all_group()
     return groups
 

@@ -20,12 +20,12 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 
 from ds_topo.axes import Spec, read_config
 from ds_topo.errors import MissingTopologyError, TopologyError
-from ds_topo.grid import PipelineParallelGrid
 from ds_topo.groups import create_expert_groups
 from ds_topo.process_groups import require_initialized
 from ds_topo.rank_groups import DATA, PIPE, RankGroup
 from ds_topo.topology import ProcessTopology
 
+from .engine_checks import PipelineParallelGrid
 from .experts import registry
 from .versions import warn_of_defects
 
