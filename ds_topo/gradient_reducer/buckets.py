@@ -32,7 +32,9 @@ class GradientSlot:
     """Its part of the bucket, in the parameter's shape and strides; the gradient itself, if that is sparse."""
     bucket: GradientBucket = field(init=False)
     is_ready: bool = False
-    """Whether this rank's contribution to the step is complete and scaled."""
+    """Whether this rank's contribution to the step is complete."""
+    is_filled: bool = False
+    """Whether the view holds it."""
     holds_gradient: bool = False
     """Whether a view apart from ``parameter.grad`` holds gradients of this step."""
 
@@ -116,7 +118,7 @@ class GradientBucket:
         """Expect every gradient anew."""
         self.pending = len(self.slots)
         for slot in self.slots:
-            slot.is_ready = slot.holds_gradient = False
+            slot.is_ready = slot.is_filled = slot.holds_gradient = False
             slot.arrived = 0
 
 

@@ -10,7 +10,27 @@ from torch import nn
 from .buckets import GradientSlot
 
 _LARGE_NUMEL = 1 << 14
-"""From here on one fused copy and multiplication is faster than a share of two foreach calls."""
+"""From here on a gradient is better scaled into its bucket at once, while caches hold it, than together with others."""
+
+
+def fills_at_once(slot: GradientSlot) -> bool:
+    """Whether :func:`fill_at_once` is for this slot."""
+    return slot.parameter.numel() >= _LARGE_NUMEL and not slot.is_sparse and not slot.is_apart
+
+
+def fill_at_once(slot: GradientSlot) -> None:
+    """Make a large view hold this rank's scaled contribution."""
+    parameter, view = slot.parameter, slot.view
+    gradient = parameter.grad
+    slot.is_filled = True
+    if gradient is view:
+        if slot.scale != 1.0:
+            view.mul_(slot.scale)
+    elif gradient is None:
+        view.zero_()
+    else:
+        torch.mul(_dense(gradient, slot), slot.scale, out=view)
+        parameter.grad = view
 
 
 def keep(slot: GradientSlot) -> None:
@@ -32,6 +52,9 @@ def fill(slots: Sequence[GradientSlot]) -> None:
     gradients: list[torch.Tensor] = []
     unscaled: list[torch.Tensor] = []
     for slot in slots:
+        if slot.is_filled:
+            continue
+        slot.is_filled = True
         parameter, view = slot.parameter, slot.view if not slot.is_sparse else None
         gradient = parameter.grad
         if view is None:
@@ -43,9 +66,6 @@ def fill(slots: Sequence[GradientSlot]) -> None:
             view.zero_()
         elif gradient is view:
             unscaled.append(view)
-        elif view.numel() >= _LARGE_NUMEL:
-            torch.mul(_dense(gradient, slot), slot.scale, out=view)
-            parameter.grad = view
         else:
             views.append(view)
             gradients.append(_dense(gradient, slot))

@@ -12,13 +12,14 @@ from ..process_groups import ProcessGroup
 from ..rank_groups import has_two_levels
 from .buckets import GradientSlot
 from .options import ReductionOptions
+from .probes import is_two_level_faster
 from .slots import expert_group_name
 from .transport import Lane
-from .two_level import TwoLevelReduction, hosts_of, is_two_level_faster
+from .two_level import TwoLevelReduction, hosts_of
 
 
 def assign_lanes(
-    slots: Sequence[GradientSlot], options: ReductionOptions, group: ProcessGroup
+    slots: Sequence[GradientSlot], options: ReductionOptions, group: ProcessGroup, bucket_bytes: int
 ) -> tuple[Lane, list[Lane]]:
     """The dense lane over the data-parallel group, and the lane of every slot; sets the slots' scales. Collective.
 
@@ -29,7 +30,7 @@ def assign_lanes(
     """
     size = dist.get_world_size(group)
     dtype = options.communication_dtype
-    two_level = None if options.two_level is False else _chosen_two_level(slots, options, group)
+    two_level = None if options.two_level is False else _chosen_two_level(slots, options, group, bucket_bytes)
     dense = Lane("data", group, *scaling(options, size, group, two_level is None), dtype, two_level)
     experts = {
         name: Lane(f"experts of {name}", expert_group, *scaling(options, size, expert_group), dtype)
@@ -61,7 +62,7 @@ def scaling(
 
 
 def _chosen_two_level(
-    slots: Sequence[GradientSlot], options: ReductionOptions, group: ProcessGroup
+    slots: Sequence[GradientSlot], options: ReductionOptions, group: ProcessGroup, bucket_bytes: int
 ) -> TwoLevelReduction | None:
     """Two levels if asked for; without a wish where the placement has them and they measure faster."""
     hosts = hosts_of(group)
@@ -76,7 +77,7 @@ def _chosen_two_level(
     if options.two_level:
         return two_level
     dtype, device = slots[0].dtype, slots[0].parameter.device
-    numel = max(1, options.bucket_bytes // dtype.itemsize // two_level.inner_size) * two_level.inner_size
+    numel = max(1, bucket_bytes // dtype.itemsize // two_level.inner_size) * two_level.inner_size
     if is_two_level_faster(two_level, group, torch.zeros(numel, dtype=dtype, device=device)):
         return two_level
     two_level.destroy()

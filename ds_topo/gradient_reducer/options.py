@@ -18,8 +18,10 @@ class ReductionOptions:
     """The keyword arguments of :class:`GradientReducer`, all optional.
 
     Attributes:
-        bucket_bytes, first_bucket_bytes, last_bucket_bytes: capacities of the buckets. A small one is sooner on its
-            way, a large one costs fewer launches; the default suits 1 Gbit/s and gloo, DDP's 25 MiB suit NCCL.
+        bucket_bytes: capacity of a bucket. By default 4 MiB on a link that measures slow at the start, where an early
+            start of communication counts most, and 25 MiB, as DDP, on any other. (Sums over more than two ranks depend
+            on the layout of buckets in the last bit: give it, where restarts must be bit-equal.)
+        first_bucket_bytes, last_bucket_bytes: capacities of the first bucket, and of the last, which nothing hides.
         op: ``"average"`` divides the sum by ``divisor``, ``"sum"`` does not.
         divisor: of the average, experts included; the size of the data-parallel group by default.
         predivide_factor: divide by so much before the sum and by the rest of the divisor after it (DeepSpeed's
@@ -52,7 +54,7 @@ class ReductionOptions:
         ValueError: a value that cannot be; the message names it, the rule and the choices.
     """
 
-    bucket_bytes: int = 4 * MIB
+    bucket_bytes: int | None = None
     first_bucket_bytes: int = MIB
     last_bucket_bytes: int = MIB
     op: Literal["average", "sum"] = "average"
@@ -96,11 +98,12 @@ class ReductionOptions:
                     f"storage: a tensor {list(home.shape)} on {home.device} for a parameter {list(parameter.shape)} on "
                     f"{parameter.device}; it must be contiguous and of as many elements on the same device"
                 )
-        self.bucket_sizes()
+        self.bucket_sizes(MIB)
 
-    def bucket_sizes(self) -> BucketSizes:
-        """The capacities of the buckets."""
-        return BucketSizes(self.bucket_bytes, self.first_bucket_bytes, self.last_bucket_bytes)
+    def bucket_sizes(self, suitable_bytes: int) -> BucketSizes:
+        """The capacities of the buckets, with that of a bucket where none was given."""
+        bucket_bytes = suitable_bytes if self.bucket_bytes is None else self.bucket_bytes
+        return BucketSizes(bucket_bytes, self.first_bucket_bytes, self.last_bucket_bytes)
 
     def accumulation_dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """What gradients of this parameter are accumulated in."""

@@ -22,9 +22,9 @@ class BucketSizes:
         ValueError: a capacity below 1.
     """
 
-    bucket_bytes: int = 4 * MIB
-    first_bytes: int = MIB
-    last_bytes: int = MIB
+    bucket_bytes: int
+    first_bytes: int
+    last_bytes: int
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -15,10 +15,11 @@ from torch import nn
 
 from ..process_groups import ProcessGroup, require_initialized
 from .buckets import GradientBucket, GradientSlot
-from .contributions import fill, keep
+from .contributions import fill, fill_at_once, fills_at_once, keep
 from .lanes import assign_lanes
 from .options import ReductionOptions
 from .planning import plan_slots
+from .probes import suitable_bucket_bytes
 from .problems import Changes, ReducerState, missing_gradients, surplus_gradient, wrong_moment
 from .report import GradientReport, StepTiming
 from .slots import (
@@ -95,7 +96,9 @@ class GradientReducer:
         agree_on_slots(self._slots, self.options, self.group, failure)
         self._changes = Changes(module, self._slots)
         self._state = ReducerState.IDLE
-        self._dense, self._lane_of = assign_lanes(self._slots, self.options, self.group)
+        device = self._slots[0].parameter.device
+        self._sizes = self.options.bucket_sizes(self.options.bucket_bytes or suitable_bucket_bytes(self.group, device))
+        self._dense, self._lane_of = assign_lanes(self._slots, self.options, self.group, self._sizes.bucket_bytes)
         if self.options.broadcast_at_start:
             self._broadcast()
         self._buckets: list[GradientBucket] = []
@@ -238,6 +241,7 @@ class GradientReducer:
     def _hook(self, slot: GradientSlot) -> Callable[[torch.Tensor], None]:
         """What autograd calls when a parameter's gradient is complete; the common path is kept short."""
         reducing = ReducerState.REDUCING
+        at_once = fills_at_once(slot)
 
         def on_gradient(_: torch.Tensor) -> None:
             if self._state is not reducing and not self._start():
@@ -250,6 +254,8 @@ class GradientReducer:
                 self._keep_for_later(slot)
                 return
             slot.is_ready = True
+            if at_once:
+                fill_at_once(slot)
             bucket = slot.bucket
             bucket.pending -= 1
             if not bucket.pending:
@@ -373,7 +379,7 @@ class GradientReducer:
 
     def _planned(self, order: Sequence[int]) -> list[tuple[int, ...]]:
         lanes = [id(lane) for lane in self._lane_of]
-        return plan_slots(self._slots, lanes, order, self.options.bucket_sizes())
+        return plan_slots(self._slots, lanes, order, self._sizes)
 
     def _lay_out(self, plan: list[tuple[int, ...]]) -> None:
         """Build the buckets of a plan; gradients that are still needed move along."""

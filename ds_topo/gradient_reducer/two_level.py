@@ -21,8 +21,6 @@ import torch.distributed as dist
 from ..process_groups import ProcessGroup, ProcessGroups
 from ..rank_groups import RankGroup, two_level_ranks
 
-_PROBE_ROUNDS = 3
-
 
 class TwoLevelReduction:
     """Sums contiguous tensors over ``group`` in two levels, in the order in which they are submitted.
@@ -139,29 +137,6 @@ def _reduce_scatter(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     dist.all_to_all_single(parts, tensor, group=group)
     torch.sum(parts.view(size, -1), dim=0, out=share)
     return share
-
-
-def is_two_level_faster(two_level: TwoLevelReduction, group: ProcessGroup, probe: torch.Tensor) -> bool:
-    """Reduce ``probe`` both ways, alternating, and compare the slowest rank's best times; collective over ``group``."""
-    times: list[list[float]] = [[], []]
-    probe.zero_()
-    for _ in range(_PROBE_ROUNDS):
-        for way, taken in enumerate(times):
-            dist.barrier(group=group)
-            started = time.perf_counter()
-            if way == 0:
-                dist.all_reduce(probe, group=group)
-            else:
-                done = two_level.submit(probe)
-                two_level.flush()
-                done.result()
-            if probe.is_cuda:
-                torch.cuda.synchronize(probe.device)
-            taken.append(time.perf_counter() - started)
-    best = torch.tensor([min(taken[1:]) for taken in times], device=probe.device)
-    dist.all_reduce(best, op=dist.ReduceOp.MAX, group=group)
-    flat, levels = best.tolist()
-    return bool(levels < flat)
 
 
 def hosts_of(group: ProcessGroup) -> dict[int, str]:
