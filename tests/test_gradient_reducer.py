@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineParallelGrid
 from ds_topo.errors import DisagreementError
-from ds_topo.gradient_reducer import ReductionOptions
+from ds_topo.gradient_reducer import ReductionOptions, probes
 from ds_topo.gradient_reducer.lanes import scaling
 from ds_topo.gradient_reducer.two_level import TwoLevelReduction
 from tests.ranks import run_ranks
@@ -476,6 +476,21 @@ def _two_level() -> None:
 
 def test_two_levels_give_the_same_gradients() -> None:
     run_ranks(4, _two_level)
+
+
+def _bucket_bytes() -> list[int]:
+    module = nn.Linear(2, 2)
+    sizes = []
+    for slow_link_seconds in (0.0, 1e9):
+        with mock.patch.object(probes, "_SLOW_LINK_SECONDS", slow_link_seconds):
+            reducer = GradientReducer(module)
+            sizes.append(reducer._sizes.bucket_bytes)
+            reducer.detach()
+    return sizes
+
+
+def test_buckets_fit_the_link() -> None:
+    assert run_ranks(2, _bucket_bytes) == [[4 << 20, 25 << 20]] * 2
 
 
 def _two_level_failure() -> None:

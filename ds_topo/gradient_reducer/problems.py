@@ -89,9 +89,7 @@ class Changes:
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
         if unfrozen:
             return _changed(unfrozen, "unfrozen")
-        replaced = [
-            slot.name for slot in self._slots if slot.is_ready and not slot.bucket.pending and is_replaced(slot)
-        ]
+        replaced = [slot.name for slot in self._slots if slot.is_filled and is_replaced(slot)]
         if replaced:
             return (
                 f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "
