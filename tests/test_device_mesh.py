@@ -112,24 +112,30 @@ def _train(module: nn.Module, steps: int = 5) -> list[float]:
     return losses
 
 
-def _train_in_four_ways() -> list[list[float]]:
-    """In one process, with our collectives, with torch's tensor parallelism and FSDP2 on the same groups."""
+def _train_in_every_way() -> list[list[float]]:
+    """In one process, with our collectives, with torch's tensor parallelism, FSDP2 and both, on the same groups."""
     grid = PipelineParallelGrid("model=2,data=2")
-    mesh, alone, parallel = grid.device_mesh(), Parallel(grid.get_group("pipe")), Parallel(grid.get_group("model"))
+    alone, parallel = Parallel(grid.get_group("pipe")), Parallel(grid.get_group("model"))
+    mesh, groups_before = grid.device_mesh(), len(dist.distributed_c10d._world.pg_map)
     column, row = ColwiseParallel(), RowwiseParallel()
     plan = {"embedding": RowwiseParallel(input_layouts=Replicate())}
     for index in range(TINY.depth):
         plan |= {f"blocks.{index}.{name}": column for name in ("query", "key", "value", "expand")}
         plan |= {f"blocks.{index}.{name}": row for name in ("projection", "contract")}
-    torchs = parallelize_module(TorchGPT(PlainGPT(alone)), mesh["model"], plan)
+    torchs, both = (parallelize_module(TorchGPT(PlainGPT(alone)), mesh["model"], plan) for _ in range(2))
     assert isinstance(torchs.blocks[0].expand.weight, DTensor)
     sharded = fully_shard(TorchGPT(PlainGPT(alone)), mesh=mesh["data"])
-    return [_train(module) for module in (TorchGPT(PlainGPT(alone)), PlainGPT(parallel), torchs, sharded)]
+    for block in both.blocks:
+        fully_shard(block, mesh=mesh["data"])
+    fully_shard(both, mesh=mesh["data"])
+    losses = [_train(module) for module in (TorchGPT(PlainGPT(alone)), PlainGPT(parallel), torchs, sharded, both)]
+    assert len(dist.distributed_c10d._world.pg_map) == groups_before
+    return losses
 
 
 def test_torchs_tensor_and_data_parallelism_give_the_same_losses() -> None:
-    for alone, *others in run_ranks(4, _train_in_four_ways):
-        assert len(others) == 3
+    for alone, *others in run_ranks(4, _train_in_every_way):
+        assert len(others) == 4
         for losses in others:
             torch.testing.assert_close(losses, alone, rtol=1e-4, atol=0)
 
