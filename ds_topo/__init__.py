@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import (
+from ds_topo.errors import (
     CoordinateError,
     DisagreementError,
     EngineOptionError,
@@ -16,15 +16,15 @@ from .errors import (
     UnknownAxisError,
     WorldSizeError,
 )
-from .topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 if TYPE_CHECKING:
-    from .gradient_reducer import GradientReducer as GradientReducer
-    from .grid import PipelineParallelGrid as PipelineParallelGrid
-    from .integrations.engine_reducer import initialize as initialize
-    from .integrations.gradient_norm import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
-    from .integrations.pipeline import PipelineModule as PipelineModule
-    from .mpu import ModelParallelUnit as ModelParallelUnit
+    from ds_topo.engine.gradient_norm import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
+    from ds_topo.engine.grid import PipelineParallelGrid as PipelineParallelGrid
+    from ds_topo.engine.mpu import ModelParallelUnit as ModelParallelUnit
+    from ds_topo.engine.pipeline import PipelineModule as PipelineModule
+    from ds_topo.engine.reducer_drivers import initialize as initialize
+    from ds_topo.reducer import GradientReducer as GradientReducer
 
 __version__ = "0.1.0"
 
@@ -50,12 +50,12 @@ __all__ = [
 ]
 
 _LAZY = {
-    "GradientReducer": "gradient_reducer",
-    "ModelParallelUnit": "mpu",
-    "PipelineModule": "integrations.pipeline",
-    "initialize": "integrations.engine_reducer",
-    "mark_tensor_parallel_gradients": "integrations.gradient_norm",
-    "PipelineParallelGrid": "integrations.engine_checks",  # the grid, and what DeepSpeed's engines must know of it
+    "GradientReducer": "reducer",
+    "ModelParallelUnit": "engine.mpu",
+    "PipelineModule": "engine.pipeline",
+    "PipelineParallelGrid": "engine.options",
+    "initialize": "engine.reducer_drivers",
+    "mark_tensor_parallel_gradients": "engine.gradient_norm",
 }
 
 

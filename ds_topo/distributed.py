@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import collectives
-from .agreement import agree
-from .process_groups import ProcessGroup, ProcessGroups, job_timeout, require_initialized
-from .rank_groups import MODEL, RankGroup
+from ds_topo import collectives
+from ds_topo.process_groups.agreement import agree
+from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, job_timeout, require_initialized
+from ds_topo.topology.rank_tables import MODEL, RankGroup
 
 __all__ = [
     "copy",

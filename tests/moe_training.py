@@ -23,8 +23,8 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
-from ds_topo.expert_ranks import ExpertPlan
 from ds_topo.groups import create_expert_groups
+from ds_topo.topology.expert_tables import ExpertPlan
 
 WIDTH, HIDDEN, EXPERTS, BATCH, MICRO_BATCHES = 8, 16, 4, 16, 2
 DESCENT = {"lr": 0.05, "momentum": 0.9}

@@ -16,8 +16,8 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_topo import EngineOptionError, PipelineParallelGrid, groups
+from ds_topo.engine.options import check_engine
 from ds_topo.errors import ExpertGroupError
-from ds_topo.integrations.engine_checks import check_engine
 from tests.ranks import run_ranks
 
 QUANTIZED = {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}

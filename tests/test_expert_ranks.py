@@ -10,8 +10,8 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo import ProcessTopology
 from ds_topo.errors import ExpertSizeError, TopologyError
-from ds_topo.expert_ranks import ExpertPlan, divisors, expert_parallel_ranks, zero_partition_ranks
-from ds_topo.rank_groups import gradient_axes, two_level_ranks
+from ds_topo.topology.expert_tables import ExpertPlan, divisors, expert_parallel_ranks, zero_partition_ranks
+from ds_topo.topology.rank_tables import gradient_axes, two_level_ranks
 
 DEGREES = [
     {"pipe": 2, "data": 4, "model": 2},

@@ -20,9 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineParallelGrid
 from ds_topo.errors import DisagreementError
-from ds_topo.gradient_reducer import ReductionOptions, probes
-from ds_topo.gradient_reducer.lanes import scaling
-from ds_topo.gradient_reducer.two_level import TwoLevelReduction
+from ds_topo.reducer import ReductionOptions, probes
+from ds_topo.reducer.routes import scaling
+from ds_topo.reducer.two_level import TwoLevelReduction
 from tests.ranks import run_ranks
 
 SMALL = {"bucket_bytes": 1000, "first_bucket_bytes": 300, "last_bucket_bytes": 600, "two_level": False}

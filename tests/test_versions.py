@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from ds_topo.integrations.versions import warn_of_defects
+from ds_topo.engine.releases import warn_of_defects
 
 
 def test_an_old_release_is_named_once_with_its_defect() -> None:

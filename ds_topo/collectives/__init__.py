@@ -5,7 +5,7 @@ parallelism, ``all_gather`` and ``reduce_scatter`` for sequence parallelism, ``a
 See Note [Dual pairs] in ``pairs.py`` for which one goes where.
 """
 
-from .checks import debug
-from .pairs import all_gather, all_to_all, copy, gather, reduce, reduce_scatter, scatter
+from ds_topo.collectives.checks import debug
+from ds_topo.collectives.pairs import all_gather, all_to_all, copy, gather, reduce, reduce_scatter, scatter
 
 __all__ = ["all_gather", "all_to_all", "copy", "debug", "gather", "reduce", "reduce_scatter", "scatter"]

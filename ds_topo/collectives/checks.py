@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import DisagreementError
+from ds_topo.errors import DisagreementError
 
 DEBUG_VARIABLE = "DS_TOPO_DEBUG_COLLECTIVES"
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from . import transport
-from .checks import check_call, check_dim, check_divisible
+from ds_topo.collectives import functional
+from ds_topo.collectives.checks import check_call, check_dim, check_divisible
 
 
 def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -158,7 +158,7 @@ class _Reduce(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return transport.all_reduce(x, group)
+        return functional.all_reduce(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -171,7 +171,7 @@ class _Scatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return transport.own_part(x, dim, group)
+        return functional.own_part(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -184,7 +184,7 @@ class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return transport.all_gather(x, dim, group)
+        return functional.all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -197,7 +197,7 @@ class _AllGather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return transport.all_gather(x, dim, group)
+        return functional.all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -210,7 +210,7 @@ class _ReduceScatter(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return transport.reduce_scatter(x, dim, group)
+        return functional.reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -223,7 +223,7 @@ class _AllToAll(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: int) -> Tensor:
         ctx.group, ctx.split_dim, ctx.concat_dim = group, split_dim, concat_dim
-        return transport.all_to_all(x, split_dim, concat_dim, group)
+        return functional.all_to_all(x, split_dim, concat_dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from ds_topo.gradient_reducer.two_level import TwoLevelReduction, hosts_of
+from ds_topo.reducer.two_level import TwoLevelReduction, hosts_of
 from tests.bench.sides import Times, alternate, ratios, table
 from tests.cluster import Cluster
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .errors import DisagreementError
+from ds_topo.errors import DisagreementError
 
 _LEADER_SHARE = 0.8
 """The first member stops waiting before the others do, so that they still read its verdict in time."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from .process_groups import ProcessGroup
+from ds_topo.process_groups.creation import ProcessGroup
 
 if TYPE_CHECKING:
-    from .topology import ProcessTopology
+    from ds_topo.topology.process_topology import ProcessTopology
 
 
 def mesh_over(

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ..process_groups import ProcessGroup
-from .buckets import CommHookBucket, GradientBucket
-from .report import BucketTiming
-from .two_level import TwoLevelReduction
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
+from ds_topo.reducer.report import BucketTiming
+from ds_topo.reducer.two_level import TwoLevelReduction
 
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
 

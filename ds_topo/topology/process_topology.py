@@ -12,9 +12,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .axes import Spec, canonical_axis, check_axes, check_world_size, parse_spec, read_config, whole_number
-from .errors import CoordinateError, TopologyError, UnknownAxisError
-from .layout import Layout
+from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError
+from ds_topo.topology.layout import Layout
+from ds_topo.topology.spec import (
+    Spec,
+    canonical_axis,
+    check_axes,
+    check_world_size,
+    parse_spec,
+    read_config,
+    whole_number,
+)
 
 __all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]
 

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from .errors import TopologyError, WorldSizeError
+from ds_topo.errors import TopologyError, WorldSizeError
 
 SYNONYMS = {"tensor": "model"}
 """Other names of an axis, understood wherever an axis is named."""

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import agree
-from .axes import Spec
-from .device_mesh import mesh_over
-from .errors import TopologyError
-from .megatron import MegatronQueries
-from .mpu import SEQUENCE_QUERIES, MpuQueries
-from .process_groups import ProcessGroup, ProcessGroups, job_timeout, require_initialized
-from .rank_groups import (
+from ds_topo.engine.megatron import MegatronQueries
+from ds_topo.engine.mpu import SEQUENCE_QUERIES, MpuQueries
+from ds_topo.errors import TopologyError
+from ds_topo.process_groups.agreement import agree
+from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, job_timeout, require_initialized
+from ds_topo.process_groups.device_mesh import mesh_over
+from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.rank_tables import (
     DATA,
     MODEL,
     PIPE,
@@ -35,7 +35,7 @@ from .rank_groups import (
     p2p_pairs,
     sample_axes,
 )
-from .topology import ProcessTopology
+from ds_topo.topology.spec import Spec
 
 
 class PipelineParallelGrid(MpuQueries, MegatronQueries):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from .process_groups import ProcessGroup
+from ds_topo.process_groups.creation import ProcessGroup
 
 SEQUENCE_QUERIES = tuple(
     f"get_{kind}_parallel_{what}"

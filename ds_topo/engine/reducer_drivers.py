@@ -16,10 +16,9 @@ from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo.gradient_reducer import GradientReducer
-from ds_topo.gradient_reducer.problems import ReducerState
-
-from .engine_gradients import gradients_of
+from ds_topo.engine.optimizer_gradients import gradients_of
+from ds_topo.reducer import GradientReducer
+from ds_topo.reducer.misuse import ReducerState
 
 CONFIG_SECTION = "gradient_reducer"
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from .buckets import GradientSlot
-from .contributions import is_replaced
-from .slots import listed
+from ds_topo.reducer.buckets import GradientSlot
+from ds_topo.reducer.copy_in import is_replaced
+from ds_topo.reducer.parameters import listed
 
 
 class ReducerState(enum.Enum):

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..errors import DisagreementError
-from ..process_groups import ProcessGroup
-from .buckets import GradientSlot
-from .options import ReductionOptions
+from ds_topo.errors import DisagreementError
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reducer.buckets import GradientSlot
+from ds_topo.reducer.options import ReductionOptions
 
 _SHOWN = 8
 """How many names an error lists."""

@@ -15,8 +15,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from .agreement import agree
-from .rank_groups import RankGroup
+from ds_topo.process_groups.agreement import agree
+from ds_topo.topology.rank_tables import RankGroup
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
 

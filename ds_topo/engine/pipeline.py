@@ -18,16 +18,15 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import module as deepspeed_module
 from deepspeed.runtime.utils import is_model_parallel_parameter
 
-from ds_topo.axes import Spec, read_config
+from ds_topo.engine.expert_groups import create_expert_groups
+from ds_topo.engine.moe import registry
+from ds_topo.engine.options import PipelineParallelGrid
+from ds_topo.engine.releases import warn_of_defects
 from ds_topo.errors import MissingTopologyError, TopologyError
-from ds_topo.groups import create_expert_groups
-from ds_topo.process_groups import require_initialized
-from ds_topo.rank_groups import DATA, PIPE, RankGroup
-from ds_topo.topology import ProcessTopology
-
-from .engine_checks import PipelineParallelGrid
-from .experts import registry
-from .versions import warn_of_defects
+from ds_topo.process_groups.creation import require_initialized
+from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.rank_tables import DATA, PIPE, RankGroup
+from ds_topo.topology.spec import Spec, read_config
 
 
 class PipelineEngineGrid(PipelineParallelGrid):

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..process_groups import ProcessGroup
-from .planning import MIB, BucketSizes
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reducer.planning import MIB, BucketSizes
 
 
 @dataclass(frozen=True)

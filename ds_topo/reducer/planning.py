@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .buckets import GradientSlot
+from ds_topo.reducer.buckets import GradientSlot
 
 MIB = 1 << 20
 

@@ -13,16 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..process_groups import ProcessGroup, require_initialized
-from .buckets import GradientBucket, GradientSlot
-from .contributions import fill, fill_at_once, fills_at_once, keep
-from .lanes import assign_lanes
-from .options import ReductionOptions
-from .planning import plan_slots
-from .probes import suitable_bucket_bytes
-from .problems import Changes, ReducerState, missing_gradients, surplus_gradient, wrong_moment
-from .report import GradientReport, StepTiming
-from .slots import (
+from ds_topo.process_groups.creation import ProcessGroup, require_initialized
+from ds_topo.reducer.buckets import GradientBucket, GradientSlot
+from ds_topo.reducer.copy_in import fill, fill_at_once, fills_at_once, keep
+from ds_topo.reducer.misuse import Changes, ReducerState, missing_gradients, surplus_gradient, wrong_moment
+from ds_topo.reducer.options import ReductionOptions
+from ds_topo.reducer.parameters import (
     agree_on_slots,
     broadcast,
     expert_group_name,
@@ -30,7 +26,11 @@ from .slots import (
     ignored_identities,
     owners,
 )
-from .transport import Census, CommHook, Reduction, launch
+from ds_topo.reducer.planning import plan_slots
+from ds_topo.reducer.probes import suitable_bucket_bytes
+from ds_topo.reducer.reductions import Census, CommHook, Reduction, launch
+from ds_topo.reducer.report import GradientReport, StepTiming
+from ds_topo.reducer.routes import assign_lanes
 
 
 class GradientReducer:
@@ -218,8 +218,8 @@ class GradientReducer:
 
     @classmethod
     def attach(cls, engine: Any, **options: Any) -> Any:
-        """Let a DeepSpeed engine reduce its gradients this way; see ``ds_topo.integrations.engine_reducer.attach``."""
-        return importlib.import_module("ds_topo.integrations.engine_reducer").attach(engine, **options)
+        """Let a DeepSpeed engine reduce its gradients this way; see ``ds_topo.engine.reducer_drivers.attach``."""
+        return importlib.import_module("ds_topo.engine.reducer_drivers").attach(engine, **options)
 
     @property
     def state(self) -> ReducerState:

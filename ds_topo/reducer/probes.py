@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ..process_groups import ProcessGroup
-from .planning import MIB
-from .two_level import TwoLevelReduction
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reducer.planning import MIB
+from ds_topo.reducer.two_level import TwoLevelReduction
 
 _ROUNDS = 3
 _SMALL_BUCKET_BYTES = 4 * MIB

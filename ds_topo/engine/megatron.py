@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from .process_groups import ProcessGroup, ProcessGroups
-from .rank_groups import MODEL, PIPE, RankGroup
+from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups
+from ds_topo.topology.rank_tables import MODEL, PIPE, RankGroup
 
 
 class MegatronQueries:

@@ -18,8 +18,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..process_groups import ProcessGroup, ProcessGroups
-from ..rank_groups import RankGroup, two_level_ranks
+from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups
+from ds_topo.topology.rank_tables import RankGroup, two_level_ranks
 
 
 class TwoLevelReduction:
@@ -32,7 +32,7 @@ class TwoLevelReduction:
     Creating it is collective over the group.
 
     Args:
-        hosts: the group's global ranks, each with its host (:func:`~ds_topo.rank_groups.has_two_levels`).
+        hosts: the group's global ranks, each with its host (:func:`~ds_topo.topology.rank_tables.has_two_levels`).
         timeout: of the groups inside and across hosts.
     """
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from .axes import canonical_axis
-from .errors import TopologyError, UnknownAxisError
-from .topology import PipeDataParallelTopology, ProcessTopology
+from ds_topo.errors import TopologyError, UnknownAxisError
+from ds_topo.topology.process_topology import PipeDataParallelTopology, ProcessTopology
+from ds_topo.topology.spec import canonical_axis
 
 PIPE, DATA, MODEL, SEQ = "pipe", "data", "model", "seq"
 DEEPSPEED_AXES = (PIPE, DATA, MODEL)

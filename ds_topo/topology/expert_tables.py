@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from .errors import ExpertSizeError
-from .rank_groups import DATA, MODEL, PIPE, gradient_axes
-from .topology import ProcessTopology
+from ds_topo.errors import ExpertSizeError
+from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.rank_tables import DATA, MODEL, PIPE, gradient_axes
 
 EXPERT = "expert"
 """The axis that, where a topology has it, expert parallel groups run along first."""

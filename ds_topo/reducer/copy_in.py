@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .buckets import GradientSlot
+from ds_topo.reducer.buckets import GradientSlot
 
 _LARGE_NUMEL = 1 << 14
 """From here on a gradient is better scaled into its bucket at once, while caches hold it, than together with others."""

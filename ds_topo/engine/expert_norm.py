@@ -17,7 +17,7 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo.grid import PipelineParallelGrid
+from ds_topo.engine.grid import PipelineParallelGrid
 
 
 def clip_gradients(parameters: Iterable[torch.nn.Parameter], limit: float, grid: PipelineParallelGrid) -> torch.Tensor:

@@ -18,12 +18,11 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
+from ds_topo.engine.grid import PipelineParallelGrid
+from ds_topo.engine.moe import uses_data_axis_alone
 from ds_topo.errors import EngineOptionError
-from ds_topo.expert_ranks import zero_partition_ranks
-from ds_topo.grid import PipelineParallelGrid
-from ds_topo.rank_groups import MODEL, SEQ
-
-from .experts import uses_data_axis_alone
+from ds_topo.topology.expert_tables import zero_partition_ranks
+from ds_topo.topology.rank_tables import MODEL, SEQ
 
 __all__ = ["PipelineParallelGrid", "check_engine", "check_exchange_between_all_ranks"]
 

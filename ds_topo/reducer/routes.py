@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..process_groups import ProcessGroup
-from ..rank_groups import has_two_levels
-from .buckets import GradientSlot
-from .options import ReductionOptions
-from .probes import is_two_level_faster
-from .slots import expert_group_name
-from .transport import Lane
-from .two_level import TwoLevelReduction, hosts_of
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reducer.buckets import GradientSlot
+from ds_topo.reducer.options import ReductionOptions
+from ds_topo.reducer.parameters import expert_group_name
+from ds_topo.reducer.probes import is_two_level_faster
+from ds_topo.reducer.reductions import Lane
+from ds_topo.reducer.two_level import TwoLevelReduction, hosts_of
+from ds_topo.topology.rank_tables import has_two_levels
 
 
 def assign_lanes(

@@ -23,13 +23,12 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 
+from ds_topo.engine.expert_norm import clip_gradients, zero_gradient_norm
+from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import ExpertGroupError
-from ds_topo.expert_ranks import ExpertPlan
-from ds_topo.grid import PipelineParallelGrid
-from ds_topo.process_groups import ProcessGroup
-from ds_topo.rank_groups import MODEL, PIPE
-
-from .expert_norm import clip_gradients, zero_gradient_norm
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.topology.expert_tables import ExpertPlan
+from ds_topo.topology.rank_tables import MODEL, PIPE
 
 
 @dataclass(frozen=True, eq=False)
