@@ -351,6 +351,7 @@ LAYERS: dict[int, set[str]] = {
     2: {"collectives", "reducer"},
     3: {"engine"},
     4: {"groups", "distributed"},
+    5: {"cli", "__main__"},
 }
 """DESIGN: imports point down, or sideways inside a layer."""
 

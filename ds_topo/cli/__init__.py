@@ -1,0 +1,25 @@
+"""The command line, ``ds-topo``: one module per command, each with ``add_parser`` and ``run``.
+
+A command's module is imported for its options alone (``ds-topo --help`` is instant), so torch and other heavy packages
+are imported inside ``run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ds_topo.errors import TopologyError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status: 0, 1 for a fault that was found, 2 for unusable arguments."""
+    parser = argparse.ArgumentParser(prog="ds-topo", description="Show, check and plan layouts of distributed jobs.")
+    parser.add_subparsers(dest="command", required=True, metavar="command")
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except TopologyError as error:
+        print(f"ds-topo {parsed.command}: {error}", file=sys.stderr)
+        return 2
