@@ -98,7 +98,7 @@ class PipelineParallelGrid(MpuQueries, MegatronQueries):
         self._topo = fold_extra_axes(self._topology)
         self._set_coordinates()
         self._groups = ProcessGroups(
-            f"grid {_placement_text(self._topology)}, timeout {timeout or job_timeout()}",
+            f"grid {self._topology.spec}, timeout {timeout or job_timeout()}",
             [RankGroup(group.axes, self.to_global(group.ranks)) for group in grid_groups(self._topology, self._rank)],
             self._members,
             timeout,
@@ -378,18 +378,6 @@ def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
     if dist.get_rank() not in members:
         raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks {members}")
     return members
-
-
-def _placement_text(topology: ProcessTopology) -> str:
-    """The spec, with strides where it alone does not say which rank sits where (a folded topology).
-
-    >>> topology = ProcessTopology.from_spec("data=2,pipe=2,seq=2")
-    >>> _placement_text(topology), _placement_text(topology.fold({"pipe": ["pipe"], "data": ["data", "seq"]}))
-    ('data=2,pipe=2,seq=2', 'pipe=2,data=4 folded (((2, 2),), ((2, 4), (2, 1)))')
-    """
-    if topology == ProcessTopology(topology.axes, topology.dims):
-        return topology.spec
-    return f"{topology.spec} folded {topology.layout.axes}"
 
 
 def _agreed_topology(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ds_topo.errors import TopologyError, WorldSizeError
+from ds_topo.topology.layout import Factors
 
 SYNONYMS = {"tensor": "model"}
 """Other names of an axis, understood wherever an axis is named."""
@@ -99,6 +100,44 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> tuple[list[str], li
     elif world_size is not None:
         check_world_size(axes, degrees, world_size)
     return axes, degrees
+
+
+def is_strided(spec: Spec) -> bool:
+    """Whether a spec gives strides, as a topology whose axes are interleaved writes itself."""
+    return isinstance(spec, str) and ":" in spec
+
+
+def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...]]:
+    """Axes and their factors, ``axis=size:stride*size:stride,...``, outermost factor first.
+
+    >>> parse_strided_spec("pipe=2:2,data=2:4*2:1,model=1")
+    (['pipe', 'data', 'model'], (((2, 2),), ((2, 4), (2, 1)), ()))
+
+    Raises:
+        TopologyError: a malformed spec.
+    """
+    axes: list[str] = []
+    layouts: list[Factors] = []
+    for part in spec.split(","):
+        axis, _, text = (word.strip() for word in part.partition("="))
+        try:
+            pairs = [factor.split(":") for factor in text.split("*")] if text != "1" else []
+            factors = tuple((int(size), int(stride)) for size, stride in pairs)
+        except ValueError:
+            raise TopologyError(
+                f"malformed topology {spec!r} at {part.strip()!r}: once an axis has strides, every axis of a degree "
+                'above 1 needs them, "axis=size:stride*size:stride", outermost first, such as "pipe=2:2,data=2:4*2:1"'
+            ) from None
+        axes.append(axis)
+        layouts.append(factors)
+    check_axes(axes, [prod(size for size, _ in factors) for factors in layouts])
+    return axes, tuple(layouts)
+
+
+def strided_text(axes: Sequence[str], layouts: Sequence[Factors]) -> str:
+    """The inverse of ``parse_strided_spec``."""
+    texts = ["*".join(f"{size}:{stride}" for size, stride in factors) or "1" for factors in layouts]
+    return ",".join(f"{axis}={text}" for axis, text in zip(axes, texts, strict=True))
 
 
 def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> None:
