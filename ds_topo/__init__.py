@@ -19,9 +19,9 @@ from ds_topo.errors import (
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 if TYPE_CHECKING:
-    from ds_topo.engine.gradient_norm import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
     from ds_topo.engine.grid import PipelineParallelGrid as PipelineParallelGrid
     from ds_topo.engine.mpu import ModelParallelUnit as ModelParallelUnit
+    from ds_topo.engine.norms import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
     from ds_topo.engine.pipeline import PipelineModule as PipelineModule
     from ds_topo.engine.reducer_drivers import initialize as initialize
     from ds_topo.reducer import GradientReducer as GradientReducer
@@ -53,9 +53,9 @@ _LAZY = {
     "GradientReducer": "reducer",
     "ModelParallelUnit": "engine.mpu",
     "PipelineModule": "engine.pipeline",
-    "PipelineParallelGrid": "engine.options",
+    "PipelineParallelGrid": "engine.grid",
     "initialize": "engine.reducer_drivers",
-    "mark_tensor_parallel_gradients": "engine.gradient_norm",
+    "mark_tensor_parallel_gradients": "engine.norms",
 }
 
 

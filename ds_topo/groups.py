@@ -12,8 +12,8 @@ import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine.expert_groups import create_expert_groups, create_zero_partition_groups
+from ds_topo.engine.expert_registry import ExpertGroups
 from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.engine.moe import ExpertGroups
 from ds_topo.engine.options import check_exchange_between_all_ranks
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.expert_tables import expert_parallel_ranks

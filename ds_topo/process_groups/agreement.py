@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_topo.errors import DisagreementError
+from ds_topo.process_groups.torch_names import default_store
 
 _LEADER_SHARE = 0.8
 """The first member stops waiting before the others do, so that they still read its verdict in time."""
@@ -43,7 +44,7 @@ def agree(description: str, members: Sequence[int], timeout: timedelta, *, failu
         if failure is not None:
             raise failure
         return token
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    store, rank = default_store(), dist.get_rank()
     report = {"host": socket.gethostname(), "plan": description, "error": failure and str(failure)}
     store.set(f"{token}/{rank}", json.dumps(report))
     if rank == members[0]:
