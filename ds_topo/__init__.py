@@ -19,12 +19,12 @@ from ds_topo.errors import (
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 if TYPE_CHECKING:
+    from ds_topo.engine.gradient_reducer import GradientReducer as GradientReducer
     from ds_topo.engine.grid import PipelineParallelGrid as PipelineParallelGrid
+    from ds_topo.engine.initialize import initialize as initialize
     from ds_topo.engine.mpu import ModelParallelUnit as ModelParallelUnit
     from ds_topo.engine.norms import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
     from ds_topo.engine.pipeline import PipelineModule as PipelineModule
-    from ds_topo.engine.reducer_drivers import initialize as initialize
-    from ds_topo.reducer import GradientReducer as GradientReducer
 
 __version__ = "0.1.0"
 
@@ -50,11 +50,11 @@ __all__ = [
 ]
 
 _LAZY = {
-    "GradientReducer": "reducer",
+    "GradientReducer": "engine.gradient_reducer",
     "ModelParallelUnit": "engine.mpu",
     "PipelineModule": "engine.pipeline",
     "PipelineParallelGrid": "engine.grid",
-    "initialize": "engine.reducer_drivers",
+    "initialize": "engine.initialize",
     "mark_tensor_parallel_gradients": "engine.norms",
 }
 

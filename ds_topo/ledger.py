@@ -56,6 +56,15 @@ class Reliance:
         return f"{name_of(self.owner)}.{self.name}"
 
 
+def always(value: object) -> Make:
+    """A replacement that does not depend on the original.
+
+    >>> always(3)("original")
+    3
+    """
+    return lambda _: value
+
+
 def name_of(owner: type | ModuleType) -> str:
     """The import path of a class or module."""
     return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"

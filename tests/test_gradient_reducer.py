@@ -123,7 +123,7 @@ def _against_ddp(micro_batches: int, set_to_none: bool) -> list[list[str]]:
         assert_close(found, alone(step, micro_batches, world_size))
         for bucket in reducer._buckets:  # no copy out: what the optimizer reads is the bucket
             inside = bucket.flat.untyped_storage().data_ptr()
-            assert all(slot.parameter.grad.untyped_storage().data_ptr() == inside for slot in bucket.slots)
+            assert all(member.parameter.grad.untyped_storage().data_ptr() == inside for member in bucket.members)
         for module in (ours, theirs):
             module.zero_grad(set_to_none=set_to_none)
         layouts.append(reducer.buckets)
@@ -422,7 +422,7 @@ def _stored() -> None:
     for index, parameter in enumerate(parameter for parameter in module.parameters() if parameter.requires_grad):
         storage[parameter] = flat[offset : offset + parameter.numel()]
         offset += parameter.numel() + (3 if index == 4 else 0)
-    reducer = GradientReducer(module, storage=storage, **SMALL | {"bucket_bytes": 2000})
+    reducer = GradientReducer(module, grad_buffers=storage, **SMALL | {"bucket_bytes": 2000})
     twin = model().bfloat16()
     expected = GradientReducer(twin, accumulation_dtype=torch.float32, **SMALL)
     for step in range(3):
@@ -439,8 +439,8 @@ def _stored() -> None:
         module.zero_grad()
         twin.zero_grad()
     assert all(bucket.flat.untyped_storage().data_ptr() == flat.data_ptr() for bucket in reducer._buckets)
-    with pytest.raises(ValueError, match=r"storage: a tensor \[7\] on cpu for a parameter \[13, 8\]"):
-        GradientReducer(model(), storage={model().embed.weight: torch.zeros(7)})
+    with pytest.raises(ValueError, match=r"grad_buffers: a tensor \[7\] on cpu for a parameter \[13, 8\]"):
+        GradientReducer(model(), grad_buffers={model().embed.weight: torch.zeros(7)})
 
 
 def test_gradients_in_storage_of_the_users() -> None:

@@ -10,7 +10,7 @@ from ds_topo.engine import changes, moe, norms
 from ds_topo.engine.expert_registry import ExpertGroups, registry
 from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
-from ds_topo.ledger import ledger
+from ds_topo.ledger import always, ledger
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.expert_tables import EXPERT, ExpertPlan, zero_partition_ranks
 from ds_topo.topology.rank_tables import RankGroup
@@ -100,7 +100,7 @@ def create_zero_partition_groups(grid: MpuGrid, size: int) -> ProcessGroup:
         failure = error
     name = f"hpZ {size}"
     (group,) = grid.create_groups(name, [RankGroup((name,), grid.to_global(ranks))], failure)
-    grid.on_destroy(ledger.bind(changes.SECOND_PARTITION, lambda _: group))
+    grid.on_destroy(ledger.bind(changes.SECOND_PARTITION, always(group)))
     return group
 
 

@@ -1,31 +1,15 @@
-"""What users do to a reducer, its module or its gradients that cannot be reduced, in words."""
+"""What people do to a reducer, its module or its gradients that cannot be reduced, in words."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 from torch import nn
 
-from ds_topo.reducer.buckets import GradientSlot
 from ds_topo.reducer.copy_in import is_replaced
+from ds_topo.reducer.parameter_state import COPIED_IN, ParameterState
 from ds_topo.reducer.parameters import listed
-
-
-class ReducerState(enum.Enum):
-    """What a reducer is doing."""
-
-    IDLE = enum.auto()
-    """No gradient of this step has arrived."""
-    ACCUMULATING = enum.auto()
-    """Inside ``no_sync()``: gradients stay on this rank."""
-    REDUCING = enum.auto()
-    """Gradients of the step's last backward arrive, and full buckets are under way."""
-    FINISHING = enum.auto()
-    """Inside ``finish()``."""
-    DETACHED = enum.auto()
-    """After ``detach()``."""
-
+from ds_topo.reducer.step import ReducerState
 
 _REMEDY = {
     ReducerState.IDLE: "no gradient arrived since the last finish(); call it once per step, after a backward outside "
@@ -42,15 +26,15 @@ def wrong_moment(call: str, state: ReducerState) -> RuntimeError:
     return RuntimeError(f"{call} while {state.name}: {_REMEDY[state]}")
 
 
-def surplus_gradient(slot: GradientSlot) -> RuntimeError:
-    """The error for a gradient that arrives after its slot's last one."""
-    if slot.expected > 1:
+def unexpected_gradient(state: ParameterState) -> RuntimeError:
+    """The error for a gradient that arrives after its parameter's last one."""
+    if state.expected > 1:
         return RuntimeError(
-            f"parameter {slot.name!r} got more than the {slot.expected} gradients of the first step: build the reducer "
-            "with static_graph=False, and let every micro-batch reach a parameter once"
+            f"parameter {state.name!r} got more than the {state.expected} gradients of the first step: build the "
+            "reducer with static_graph=False, and let every micro-batch reach a parameter once"
         )
     return RuntimeError(
-        f"parameter {slot.name!r} got a second gradient before finish(): call finish() after the last backward of a "
+        f"parameter {state.name!r} got a second gradient before finish(): call finish() after the last backward of a "
         "step, and run the backward of earlier micro-batches inside no_sync(); if reentrant checkpointing or several "
         "backward calls reach it more often in every step, pass static_graph=True"
     )
@@ -67,8 +51,8 @@ def missing_gradients(names: Sequence[str], whose: str) -> RuntimeError:
 class Changes:
     """Notices what has happened to a module since construction that cannot be reduced."""
 
-    def __init__(self, module: nn.Module, slots: Sequence[GradientSlot]) -> None:
-        self._module, self._slots = module, slots
+    def __init__(self, module: nn.Module, states: Sequence[ParameterState]) -> None:
+        self._module, self._states = module, states
         self._parts = list(module.modules())
         self._size = self._count()
         self._known = {id(parameter) for parameter in module.parameters()}
@@ -77,19 +61,20 @@ class Changes:
         ]
 
     def problem(self) -> str | None:
-        """What has changed in parameters, or in gradients whose buckets are filled; None if nothing has."""
+        """What has changed in parameters, or in gradients that are in their buckets; None if nothing has."""
         if self._count() != self._size:
             named = self._module.named_parameters()
             added = [name for name, parameter in named if id(parameter) not in self._known]
             if added:
                 return _changed(added, "added")
-        frozen = [slot.name for slot in self._slots if not slot.arrived and not slot.parameter.requires_grad]
+        frozen = [state.name for state in self._states if not state.arrived and not state.parameter.requires_grad]
         if frozen:
             return _changed(frozen, "frozen")
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
         if unfrozen:
             return _changed(unfrozen, "unfrozen")
-        replaced = [slot.name for slot in self._slots if slot.is_filled and is_replaced(slot)]
+        copied_in = (state for state in self._states if state.contribution is COPIED_IN)
+        replaced = [state.name for state in copied_in if is_replaced(state)]
         if replaced:
             return (
                 f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "
