@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ds_topo._moved import install as _install_moved_modules
 from ds_topo.errors import (
     CoordinateError,
     DisagreementError,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from ds_topo.engine.pipeline import PipelineModule as PipelineModule
 
 __version__ = "0.1.0"
+
+_install_moved_modules()
 
 __all__ = [
     "CoordinateError",

@@ -466,13 +466,13 @@ def _with_former_names(arguments: ReductionArguments) -> ReductionArguments:
 def _data_parallel_group(grid: HasDataParallelGroup | None, process_group: ProcessGroup | None) -> ProcessGroup:
     if grid is not None and process_group is not None:
         raise ValueError("grid and process_group: give one of them")
-    group = grid.get_data_parallel_group() if grid is not None else process_group or _world()
+    group = grid.get_data_parallel_group() if grid is not None else process_group or _all_ranks()
     if dist.get_rank() not in dist.get_process_group_ranks(group):
         raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks")
     return group
 
 
-def _world() -> ProcessGroup:
+def _all_ranks() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
