@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ds_topo.engine.mpu import ModelParallelUnit as ModelParallelUnit
     from ds_topo.engine.norms import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
     from ds_topo.engine.pipeline import PipelineModule as PipelineModule
+    from ds_topo.process_groups.grid import ProcessGrid as ProcessGrid
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ __all__ = [
     "PipeModelDataParallelTopology",
     "PipelineModule",
     "PipelineParallelGrid",
+    "ProcessGrid",
     "ProcessTopology",
     "TopologyError",
     "UnknownAxisError",
@@ -57,6 +59,7 @@ _LAZY = {
     "ModelParallelUnit": "engine.mpu",
     "PipelineModule": "engine.pipeline",
     "PipelineParallelGrid": "engine.grid",
+    "ProcessGrid": "process_groups.grid",
     "initialize": "engine.initialize",
     "mark_tensor_parallel_gradients": "engine.norms",
 }
