@@ -216,6 +216,20 @@ HP_GRADIENT = Change(
     why="the pipeline engine sums it over the stages of a tied layer",
     during=REDUCER,
 )
+FORWARD = Change(
+    DeepSpeedEngine,
+    "forward",
+    instead="the same after the reducer has given up a step that an exception ended",
+    why="an exception in backward leaves a step unfinished, and the engine trains on",
+    during=REDUCER,
+)
+EXECUTE_SCHEDULE = Change(
+    PipelineEngine,
+    "_exec_schedule",
+    instead="the same after the reducer has given up a step that an exception ended",
+    why="an exception in backward leaves a step unfinished, and the engine trains on",
+    during=REDUCER,
+)
 INSTRUCTIONS = Change(
     PipelineEngine,
     "_INSTRUCTION_MAP",
@@ -254,6 +268,7 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(BF16_Optimizer, "create_grad_acc_hooks", "to give its hooks back"),
     Reliance(FP16_UnfusedOptimizer, "fp16_groups", "the parameters whose marks its gradients get"),
     Reliance(DeepSpeedZeroOptimizer, "overlapping_partition_gradients_reduce_epilogue", "collects the partition"),
+    Reliance(DeepSpeedZeroOptimizer, "use_separate_grad_accum", "whether stage 1 accumulates in a second data type"),
     Reliance(DeepSpeedZeroOptimizer, "averaged_gradients", "the partition of gradients, for their norm"),
     Reliance(DeepSpeedZeroOptimizer, "params_in_partition", "their parameters"),
     Reliance(DeepSpeedZeroOptimizer, "norm_for_param_grads", "norms of offloaded gradients"),

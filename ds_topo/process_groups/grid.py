@@ -283,6 +283,11 @@ def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
     members = dist.get_process_group_ranks(process_group)
     if dist.get_rank() not in members:
         raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks {members}")
+    if members != sorted(members):
+        raise ValueError(
+            f"process_group: its ranks {members} do not ascend, so that places along an axis and ranks in its groups "
+            "would differ: make it without sort_ranks=False, and name the axes in the order that you want"
+        )
     return members
 
 
