@@ -498,7 +498,7 @@ class BucketReducer:
         """Give parameters gradients that are not yet theirs; those that no rank used keep what they have."""
         keep = {state.index for state in unused}
         for state in self._states if self.options.allow_late_gradients else without:
-            if state.index not in keep and not state.is_apart:
+            if state.index not in keep and not state.is_apart and state.parameter.requires_grad:
                 state.parameter.grad = state.view
         for state in self._states:
             if not (state.is_apart or state.is_sparse):
