@@ -59,6 +59,31 @@ UNFUSED_STEP = Change(
     why="it takes the norm of gradients, which have no marks: shards of all slices but the first are missing",
     during=A_GRID,
 )
+CONFIGURE_MODEL = Change(
+    DeepSpeedEngine,
+    "_configure_distributed_model",
+    instead="the same with the engine's own mpu, and a check of its experts' names",
+    why="an engine without an mpu finds the one of the engine before",
+    during=A_GRID,
+)
+ENTRIES_OF_ENGINES = tuple(
+    Change(
+        owner,
+        name,
+        instead="the same with the engine's own mpu",
+        why="DeepSpeed's functions ask one mpu for all engines of a process, the last one's",
+        during=A_GRID,
+    )
+    for owner, name in (
+        (DeepSpeedEngine, "forward"),
+        (DeepSpeedEngine, "backward"),
+        (DeepSpeedEngine, "step"),
+        (DeepSpeedEngine, "save_checkpoint"),
+        (DeepSpeedEngine, "load_checkpoint"),
+        (PipelineEngine, "train_batch"),
+        (PipelineEngine, "eval_batch"),
+    )
+)
 SECOND_PARTITION = Change(
     deepspeed_groups,
     "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
@@ -216,6 +241,13 @@ HP_GRADIENT = Change(
     why="the pipeline engine sums it over the stages of a tied layer",
     during=REDUCER,
 )
+TAKE_STEP = Change(
+    DeepSpeedEngine,
+    "_take_model_step",
+    instead="the same if the reducer has finished",
+    why="a release whose engine no longer calls the names above would step on this rank's own gradients",
+    during=REDUCER,
+)
 FORWARD = Change(
     DeepSpeedEngine,
     "forward",
@@ -240,6 +272,7 @@ INSTRUCTIONS = Change(
 
 ROWS: tuple[Change | Reliance, ...] = (
     *(row for row in list(globals().values()) if isinstance(row, Change)),
+    *ENTRIES_OF_ENGINES,
     Reliance(deepspeed_groups, "_EXPERT_PARALLEL_GROUP", "where MoE layers find groups; entries by name"),
     Reliance(deepspeed_groups, "_EXPERT_PARALLEL_GROUP_RANKS", "entries by name"),
     Reliance(deepspeed_groups, "_EXPERT_DATA_PARALLEL_GROUP", "entries by name"),

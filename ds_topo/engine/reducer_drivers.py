@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from statistics import median
 from typing import Any, Protocol
 
@@ -33,6 +33,10 @@ class Driven(Protocol):
 
     def give_up_unfinished(self) -> None:
         """Forget a step that an exception ended."""
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether gradients of a step have arrived, and are not reduced yet."""
 
     def detach(self) -> None:
         """Take the reducer off."""
@@ -82,6 +86,7 @@ class EngineDriver:
         self._replace(changes.DESTROY_ENGINE, lambda destroy: _after(reducer.detach, destroy))
         if hasattr(self.engine, changes.COALESCE.name):
             self._replace(changes.COALESCE, lambda _: _refuse_coalescing)
+        self._replace(changes.TAKE_STEP, lambda step: _after(partial(_require_reduced, reducer, reduction), step))
         self._watch_for_exceptions(reducer)
 
     # -- what the reducer asks
@@ -201,6 +206,14 @@ def driver_of(engine: DeepSpeedEngine) -> EngineDriver:
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(f"GradientReducer.attach: {type(engine).__name__} is not what deepspeed.initialize returns")
     return PipelineDriver(engine) if isinstance(engine, PipelineEngine) else EngineDriver(engine)
+
+
+def _require_reduced(reducer: Driven, reduction: Change) -> None:
+    if reducer.is_in_step:
+        raise RuntimeError(
+            f"the engine is about to step on gradients that are not reduced: this release of DeepSpeed did not call "
+            f"{reduction} after the last backward; detach() the reducer, or use a release that README.md names"
+        )
 
 
 def _after(before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:

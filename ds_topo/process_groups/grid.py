@@ -248,6 +248,11 @@ class ProcessGrid:
         """Whether ``destroy()`` is still to come."""
         return self._core.groups.is_alive
 
+    @property
+    def has_its_world(self) -> bool:
+        """Whether the job's ``torch.distributed`` is still the one that the grid was made in."""
+        return self._core.groups.has_its_world
+
     def on_destroy(self, callback: Callable[[], None]) -> None:
         """Call this, last one first, before the groups are destroyed."""
         self._core.groups.on_destroy(callback)

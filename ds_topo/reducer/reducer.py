@@ -216,8 +216,13 @@ class BucketReducer:
 
     def give_up_unfinished(self) -> None:
         """``reset()`` if an exception has ended the last step before ``finish()``; for engines."""
-        if self._state is REDUCING:
+        if self.is_in_step:
             self.reset()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether gradients of a step have arrived, and ``finish()`` is still to come."""
+        return self._state is REDUCING
 
     def launch_deferred(self) -> None:
         """Launch the full buckets that waited for the end of backward, if any did."""
