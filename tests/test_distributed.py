@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_topo import DisagreementError, PipelineParallelGrid, distributed
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def _documented_examples() -> None:

@@ -23,7 +23,7 @@ from ds_topo.errors import DisagreementError
 from ds_topo.reducer import ReductionOptions, probes
 from ds_topo.reducer.routes import scaling
 from ds_topo.reducer.two_level import TwoLevelReduction
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 SMALL = {"bucket_bytes": 1000, "first_bucket_bytes": 300, "last_bucket_bytes": 600, "two_level": False}
 """So that a small model has several buckets."""

@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.ranks import GRACE_SECONDS, RankFailure
+from tests.support.ranks import GRACE_SECONDS, RankFailure
 
 if TYPE_CHECKING:
     from tests.cluster.virtual_hosts import Host

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.cluster import Cluster, requirements
-from tests.ranks import RankFailure
+from tests.support.ranks import RankFailure
 
 StartCluster = Callable[..., Cluster]
 MEGABYTES = 4

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.moe_training import Case, Trainer, train_reference, worst_difference
-from tests.ranks import run_ranks
+from tests.support.moe_training import Case, Trainer, train_reference, worst_difference
+from tests.support.ranks import run_ranks
 
 STEPS = 2
 ORDERS = [

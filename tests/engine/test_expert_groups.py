@@ -18,9 +18,9 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo import PipelineParallelGrid, ProcessTopology, groups
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
 from ds_topo.topology.expert_tables import ExpertPlan
-from tests.fake_world import fake_world
-from tests.moe_training import Case, Trainer
-from tests.ranks import run_ranks
+from tests.support.fake_world import fake_world
+from tests.support.moe_training import Case, Trainer
+from tests.support.ranks import run_ranks
 
 STRIDED = "model=2,data=2,pipe=2"
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, ProcessTopology
 from ds_topo.errors import DisagreementError, TopologyError
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def number_of_groups() -> int:

@@ -16,8 +16,8 @@ from parallel_layers import Parallel
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, groups, initialize, mark_tensor_parallel_gradients
-from tests.gpt_training import BATCH, TINY, PlainGPT, batch, config, optimizer_of
-from tests.ranks import run_ranks
+from tests.support.gpt_training import BATCH, TINY, PlainGPT, batch, config, optimizer_of
+from tests.support.ranks import run_ranks
 
 STEPS = 6
 CASES: list[tuple[str, dict[str, Any]]] = [

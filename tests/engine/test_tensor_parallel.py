@@ -12,9 +12,9 @@ from gpt import Block
 from parallel_layers import Parallel
 
 from ds_topo import PipelineParallelGrid
-from tests.counted_collectives import forward_and_backward
-from tests.gpt_training import TINY, Run, train_alone, train_pipeline
-from tests.ranks import run_ranks
+from tests.support.counted_collectives import forward_and_backward
+from tests.support.gpt_training import TINY, Run, train_alone, train_pipeline
+from tests.support.ranks import run_ranks
 
 STEPS = 20
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}

@@ -11,7 +11,7 @@ from deepspeed.runtime.pipe import topology as deepspeed_topology
 from ds_topo import ModelParallelUnit, PipelineParallelGrid, ProcessTopology
 from ds_topo.engine.mpu import SEQUENCE_QUERIES
 from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError, WorldSizeError
-from tests.fake_world import fake_world
+from tests.support.fake_world import fake_world
 
 DENSE_ORDERS = list(permutations(("pipe", "data", "model")))
 SPECS_OF_64_RANKS = [

@@ -15,8 +15,8 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
-from tests.gpt_training import Run, train_alone, train_pipeline
-from tests.ranks import run_ranks
+from tests.support.gpt_training import Run, train_alone, train_pipeline
+from tests.support.ranks import run_ranks
 
 STEPS = 4
 SMALL = {"bucket_bytes": 16_000, "first_bucket_bytes": 4_000, "last_bucket_bytes": 4_000}

@@ -16,7 +16,7 @@ from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
 from ds_topo import PipelineParallelGrid
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 BATCH, POSITIONS, WIDTH, HEADS, STEPS = 4, 8, 16, 4, 3
 DESCENT = {"lr": 0.5, "momentum": 0.9}

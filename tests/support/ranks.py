@@ -31,7 +31,7 @@ GRACE_SECONDS = 5.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        *("torch.distributed", "deepspeed", "deepspeed.pipe", "tests.ranks"),
+        *("torch.distributed", "deepspeed", "deepspeed.pipe", "tests.support.ranks"),
         # what every DeepSpeed engine imports when it is built: a second or two for each rank
         *("torch.utils.cpp_extension", "deepspeed.runtime.zero.muon.original_muon"),
     ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankFailure, run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 
 
 def _sum_of_ranks(offset: int) -> float:

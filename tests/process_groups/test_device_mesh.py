@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ds_topo import PipelineParallelGrid
-from tests.gpt_training import TINY, PlainGPT, batch, optimizer_of
-from tests.ranks import run_ranks
+from tests.support.gpt_training import TINY, PlainGPT, batch, optimizer_of
+from tests.support.ranks import run_ranks
 
 
 def _inspect(topology: str) -> None:

@@ -13,8 +13,8 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import DisagreementError, PipelineParallelGrid, collectives
-from tests.counted_collectives import CountedCollectives
-from tests.ranks import run_ranks
+from tests.support.counted_collectives import CountedCollectives
+from tests.support.ranks import run_ranks
 
 GRIDS = [(2, "model=2"), (4, "model=4"), (4, "model=2,data=2")]
 """World size and topology: whole worlds, and groups of ranks that are not adjacent."""

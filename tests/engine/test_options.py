@@ -18,7 +18,7 @@ from torch import nn
 from ds_topo import EngineOptionError, PipelineParallelGrid, groups
 from ds_topo.engine.options import check_engine
 from ds_topo.errors import ExpertGroupError
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 QUANTIZED = {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}
 SECOND_PARTITION = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}

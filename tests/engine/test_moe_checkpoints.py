@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.moe_training import Case, Trainer
-from tests.ranks import run_ranks
+from tests.support.moe_training import Case, Trainer
+from tests.support.ranks import run_ranks
 
 PIPELINES = [
     *(

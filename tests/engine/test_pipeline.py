@@ -15,8 +15,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ds_topo import DisagreementError, PipelineModule, PipelineParallelGrid, TopologyError
-from tests.gpt_training import Run, train_alone, train_pipeline
-from tests.ranks import run_ranks
+from tests.support.gpt_training import Run, train_alone, train_pipeline
+from tests.support.ranks import run_ranks
 
 STEPS = 20
 TOPOLOGIES = ["data=4", "pipe=2,data=2", "data=2,pipe=2", "pipe=4", "pipe=2,seq=2", "seq=2,pipe=2"]

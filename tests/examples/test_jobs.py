@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def _train(name: str, *options: str) -> None:
