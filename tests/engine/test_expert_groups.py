@@ -15,12 +15,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo import PipelineParallelGrid, ProcessTopology, groups
+from ds_topo import PipelineParallelGrid, groups
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
-from ds_topo.topology.expert_tables import ExpertPlan
 from tests.support.fake_world import fake_world
 from tests.support.moe_training import Case, Trainer
-from tests.support.ranks import run_ranks
+from tests.support.world import Worlds
 
 STRIDED = "model=2,data=2,pipe=2"
 
@@ -93,21 +92,6 @@ def test_sizes_that_optimizer_files_cannot_express() -> None:
             DeepSpeedEngine._save_moe_checkpoint(engine, "folder", "tag")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tensor_parallel", [False, True])
-def test_source_and_place_of_every_rank(monkeypatch: pytest.MonkeyPatch, tensor_parallel: bool) -> None:
-    plan = ExpertPlan(ProcessTopology.from_spec(STRIDED), 2, tensor_parallel)
-    monkeypatch.setattr(deepspeed_groups, "dist", dist)
-    for rank in range(8):
-        with fake_world(rank, 8), PipelineParallelGrid(STRIDED) as grid:
-            groups.create_expert_groups(grid, 2, tensor_parallel)
-            monkeypatch.setattr(deepspeed_groups, "mpu", grid)
-            assert groups.get_tensor_model_parallel_src_rank() == rank % 4
-            assert groups._get_expert_parallel_src_rank("ep_size_2") == min(plan.expert_ranks(rank))
-            assert groups._get_expert_parallel_rank("ep_size_2") == plan.expert_ranks(rank).index(rank)
-            assert groups._get_expert_data_parallel_rank("ep_size_2") == plan.expert_data_ranks(rank).index(rank)
-            assert groups._get_expert_broadcast_src_rank("ep_size_2") == min(plan.expert_data_ranks(rank))
-
-
 def test_a_rank_joins_only_its_own_groups() -> None:
     """Two calls among 16,384 ranks, for which DeepSpeed makes every rank call ``new_group`` 2,176 times."""
     for rank in (0, 9_999):
@@ -115,10 +99,6 @@ def test_a_rank_joins_only_its_own_groups() -> None:
             with mock.patch.object(dist, "new_group", wraps=dist.new_group) as ours:
                 groups.create_expert_groups(grid, 8)
             assert [rank in call.args[0] for call in ours.call_args_list] == [True, True]
-
-
-def _initialize(case: Case) -> None:
-    Trainer(case)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +115,7 @@ def _initialize(case: Case) -> None:
         (Case("pipe=2,model=2", (0, 1, 1, 0), bf16=True), r"BF16_Optimizer would fail in the first step.*ZeRO stage 1"),
     ],
 )
-def test_norms_that_cannot_be_mended_are_refused_on_every_rank(case: Case, message: str) -> None:
-    world_size = ProcessTopology.from_spec(case.topology).world_size()
-    for error in run_ranks(world_size, _initialize, case, expect_failure=True):
+def test_norms_that_cannot_be_mended_are_refused_on_every_rank(world: Worlds, case: Case, message: str) -> None:
+    for error in world(case.world_size).run(Trainer, case, expect_failure=True):
         with pytest.raises(ExpertGroupError, match=message):
             raise error

@@ -15,13 +15,11 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
-from tests.support.gpt_training import Run, train_alone, train_pipeline
-from tests.support.ranks import run_ranks
+from tests.support.gpt_training import BF16, SMALL_BUCKETS, train_pipeline
+from tests.support.training import Reference, Run, assert_trained_alike, destroy_engine, engine_config
+from tests.support.world import Worlds
 
 STEPS = 4
-SMALL = {"bucket_bytes": 16_000, "first_bucket_bytes": 4_000, "last_bucket_bytes": 4_000}
-"""So that a stage has several buckets."""
-BF16 = {"bf16": {"enabled": True}}
 CASES: list[dict[str, Any]] = [
     {"zero": 0},
     {"zero": 1},
@@ -32,59 +30,42 @@ CASES: list[dict[str, Any]] = [
     {"zero": 0, "checkpointed": True, **BF16},
     {"zero": 0, "prescale_gradients": False, "gradient_predivide_factor": 2.0},
 ]
+LAYOUTS: list[tuple[str, list[dict[str, Any]]]] = [
+    ("pipe=2,data=2", CASES),
+    ("data=2,pipe=2", CASES),
+    ("pipe=2,seq=2", CASES[:2]),
+    ("data=4", CASES[:2]),
+    ("pipe=4", CASES[1:2]),
+    ("pipe=2,model=2,data=2", [*CASES[:2], {"zero": 1, "sequence": True}]),
+]
 
 
-@pytest.fixture(scope="module")
-def alone() -> Run:
-    run: Run = run_ranks(1, train_alone, STEPS)[0]
-    return run
-
-
-def _both(topology: str, cases: list[dict[str, Any]]) -> list[tuple[Run, Run]]:
-    return [
-        (
-            train_pipeline(topology, STEPS, **case),
-            train_pipeline(topology, STEPS, **case, gradient_reducer=SMALL),
-        )
-        for case in cases
-    ]
+def _train_both_ways(topology: str, options: dict[str, Any], alone: Run) -> Run:
+    theirs = train_pipeline(topology, STEPS, **options)
+    ours = train_pipeline(topology, STEPS, **options, gradient_reducer=SMALL_BUCKETS)
+    tolerance = 2e-3 if "bf16" in options else 1e-5
+    assert_trained_alike(ours, theirs, losses=tolerance, norms=tolerance, elements=(4 * tolerance, 4 * tolerance))
+    assert ours.parameters.keys() == theirs.parameters.keys()
+    if "bf16" not in options:
+        assert_trained_alike(ours, alone, losses=1e-5, norms=1e-4)
+    assert ours.buckets > 1
+    assert theirs.reductions == 0
+    assert ours.reductions == STEPS * ours.buckets, "once per bucket and step, for any number of micro-batches"
+    return ours
 
 
 @pytest.mark.parametrize(
-    ("topology", "cases"),
-    [
-        ("pipe=2,data=2", CASES),
-        ("data=2,pipe=2", CASES),
-        ("pipe=2,seq=2", CASES[:2]),
-        ("data=4", CASES[:2]),
-        ("pipe=4", CASES[1:2]),
-        ("pipe=2,model=2,data=2", [*CASES[:2], {"zero": 1, "sequence": True}]),
-    ],
+    ("topology", "options"), [(topology, options) for topology, cases in LAYOUTS for options in cases]
 )
 def test_pipelines_train_as_one_process_and_as_with_deepspeeds_own_reduction(
-    alone: Run, topology: str, cases: list[dict[str, Any]]
+    world: Worlds, layers_alone: Reference, topology: str, options: dict[str, Any]
 ) -> None:
-    ranks = 8 if "model" in topology else 4
-    every_rank = run_ranks(ranks, _both, topology, cases, deadline=240)
-    for runs in every_rank:
-        for index, (case, (theirs, ours)) in enumerate(zip(cases, runs, strict=True)):
-            if "model" not in topology:
-                for _, other in (others[index] for others in every_rank):
-                    for name in ours.parameters.keys() & other.parameters.keys():
-                        assert torch.equal(ours.parameters[name], other.parameters[name]), "replicas are bit-equal"
-            tolerance = 2e-3 if "bf16" in case else 1e-5
-            torch.testing.assert_close(ours.losses, theirs.losses, rtol=tolerance, atol=0)
-            torch.testing.assert_close(ours.norms, theirs.norms, rtol=tolerance, atol=0)
-            for name, parameter in theirs.parameters.items():
-                torch.testing.assert_close(
-                    ours.parameters[name], parameter, rtol=4 * tolerance, atol=4 * tolerance, msg=name
-                )
-            if "bf16" not in case:
-                torch.testing.assert_close(ours.losses, alone.losses, rtol=1e-5, atol=0)
-                torch.testing.assert_close(ours.norms, alone.norms, rtol=1e-4, atol=0)
-            assert ours.buckets > 1
-            assert theirs.reductions == 0
-            assert ours.reductions == STEPS * ours.buckets, "once per bucket and step, for any number of micro-batches"
+    has_slices = "model" in topology
+    runs = world(8 if has_slices else 4).run(_train_both_ways, topology, options, layers_alone(STEPS))
+    for one in runs if not has_slices else []:
+        for other in runs:
+            for name in one.parameters.keys() & other.parameters.keys():
+                assert torch.equal(one.parameters[name], other.parameters[name]), "replicas are bit-equal"
 
 
 # -- what cannot be served, and the way back ---------------------------------------------------------------------------
@@ -106,16 +87,7 @@ def _loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _settings(**more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        **more,
-    }
+    return engine_config(2, 2, optimizer={"type": "SGD", "params": {"lr": 0.1}}, **more)
 
 
 def _two_outputs(**more: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -137,20 +109,19 @@ def _two_outputs(**more: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         data = [(torch.randn(2, 4, generator=generator), torch.randn(2, 4, generator=generator)) for _ in range(2)]
         engine.train_batch(iter(data))
     snapshots.append([parameter.detach().clone() for parameter in module.parameters()])
-    engine.destroy()
+    destroy_engine(engine)
     grid.destroy()
     return snapshots[0], snapshots[1]
 
 
-def _two_outputs_both_ways() -> None:
-    expected = _two_outputs()
-    for overlap in (None, True, False):
-        for ours, theirs in zip(_two_outputs(gradient_reducer={"overlap": overlap}), expected, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+def _two_outputs_both_ways(overlap: bool | None) -> None:
+    for ours, theirs in zip(_two_outputs(gradient_reducer={"overlap": overlap}), _two_outputs(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_several_backward_calls_per_micro_batch_and_detaching() -> None:
-    run_ranks(4, _two_outputs_both_ways)
+@pytest.mark.parametrize("overlap", [None, True, False], ids="overlap_{}".format)
+def test_several_backward_calls_per_micro_batch_and_detaching(world: Worlds, overlap: bool | None) -> None:
+    world(4).run(_two_outputs_both_ways, overlap)
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -163,14 +134,25 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def _refuse() -> None:
+def _refuse(settings: dict[str, Any], message: str) -> None:
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    with (
+        PipelineParallelGrid("data=2") as grid,
+        pytest.raises(ValueError, match=re.compile(message, re.DOTALL)),
+    ):
+        initialize(model=nn.Linear(4, 4), mpu=grid, config=_settings(**{"gradient_reducer": True, **settings}))
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSALS)
+def test_what_cannot_be_served_is_refused(world: Worlds, settings: dict[str, Any], message: str) -> None:
+    world(2).run(_refuse, settings, message)
+
+
+def _misuse() -> None:
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     with PipelineParallelGrid("data=2") as grid:
-        for settings, message in REFUSALS:
-            settings = {"gradient_reducer": True, **settings}
-            with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
-                initialize(model=nn.Linear(4, 4), mpu=grid, config=_settings(**settings))
         with pytest.raises(TypeError, match=r"Linear is not what deepspeed\.initialize returns"):
             GradientReducer.attach(nn.Linear(4, 4))
         engine, *_ = initialize(model=nn.Linear(4, 4), mpu=grid, config=_settings())
@@ -184,11 +166,11 @@ def _refuse() -> None:
         assert reducer.state.name == "DETACHED"
 
 
-def test_what_cannot_be_served_is_refused() -> None:
-    run_ranks(2, _refuse)
+def test_attaching_twice_or_to_no_engine_raises(world: Worlds) -> None:
+    world(2).run(_misuse)
 
 
-def _reductions_of_a_step() -> tuple[int, int]:
+def _reductions_of_a_step() -> None:
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     with PipelineParallelGrid("data=2") as grid:
@@ -200,9 +182,10 @@ def _reductions_of_a_step() -> tuple[int, int]:
                 for _ in range(2):
                     engine.backward(engine(torch.ones(2, 8)).sum())
                     engine.step()
-        return all_reduce.call_count, len(engine.gradient_reducer.buckets)
+        buckets = len(engine.gradient_reducer.buckets)
+        assert all_reduce.call_count == buckets + 1, "and one small message in which the ranks compare notes"
+        engine.destroy()
 
 
-def test_deepspeed_reduces_nothing_itself() -> None:
-    for calls, buckets in run_ranks(2, _reductions_of_a_step):
-        assert calls == buckets + 1, "and one small message in which the ranks compare notes"
+def test_deepspeed_reduces_nothing_itself(world: Worlds) -> None:
+    world(2).run(_reductions_of_a_step)

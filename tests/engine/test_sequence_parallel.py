@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
 from ds_topo import PipelineParallelGrid
-from tests.support.ranks import run_ranks
+from tests.support.training import (
+    Batch,
+    Run,
+    assert_trained_alike,
+    destroy_engine,
+    engine_config,
+    own_samples,
+    parameters_of,
+    train_by_hand,
+    train_engine,
+)
+from tests.support.world import Worlds
 
 BATCH, POSITIONS, WIDTH, HEADS, STEPS = 4, 8, 16, 4, 3
 DESCENT = {"lr": 0.5, "momentum": 0.9}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "ZeRO 0": {"stage": 0},
-    "ZeRO 1": {"stage": 1},
-    "ZeRO 2": {"stage": 2, "reduce_scatter": True},
-    "ZeRO 2, all-reduce": {"stage": 2, "reduce_scatter": False},
-    "ZeRO 3": {"stage": 3, "reduce_scatter": True},
-    "ZeRO 3, all-reduce": {"stage": 3, "reduce_scatter": False},
-    "ZeRO 3, small buckets": {"stage": 3, "reduce_scatter": False, "reduce_bucket_size": 300},
-    "ZeRO 3, separate gradients": {"stage": 3, "reduce_scatter": False, "contiguous_gradients": False},
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2, "reduce_scatter": True},
+    "zero2-all_reduce": {"stage": 2, "reduce_scatter": False},
+    "zero3": {"stage": 3, "reduce_scatter": True},
+    "zero3-all_reduce": {"stage": 3, "reduce_scatter": False},
+    "zero3-small_buckets": {"stage": 3, "reduce_scatter": False, "reduce_bucket_size": 300},
+    "zero3-separate_gradients": {"stage": 3, "reduce_scatter": False, "contiguous_gradients": False},
 }
 
 
@@ -64,66 +75,50 @@ class Ulysses(nn.Module):
         return attended
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step: int) -> Batch:
     """Inputs and targets ``[b, s, h]`` of a step."""
     inputs = torch.randn(BATCH, POSITIONS, WIDTH, generator=torch.Generator().manual_seed(step))
     return inputs, inputs.roll(1, dims=1).sin()
 
 
-def train_alone() -> dict[str, torch.Tensor]:
+def _loss(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(module(inputs), targets)
+
+
+@cache
+def _train_alone() -> Run:
     model = Model(local_attention)
-    optimizer = torch.optim.SGD(model.parameters(), **DESCENT)
-    for step in range(STEPS):
-        inputs, targets = batch(step)
-        optimizer.zero_grad()
-        F.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return train_by_hand(model, torch.optim.SGD(model.parameters(), **DESCENT), map(batch, range(STEPS)), _loss)
 
 
-def _train(topology: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    grid = PipelineParallelGrid(topology)
-    sequences, pieces = BATCH // grid.get_data_parallel_world_size(), grid.get_sequence_parallel_world_size()
-    config = {
-        "train_micro_batch_size_per_gpu": sequences,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": DESCENT},
-        "zero_optimization": options,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-    }
-    model = Model(Ulysses(grid.get_sequence_parallel_group()))
-    engine, *_ = deepspeed.initialize(model=model, mpu=grid, config=config, model_parameters=list(model.parameters()))
-    for step in range(STEPS):
-        inputs, targets = (
-            whole.split(sequences)[grid.get_data_parallel_rank()].chunk(pieces, 1)[grid.get_sequence_parallel_rank()]
-            for whole in batch(step)
-        )
-        engine.backward(F.mse_loss(engine(inputs), targets) / pieces)
-        engine.step()
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    engine.destroy()
-    grid.destroy()
-    return parameters
-
-
-def _train_all(topology: str) -> dict[str, dict[str, torch.Tensor]]:
+def _train_and_compare(topology: str, options: dict[str, Any], alone: Run) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     deepspeed.init_distributed(verbose=False)
     untouched = DeepSpeedEngine._configure_zero_optimizer
-    parameters = {name: _train(topology, options) for name, options in OPTIONS.items()}
+    with PipelineParallelGrid(topology) as grid:
+        pieces = grid.get_sequence_parallel_world_size()
+
+        def own_positions(step: int) -> Batch:
+            own = own_samples(batch(step), grid)
+            inputs, targets = (part.chunk(pieces, 1)[grid.get_sequence_parallel_rank()] for part in own)
+            return inputs, targets
+
+        model = Model(Ulysses(grid.get_sequence_parallel_group()))
+        optimizer = {"type": "SGD", "params": DESCENT}
+        config = engine_config(
+            BATCH // grid.get_data_parallel_world_size(), optimizer=optimizer, zero_optimization=options
+        )
+        parameters = list(model.parameters())
+        engine, *_ = deepspeed.initialize(model=model, mpu=grid, config=config, model_parameters=parameters)
+        run = train_engine(engine, grid, map(own_positions, range(STEPS)), lambda *args: _loss(*args) / pieces)
+        with deepspeed.zero.GatheredParameters(parameters):
+            run.parameters = parameters_of(model)
+        destroy_engine(engine)
+    assert_trained_alike(run, alone, losses=1e-5, tensors=1e-5)
     assert DeepSpeedEngine._configure_zero_optimizer is untouched
-    dist.barrier()
-    return parameters
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("topology", ["data=2,seq=2", "seq=2,data=2", "seq=4"])
-def test_attention_over_seq_equals_one_process(topology: str) -> None:
-    reference = run_ranks(1, train_alone)[0]
-    for runs in run_ranks(4, _train_all, topology, deadline=240):
-        for name, parameters in runs.items():
-            for key, value in reference.items():
-                difference = float((parameters[key] - value).norm() / value.norm())
-                assert difference < 1e-5, (name, key, difference)
+def test_attention_over_seq_equals_one_process(world: Worlds, topology: str, options: dict[str, Any]) -> None:
+    world(4).run(_train_and_compare, topology, options, _train_alone())

@@ -10,8 +10,10 @@ import math
 import re
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import deepspeed
@@ -22,9 +24,19 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec
 from torch import nn
 
-from ds_topo import PipelineModule, PipelineParallelGrid, initialize
+from ds_topo import PipelineModule, PipelineParallelGrid, ProcessTopology, initialize
 from ds_topo.groups import create_expert_groups
 from ds_topo.topology.expert_tables import ExpertPlan
+from tests.support.training import (
+    Batch,
+    Run,
+    assert_trained_alike,
+    destroy_engine,
+    engine_config,
+    own_samples,
+    train_by_hand,
+    train_engine,
+)
 
 WIDTH, HIDDEN, EXPERTS, BATCH, MICRO_BATCHES = 8, 16, 4, 16, 2
 DESCENT = {"lr": 0.05, "momentum": 0.9}
@@ -56,9 +68,22 @@ class Case:
     reduced: bool = False
 
     @property
-    def reference(self) -> tuple[tuple[int, ...], float]:
-        """What one process needs to know of it."""
-        return tuple(min(size, 1) for size in self.sizes), self.clip
+    def world_size(self) -> int:
+        """The ranks that it needs."""
+        return ProcessTopology.from_spec(self.topology).world_size()
+
+    def reference(self, steps: int) -> Run:
+        """The same trained by one process."""
+        return train_reference(tuple(size > 0 for size in self.sizes), steps, self.clip)
+
+    def __str__(self) -> str:
+        """A name that ``pytest -k`` can spell, such as ``pipe2-data2-experts0210-zero1-clip``."""
+        switches = ("tensor_parallel", "data_first", "drop_tokens", "bf16", "offload", "reduced")
+        words = [self.topology.replace("=", "").replace(",", "-"), f"experts{''.join(map(str, self.sizes))}"]
+        words += ["" if self.pipeline else "plain", f"zero{self.zero}", "clip" if self.clip else ""]
+        words += [switch for switch in switches if getattr(self, switch)]
+        words += [] if self.created else ["created_by_module"]
+        return "-".join(word for word in words if word)
 
 
 class Dense(nn.Linear):
@@ -178,25 +203,25 @@ def slice_of(name: str, value: torch.Tensor, grid: PipelineParallelGrid, tensor_
     return parts[grid.get_slice_parallel_rank()]
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step: int) -> Batch:
     """Inputs and targets ``[BATCH, WIDTH]`` of a step."""
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
     return inputs, inputs.roll(1, dims=1).sin()
 
 
-def train_reference(sizes: Sequence[int], steps: int, clip: float = 0.0) -> dict[str, torch.Tensor]:
-    """Parameters after ``steps`` of one process, and its last norm of gradients under ``"norm"``."""
-    model = nn.Sequential(*(ReferenceMixture() if size else Dense() for size in sizes))
+def loss_of(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Of a model or an engine."""
+    return F.mse_loss(module(inputs), targets)
+
+
+@cache
+def train_reference(has_experts: tuple[bool, ...], steps: int, clip: float = 0.0) -> Run:
+    """One process; whether each layer has experts."""
+    model = nn.Sequential(*(ReferenceMixture() if layer else Dense() for layer in has_experts))
     for name, parameter in model.named_parameters():
         parameter.data = value_of(name, parameter.shape)
     optimizer = torch.optim.SGD(model.parameters(), **DESCENT)
-    for step in range(steps):
-        inputs, targets = batch(step)
-        optimizer.zero_grad()
-        F.mse_loss(model(inputs), targets).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
-        optimizer.step()
-    return {"norm": norm, **{name: parameter.detach() for name, parameter in model.named_parameters()}}
+    return train_by_hand(model, optimizer, map(batch, range(steps)), loss_of, clip or math.inf)
 
 
 class Trainer:
@@ -213,21 +238,17 @@ class Trainer:
         for size in sizes if case.created else []:
             create_expert_groups(self.grid, size, case.tensor_parallel, case.data_first)
         self._initialize_parameters(module)
-        samples = self.grid.get_sample_world_size()
-        self.share = BATCH // samples
+        share = BATCH // self.grid.get_sample_world_size()
         self.dtype = torch.bfloat16 if case.bf16 else torch.float32
-        config = {
-            "train_micro_batch_size_per_gpu": self.share // MICRO_BATCHES,
-            "gradient_accumulation_steps": MICRO_BATCHES,
-            "gradient_clipping": case.clip,
-            "optimizer": {"type": "SGD", "params": DESCENT},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": case.zero, **({"offload_optimizer": OFFLOAD} if case.offload else {})},
-            "steps_per_print": 10**9,
-            "bf16": {"enabled": case.bf16},
-            "gradient_reducer": SMALL_BUCKETS if case.reduced else False,
-        }
+        config = engine_config(
+            share // MICRO_BATCHES,
+            MICRO_BATCHES,
+            case.clip,
+            optimizer={"type": "SGD", "params": DESCENT},
+            zero_optimization={"stage": case.zero, **({"offload_optimizer": OFFLOAD} if case.offload else {})},
+            bf16={"enabled": case.bf16},
+            gradient_reducer=SMALL_BUCKETS if case.reduced else False,
+        )
         self.engine, *_ = initialize(
             model=module,
             config=config,
@@ -237,26 +258,21 @@ class Trainer:
 
     def _module(self) -> tuple[PipelineParallelGrid, nn.Module]:
         case = self.case
-        if case.pipeline:
-            grid = None
-            layers = [
-                LayerSpec(Mixture, size, drop_tokens=case.drop_tokens) if size else LayerSpec(Dense)
-                for size in case.sizes
-            ]
-            if case.tensor_parallel:
-                grid = PipelineParallelGrid(case.topology)
-                slices = grid.get_slice_parallel_group()
-                layers = [
-                    LayerSpec(Mixture, size, slices, case.drop_tokens) if size else LayerSpec(Dense)
-                    for size in case.sizes
-                ]
-            module = PipelineModule(layers, topology=case.topology, loss_fn=nn.MSELoss(), partition_method="uniform")
+        if case.pipeline and not case.tensor_parallel:
+            module = self._pipeline_module(None, topology=case.topology)
             return module.mpu(), module
         grid = PipelineParallelGrid(case.topology)
         slices = grid.get_slice_parallel_group() if case.tensor_parallel else None
-        return grid, nn.Sequential(
-            *(Mixture(size, slices, case.drop_tokens) if size else Dense() for size in case.sizes)
-        )
+        if case.pipeline:
+            module = self._pipeline_module(slices, grid=grid)
+            return module.mpu(), module
+        layers = (Mixture(size, slices, case.drop_tokens) if size else Dense() for size in case.sizes)
+        return grid, nn.Sequential(*layers)
+
+    def _pipeline_module(self, slices: Any, **layout: Any) -> PipelineModule:
+        drop_tokens, sizes = self.case.drop_tokens, self.case.sizes
+        layers = [LayerSpec(Mixture, size, slices, drop_tokens) if size else LayerSpec(Dense) for size in sizes]
+        return PipelineModule(layers, loss_fn=nn.MSELoss(), partition_method="uniform", **layout)
 
     def first_expert(self, parameter: torch.nn.Parameter) -> int:
         """The number in its layer of this rank's first expert."""
@@ -273,39 +289,45 @@ class Trainer:
             value = value_of(whole, whole_shape(whole, parameter.shape))
             parameter.data = slice_of(whole, value, self.grid, self.case.tensor_parallel).clone()
 
-    def train(self, steps: range) -> None:
-        first = self.grid.get_sample_rank() * self.share
-        for step in steps:
-            inputs, targets = (whole[first : first + self.share].to(self.dtype) for whole in batch(step))
-            micro_batches = list(zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES), strict=True))
-            if self.case.pipeline:
-                self.engine.train_batch(iter(micro_batches))
-                continue
-            for micro_inputs, micro_targets in micro_batches:
-                self.engine.backward(F.mse_loss(self.engine(micro_inputs), micro_targets))
-                self.engine.step()
+    def train(self, steps: range) -> Run:
+        """Train on."""
+        samples = (own_samples(batch(step), self.grid) for step in steps)
+        cast = ((inputs.to(self.dtype), targets.to(self.dtype)) for inputs, targets in samples)
+        run = train_engine(self.engine, self.grid, cast, loss_of)
+        run.parameters = self.parameters()
+        return run
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """This rank's parameters under the reference's names."""
+        """Copies of this rank's parameters under the reference's names."""
         return {
             canonical_name(name, self.first_expert(parameter)): parameter.detach().clone()
             for name, parameter in self.engine.module.named_parameters()
         }
 
+    def share_of(self, reference: Run) -> Run:
+        """What this rank's run is to be like."""
+        slices = {
+            name: slice_of(name, value, self.grid, self.case.tensor_parallel)
+            for name, value in reference.parameters.items()
+        }
+        return Run(reference.losses, reference.norms, slices)
+
     def destroy(self) -> None:
-        self.engine.destroy()
+        destroy_engine(self.engine)
         self.grid.destroy()
 
 
-def worst_difference(trainer: Trainer, reference: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The greatest relative difference of a parameter of this rank from the reference, and its name."""
-    differences = []
-    for name, mine in trainer.parameters().items():
-        theirs = slice_of(name, reference[name], trainer.grid, trainer.case.tensor_parallel)
-        assert theirs.isfinite().all(), name
-        difference = float((mine - theirs).norm() / theirs.norm())
-        differences.append((difference if math.isfinite(difference) else math.inf, name))
-    if trainer.engine.get_global_grad_norm() is not None:
-        ratio = float(trainer.engine.get_global_grad_norm()) / float(reference["norm"])
-        differences.append((abs(ratio - 1), "norm of gradients"))
-    return max(differences)
+@contextmanager
+def trainer(case: Case) -> Iterator[Trainer]:
+    """A trainer until the caller is done with it."""
+    created = Trainer(case)
+    yield created
+    created.destroy()
+
+
+def assert_trains_as_one_process(case: Case, reference: Run) -> None:
+    """On every rank of the case; ``reference`` is the case's."""
+    with trainer(case) as rank:
+        run = rank.train(range(len(reference.losses)))
+        norms = 1e-5 if run.norms else None
+        assert_trained_alike(run, rank.share_of(reference), losses=1e-5, norms=norms, tensors=1e-5)
