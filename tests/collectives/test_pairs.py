@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
-from ds_topo import DisagreementError, PipelineParallelGrid, collectives
+from ds_topo import PipelineParallelGrid, collectives
 from tests.support.counted_collectives import CountedCollectives
-from tests.support.ranks import run_ranks
+from tests.support.world import Worlds
 
 GRIDS = [(2, "model=2"), (4, "model=4"), (4, "model=2,data=2")]
 """World size and topology: whole worlds, and groups of ranks that are not adjacent."""
@@ -45,12 +46,13 @@ def _expected(name: str, inputs: list[Tensor], rank: int, dims: tuple[int, ...])
     return torch.cat([x.chunk(n, dims[0])[rank] for x in inputs], dims[1])
 
 
-CALLS = [
-    ("copy", ()),
-    ("reduce", ()),
-    *((name, (dim,)) for name in ("scatter", "gather", "all_gather", "reduce_scatter") for dim in (0, 1, 2, -1)),
-    *(("all_to_all", pair) for pair in PAIRS),
-]
+DIMS: dict[str, list[tuple[int, ...]]] = {
+    "copy": [()],
+    "reduce": [()],
+    **{name: [(0,), (1,), (2,), (-1,)] for name in ("scatter", "gather", "all_gather", "reduce_scatter")},
+    "all_to_all": PAIRS,
+}
+"""The dimensions that every collective is called with."""
 DUALS = {
     "copy": "reduce",
     "reduce": "copy",
@@ -62,75 +64,106 @@ DUALS = {
 }
 
 
-def _compare_with_one_process(topology: str) -> None:
-    grid = PipelineParallelGrid(topology)
-    group, ranks = grid.get_group("model"), grid.get_ranks("model")
+def _compare_with_one_process(topology: str, dtype: torch.dtype, name: str) -> None:
+    with PipelineParallelGrid(topology) as grid:
+        for dims in DIMS[name]:
+            _compare(grid.get_group("model"), grid.get_ranks("model"), dtype, name, dims)
+
+
+def _compare(group: Group, ranks: list[int], dtype: torch.dtype, name: str, dims: tuple[int, ...]) -> None:
+    tolerance: dict[str, Any] = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
     me, n = ranks.index(dist.get_rank()), len(ranks)
-    for dtype in (torch.float64, torch.bfloat16, torch.complex64):
-        tolerance: dict[str, Any] = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
-        inputs = [_tensor_of(rank, dtype) for rank in ranks]
-        for name, dims in CALLS:
-            x = inputs[me].clone().requires_grad_()
-            for given in (x, x.transpose(0, 2).contiguous().transpose(0, 2)):
-                result = getattr(collectives, name)(given, group, *dims)
-                expected = _expected(name, inputs, me, dims)
-                torch.testing.assert_close(result, expected, **tolerance)
-                cotangents = [_tensor_of(rank + 100, dtype).repeat(n, 1, 1).flatten() for rank in ranks]
-                cotangents = [values[: result.numel()].view(result.shape) for values in cotangents]
-                before = cotangents[me].clone()
-                (gradient,) = torch.autograd.grad(result, x, cotangents[me])
-                torch.testing.assert_close(gradient, _expected(DUALS[name], cotangents, me, dims[::-1]), **tolerance)
-                assert torch.equal(cotangents[me], before)
-            assert torch.equal(x.detach(), inputs[me])
+    inputs = [_tensor_of(rank, dtype) for rank in ranks]
+    x = inputs[me].clone().requires_grad_()
+    for given in (x, x.transpose(0, 2).contiguous().transpose(0, 2)):
+        result = getattr(collectives, name)(given, group, *dims)
+        expected = _expected(name, inputs, me, dims)
+        torch.testing.assert_close(result, expected, **tolerance)
+        cotangents = [_tensor_of(rank + 100, dtype).repeat(n, 1, 1).flatten() for rank in ranks]
+        cotangents = [values[: result.numel()].view(result.shape) for values in cotangents]
+        before = cotangents[me].clone()
+        (gradient,) = torch.autograd.grad(result, x, cotangents[me])
+        torch.testing.assert_close(gradient, _expected(DUALS[name], cotangents, me, dims[::-1]), **tolerance)
+        assert torch.equal(cotangents[me], before)
+    assert torch.equal(x.detach(), inputs[me])
 
 
+@pytest.mark.parametrize("name", DIMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize(("world_size", "topology"), GRIDS)
-def test_forward_and_backward_equal_one_process(world_size: int, topology: str) -> None:
-    run_ranks(world_size, _compare_with_one_process, topology)
+def test_forward_and_backward_equal_one_process(
+    world: Worlds, world_size: int, topology: str, dtype: torch.dtype, name: str
+) -> None:
+    world(world_size).run(_compare_with_one_process, topology, dtype, name)
 
 
-def _replicated_functions(group: Group, weight: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Functions from one replicated tensor to another, through every collective, with work of each rank's own between.
+def _scatter_and_gather(dim: int, own: Callable[[Tensor], Tensor], x: Tensor, group: Group) -> Tensor:
+    return collectives.gather(own(collectives.scatter(x, group, dim)), group, dim)
 
-    All ranks perturb the same element at the same time, so that differences of values are true derivatives.
-    """
-    c = collectives
+
+def _gather_and_scatter(dim: int, own: Callable[[Tensor], Tensor], x: Tensor, group: Group) -> Tensor:
+    gathered = collectives.all_gather(collectives.scatter(x, group, dim), group, dim)
+    return collectives.gather(collectives.reduce_scatter(own(gathered), group, dim), group, dim)
+
+
+def _exchange(dim: int, own: Callable[[Tensor], Tensor], x: Tensor, group: Group) -> Tensor:
+    exchanged = collectives.all_to_all(collectives.scatter(x, group, dim), group, 1 - dim, dim)
+    return collectives.gather(own(exchanged), group, 1 - dim)
+
+
+WAYS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor, Group], Tensor]] = {
+    "copy, reduce": lambda own, x, group: collectives.reduce(own(collectives.copy(x, group)), group),
+    **{f"scatter, gather {dim}": partial(_scatter_and_gather, dim) for dim in (0, 1)},
+    **{f"all_gather, reduce_scatter {dim}": partial(_gather_and_scatter, dim) for dim in (0, 1)},
+    **{f"all_to_all {dim}": partial(_exchange, dim) for dim in (0, 1)},
+}
+"""From one replicated tensor to another, through every collective, with work of each rank's own between."""
+
+
+def _differentiate(topology: str, way: str, dtype: torch.dtype) -> None:
+    """All ranks perturb the same element at the same time, so that differences of values are true derivatives."""
+    weight = torch.randn(64, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
 
     def own(x: Tensor) -> Tensor:
         return torch.sin(x * weight.reshape(-1)[: x.numel()].view(x.shape))
 
-    functions: dict[str, Callable[[Tensor], Tensor]] = {}
-    functions["copy, reduce"] = lambda x: c.reduce(own(c.copy(x, group)), group)
-    for dim in (0, 1):
-        functions[f"scatter, gather {dim}"] = lambda x, dim=dim: c.gather(own(c.scatter(x, group, dim)), group, dim)
-        functions[f"all_gather, reduce_scatter {dim}"] = lambda x, dim=dim: c.gather(
-            c.reduce_scatter(own(c.all_gather(c.scatter(x, group, dim), group, dim)), group, dim), group, dim
-        )
-        functions[f"all_to_all {dim}"] = lambda x, dim=dim: c.gather(
-            own(c.all_to_all(c.scatter(x, group, dim), group, 1 - dim, dim)), group, 1 - dim
-        )
-    return functions
-
-
-def _differentiate(topology: str) -> None:
-    grid = PipelineParallelGrid(topology)
-    group = grid.get_group("model")
-    for dtype in (torch.float64, torch.complex128) if dist.get_world_size() == 2 else (torch.float64,):
-        weight = torch.randn(64, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
+    with PipelineParallelGrid(topology) as grid:
+        function = partial(WAYS[way], own, group=grid.get_group("model"))
         x = torch.randn(4, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
-        for name, function in _replicated_functions(group, weight).items():
-            assert gradcheck(function, (x.clone().requires_grad_(),)), name
-            if not dtype.is_complex:
-                x = x.clone().requires_grad_()
-                assert gradgradcheck(function, (x,), fast_mode=True, gen_non_contig_grad_outputs=False), name
+        assert gradcheck(function, (x.clone().requires_grad_(),))
+        if not dtype.is_complex:
+            x = x.clone().requires_grad_()
+            assert gradgradcheck(function, (x,), fast_mode=True, gen_non_contig_grad_outputs=False)
 
 
-@pytest.mark.parametrize(("world_size", "topology"), GRIDS)
-def test_numerical_derivatives(world_size: int, topology: str) -> None:
-    run_ranks(world_size, _differentiate, topology)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("world_size", "topology", "dtype"),
+    [(*grid, torch.float64) for grid in GRIDS] + [(*GRIDS[0], torch.complex128)],
+)
+def test_numerical_derivatives(world: Worlds, world_size: int, topology: str, dtype: torch.dtype, way: str) -> None:
+    world(world_size).run(_differentiate, topology, way, dtype)
 
 
-def _in_torchs_modes() -> None:
+def _run(function: Callable[[Tensor], Any], **autocast: Any) -> tuple[Tensor, Tensor | None]:
+    """A result, and the gradient of the sum of its squares."""
+    x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
+    with torch.autocast("cpu", **autocast):
+        result = function(x)
+    result.float().square().sum().backward()
+    return result.detach(), x.grad
+
+
+MODES: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
+    "eager": lambda layer: layer,
+    "compiled": lambda layer: torch.compile(layer, backend="aot_eager", fullgraph=True),
+    "reentrant checkpoint": lambda layer: partial(checkpoint, layer, use_reentrant=True),
+    "checkpoint": lambda layer: partial(checkpoint, layer, use_reentrant=False),
+    "autocast": lambda layer: layer,
+}
+
+
+def _in_torchs_mode(mode: str) -> None:
     group = dist.group.WORLD
     torch.manual_seed(0)
     first, second = torch.randn(8, 4), torch.randn(4, 8)
@@ -139,73 +172,29 @@ def _in_torchs_modes() -> None:
         inner = torch.relu(collectives.copy(x, group) @ collectives.scatter(first, group, 1))
         return collectives.reduce(inner @ collectives.scatter(second, group, 0), group)
 
-    def run(function: Callable[[Tensor], Any], **autocast: Any) -> tuple[Tensor, Tensor | None]:
-        x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
-        with torch.autocast("cpu", **autocast):
-            result = function(x)
-        result.float().square().sum().backward()
-        return result.detach(), x.grad
-
-    whole = run(lambda x: torch.relu(x @ first) @ second, enabled=False)
-    functions = (
-        layer,
-        torch.compile(layer, backend="aot_eager", fullgraph=True),
-        lambda x: checkpoint(layer, x, use_reentrant=True),
-        lambda x: checkpoint(layer, x, use_reentrant=False),
-    )
-    for function in functions:
-        torch.testing.assert_close(run(function, enabled=False), whole)
-    result, gradient = run(layer, dtype=torch.bfloat16)
-    assert result.dtype == torch.bfloat16
-    torch.testing.assert_close(gradient, whole[1], rtol=0.1, atol=0.5)
+    whole = _run(lambda x: torch.relu(x @ first) @ second, enabled=False)
+    if mode == "autocast":
+        result, gradient = _run(layer, dtype=torch.bfloat16)
+        assert result.dtype == torch.bfloat16
+        torch.testing.assert_close(gradient, whole[1], rtol=0.1, atol=0.5)
+    else:
+        torch.testing.assert_close(_run(MODES[mode](layer), enabled=False), whole)
 
 
-def test_compile_checkpointing_and_autocast() -> None:
-    run_ranks(2, _in_torchs_modes)
+@pytest.mark.parametrize("mode", MODES)
+def test_compile_checkpointing_and_autocast(world: Worlds, mode: str) -> None:
+    world(2).run(_in_torchs_mode, mode)
 
 
 def _count_in_a_group_of_one() -> None:
-    grid = PipelineParallelGrid("data=2,model=1")
-    x, group = torch.ones(3, 5, requires_grad=True), grid.get_group("model")
-    for name, dims in CALLS:
-        if all(dim < 2 for dim in dims):
-            with CountedCollectives() as counter:
-                assert getattr(collectives, name)(x, group, *dims) is x
-            assert not counter.calls
+    with PipelineParallelGrid("data=2,model=1") as grid:
+        x, group = torch.ones(3, 5, requires_grad=True), grid.get_group("model")
+        for name, dims in ((name, dims) for name, every in DIMS.items() for dims in every):
+            if all(dim < 2 for dim in dims):
+                with CountedCollectives() as counter:
+                    assert getattr(collectives, name)(x, group, *dims) is x
+                assert not counter.calls
 
 
-def test_a_group_of_one_is_free() -> None:
-    run_ranks(2, _count_in_a_group_of_one)
-
-
-def _errors() -> list[str]:
-    x, group, messages = torch.zeros(6, 5), dist.group.WORLD, []
-    calls: list[Callable[[], Any]] = [
-        lambda: collectives.scatter(x, group, 1),
-        lambda: collectives.scatter(x, group, 2),
-        lambda: collectives.copy(x.to("meta"), group),
-        lambda: collectives.reduce(x, None),  # type: ignore[arg-type]
-    ]
-    for call in calls:
-        with pytest.raises((ValueError, TypeError)) as caught:
-            call()
-        messages.append(str(caught.value))
-    with collectives.debug(), pytest.raises(DisagreementError) as disagreement:
-        collectives.reduce(torch.zeros(2 + dist.get_rank()), group)
-    with collectives.debug():  # where they agree, backward too
-        y = x.clone().requires_grad_()
-        collectives.reduce(collectives.copy(y, group), group).sum().backward()
-    with collectives.debug(), pytest.raises(DisagreementError):
-        collectives.gather(torch.zeros(2, dtype=torch.float32 if dist.get_rank() else torch.float64), group)
-    return [*messages, str(disagreement.value)]
-
-
-def test_errors_name_the_dimension_and_what_would_do() -> None:
-    for indivisible, absent, device, no_group, disagreement in run_ranks(2, _errors):
-        assert "dimension 1 of a tensor [6, 5] is 5 long" in indivisible
-        assert "1 left over" in indivisible
-        assert "valid are -2 to 1" in absent
-        assert "on meta" in device
-        assert "None" in no_group
-        assert "ranks [0]: reduce(tensor [2]" in disagreement
-        assert "ranks [1]: reduce(tensor [3]" in disagreement
+def test_a_group_of_one_is_free(world: Worlds) -> None:
+    world(2).run(_count_in_a_group_of_one)

@@ -17,32 +17,34 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ds_topo import PipelineParallelGrid
-from tests.support.gpt_training import TINY, PlainGPT, batch, optimizer_of
-from tests.support.ranks import run_ranks
+from tests.support.gpt_training import TINY, PlainGPT, batch, loss_of, optimizer_of
+from tests.support.process_groups import number_of_groups
+from tests.support.training import Run, assert_trained_alike, train_by_hand
+from tests.support.world import Worlds
 
 
 def _inspect(topology: str) -> None:
-    grid = PipelineParallelGrid(topology)
-    groups_before = len(dist.distributed_c10d._world.pg_map)
-    mesh = grid.device_mesh()
-    assert mesh.device_type == "cpu"
-    assert list(mesh.mesh_dim_names or ()) == grid.topology().axes
-    assert list(mesh.shape) == grid.topology().dims
-    coordinate = grid.topology().get_coord(dist.get_rank())
-    assert tuple(mesh.get_coordinate() or ()) == tuple(coordinate)
-    for axis in grid.topology().axes:
-        part = mesh if len(grid.topology().axes) == 1 else mesh[axis]
-        assert part.get_group() is grid.get_group(axis)
-        assert part.mesh.tolist() == grid.get_ranks(axis)
-        assert part.get_local_rank() == grid.get_axis_rank(axis)
-    sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)] + [Replicate()] * (mesh.ndim - 1))
-    assert torch.equal(sharded.full_tensor(), torch.arange(8.0))
-    assert len(dist.distributed_c10d._world.pg_map) == groups_before
+    with PipelineParallelGrid(topology) as grid:
+        groups_before = number_of_groups()
+        mesh = grid.device_mesh()
+        assert mesh.device_type == "cpu"
+        assert list(mesh.mesh_dim_names or ()) == grid.topology().axes
+        assert list(mesh.shape) == grid.topology().dims
+        coordinate = grid.topology().get_coord(dist.get_rank())
+        assert tuple(mesh.get_coordinate() or ()) == tuple(coordinate)
+        for axis in grid.topology().axes:
+            part = mesh if len(grid.topology().axes) == 1 else mesh[axis]
+            assert part.get_group() is grid.get_group(axis)
+            assert part.mesh.tolist() == grid.get_ranks(axis)
+            assert part.get_local_rank() == grid.get_axis_rank(axis)
+        sharded = distribute_tensor(torch.arange(8.0), mesh, [Shard(0)] + [Replicate()] * (mesh.ndim - 1))
+        assert torch.equal(sharded.full_tensor(), torch.arange(8.0))
+        assert number_of_groups() == groups_before
 
 
 @pytest.mark.parametrize("topology", ["pipe=2,data=1,model=2", "model=2,seq=2", "data=4"])
-def test_the_mesh_has_the_grids_groups_and_creates_none(topology: str) -> None:
-    run_ranks(4, _inspect, topology)
+def test_the_mesh_has_the_grids_groups_and_creates_none(world: Worlds, topology: str) -> None:
+    world(4).run(_inspect, topology)
 
 
 class TorchBlock(nn.Module):
@@ -101,58 +103,60 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor) -> nn.Linear:
     return linear
 
 
-def _train(module: nn.Module, steps: int = 5) -> list[float]:
-    optimizer, losses = optimizer_of(module.parameters()), []
-    for step in range(steps):
-        optimizer.zero_grad()
-        loss = module(*batch(step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+WAYS = ("our_tensor_parallelism", "torchs_tensor_parallelism", "fsdp2", "fsdp2_over_tensor_parallelism")
 
 
-def _train_in_every_way() -> list[list[float]]:
-    """In one process, with our collectives, with torch's tensor parallelism, FSDP2 and both, on the same groups."""
-    grid = PipelineParallelGrid("model=2,data=2")
-    alone, parallel = Parallel(grid.get_group("pipe")), Parallel(grid.get_group("model"))
-    mesh, groups_before = grid.device_mesh(), len(dist.distributed_c10d._world.pg_map)
-    column, row = ColwiseParallel(), RowwiseParallel()
-    plan = {"embedding": RowwiseParallel(input_layouts=Replicate())}
-    for index in range(TINY.depth):
-        plan |= {f"blocks.{index}.{name}": column for name in ("query", "key", "value", "expand")}
-        plan |= {f"blocks.{index}.{name}": row for name in ("projection", "contract")}
-    torchs, both = (parallelize_module(TorchGPT(PlainGPT(alone)), mesh["model"], plan) for _ in range(2))
-    assert isinstance(torchs.blocks[0].expand.weight, DTensor)
-    sharded = fully_shard(TorchGPT(PlainGPT(alone)), mesh=mesh["data"])
-    for block in both.blocks:
-        fully_shard(block, mesh=mesh["data"])
-    fully_shard(both, mesh=mesh["data"])
-    losses = [_train(module) for module in (TorchGPT(PlainGPT(alone)), PlainGPT(parallel), torchs, sharded, both)]
-    assert len(dist.distributed_c10d._world.pg_map) == groups_before
-    return losses
+def _module(way: str, grid: PipelineParallelGrid) -> nn.Module:
+    """The GPT in one of these ways, or ``alone``, all on the grid's groups."""
+    if way == "our_tensor_parallelism":
+        return PlainGPT(Parallel(grid.get_group("model")))
+    mesh, module = grid.device_mesh(), TorchGPT(PlainGPT(Parallel(grid.get_group("pipe"))))
+    if "torchs" in way or "over" in way:
+        column, row = ColwiseParallel(), RowwiseParallel()
+        plan = {"embedding": RowwiseParallel(input_layouts=Replicate())}
+        for index in range(TINY.depth):
+            plan |= {f"blocks.{index}.{name}": column for name in ("query", "key", "value", "expand")}
+            plan |= {f"blocks.{index}.{name}": row for name in ("projection", "contract")}
+        module = parallelize_module(module, mesh["model"], plan)
+        assert isinstance(module.blocks[0].expand.weight, DTensor)
+    if "over" in way:
+        for block in module.blocks:
+            fully_shard(block, mesh=mesh["data"])
+    return fully_shard(module, mesh=mesh["data"]) if "fsdp2" in way else module
 
 
-def test_torchs_tensor_and_data_parallelism_give_the_same_losses() -> None:
-    for alone, *others in run_ranks(4, _train_in_every_way):
-        assert len(others) == 4
-        for losses in others:
-            torch.testing.assert_close(losses, alone, rtol=1e-4, atol=0)
+def _losses(way: str, grid: PipelineParallelGrid) -> Run:
+    module = _module(way, grid)
+    return train_by_hand(module, optimizer_of(module.parameters()), map(batch, range(5)), loss_of, clip=None)
+
+
+def _train_both(way: str) -> None:
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        grid.device_mesh()
+        alone = _losses("alone", grid)
+        groups_before = number_of_groups()
+        assert_trained_alike(_losses(way, grid), alone, losses=1e-4)
+        assert number_of_groups() == groups_before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_torchs_tensor_and_data_parallelism_give_the_same_losses(world: Worlds, way: str) -> None:
+    world(4).run(_train_both, way)
 
 
 def _save(folder: str) -> None:
-    mesh = PipelineParallelGrid("data=2,model=2").device_mesh()
-    weight = distribute_tensor(torch.arange(16.0).view(4, 4), mesh, [Shard(0), Shard(1)])
-    dcp.save({"weight": weight}, checkpoint_id=folder)
+    with PipelineParallelGrid("data=2,model=2") as grid:
+        weight = distribute_tensor(torch.arange(16.0).view(4, 4), grid.device_mesh(), [Shard(0), Shard(1)])
+        dcp.save({"weight": weight}, checkpoint_id=folder)
 
 
 def _load(folder: str) -> None:
-    mesh = PipelineParallelGrid("model=4").device_mesh()
-    state = {"weight": distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)])}
-    dcp.load(state, checkpoint_id=folder)
-    assert torch.equal(state["weight"].full_tensor(), torch.arange(16.0).view(4, 4))
+    with PipelineParallelGrid("model=4") as grid:
+        state = {"weight": distribute_tensor(torch.zeros(4, 4), grid.device_mesh(), [Shard(0)])}
+        dcp.load(state, checkpoint_id=folder)
+        assert torch.equal(state["weight"].full_tensor(), torch.arange(16.0).view(4, 4))
 
 
-def test_a_checkpoint_of_one_layout_loads_into_another(tmp_path: Path) -> None:
-    run_ranks(4, _save, str(tmp_path))
-    run_ranks(4, _load, str(tmp_path))
+def test_a_checkpoint_of_one_layout_loads_into_another(world: Worlds, other_world: Worlds, tmp_path: Path) -> None:
+    world(4).run(_save, str(tmp_path))
+    other_world(4).run(_load, str(tmp_path))
