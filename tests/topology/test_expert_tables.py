@@ -7,11 +7,14 @@ from itertools import permutations, product
 
 import pytest
 from deepspeed.utils import groups as deepspeed_groups
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
 from ds_topo.errors import ExpertSizeError, TopologyError
 from ds_topo.topology.expert_tables import ExpertPlan, divisors, expert_parallel_ranks, zero_partition_ranks
 from ds_topo.topology.rank_tables import gradient_axes, two_level_ranks
+from tests.support.topologies import topologies
 
 DEGREES = [
     {"pipe": 2, "data": 4, "model": 2},
@@ -20,9 +23,19 @@ DEGREES = [
     {"pipe": 2, "seq": 3, "data": 2, "model": 2},
     {"data": 6},
 ]
-TOPOLOGIES = [
-    ProcessTopology(order, [degrees[axis] for axis in order]) for degrees in DEGREES for order in permutations(degrees)
+SPECS = [
+    ",".join(f"{axis}={degrees[axis]}" for axis in order) for degrees in DEGREES for order in permutations(degrees)
 ]
+every_order = pytest.mark.parametrize("spec", SPECS)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> ExpertPlan:
+    """Any plan of a small job."""
+    topology = draw(topologies(axes=("pipe", "data", "model", "seq", "expert"), max_ranks=48))
+    tensor_parallel, data_first = draw(st.booleans()), draw(st.booleans())
+    pool = len(ExpertPlan(topology, 1, tensor_parallel).pool(0))
+    return ExpertPlan(topology, draw(st.sampled_from(divisors(pool))), tensor_parallel, data_first)
 
 
 def _plans(topology: ProcessTopology) -> Iterator[ExpertPlan]:
@@ -32,10 +45,16 @@ def _plans(topology: ProcessTopology) -> Iterator[ExpertPlan]:
             yield ExpertPlan(topology, size, tensor_parallel, data_first)
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-def test_groups_partition_the_pools_and_are_orthogonal(topology: ProcessTopology) -> None:
-    for plan in _plans(topology):
+@every_order
+def test_groups_partition_the_pools_and_are_orthogonal(spec: str) -> None:
+    for plan in _plans(ProcessTopology.from_spec(spec)):
         _check_groups(plan)
+
+
+@settings(deadline=None)
+@given(plans())
+def test_groups_of_any_plan_partition_the_pools_and_are_orthogonal(plan: ExpertPlan) -> None:
+    _check_groups(plan)
 
 
 def _check_groups(plan: ExpertPlan) -> None:
@@ -60,10 +79,16 @@ def _check_groups(plan: ExpertPlan) -> None:
         assert {peer for member in mine for peer in plan.expert_data_ranks(member)} == set(plan.pool(rank))
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-def test_every_slice_of_every_expert_has_one_checkpoint_writer(topology: ProcessTopology) -> None:
-    for plan in _plans(topology):
+@every_order
+def test_every_slice_of_every_expert_has_one_checkpoint_writer(spec: str) -> None:
+    for plan in _plans(ProcessTopology.from_spec(spec)):
         _check_writers(plan)
+
+
+@settings(deadline=None)
+@given(plans())
+def test_every_slice_of_any_plan_has_one_checkpoint_writer(plan: ExpertPlan) -> None:
+    _check_writers(plan)
 
 
 def _check_writers(plan: ExpertPlan) -> None:
@@ -78,11 +103,11 @@ def _check_writers(plan: ExpertPlan) -> None:
     assert {len(ranks) for ranks in writers.values()} == {1}
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-def test_a_place_tells_the_places_of_dividing_sizes(topology: ProcessTopology) -> None:
+@every_order
+def test_a_place_tells_the_places_of_dividing_sizes(spec: str) -> None:
     """One optimizer file per stage, slice and place in the greatest group then holds what each of its readers wants."""
-    plans = list(_plans(topology))
-    for great, small in product(plans, plans):
+    topology = ProcessTopology.from_spec(spec)
+    for great, small in product(list(_plans(topology)), repeat=2):
         same_pools = (great.expert_tensor_parallel, great.use_data_before_expert) == (
             small.expert_tensor_parallel,
             small.use_data_before_expert,
@@ -130,10 +155,9 @@ def test_an_expert_axis_is_the_expert_group() -> None:
     assert plan.expert_tables() == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
-@pytest.mark.parametrize("order", list(permutations(["pipe", "data", "model"])))
+@pytest.mark.parametrize("order", list(permutations(["pipe=2", "data=4", "model=2"])), ids="-".join)
 def test_second_partitions_stay_inside_the_data_group(order: tuple[str, ...]) -> None:
-    degrees = {"pipe": 2, "data": 4, "model": 2}
-    topology = ProcessTopology(order, [degrees[axis] for axis in order])
+    topology = ProcessTopology.from_spec(",".join(order))
     for rank in range(16):
         ranks = zero_partition_ranks(topology, 2, rank)
         assert rank in ranks

@@ -1,14 +1,10 @@
 """Topologies against DeepSpeed's own classes, in every order of the axes, and what they add to them."""
 
-import ast
+from __future__ import annotations
+
 import copy
-import json
 import pickle
-import subprocess
-import sys
-from itertools import permutations, product
-from math import prod
-from pathlib import Path
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,25 +13,11 @@ from deepspeed.runtime.pipe import topology as deepspeed_topology
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import ds_topo
 from ds_topo import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError, WorldSizeError
-from ds_topo.topology.rank_tables import _prime_factors, factorized_topology, fold_extra_axes
+from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError
+from tests.support.topologies import AXES, ORDERS, named_degrees
 
-AXES = ("pipe", "data", "model", "seq")
-ORDERS = [order for count in range(1, 5) for order in permutations(AXES, count)]
 DEGREES = {"pipe": 2, "data": 3, "model": 4, "seq": 5}
-MAX_RANKS = 512
-
-
-@st.composite
-def named_degrees(draw: st.DrawFn) -> tuple[list[str], list[int]]:
-    """Axes in any order with degrees of at most 512 ranks."""
-    axes = draw(st.sampled_from(ORDERS))
-    degrees: list[int] = []
-    for _ in axes:
-        degrees.append(draw(st.integers(1, min(16, MAX_RANKS // prod(degrees)))))
-    return list(axes), draw(st.permutations(degrees))
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -136,15 +118,6 @@ def test_deepspeeds_named_forms() -> None:
         assert two == ProcessTopology(["pipe", "data"], [pipe, data])
 
 
-def test_the_default_topology_is_deepspeeds() -> None:
-    for number in range(1, 200):
-        assert_same(_prime_factors(number), deepspeed_topology._prime_factors(number))
-    for number in (0, -4):
-        with pytest.raises(ValueError, match="must be >= 1"):
-            _prime_factors(number)
-    assert factorized_topology(64) == PipeDataParallelTopology(num_pp=8, num_dp=8)
-
-
 def test_a_million_ranks_cost_nothing_to_ask() -> None:
     topology = ProcessTopology(["pipe", "data", "model"], [1024, 512, 2048])
     assert topology.get_coord(topology.world_size() - 1) == (1023, 511, 2047)
@@ -212,83 +185,6 @@ def test_a_large_topology_prints_briefly() -> None:
     assert len(str(topology)) < 100
 
 
-# -- specs ---------------------------------------------------------------------------------------------------------
-
-
-@given(named_degrees())
-def test_every_form_of_a_spec_reads_back(topology: tuple[list[str], list[int]]) -> None:
-    ours, pairs = ProcessTopology(*topology), list(zip(*topology, strict=True))
-    config = {"train_batch_size": 1, "topology": dict(pairs)}
-    for again in (ours.spec, f" {ours.spec} ".replace("=", " = "), pairs, dict(pairs)):
-        assert ProcessTopology.from_spec(again) == ours
-    assert ProcessTopology.from_config(config) == ProcessTopology.from_config({"topology": pairs}) == ours
-    for axis in ours.axes:
-        left_out = {**dict(pairs), axis: -1}
-        assert ProcessTopology.from_spec(left_out, world_size=ours.world_size()) == ours
-
-
-def test_a_config_file_names_the_topology(tmp_path: Path) -> None:
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps({"topology": {"data": -1, "pipe": 2}}))
-    assert ProcessTopology.from_config(path, world_size=8) == ProcessTopology.from_spec("data=4,pipe=2")
-    assert ProcessTopology.from_config(str(path), world_size=8).dims == [4, 2]
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("pipe=2,pipe=2", "axis 'pipe' is given twice"),
-        ("model=2,tensor=2", "'tensor' is a synonym of 'model'"),
-        ("pipe=0", "axis 'pipe': degree 0 must be >= 1"),
-        ("pipe=-2", "axis 'pipe': degree -2 must be >= 1"),
-        ([("pipe", 2.0)], r"axis 'pipe': degree 2\.0 is not an integer"),
-        ([("pipe", True)], "degree True is not an integer"),
-        ([("pipe", "2")], "degree '2' is not an integer"),
-        ("pipe=two", "malformed topology 'pipe=two' at 'pipe=two': expected \"axis=degree"),
-        ("pipe", "malformed topology"),
-        ("pipe=2,,data=2", "malformed topology"),
-        ("", "malformed topology"),
-        (7, "malformed topology 7"),
-        ([("pipe", 2, 3)], "malformed topology"),
-        ([], "at least one axis"),
-        ([("a b", 2)], "must be a Python identifier"),
-        ([("class", 2)], "must be a Python identifier"),
-        ([("_pipe", 2)], "must be a Python identifier"),
-        ([(3, 2)], "must be a Python identifier"),
-        ("pipe=-1,data=-1", "at most one can be computed"),
-        ("pipe=2,data=-1", "needs world_size="),
-    ],
-)
-def test_a_malformed_spec_says_what_is_wrong(spec: Any, message: str) -> None:
-    with pytest.raises(TopologyError, match=message):
-        ProcessTopology.from_spec(spec)
-
-
-def test_a_config_without_a_usable_topology_says_so(tmp_path: Path) -> None:
-    (tmp_path / "broken.json").write_text("{")
-    for config, message in (
-        ({"train_batch_size": 1}, 'has no "topology" section'),
-        (tmp_path / "absent.json", "cannot be read"),
-        (tmp_path / "broken.json", "is not JSON"),
-    ):
-        with pytest.raises(TopologyError, match=message):
-            ProcessTopology.from_config(config)
-
-
-@given(named_degrees(), st.integers(1, 4096))
-def test_a_wrong_product_names_degrees_that_fit(topology: tuple[list[str], list[int]], world_size: int) -> None:
-    ours = ProcessTopology(*topology)
-    if ours.world_size() == world_size:
-        assert ours.check_world_size(world_size) is None
-        return
-    with pytest.raises(WorldSizeError, match=r"Nearest that does: '(.+)'") as caught:
-        ours.check_world_size(world_size)
-    assert isinstance(caught.value, AssertionError), "DeepSpeed fails an assertion"
-    nearest = ProcessTopology.from_spec(str(caught.value).split("'")[-2])
-    assert nearest.axes == ours.axes
-    assert nearest.world_size() == world_size
-
-
 def test_errors_name_the_rule_and_the_choices() -> None:
     topology = ProcessTopology.from_spec("pipe=2,data=4")
     with pytest.raises(UnknownAxisError, match=r"axis 'sew' is not in the topology 'pipe=2,data=4'; its axes are"):
@@ -305,133 +201,3 @@ def test_errors_name_the_rule_and_the_choices() -> None:
         ProcessTopology.from_spec("model=2").get_rank(model=0, tensor=0)
     with pytest.raises(TopologyError, match="exactly once"):
         topology.fold({"pipe": ["pipe"]})
-
-
-@settings(deadline=None)
-@given(named_degrees())
-def test_folding_keeps_stage_and_slice_and_counts_all_replicas(topology: tuple[list[str], list[int]]) -> None:
-    ours = ProcessTopology(*topology)
-    folded = fold_extra_axes(ours)
-    assert set(folded.axes) >= {"pipe", "data"}
-    assert set(folded.axes) <= {"pipe", "data", "model"}
-    replicas = [axis for axis in ours.axes if axis in ("data", "seq")]
-    if replicas:
-        assert sorted(folded.get_axis_comm_lists("data")) == sorted(ours.get_axis_comm_lists(replicas))
-    assert folded.mapping == {folded.get_coord(rank): rank for rank in range(folded.world_size())}
-    for rank in range(ours.world_size()):
-        old, new = ours.get_coord(rank), folded.get_coord(rank)
-        assert (new.pipe, getattr(new, "model", 0)) == (getattr(old, "pipe", 0), getattr(old, "model", 0))
-        assert folded.get_rank(**new._asdict()) == rank
-        assert folded.filter_match(**new._asdict()) == [rank]
-
-
-def test_torchdistpackages_example() -> None:
-    """Its README's placement and groups: pipeline across nodes, data inside, for 16 ranks (its order of printing aside,
-    which is not DeepSpeed's)."""
-    topology = ProcessTopology.from_spec([("pipe", 2), ("tensor", 2), ("data", 16 // (2 * 2))])
-    groups = {"pipe": "pipe", "tensor": "tensor", "data": "data", "model": ("pipe", "tensor")}
-    lines = [
-        f"group {name}, ranks: {ranks}" for name, axes in groups.items() for ranks in topology.get_axis_comm_lists(axes)
-    ]
-    assert len(lines) == len(set(lines))
-    assert set(lines) == {
-        *(f"group pipe, ranks: [{rank}, {rank + 8}]" for rank in range(8)),
-        *(f"group tensor, ranks: [{rank}, {rank + 4}]" for first in (0, 8) for rank in range(first, first + 4)),
-        *(f"group data, ranks: [{rank}, {rank + 1}, {rank + 2}, {rank + 3}]" for rank in (0, 4, 8, 12)),
-        *(f"group model, ranks: [{rank}, {rank + 4}, {rank + 8}, {rank + 12}]" for rank in range(4)),
-    }
-
-
-# -- layers --------------------------------------------------------------------------------------------------------
-
-PACKAGE = Path(ds_topo.__file__).parent
-LAYERS: dict[int, set[str]] = {
-    0: {"errors", "topology"},
-    1: {"process_groups"},
-    2: {"collectives", "reducer"},
-    3: {"engine"},
-    4: {"groups", "distributed"},
-    5: {"cli", "__main__"},
-}
-"""DESIGN: imports point down, or sideways inside a layer."""
-
-
-def imports_of(path: Path, *, of_types_too: bool = True) -> set[str]:
-    """Absolute names of the modules that a file imports at any depth, ``if TYPE_CHECKING`` aside if so asked."""
-    package = ["ds_topo", *path.relative_to(PACKAGE).parent.parts]
-    tree = ast.parse(path.read_text())
-    if not of_types_too:
-        tree.body = [
-            node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-        ]
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            found.update({f"{base}.{alias.name}" for alias in node.names} if base == "ds_topo" else {base})
-    return found
-
-
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-MODULES = sorted(PACKAGE.rglob("*.py"))
-
-
-def test_imports_point_down() -> None:
-    layer_of = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
-    for path in MODULES:
-        room = room_of(path)
-        if room == "__init__":
-            continue
-        assert room in layer_of, f"{path.name}: give the room a layer in LAYERS"
-        for name in imports_of(path, of_types_too=False):
-            if name.startswith("ds_topo."):
-                target = name.split(".")[1]
-                assert layer_of[target] <= layer_of[room], f"{path.name} (layer {layer_of[room]}) imports {name}"
-            if layer_of[room] == 0:
-                assert name.split(".")[0] in {*sys.stdlib_module_names, "ds_topo"}, f"{path.name} imports {name}"
-
-
-def test_deepspeed_stays_in_its_rooms() -> None:
-    importers = {
-        room_of(path) for path in MODULES if any(name.split(".")[0] == "deepspeed" for name in imports_of(path))
-    }
-    assert "engine" in importers, "the search finds what there is to find"
-    assert importers <= {"groups", "engine"}
-
-
-def test_one_module_creates_process_groups() -> None:
-    callers = {
-        path.name
-        for path in MODULES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func).split(".")[-1].startswith(("new_group", "new_subgroups"))
-    }
-    assert callers == {"creation.py"}
-
-
-def test_topologies_do_not_import_torch() -> None:
-    code = (
-        "import sys, ds_topo; from ds_topo.topology.rank_tables import grid_groups\n"
-        "topology = ds_topo.ProcessTopology.from_spec('pipe=2,data=2')\n"
-        "topology.get_coord(1), topology.get_axis_comm_lists('pipe'), grid_groups(topology, 1), dir(ds_topo)\n"
-        "print([name for name in ('torch', 'deepspeed', 'numpy') if name in sys.modules])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (result.stdout.strip(), result.stderr) == ("[]", "")
-
-
-def test_every_public_name_exists() -> None:
-    for name in ds_topo.__all__:
-        assert getattr(ds_topo, name).__name__.removeprefix("ds_topo.") == name
-    assert set(ds_topo.__all__) <= set(dir(ds_topo))
-    with pytest.raises(AttributeError, match="no attribute 'Absent'"):
-        ds_topo.Absent  # noqa: B018
