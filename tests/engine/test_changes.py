@@ -30,8 +30,8 @@ from ds_topo import ledger as ledger_module
 from ds_topo.engine import changes
 from ds_topo.engine.__main__ import ROWS, page
 from ds_topo.ledger import Change, Reliance, exists, ledger
-from tests.moe_training import Case, Trainer
-from tests.ranks import run_ranks
+from tests.support.moe_training import Case, Trainer
+from tests.support.ranks import run_ranks
 
 PACKAGE = Path(ds_topo.__file__).parent
 ROOMS_OF_OTHERS = {"deepspeed", "torch"}
