@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.world import Worlds
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*.md"))]
@@ -76,8 +76,8 @@ def _run(source: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("snippet", list(snippets()), ids=str)
-def test_a_snippet_runs_and_prints_what_it_says(world: Worlds, snippet: Snippet) -> None:
-    by_rank = world(snippet.ranks).run(_run, snippet.source, str(snippet))
+def test_a_snippet_runs_and_prints_what_it_says(snippet: Snippet) -> None:
+    by_rank = run_ranks(snippet.ranks, _run, snippet.source, str(snippet))
     printed = iter([line for text in by_rank for line in text.splitlines(keepends=True)])
     for wanted in snippet.output.splitlines(keepends=True):
         if wanted != "...\n":

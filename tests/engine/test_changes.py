@@ -176,9 +176,10 @@ def pipeline(**settings: Any) -> None:
 def mixture(**case: Any) -> None:
     trainer = Trainer(Case(pipeline=False, clip=0.1, **case))
     trainer.train(range(2))
+    engine, optimizer, module = trainer.engine, trainer.engine.optimizer, trainer.engine.module
     trainer.destroy()
-    assert not bound_on(trainer.engine, trainer.engine.optimizer)
-    assert hooks_of(trainer.engine.module) == 0
+    assert not bound_on(engine, optimizer)
+    assert hooks_of(module) == 0
 
 
 def zero_3_over_seq() -> None:
