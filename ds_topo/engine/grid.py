@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import deepspeed
 
-from ds_topo.engine import current_mpu, norms, options
+from ds_topo.engine import current_mpu, inputs, norms, options
 from ds_topo.engine.megatron import MegatronGrid
 from ds_topo.engine.releases import warn_of_defects
 from ds_topo.ledger import ledger
@@ -84,12 +84,15 @@ class PipelineParallelGrid(MegatronGrid):
         extra_axes: Iterable[str] = (),
     ) -> None:
         warn_of_defects(deepspeed.__version__)
+        if inputs.is_world_initialized():
+            deepspeed.init_distributed(dist_init_required=False, verbose=False)
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes)
         with ExitStack() as undo:
             undo.callback(self.destroy)
             for change, make in _WHILE_A_GRID_EXISTS:
                 self.on_destroy(ledger.bind(change, make))
             self.on_destroy(partial(current_mpu.forget, self))
+            inputs.grids.add(self)
             undo.pop_all()
 
     @cached_property

@@ -154,16 +154,14 @@ class _Round:
     ) -> dict[str, object]:
         """The message for reports that differ, and the ranks whose plans are to be compared."""
         size = {digest: sum(map(len, hosts.values())) for digest, hosts in hosts_of.items()}
-        ordered = sorted(hosts_of, key=lambda digest: (-size[digest], min(map(min, hosts_of[digest].values()))))
+        first = {digest: min(map(min, hosts.values())) for digest, hosts in hosts_of.items()}
+        ordered = sorted(hosts_of, key=lambda digest: (-size[digest], first[digest]))
         problems = [f"ranks {_some(missing)} did not come within {self.timeout * _PATIENCE}"] if missing else []
-        planned: list[int] = []
-        for digest in ordered:
-            if not _is_failure(outcomes[digest]):
-                planned.append(min(map(min, hosts_of[digest].values())))
-            problems.append(f"{_where(hosts_of[digest])} -> {outcomes[digest]}")
-        shown = 1 + _SHOWN_OUTCOMES
-        if len(problems) > shown:
-            problems[shown:] = [f"and {len(problems) - shown} further plans"]
+        shown = sorted(ordered[:_SHOWN_OUTCOMES], key=first.__getitem__)
+        problems += [f"{_where(hosts_of[digest])} -> {outcomes[digest]}" for digest in shown]
+        if len(ordered) > len(shown):
+            problems.append(f"and {len(ordered) - len(shown)} further plans")
+        planned = [first[digest] for digest in ordered if not _is_failure(outcomes[digest])]
         compare = planned[:_COMPARED] if len(planned) > 1 else []
         text = "\n  ".join([self._disagreement(), *problems])
         return {"text": _shortened(text, MAX_MESSAGE - 1000), "compare": compare}

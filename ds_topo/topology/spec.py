@@ -46,7 +46,7 @@ def check_axes(
     axes, degrees = list(axes), list(degrees)
     if len(axes) != len(degrees):
         raise TopologyError(
-            f"{len(axes)} axes {abridged(axes)} but {len(degrees)} degrees {abridged(degrees)}: give one degree per axis"
+            f"{len(axes)} axes {abridged(axes)} but {len(degrees)} degrees {abridged(degrees)}: give one per axis"
         )
     if not axes:
         raise TopologyError('a topology needs at least one axis, such as "data=1"')

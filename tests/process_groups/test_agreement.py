@@ -71,8 +71,8 @@ def test_a_rank_that_never_comes_is_named(world: Worlds, absent: int) -> None:
 
 
 def _come_in_turn() -> str:
-    rank, timeout = dist.get_rank(), 1.5
-    time.sleep([1.0, 0.0, 2.0][rank])
+    rank, timeout = dist.get_rank(), 3.0
+    time.sleep([1.0, 0.0, 4.0][rank])
     return _build(["pipe=3"] * 3, timeout)
 
 
