@@ -409,8 +409,8 @@ def test_torchdistpackages_example() -> None:
 
 PACKAGE = Path(ds_topo.__file__).parent
 LAYERS: dict[int, set[str]] = {
-    0: {"errors", "ledger", "topology"},
-    1: {"process_groups"},
+    0: {"errors", "ledger", "placement", "topology"},
+    1: {"launch", "process_groups"},
     2: {"collectives", "reducer"},
     3: {"engine"},
     4: {"groups", "distributed"},

@@ -92,9 +92,11 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> tuple[list[str], li
         if world_size is None:
             raise TopologyError(f"axis {left_out[0]!r}: degree -1 needs world_size= to be computed from")
         if world_size % prod(known):
+            position = degrees.index(-1)
+            nearest = _rounded_down(degrees, [position, *(i for i in range(len(axes)) if i != position)], world_size)
             raise WorldSizeError(
                 f"axis {left_out[0]!r}: degree -1 cannot be computed, the other degrees {known} make {prod(known)}, "
-                f"which does not divide the world size {world_size}"
+                f"which does not divide the world size {world_size}. Nearest that does: {_spec_text(axes, nearest)}"
             )
         degrees[degrees.index(-1)] = world_size // prod(known)
     elif world_size is not None:
@@ -205,6 +207,12 @@ def _nearest_degrees(axes: Sequence[str], degrees: Sequence[int], world_size: in
         if world_size % others == 0:
             nearest[axis] = world_size // others
             return nearest
+    return _rounded_down(degrees, order, world_size)
+
+
+def _rounded_down(degrees: Sequence[int], order: Sequence[int], world_size: int) -> list[int]:
+    """Each degree as large as still divides what is left, in this order of axes; the first axis gets the rest."""
+    nearest = list(degrees)
     remaining = world_size
     for axis in order[1:]:
         nearest[axis] = max(size for size in range(1, degrees[axis] + 1) if remaining % size == 0)
