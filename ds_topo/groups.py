@@ -41,7 +41,7 @@ def _create_expert_and_data_parallel(
 
 
 def _create_expert_data_and_model_parallel(
-    expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
+    expert_parallel_size_: int, mpu: object, use_data_before_expert_parallel_: bool = False
 ) -> None:
     """Expert groups of tensor-parallel experts on a grid (DeepSpeed's own on another mpu)."""
     if isinstance(mpu, PipelineParallelGrid):

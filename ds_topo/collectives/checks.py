@@ -50,7 +50,7 @@ def debug(enabled: bool = True) -> Iterator[None]:
         debug_mode.enabled = before
 
 
-def check_call(operation: str, x: Tensor, group: Any, *dims: int) -> None:
+def check_call(operation: str, x: Tensor, group: object, *dims: int) -> None:
     """Refuse what the group cannot do with this tensor; compare with the other ranks in debug mode."""
     if torch.compiler.is_compiling():
         return

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from deepspeed.moe import mappings
 from deepspeed.moe.sharded_moe import TopKGate
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -247,5 +246,17 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(pipe_module.PipelineModule, "_synchronize_tied_weights", "overridden: without a warning"),
     Reliance(pipe_module.PipelineModule, "_index_tied_modules", "overridden: groups of the stages that share a layer"),
     Reliance(parallel_state_sp, "_SEQUENCE_PARALLEL_GROUP", "whether ALST made groups of its own"),
-    Reliance(ZeROOptimizer, "_remaining_grad_acc_hooks", "stage 1 counts backward passes by its hooks"),
+    Reliance(DeepSpeedEngine, "inside_no_sync_ctxt", "which backward is the last one"),
+    Reliance(DeepSpeedEngine, "gate_modules", "gates that get PAD_CAPACITY"),
+    Reliance(BF16_Optimizer, "bf16_groups", "the parameters behind the buffers"),
+    Reliance(BF16_Optimizer, "fp32_groups_gradients", "the buffers that gradients accumulate in"),
+    Reliance(BF16_Optimizer, "fp32_groups_has_gradients", "flags of filled buffers"),
+    Reliance(BF16_Optimizer, "create_grad_acc_hooks", "to give its hooks back"),
+    Reliance(FP16_UnfusedOptimizer, "fp16_groups", "the parameters whose marks its gradients get"),
+    Reliance(DeepSpeedZeroOptimizer, "overlapping_partition_gradients_reduce_epilogue", "collects the partition"),
+    Reliance(DeepSpeedZeroOptimizer, "averaged_gradients", "the partition of gradients, for their norm"),
+    Reliance(DeepSpeedZeroOptimizer, "params_in_partition", "their parameters"),
+    Reliance(DeepSpeedZeroOptimizer, "norm_for_param_grads", "norms of offloaded gradients"),
+    Reliance(DeepSpeedZeroOptimizer, "get_param_id", "the key of those norms"),
+    Reliance(DeepSpeedZeroOptimizer, "_zero_padding", "what of the partition is no gradient", releases=">=0.19.5"),
 )

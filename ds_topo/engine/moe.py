@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine import changes
@@ -72,7 +73,7 @@ def _checked(configure_checkpointing: Any) -> Any:
     """At the end of an engine's construction, before its first step."""
 
     @wraps(configure_checkpointing)
-    def configure(engine: Any) -> None:
+    def configure(engine: DeepSpeedEngine) -> None:
         configure_checkpointing(engine)
         if isinstance(engine.mpu, MpuGrid):
             _check_tensor_parallelism(engine)
@@ -83,7 +84,7 @@ def _checked(configure_checkpointing: Any) -> Any:
     return configure
 
 
-def _check_tensor_parallelism(engine: Any) -> None:
+def _check_tensor_parallelism(engine: DeepSpeedEngine) -> None:
     for name, module in engine.module.named_modules():
         groups = registry.find(module.expert_group_name) if isinstance(module, MoE) else None
         if groups is None or engine.mpu.get_slice_parallel_world_size() == 1:
@@ -96,7 +97,7 @@ def _check_tensor_parallelism(engine: Any) -> None:
             )
 
 
-def _check_sequence_scale(engine: Any) -> None:
+def _check_sequence_scale(engine: DeepSpeedEngine) -> None:
     """DeepSpeed sums dense gradients over ``seq`` but averages those of experts, without ZeRO."""
     if engine.sequence_parallel_size > 1 and engine.has_moe_layers and not engine.zero_optimization():
         raise ExpertGroupError(
@@ -105,7 +106,7 @@ def _check_sequence_scale(engine: Any) -> None:
         )
 
 
-def _pad_capacities(engine: Any) -> None:
+def _pad_capacities(engine: DeepSpeedEngine) -> None:
     """Let ``model`` peers split the slots of an expert evenly: DeepSpeed asserts that they can."""
     slices = engine.mpu.get_slice_parallel_world_size()
     if slices > 1:
@@ -131,7 +132,7 @@ def _saved_by_slice(save: Any) -> Any:
     """
 
     @wraps(save)
-    def save_moe_checkpoint(engine: Any, *args: Any, **options: Any) -> Any:
+    def save_moe_checkpoint(engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
         if not registry.of(engine.mpu):
             return save(engine, *args, **options)
         _check_optimizer_files(engine)
@@ -149,7 +150,7 @@ def _first_writes(place: Any) -> Any:
     return writer_first
 
 
-def _check_optimizer_files(engine: Any) -> None:
+def _check_optimizer_files(engine: DeepSpeedEngine) -> None:
     """Without ZeRO, DeepSpeed writes one optimizer file for each expert parallel rank of the greatest size."""
     sizes = registry.sizes()
     others = sorted(size for size in sizes if max(sizes) % size)

@@ -90,7 +90,7 @@ def count_each_parameter_once(module: nn.Module, grid: MpuGrid) -> None:
 
 def _with_marks(step: Any) -> Any:
     @wraps(step)
-    def marked_step(optimizer: Any, closure: Any = None) -> Any:
+    def marked_step(optimizer: FP16_UnfusedOptimizer, closure: object = None) -> Any:
         if isinstance(optimizer.mpu, MpuGrid):
             for parameters in optimizer.fp16_groups:
                 for parameter in parameters:
@@ -127,7 +127,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, grid: MpuGr
     return norm
 
 
-def zero_gradient_norm(optimizer: Any, grid: MpuGrid) -> torch.Tensor:
+def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torch.Tensor:
     """The norm, ``[]``, of gradients that ZeRO-1 or 2 has partitioned; -1 where DeepSpeed expects that: inf or nan.
 
     Collective over the grid. In place of ``DeepSpeedZeroOptimizer.scaled_global_norm``.
@@ -151,7 +151,7 @@ def zero_gradient_norm(optimizer: Any, grid: MpuGrid) -> torch.Tensor:
 
 def _clipped(clip: Any) -> Any:
     @wraps(clip)
-    def clip_fp32_gradients(engine: Any) -> None:
+    def clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
         if registry.of(engine.mpu):
             limit = engine.gradient_clipping()
             engine._global_grad_norm = clip_gradients(engine.module.parameters(), limit, engine.mpu)
@@ -163,7 +163,7 @@ def _clipped(clip: Any) -> Any:
 
 def _normed(norm: Any) -> Any:
     @wraps(norm)
-    def scaled_global_norm(optimizer: Any, norm_type: int = 2) -> Any:
+    def scaled_global_norm(optimizer: DeepSpeedZeroOptimizer, norm_type: int = 2) -> Any:
         if registry.of(optimizer.mpu):
             return zero_gradient_norm(optimizer, optimizer.mpu)
         return norm(optimizer, norm_type)
@@ -213,7 +213,7 @@ def check_norm(engine: DeepSpeedEngine) -> None:
         )
 
 
-def _has_dense_share(engine: Any) -> bool:
+def _has_dense_share(engine: DeepSpeedEngine) -> bool:
     """Whether anything but experts on this rank counts in the norm of DeepSpeed's BF16_Optimizer."""
     return engine.mpu.get_slice_parallel_rank() == 0 or any(
         is_model_parallel_parameter(parameter) and not is_moe_param(parameter)

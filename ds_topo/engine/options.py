@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig, HybridEngineConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups as deepspeed_groups
 
@@ -25,7 +27,7 @@ from ds_topo.topology.rank_tables import MODEL, PIPE, SEQ
 
 def _with_checks(do_sanity_check: Any) -> Any:
     @wraps(do_sanity_check)
-    def checked(engine: Any) -> None:
+    def checked(engine: DeepSpeedEngine) -> None:
         if isinstance(engine.mpu, MpuGrid):
             check_engine(engine._config, engine.mpu)
         do_sanity_check(engine)
@@ -33,7 +35,7 @@ def _with_checks(do_sanity_check: Any) -> Any:
     return checked
 
 
-def check_engine(config: Any, grid: MpuGrid) -> None:
+def check_engine(config: DeepSpeedConfig, grid: MpuGrid) -> None:
     """Raise if an option of a ``DeepSpeedConfig`` would use other groups than the grid's.
 
     Raises:
@@ -114,7 +116,7 @@ def _check_long_sequence_training(grid: MpuGrid) -> None:
         _check_neighbors("sequence_parallel_size of UlyssesSPAttentionHF (ALST)", SEQ, size, grid)
 
 
-def _check_hybrid_engine(options: Any, grid: MpuGrid) -> None:
+def _check_hybrid_engine(options: HybridEngineConfig, grid: MpuGrid) -> None:
     """With an mpu the hybrid engine slices over the group of pipe x model, whatever size it is told."""
     size, slices = options.inference_tp_size, grid.get_model_parallel_world_size()
     if options.enabled and size > 1 and (size != slices or grid.pipe_parallel_size > 1):
@@ -134,7 +136,7 @@ def _with_sum_over_seq(configure_zero_optimizer: Any) -> Any:
     """
 
     @wraps(configure_zero_optimizer)
-    def configure(engine: Any, optimizer: Any) -> Any:
+    def configure(engine: DeepSpeedEngine, optimizer: Any) -> Any:
         configured = configure_zero_optimizer(engine, optimizer)
         if isinstance(engine.mpu, MpuGrid) and isinstance(configured, DeepSpeedZeroOptimizer_Stage3):
             factor = configured.sequence_parallel_size

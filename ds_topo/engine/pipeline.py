@@ -56,7 +56,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         num_stages: int | None = None,
         topology: ProcessTopology | Spec | None = None,
         *args: Any,
-        config: str | Path | Mapping[str, Any] | None = None,
+        config: str | Path | Mapping[str, object] | None = None,
         grid: PipelineParallelGrid | None = None,
         timeout: timedelta | None = None,
         **options: Any,
@@ -155,7 +155,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
 def _one_layout(
     num_stages: int | None,
     topology: ProcessTopology | Spec | None,
-    config: str | Path | Mapping[str, Any] | None,
+    config: str | Path | Mapping[str, object] | None,
     grid: PipelineParallelGrid | None,
 ) -> PipelineParallelGrid | ProcessTopology | Spec:
     """The one layout that was given, in whichever way."""

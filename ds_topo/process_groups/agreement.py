@@ -13,12 +13,11 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from ds_topo.errors import DisagreementError
-from ds_topo.process_groups.torch_names import default_store
+from ds_topo.process_groups.torch_names import Store, default_store
 
 _LEADER_SHARE = 0.8
 """The first member stops waiting before the others do, so that they still read its verdict in time."""
@@ -65,7 +64,7 @@ def agree(description: str, members: Sequence[int], timeout: timedelta, *, failu
     return token
 
 
-def _verdict(store: Any, token: str, members: Sequence[int], timeout: timedelta) -> str:
+def _verdict(store: Store, token: str, members: Sequence[int], timeout: timedelta) -> str:
     """What is wrong with the reports of all members, or nothing."""
     try:
         store.wait([f"{token}/{rank}" for rank in members], timeout * _LEADER_SHARE)
@@ -90,5 +89,5 @@ def _verdict(store: Any, token: str, members: Sequence[int], timeout: timedelta)
     return "the ranks do not agree on the process groups to create:\n  " + "\n  ".join(problems)
 
 
-def _missing(store: Any, token: str, members: Sequence[int]) -> list[int]:
+def _missing(store: Store, token: str, members: Sequence[int]) -> list[int]:
     return [rank for rank in members if not store.check([f"{token}/{rank}"])]

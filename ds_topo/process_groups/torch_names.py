@@ -8,11 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ds_topo.ledger import Change, Reliance, ledger
+
+Store: TypeAlias = c10d.Store
+"""A key-value store that all ranks of a job reach."""
 
 GROUP_NAME = Change(
     c10d,
@@ -33,7 +37,7 @@ ROWS: tuple[Change | Reliance, ...] = (
 )
 
 
-def default_store() -> c10d.Store:
+def default_store() -> Store:
     """The store of the job."""
     return c10d._get_default_store()
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
-
-if TYPE_CHECKING:
-    from ds_topo.reducer.buckets import GradientBucket
 
 
 class Contribution(enum.Enum):
@@ -25,6 +22,14 @@ class Contribution(enum.Enum):
 
 
 PENDING, READY, COPIED_IN = Contribution.PENDING, Contribution.READY, Contribution.COPIED_IN
+
+
+class Bucket(Protocol):
+    """What a parameter's hook must know of its bucket."""
+
+    index: int
+    members: list[ParameterState]
+    pending: int
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +56,7 @@ class ParameterState:
     # -- set by each layout of buckets
     view: torch.Tensor = field(init=False)
     """Its part of the bucket, in the parameter's shape and strides; the gradient itself, if that is sparse."""
-    bucket: GradientBucket = field(init=False)
+    bucket: Bucket = field(init=False)
 
     # -- the step: written by hooks and copies, reset by its bucket at the end
     arrived: int = 0

@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, cast
 
@@ -34,14 +34,13 @@ from torch import nn
 from typing_extensions import Unpack
 
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
-from ds_topo.reducer.buckets import GradientBucket
 from ds_topo.reducer.copy_in import accumulate, copy_in, copy_in_at_once, is_copied_at_once
 from ds_topo.reducer.driver import StepDriver, TrainingLoop
+from ds_topo.reducer.layout import BucketLayout
 from ds_topo.reducer.misuse import Changes, missing_gradients, unexpected_gradient, wrong_moment
 from ds_topo.reducer.options import ReductionArguments, ReductionOptions
 from ds_topo.reducer.parameter_state import READY, ParameterState
-from ds_topo.reducer.parameters import agree_on_parameters, broadcast, find_parameters, make_equal, owners
-from ds_topo.reducer.planning import plan_parameters
+from ds_topo.reducer.parameters import agree_on_parameters, find_parameters, make_equal, owners
 from ds_topo.reducer.probes import suitable_bucket_bytes
 from ds_topo.reducer.reductions import launch
 from ds_topo.reducer.report import GradientReport, StepTiming
@@ -110,14 +109,7 @@ class BucketReducer:
         if self.options.broadcast_at_start:
             make_equal(module, self.options, self.group)
 
-        # -- the layout of buckets; a better one is learned in the first step
-        self._arrivals: list[int] | None = []
-        """Parameters as their gradients became ready in the first step; None from then on."""
-        self._next_plan: list[tuple[int, ...]] | None = None
-        """What to lay out before the next gradient."""
-        self._plan: list[tuple[int, ...]] = []
-        self._buckets: list[GradientBucket] = []
-        self._lay_out(self._planned(range(len(self._states) - 1, -1, -1)))
+        self._layout = BucketLayout(self._states, self._routes, self._sizes)
 
         # -- the step
         self._state = IDLE
@@ -178,7 +170,7 @@ class BucketReducer:
                 raise RuntimeError(problem)
             unused = self._read(used)
             self._hand_out(without, unused)
-            self._learn_order()
+            self._layout.learn(self.group)
         finally:
             timing.ended_ns = time.perf_counter_ns()
             self._reset()
@@ -247,7 +239,7 @@ class BucketReducer:
     @property
     def buckets(self) -> list[list[str]]:
         """Names of the parameters in each bucket, in the order of reduction."""
-        return [[member.name for member in bucket.members] for bucket in self._buckets]
+        return [[member.name for member in bucket.members] for bucket in self._layout.buckets]
 
     @property
     def uses_two_levels(self) -> bool:
@@ -258,15 +250,15 @@ class BucketReducer:
 
     def _hook(self, state: ParameterState) -> Callable[[torch.Tensor], None]:
         """What autograd calls when a parameter's gradient is complete; the common path is kept short."""
-        at_once = is_copied_at_once(state)
+        at_once, layout = is_copied_at_once(state), self._layout
 
         def on_gradient(_: torch.Tensor) -> None:
             if self._state is not REDUCING and not self._start():
                 accumulate(state)
                 return
             state.arrived += 1
-            if self._arrivals is not None:
-                self._arrivals.append(state.index)
+            if layout.arrivals is not None:
+                layout.arrivals.append(state.index)
             if state.arrived != state.expected:
                 self._accumulate_early(state)
                 return
@@ -290,9 +282,7 @@ class BucketReducer:
 
     def _start(self) -> bool:
         """A gradient while none is being reduced; whether this backward is the step's last one."""
-        if self._next_plan is not None:
-            self._lay_out(self._next_plan)
-            self._next_plan = None
+        self._layout.renew()
         if self._state is IDLE and self.driver.is_last_backward():
             self._begin_step()
         return self._state is REDUCING
@@ -306,9 +296,10 @@ class BucketReducer:
 
     def _launch_full_buckets(self) -> None:
         """In the buckets' order, the same on all ranks, whatever the order in which they became full."""
-        step, last = self._step, len(self._buckets) - 1
-        while step.next_bucket <= last and not self._buckets[step.next_bucket].pending:
-            bucket = self._buckets[step.next_bucket]
+        step, buckets = self._step, self._layout.buckets
+        last = len(buckets) - 1
+        while step.next_bucket <= last and not buckets[step.next_bucket].pending:
+            bucket = buckets[step.next_bucket]
             route = self._routes[bucket.members[0].index]
             step.in_flight.append(launch(bucket, route, is_last=step.next_bucket == last))
             self.reduction_count += 1
@@ -329,7 +320,7 @@ class BucketReducer:
                 for found, state in zip(used, self._states, strict=True)
             ]
         without: list[ParameterState] = []
-        for bucket in self._buckets:
+        for bucket in self._layout.buckets:
             if bucket.pending:
                 without += copy_in(bucket.members)
                 bucket.pending = 0
@@ -402,25 +393,10 @@ class BucketReducer:
 
     def _reset(self) -> None:
         self.step_count += 1
-        for bucket in self._buckets:
+        for bucket in self._layout.buckets:
             bucket.reset()
         self._step = Step(self._step.timing)
         self._state = IDLE
-
-    def _learn_order(self) -> None:
-        """After the first step: plan buckets in the order in which the first rank's gradients became ready."""
-        if self._arrivals is None:
-            return
-        last_arrivals = list(dict.fromkeys(reversed(self._arrivals)))[::-1]
-        arrived = set(last_arrivals)
-        order = last_arrivals + [state.index for state in reversed(self._states) if state.index not in arrived]
-        for state in self._states:
-            state.expected = state.expected or max(1, state.arrived)
-        agreed = torch.tensor(order, device=self._device)
-        broadcast([agreed], self.group)
-        plan = self._planned(agreed.tolist())
-        self._next_plan = plan if plan != self._plan else None
-        self._arrivals = None
 
     # -- construction ------------------------------------------------------------------------------------------------
 
@@ -436,22 +412,6 @@ class BucketReducer:
         agree_on_parameters(states, options, self.group, failure)
         return options, states
 
-    def _planned(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        routes = [id(route) for route in self._routes]
-        return plan_parameters(self._states, routes, order, self._sizes)
-
-    def _lay_out(self, plan: list[tuple[int, ...]]) -> None:
-        """Build the buckets of a plan; gradients that are still needed move along."""
-        for bucket in self._buckets:
-            bucket.release()
-        self._plan, self._buckets = plan, []
-        for index, members in enumerate(plan):
-            two_level = self._routes[members[0]].two_level
-            multiple_of = 1 if two_level is None else two_level.inner_size
-            bucket = GradientBucket(index, [self._states[member] for member in members], multiple_of)
-            bucket.install()
-            self._buckets.append(bucket)
-
 
 def _with_former_names(arguments: ReductionArguments) -> ReductionArguments:
     """``grad_buffers`` was called ``storage``."""
@@ -466,13 +426,13 @@ def _with_former_names(arguments: ReductionArguments) -> ReductionArguments:
 def _data_parallel_group(grid: HasDataParallelGroup | None, process_group: ProcessGroup | None) -> ProcessGroup:
     if grid is not None and process_group is not None:
         raise ValueError("grid and process_group: give one of them")
-    group = grid.get_data_parallel_group() if grid is not None else process_group or _world()
+    group = grid.get_data_parallel_group() if grid is not None else process_group or _all_ranks()
     if dist.get_rank() not in dist.get_process_group_ranks(group):
         raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks")
     return group
 
 
-def _world() -> ProcessGroup:
+def _all_ranks() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world

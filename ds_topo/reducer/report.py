@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 
 @dataclass(slots=True)
@@ -47,6 +47,18 @@ class StepTiming:
         return sum(max(0, end - max(start, self.finish_ns)) for start, end in _union(self.buckets))
 
 
+class BucketRow(TypedDict):
+    """One bucket of a report; times are medians over steps, in milliseconds."""
+
+    bucket: int
+    nbytes: int
+    parameters: int
+    launched_ms: float
+    under_way_ms: float
+    waited_ms: float
+    label: str
+
+
 @dataclass(frozen=True)
 class GradientReport:
     """The last steps of a :class:`~ds_topo.GradientReducer`, on this rank.
@@ -69,13 +81,13 @@ class GradientReport:
         shares = [1 - step.exposed_ns / step.communication_ns for step in self.steps if step.communication_ns]
         return median(shares) if shares else 1.0
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[BucketRow]:
         """One row per bucket, medians over the steps with the latest set of buckets; times in milliseconds."""
         if not self.steps:
             return []
         layout = _layout(self.steps[-1])
         alike = [step for step in self.steps if _layout(step) == layout]
-        rows = []
+        rows: list[BucketRow] = []
         for place, bucket in enumerate(self.steps[-1].buckets):
             timings = [(step.started_ns, step.buckets[place]) for step in alike]
             rows.append(

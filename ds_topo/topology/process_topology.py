@@ -105,7 +105,7 @@ class ProcessTopology:
         return topology
 
     @classmethod
-    def from_config(cls, config: str | Path | Mapping[str, Any], world_size: int | None = None) -> ProcessTopology:
+    def from_config(cls, config: str | Path | Mapping[str, object], world_size: int | None = None) -> ProcessTopology:
         """A topology from the ``"topology"`` section of a DeepSpeed config, a path or the loaded mapping.
 
         >>> ProcessTopology.from_config({"train_batch_size": 8, "topology": "data=2,pipe=2"})

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from ds_topo.errors import TopologyError, WorldSizeError
 from ds_topo.topology.layout import Factors
@@ -27,14 +27,14 @@ def canonical_axis(name: str) -> str:
     return SYNONYMS.get(name, name)
 
 
-def whole_number(value: Any) -> int | None:
+def whole_number(value: object) -> int | None:
     """The integer that a value of any numeric type (NumPy's, a 0-d tensor, ``2.0``) equals, if it does.
 
     >>> whole_number(True), whole_number(2.0), whole_number(2.5), whole_number("2")
     (1, 2, None, None)
     """
     try:
-        return operator.index(value)
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return int(value) if isinstance(value, float) and value.is_integer() else None
 
@@ -154,7 +154,7 @@ def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: in
     )
 
 
-def read_config(config: str | Path | Mapping[str, Any]) -> Any:
+def read_config(config: str | Path | Mapping[str, object]) -> Spec:
     """The ``topology`` section of a DeepSpeed config (a path or the loaded mapping): a spec in any form."""
     if isinstance(config, Mapping):
         source, content = "the config", config
@@ -170,7 +170,7 @@ def read_config(config: str | Path | Mapping[str, Any]) -> Any:
         raise TopologyError(
             f'{source} has no "topology" section; add one, such as "topology": {{"pipe": 2, "data": 4, "model": 2}}'
         )
-    return content["topology"]
+    return cast("Spec", content["topology"])
 
 
 def _split_spec(spec: Spec) -> tuple[list[str], list[int]]:
