@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import zip_longest
+from pathlib import Path
 
 from ds_topo.errors import HostError
 from ds_topo.placement.hosts import Host, HostMap, Hosts
@@ -64,16 +65,7 @@ def _order(environ: Mapping[str, str], hosts: Hosts) -> list[int] | None:
     if distribution in ("block", "*", ""):
         return None
     if distribution == "arbitrary":
-        listed = environ.get("SLURM_ARBITRARY_NODELIST")
-        if not listed:
-            raise HostError(
-                "SLURM_DISTRIBUTION=arbitrary, but SLURM_ARBITRARY_NODELIST does not say which node has which task"
-            )
-        number = {name: index for index, name in enumerate(hosts.names)}
-        names = expand_node_list(listed)
-        if not number.keys() >= set(names):
-            raise HostError(f"SLURM_ARBITRARY_NODELIST={listed!r} names nodes that the step does not have")
-        return [number[name] for name in names]
+        return _arbitrary_order(environ.get("SLURM_HOSTFILE", ""), hosts)
     if distribution == "cyclic":
         plane = "1"
     elif distribution.startswith("plane"):
@@ -90,3 +82,16 @@ def _order(environ: Mapping[str, str], hosts: Hosts) -> list[int] | None:
         for index, slots in ((index, host.slots) for index, host in enumerate(hosts))
     ]
     return [index for turn in zip_longest(*turns, fillvalue=[]) for planes in turn for index in planes]
+
+
+def _arbitrary_order(path: str, hosts: Hosts) -> list[int]:
+    """The node of every task by the file that ``srun --distribution=arbitrary`` was given."""
+    where = f"SLURM_DISTRIBUTION=arbitrary, and SLURM_HOSTFILE={path!r}"
+    try:
+        words = Path(path).read_text(encoding="utf-8").replace(",", " ").split()
+    except (OSError, ValueError) as error:
+        raise HostError(f"{where}, which says which node has which task, cannot be read: {error}") from error
+    number = {name: index for index, name in enumerate(hosts.names)}
+    if sorted(word for word in words if word in number) != sorted(host.name for host in hosts for _ in host.slots):
+        raise HostError(f"{where} does not name every node of {list(hosts.names[:8])} once for each of its tasks")
+    return [number[word] for word in words if word in number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from itertools import combinations, pairwise, permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,11 +188,21 @@ def test_slurm_numbers_tasks(environ: dict[str, str], order: list[int]) -> None:
         (STEP | {"SLURM_STEP_NODELIST": "host[0-", "SLURM_STEP_TASKS_PER_NODE": "2"}, "bracket is not closed"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,1", "SLURM_DISTRIBUTION": "spiral"}, "not one of block, cyclic"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,1", "SLURM_DISTRIBUTION": "plane"}, "needs SLURM_DIST_PLANESIZE"),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,1", "SLURM_DISTRIBUTION": "arbitrary"}, "SLURM_ARBITRARY_NODELIST"),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,1", "SLURM_DISTRIBUTION": "arbitrary"}, "SLURM_HOSTFILE='', .*cannot be read"),
     ],
 )
 def test_slurm_without_what_is_needed_says_so(environ: dict[str, str], message: str) -> None:
     with pytest.raises(HostError, match=message):
+        slurm_map(environ)
+
+
+def test_slurm_s_hostfile_numbers_tasks(tmp_path: Path) -> None:
+    environ = STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,2", "SLURM_DISTRIBUTION": "arbitrary"}
+    environ["SLURM_HOSTFILE"] = str(tmp_path / "nodes")
+    (tmp_path / "nodes").write_text("host1\nhost0\nhost1\n")
+    assert list(slurm_map(environ).host_indices) == [1, 0, 1]
+    (tmp_path / "nodes").write_text("host1\nhost0\nhost0\n")
+    with pytest.raises(HostError, match="once for each of its tasks"):
         slurm_map(environ)
 
 
@@ -204,7 +215,7 @@ def test_slurm_without_what_is_needed_says_so(environ: dict[str, str], message: 
                     "SLURM_STEP_TASKS_PER_NODE",
                     "SLURM_DISTRIBUTION",
                     "SLURM_DIST_PLANESIZE",
-                    "SLURM_ARBITRARY_NODELIST",
+                    "SLURM_HOSTFILE",
                 ),
             ]
         ),
