@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from tests.cluster.virtual_hosts import Cluster, Host
 
 LAUNCHERS = ("pdsh", "no_ssh", "torchrun", "srun", "openmpi", "slurm")
-"""``pdsh``, ``openmpi`` and ``slurm`` are DeepSpeed's ``--launcher``; ``no_ssh`` is its option; the others stand alone."""
+"""``pdsh``, ``openmpi``, ``slurm`` are DeepSpeed's ``--launcher``, ``no_ssh`` is its option; the others stand alone."""
 SLURM_LAUNCHERS = ("srun", "slurm")
 VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 """What every rank needs on a CPU; ``GLOO_SOCKET_IFNAME`` is not among it."""
@@ -68,14 +69,10 @@ def start_job(
 
 def finish(processes: Sequence[subprocess.Popen[Any]], timeout: float = 240.0) -> str:
     """Wait for the end of a job; return what it wrote. RuntimeError with that if it failed or did not end."""
-    output = ""
-    for process in processes:
-        try:
-            output += process.communicate(timeout=timeout)[0]
-        except subprocess.TimeoutExpired:
-            for other in processes:
-                other.kill()
-            output += f"{process.communicate()[0]}\nkilled after {timeout} s"
+    deadline = threading.Timer(timeout, lambda: [process.kill() for process in processes])
+    deadline.start()
+    output = "".join(process.communicate()[0] for process in processes)
+    deadline.cancel()
     codes = [process.returncode for process in processes]
     if any(codes):
         raise RuntimeError(f"exit codes {codes}\n{output[-8000:]}")

@@ -1,6 +1,6 @@
 """A real Slurm over the virtual hosts: slurmctld on the first, slurmd on each, up in a second or two.
 
-It needs neither munge nor cgroups, and all of its state is in the hosts' own ``/run``, so that it ends with the cluster.
+It needs neither munge nor cgroups; all of its state is in the hosts' own ``/run``, so that it ends with the cluster.
 """
 
 from __future__ import annotations
@@ -61,5 +61,7 @@ def start_slurm(cluster: Cluster, folder: Path) -> dict[str, str]:
         if state == f"idle {len(cluster.hosts)}":
             return variables
         time.sleep(0.1)
-    log = subprocess.run(["cat", f"/proc/{cluster.hosts[0].pid}/root/run/slurmctld.log"], capture_output=True, text=True)
+    log = subprocess.run(
+        ["cat", f"/proc/{cluster.hosts[0].pid}/root/run/slurmctld.log"], capture_output=True, text=True
+    )
     raise RuntimeError(f"Slurm is not ready after {READY_SECONDS} s, sinfo says {state!r}:\n{log.stdout[-3000:]}")
