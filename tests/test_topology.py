@@ -411,7 +411,7 @@ PACKAGE = Path(ds_topo.__file__).parent
 LAYERS: dict[int, set[str]] = {
     0: {"errors", "ledger", "placement", "topology"},
     1: {"launch", "process_groups"},
-    2: {"collectives", "reducer"},
+    2: {"check", "collectives", "reducer"},
     3: {"engine"},
     4: {"groups", "distributed"},
     5: {"cli", "__main__"},

@@ -51,7 +51,7 @@ def print_layout(console: Console, view: LayoutView) -> None:
 def print_axes(console: Console, view: LayoutView) -> None:
     """One line for each kind of group: how many, how large, and what of them crosses hosts."""
     crossing = () if view.host_map is None else ("hosts", "pairs across hosts", "ring links across")
-    table = _table("group", right=("groups", "ranks", *crossing))
+    table = table_of("group", right=("groups", "ranks", *crossing))
     placement = view.placement
     for axes, name in view.group_names():
         groups = len(view.topology.get_axis_comm_lists(axes))
@@ -63,9 +63,9 @@ def print_axes(console: Console, view: LayoutView) -> None:
     console.print(table)
     console.print()
     own = len({group.ranks for group in grid_groups(view.topology, 0)} - {tuple(range(view.topology.world_size()))})
-    _say(console, f"Each rank creates {_count(own, 'process group')} besides the world's.")
+    say(console, f"Each rank creates {_count(own, 'process group')} besides the world's.")
     if view.host_map is None:
-        _say(console, "Give --hostfile FILE, --hosts N --slots M or --slurm to see what crosses hosts.")
+        say(console, "Give --hostfile FILE, --hosts N --slots M or --slurm to see what crosses hosts.")
 
 
 def print_groups(console: Console, view: LayoutView) -> None:
@@ -76,12 +76,12 @@ def print_groups(console: Console, view: LayoutView) -> None:
     for axes, name, groups in kinds:
         if all_of_them or len(groups) <= 3:
             for ranks in groups:
-                _say(console, _group_line(view, name, ranks))
+                say(console, _group_line(view, name, ranks))
             continue
-        _say(console, _group_line(view, name, groups[0]))
-        _say(console, _group_line(view, name, groups[1]))
-        _say(console, f"  ... {len(groups) - 3:,} more over {view.label(axes)}")
-        _say(console, _group_line(view, name, groups[-1]))
+        say(console, _group_line(view, name, groups[0]))
+        say(console, _group_line(view, name, groups[1]))
+        say(console, f"  ... {len(groups) - 3:,} more over {view.label(axes)}")
+        say(console, _group_line(view, name, groups[-1]))
 
 
 def print_rank(console: Console, view: LayoutView, rank: int) -> None:
@@ -92,23 +92,23 @@ def print_rank(console: Console, view: LayoutView, rank: int) -> None:
     )
     console.print(f"rank {rank}: {view.named_coordinate(rank)}{where}", style="bold", highlight=False)
     console.print()
-    table = _table("group", "ranks", right=("group rank",)) if placement is None else None
-    table = table or _table("group", "ranks", "hosts", right=("group rank",))
+    table = table_of("group", "ranks", right=("group rank",)) if placement is None else None
+    table = table or table_of("group", "ranks", "hosts", right=("group rank",))
     names = dict(view.group_names())
     for group in grid_groups(topology, rank):
         if group.axes not in names:
             continue
         cells = [names[group.axes], few_ranks(group.ranks, 8)]
         if placement is not None:
-            cells.append(_few_names(placement.hosts_of(group.ranks)))
+            cells.append(few_names(placement.hosts_of(group.ranks)))
         table.add_row(*cells, str(group.ranks.index(rank)))
     console.print(table)
     console.print()
     for axis, size in zip(topology.axes, topology.dims, strict=True):
         if size > 1:
             before, after = (neighbor(topology, axis, rank, step) for step in (-1, 1))
-            _say(console, f"along {view.names[axis]}: previous rank {before}, next rank {after}")
-    _say(console, _communicators(view, grid_groups(topology, rank)))
+            say(console, f"along {view.names[axis]}: previous rank {before}, next rank {after}")
+    say(console, _communicators(view, grid_groups(topology, rank)))
 
 
 def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None:
@@ -143,7 +143,7 @@ def _print_ranks(console: Console, view: LayoutView) -> None:
     fitting = max(1, (console.width - name_width) // (cell + 2))
     per_line = ceil(widest_row / ceil(widest_row / fitting))
     with_slots = view.host_map is not None and per_line == widest_row
-    table = _table(label, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
+    table = table_of(label, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
     for name, ranks in rows:
         for first in range(0, len(ranks), per_line):
             cells = [
@@ -153,7 +153,7 @@ def _print_ranks(console: Console, view: LayoutView) -> None:
             table.add_row(name if first == 0 else "", *cells)
     console.print(table)
     axes = ",".join(view.axis_names)
-    _say(console, f"Each rank with its {axes}; a colour for each {view.stage_axis}.")
+    say(console, f"Each rank with its {axes}; a colour for each {view.stage_axis}.")
 
 
 def _print_runs(console: Console, view: LayoutView) -> None:
@@ -163,7 +163,7 @@ def _print_runs(console: Console, view: LayoutView) -> None:
     outermost = next(
         (n for n, size in zip(view.axis_names, view.topology.dims, strict=True) if size > 1), view.axis_names[0]
     )
-    table = _table("hosts" if known else "rows", *view.axis_names, right=(*(["number"] if known else []), "ranks"))
+    table = table_of("hosts" if known else "rows", *view.axis_names, right=(*(["number"] if known else []), "ranks"))
     for index, run in _first_and_last(runs):
         if run is None:
             table.add_row(f"... {index:,} more", *("" for _ in table.columns[1:]))
@@ -178,7 +178,7 @@ def _print_runs(console: Console, view: LayoutView) -> None:
             f"{first}-{last}",
         )
     console.print(table)
-    _say(
+    say(
         console,
         f"Each line: neighboring {'hosts' if known else 'rows of ranks'} with one index of {outermost}.",
     )
@@ -188,7 +188,7 @@ def _print_runs(console: Console, view: LayoutView) -> None:
                 f"{number} of {size} {name}"
                 for number, size, name in zip(pattern, view.topology.dims, view.axis_names, strict=True)
             )
-            _say(console, f"{_count(count, 'host')} hold{'s' if count == 1 else ''}, each: {held}.")
+            say(console, f"{_count(count, 'host')} hold{'s' if count == 1 else ''}, each: {held}.")
 
 
 def _first_and_last(runs: Sequence[HostRun]) -> Iterator[tuple[int, HostRun | None]]:
@@ -204,7 +204,7 @@ def _first_and_last(runs: Sequence[HostRun]) -> Iterator[tuple[int, HostRun | No
 def _print_axes_side_by_side(console: Console, before: LayoutView, after: LayoutView) -> None:
     known = before.host_map is not None
     columns = ("ranks", "hosts", "pairs across hosts") if known else ("ranks",)
-    table = _table("group", right=columns)
+    table = table_of("group", right=columns)
     spans = [{name: axes for axes, name in view.group_names()} for view in (before, after)]
     for name in dict.fromkeys([*spans[0], *spans[1]]):
         cells = []
@@ -235,17 +235,17 @@ def _print_changes(console: Console, before: LayoutView, after: LayoutView) -> N
         )
         shards = None
     if not changed:
-        _say(console, f"Nothing moves: all {world:,} ranks keep their coordinates.")
+        say(console, f"Nothing moves: all {world:,} ranks keep their coordinates.")
         return
     kept = world - len(changed)
-    _say(console, f"{len(changed):,} of {world:,} ranks change their coordinate, {kept:,} keep it.")
+    say(console, f"{len(changed):,} of {world:,} ranks change their coordinate, {kept:,} keep it.")
     if shards is not None:
-        _say(console, f"{shards:,} of {world:,} coordinates, and the shards stored there, move to another host.")
+        say(console, f"{shards:,} of {world:,} coordinates, and the shards stored there, move to another host.")
     if world > MOST_RANKS:
-        _say(console, f"Ranks that change: {_shorten(fold_numbers(changed), 120)}")
+        say(console, f"Ranks that change: {_shorten(fold_numbers(changed), 120)}")
         return
     console.print()
-    table = _table("rank", *(["host"] if before.host_map is not None else []), before.spec, after.spec)
+    table = table_of("rank", *(["host"] if before.host_map is not None else []), before.spec, after.spec)
     for rank in changed:
         host = [before.host_map.host_of(rank).name] if before.host_map is not None else []
         old = Text(before.coordinate(rank), style=_stage_style(before.stages[rank]))
@@ -259,7 +259,7 @@ def _group_line(view: LayoutView, name: str, ranks: Sequence[int]) -> str:
     if placement is None:
         return line
     hosts = placement.hosts_of(ranks)
-    return line if len(hosts) == 1 else f"{line}  across {_few_names(hosts)}"
+    return line if len(hosts) == 1 else f"{line}  across {few_names(hosts)}"
 
 
 def _communicators(view: LayoutView, groups: Sequence[RankGroup]) -> str:
@@ -273,7 +273,7 @@ def _communicators(view: LayoutView, groups: Sequence[RankGroup]) -> str:
     return f"It creates {_count(len(own), 'process group')} besides the world's{listed}."
 
 
-def _table(*left: str, right: Iterable[str] = ()) -> Table:
+def table_of(*left: str, right: Iterable[str] = ()) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for name in left:
         table.add_column(name, overflow="fold")
@@ -299,7 +299,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _few_names(names: Sequence[str]) -> str:
+def few_names(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:2])}, ..., {names[-1]} ({len(names):,} hosts)"
 
 
@@ -307,5 +307,5 @@ def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 4]} ..."
 
 
-def _say(console: Console, text: str) -> None:
+def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)

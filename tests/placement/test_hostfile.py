@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.launcher import runner
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo.errors import HostError
@@ -26,6 +26,7 @@ def _as_deepspeed(hosts: Hosts) -> dict[str, list[int]]:
     return {host.name: list(host.slots) for host in hosts}
 
 
+@settings(deadline=None)
 @given(pools, st.data())
 def test_a_hostfile_is_read_as_deepspeed_reads_it(pool: dict[str, int], data: st.DataObject) -> None:
     lines = []
@@ -39,6 +40,7 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(pool: dict[str, int], data: st
     }
 
 
+@settings(deadline=None)
 @given(pools, st.data())
 def test_filters_choose_what_deepspeed_chooses(pool: dict[str, int], data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.sampled_from(sorted(pool)), min_size=1, unique=True))
@@ -58,6 +60,7 @@ def test_filters_choose_what_deepspeed_chooses(pool: dict[str, int], data: st.Da
             hosts.excluding(text)
 
 
+@settings(deadline=None)
 @given(pools, st.data())
 def test_the_first_hosts_and_slots_are_those_of_deepspeed(pool: dict[str, int], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(pool)))
@@ -95,12 +98,14 @@ def test_open_mpi_s_max_slots_mean_nothing() -> None:
     assert parse_hostfile("a slots=2 max_slots=4\nb slots=1 max-slots=1  # small").counts == (2, 1)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=st.sampled_from("ab1 =#slots-\n\t:,@[]\u0660\x00"), max_size=60) | st.text(max_size=40))
 def test_no_text_gives_an_undocumented_error(text: str) -> None:
     with suppress(HostError):
         assert all(host.slots for host in parse_hostfile(text))
 
 
+@settings(deadline=None)
 @given(pools, st.text(alphabet=st.sampled_from("ab1,:@ -_\u0661"), max_size=20))
 def test_no_filter_gives_an_undocumented_error(pool: dict[str, int], text: str) -> None:
     for choose in (_hosts_of(pool).including, _hosts_of(pool).excluding):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo.errors import HostError
@@ -45,11 +45,13 @@ def test_a_list_is_expanded_as_slurm_does(text: str, expanded: str, tmp_path: Pa
     assert said.stdout.split() == expanded.split()
 
 
+@settings(deadline=None)
 @given(st.lists(names | numbered, min_size=1, max_size=40, unique=True))
 def test_folding_is_undone_by_expanding(hosts: list[str]) -> None:
     assert expand_node_list(fold_node_list(hosts)) == hosts
 
 
+@settings(deadline=None)
 @given(st.sampled_from(["n", "gpu-"]), st.integers(0, 2000), st.integers(2, 300), st.integers(0, 5))
 def test_a_range_folds_to_one_item(prefix: str, first: int, count: int, width: int) -> None:
     hosts = [f"{prefix}{number:0{width}d}" for number in range(first, first + count)]
@@ -77,18 +79,21 @@ def test_a_malformed_list_says_where(text: str, message: str) -> None:
         expand_node_list(text)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=st.sampled_from("n0129[]-,x \u0663"), max_size=16) | st.text(max_size=12))
 def test_no_list_gives_an_undocumented_error(text: str) -> None:
     with suppress(HostError):
         assert expand_node_list(text)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), min_size=1, max_size=5))
 def test_counts_are_repeated(counts: list[tuple[int, int]]) -> None:
     text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in counts)
     assert expand_counts(text) == [count for count, times in counts for _ in range(times)]
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=st.sampled_from("12(x), "), max_size=12))
 def test_no_counts_give_an_undocumented_error(text: str) -> None:
     with suppress(HostError):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
@@ -35,6 +35,7 @@ def placements(draw: st.DrawFn) -> Placement:
     return Placement(topology, host_map)
 
 
+@settings(deadline=None)
 @given(placements())
 def test_pairs_and_links_across_hosts_are_counted_right(placement: Placement) -> None:
     host = placement.host_map.host_of
@@ -51,6 +52,7 @@ def test_pairs_and_links_across_hosts_are_counted_right(placement: Placement) ->
         assert span.crossing_groups == sum(len(placement.hosts_of(group.ranks)) > 1 for group in span.groups)
 
 
+@settings(deadline=None)
 @given(placements())
 def test_every_rank_has_a_slot_of_its_own(placement: Placement) -> None:
     host_map = placement.host_map
@@ -60,6 +62,7 @@ def test_every_rank_has_a_slot_of_its_own(placement: Placement) -> None:
     assert sorted(rank for ranks in host_map.ranks_on_hosts for rank in ranks) == list(range(host_map.size))
 
 
+@settings(deadline=None)
 @given(placements())
 def test_runs_of_hosts_hold_every_rank_once(placement: Placement) -> None:
     ranks = placement.host_map.ranks_on_hosts
@@ -70,6 +73,7 @@ def test_runs_of_hosts_hold_every_rank_once(placement: Placement) -> None:
     assert sum(count for count, _ in host_patterns(placement.topology, ranks)) == len(ranks)
 
 
+@settings(deadline=None)
 @given(st.permutations(["pipe", "data", "model"]), st.permutations(["pipe", "data", "model"]), st.integers(1, 4))
 def test_what_moves_between_two_orders(first: list[str], second: list[str], slots: int) -> None:
     degrees = {"pipe": 2, "data": 3, "model": 2}
@@ -108,6 +112,7 @@ def test_a_spec_that_does_not_fit_offers_the_nearest(spec: str, message: str) ->
         Placement.of(spec, Hosts.uniform(2, slots=4))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 6), st.booleans())
 def test_the_nearest_does_fit(degrees: list[int], count: int, slots: int, left_out: bool) -> None:
     axes = ["pipe", "data", "model", "seq"][: len(degrees)]
@@ -188,7 +193,10 @@ def test_slurm_numbers_tasks(environ: dict[str, str], order: list[int]) -> None:
         (STEP | {"SLURM_STEP_NODELIST": "host[0-", "SLURM_STEP_TASKS_PER_NODE": "2"}, "bracket is not closed"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,1", "SLURM_DISTRIBUTION": "spiral"}, "not one of block, cyclic"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,1", "SLURM_DISTRIBUTION": "plane"}, "needs SLURM_DIST_PLANESIZE"),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,1", "SLURM_DISTRIBUTION": "arbitrary"}, "SLURM_HOSTFILE='', .*cannot be read"),
+        (
+            STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,1", "SLURM_DISTRIBUTION": "arbitrary"},
+            "SLURM_HOSTFILE='', .*cannot be read",
+        ),
     ],
 )
 def test_slurm_without_what_is_needed_says_so(environ: dict[str, str], message: str) -> None:
@@ -206,6 +214,7 @@ def test_slurm_s_hostfile_numbers_tasks(tmp_path: Path) -> None:
         slurm_map(environ)
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(
@@ -232,6 +241,7 @@ def test_no_variables_give_an_undocumented_error(environ: dict[str, str]) -> Non
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 60), min_size=1))
 def test_numbers_fold_to_ranges(numbers: set[int]) -> None:
     unfolded: list[int] = []
