@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # torch.distributed's, where mypy sees it
 
 from ds_topo.check.faults import Fault
+from ds_topo.errors import LaunchError
 from ds_topo.placement.summary import fold_numbers
 
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class Meeting:
 
         Raises:
             StepFailure: a rank failed or did not answer, or ``judge`` found faults; rank 0's has them all.
+            LaunchError: rank 0 does not answer.
         """
         try:
             report: dict[str, Any] = {"result": work()}
@@ -116,8 +118,11 @@ class Meeting:
         self.store.set(key, json.dumps(value))
 
     def _get(self, key: str, timeout: timedelta) -> Any:
-        self.store.wait([key], timeout)
-        return json.loads(self.store.get(key))
+        try:
+            self.store.wait([key], timeout)
+            return json.loads(self.store.get(key))
+        except (dist.DistError, RuntimeError) as error:
+            raise LaunchError(f"rank 0 no longer answers ({str(error).splitlines()[0]}): see its own output") from error
 
     def count_in(self, name: str) -> None:
         """Say that this rank has come to ``name``."""

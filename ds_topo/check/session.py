@@ -31,7 +31,7 @@ from ds_topo.check.reports import as_json, clock_offset, from_json, report_of
 from ds_topo.check.summary import AxisSummary, LinkSummary, Summary, axis_summary, link_summary
 from ds_topo.check.tournament import rounds
 from ds_topo.errors import TopologyError
-from ds_topo.launch.joining import create_world, open_store, wait_for_all
+from ds_topo.launch.joining import create_world, open_store, take_device, wait_for_all
 from ds_topo.launch.launchers import Launch
 from ds_topo.placement.placement import group_axes
 from ds_topo.process_groups.creation import ProcessGroup
@@ -107,6 +107,8 @@ def run_check(launch: Launch, options: Options, progress: Progress) -> Summary |
         StepFailure: on other ranks than 0, where the check ended early.
     """
     progress.begin("waiting for all ranks")
+    if "nccl" in options.backend:
+        take_device(launch)
     store = open_store(launch, options.timeout)
     wait_for_all(store, launch, options.timeout)
     meeting = Meeting(PrefixStore("check", store), launch.rank, launch.world_size, options.timeout)

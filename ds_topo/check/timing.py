@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ds_topo.process_groups.creation import ProcessGroup
 
-SMALL_TIMES, REPEATS = 10, 2
+SMALL_TIMES, REPEATS = 10, 3
 FIRST_BYTES, GROWTH = 2**16, 4
-ENOUGH_SECONDS = 0.1
-"""A transfer that takes as long is long enough to be measured."""
+ENOUGH_SECONDS, TOO_MANY_SECONDS = 0.15, 2.0
+"""A transfer is long enough when it takes as long on the fastest link, or so long on the slowest."""
 
 
 @dataclass
@@ -90,11 +90,11 @@ def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) ->
 
     largest(0.0, world, device)
     latencies = [_timed(reduce_small, device) for _ in range(SMALL_TIMES)]
-    size, took = FIRST_BYTES, 0.0
-    while True:
+    size = FIRST_BYTES
+    while size < device.most_bytes:
         largest(0.0, world, device)
-        took = largest(_timed(reduce_large(size), device), world, device)
-        if took >= ENOUGH_SECONDS or size >= device.most_bytes:
+        took = _timed(reduce_large(size), device)
+        if _is_long_enough(-largest(-took, world, device), largest(took, world, device)):
             break
         size = min(size * GROWTH, device.most_bytes)
     times = []
@@ -102,6 +102,11 @@ def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) ->
         largest(0.0, world, device)
         times.append(largest(_timed(reduce_large(size), device), group, device))
     return Speed(median(latencies), 2 * (ranks - 1) / ranks * size / min(times))
+
+
+def _is_long_enough(fastest: float, slowest: float) -> bool:
+    """A short transfer says little: shapers and switches let a burst through at once."""
+    return fastest >= ENOUGH_SECONDS or slowest >= TOO_MANY_SECONDS
 
 
 def _timed(work: Callable[[], None], device: Device) -> float:
@@ -148,15 +153,11 @@ def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None
         What came in and what went out, or None without a peer.
     """
     latency = 0.0 if peer is None else time_messages(peer, device)
-    size, times = FIRST_BYTES, [(0.0, 0.0)]
-    left = REPEATS
-    while left:
-        times_of_step = _time_step(peer, size, device, team)
-        if max(times_of_step) >= ENOUGH_SECONDS or size >= device.most_bytes:
-            times = [times_of_step] if left == REPEATS else [*times, times_of_step]
-            left -= 1
-        else:
-            size = min(size * GROWTH, device.most_bytes)
+    size, times = FIRST_BYTES, [_time_step(peer, FIRST_BYTES, device, team)]
+    while size < device.most_bytes and not _is_long_enough(min(times[0]), max(times[0])):
+        size = min(size * GROWTH, device.most_bytes)
+        times = [_time_step(peer, size, device, team)]
+    times += [_time_step(peer, size, device, team) for _ in range(REPEATS - 1)]
     if peer is None:
         return None
     return Speed(latency, size / min(came for came, _ in times), size / min(went for _, went in times))
@@ -165,10 +166,10 @@ def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None
 def _time_step(peer: int | None, size: int, device: Device, team: ProcessGroup | None) -> tuple[float, float]:
     """Seconds until all of this side's data had come, and all of the other side's."""
     largest(0.0, team, device)
-    mine, theirs = device.number(0.0), device.number(0.0)
-    took = 0.0
+    theirs, took = device.number(0.0), 0.0
     if peer is not None:
-        exchange(peer, mine, theirs, device)  # start together
+        # start together, when whatever lets a burst through at once has nothing left
+        exchange(peer, device.outgoing[: size // 16], device.incoming[: size // 16], device)
         took = exchange(peer, device.outgoing[: size // 4], device.incoming[: size // 4], device)
     took = largest(took, team, device)
     if peer is not None:

@@ -15,6 +15,7 @@ from ds_topo.errors import DisagreementError, LaunchError, TopologyError
 if TYPE_CHECKING:
     from ds_topo.check.session import Options
     from ds_topo.check.summary import Summary
+    from ds_topo.launch.launchers import Launch
 
 _EXAMPLES = """examples:
   srun -N 2 --ntasks-per-node 4 ds-topo check "pipe=2,data=-1" --json links.json
@@ -78,14 +79,22 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             summary = run_check(launch, options, progress)
         except StepFailure:  # rank 0 says why
-            return 1
-        except (DisagreementError, LaunchError) as error:
-            if launch.rank == 0 or (launch.local_rank == 0 and isinstance(error, LaunchError)):
+            return 0
+        except DisagreementError as error:
+            return _said_by_rank_0(launch, error)
+        except LaunchError as error:
+            if launch.local_rank == 0:
                 print(f"ds-topo check: {error}", file=sys.stderr)
             return 1
-    if summary is None:
+    # Rank 0 alone reports, and fails: launchers kill the others, and it, when the first rank fails.
+    return 0 if summary is None else _report(summary, arguments)
+
+
+def _said_by_rank_0(launch: Launch, error: DisagreementError) -> int:
+    if launch.rank:
         return 0
-    return _report(summary, arguments)
+    print(f"ds-topo check: {error}", file=sys.stderr)
+    return 1
 
 
 def rate(text: str) -> float:

@@ -57,7 +57,7 @@ def join(
     launch = prepare(end_with_launcher=end_with_launcher)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if "nccl" in backend:
-        _take_device(launch)
+        take_device(launch)
     store = open_store(launch, limit)
     wait_for_all(store, launch, limit)
     create_world(store, launch, limit, backend)
@@ -147,9 +147,9 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
         try:
             store.wait(["verdict"], timeout)
         except (dist.DistError, RuntimeError) as error:
-            raise DisagreementError(
-                f"rank 0 at {launch.master_addr}:{launch.master_port} was there but did not answer within {timeout}: "
-                "it has ended or hangs; see its own output"
+            raise LaunchError(
+                f"rank {launch.rank} on {socket.gethostname()}: {launch.master_addr}:{launch.master_port} is there, "
+                f"but rank 0 did not answer within {timeout}: it was not started, has ended or hangs"
             ) from error
         verdict = store.get("verdict").decode()
     if verdict:
@@ -197,7 +197,12 @@ def _joined_already(timeout: timedelta | None) -> Launch:
     return launch
 
 
-def _take_device(launch: Launch) -> None:
+def take_device(launch: Launch) -> None:
+    """Make the GPU of this rank the current one.
+
+    Raises:
+        LaunchError: there is none for it.
+    """
     visible = torch.cuda.device_count()
     if launch.local_rank >= visible:
         raise LaunchError(
