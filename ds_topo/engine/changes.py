@@ -59,6 +59,31 @@ UNFUSED_STEP = Change(
     why="it takes the norm of gradients, which have no marks: shards of all slices but the first are missing",
     during=A_GRID,
 )
+CONFIGURE_MODEL = Change(
+    DeepSpeedEngine,
+    "_configure_distributed_model",
+    instead="the same with the engine's own mpu, and a check of its experts' names",
+    why="an engine without an mpu finds the one of the engine before",
+    during=A_GRID,
+)
+ENTRIES_OF_ENGINES = tuple(
+    Change(
+        owner,
+        name,
+        instead="the same with the engine's own mpu",
+        why="DeepSpeed's functions ask one mpu for all engines of a process, the last one's",
+        during=A_GRID,
+    )
+    for owner, name in (
+        (DeepSpeedEngine, "forward"),
+        (DeepSpeedEngine, "backward"),
+        (DeepSpeedEngine, "step"),
+        (DeepSpeedEngine, "save_checkpoint"),
+        (DeepSpeedEngine, "load_checkpoint"),
+        (PipelineEngine, "train_batch"),
+        (PipelineEngine, "eval_batch"),
+    )
+)
 SECOND_PARTITION = Change(
     deepspeed_groups,
     "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
@@ -216,6 +241,27 @@ HP_GRADIENT = Change(
     why="the pipeline engine sums it over the stages of a tied layer",
     during=REDUCER,
 )
+TAKE_STEP = Change(
+    DeepSpeedEngine,
+    "_take_model_step",
+    instead="the same if the reducer has finished",
+    why="a release whose engine no longer calls the names above would step on this rank's own gradients",
+    during=REDUCER,
+)
+FORWARD = Change(
+    DeepSpeedEngine,
+    "forward",
+    instead="the same after the reducer has given up a step that an exception ended",
+    why="an exception in backward leaves a step unfinished, and the engine trains on",
+    during=REDUCER,
+)
+EXECUTE_SCHEDULE = Change(
+    PipelineEngine,
+    "_exec_schedule",
+    instead="the same after the reducer has given up a step that an exception ended",
+    why="an exception in backward leaves a step unfinished, and the engine trains on",
+    during=REDUCER,
+)
 INSTRUCTIONS = Change(
     PipelineEngine,
     "_INSTRUCTION_MAP",
@@ -226,6 +272,7 @@ INSTRUCTIONS = Change(
 
 ROWS: tuple[Change | Reliance, ...] = (
     *(row for row in list(globals().values()) if isinstance(row, Change)),
+    *ENTRIES_OF_ENGINES,
     Reliance(deepspeed_groups, "_EXPERT_PARALLEL_GROUP", "where MoE layers find groups; entries by name"),
     Reliance(deepspeed_groups, "_EXPERT_PARALLEL_GROUP_RANKS", "entries by name"),
     Reliance(deepspeed_groups, "_EXPERT_DATA_PARALLEL_GROUP", "entries by name"),
@@ -254,6 +301,7 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(BF16_Optimizer, "create_grad_acc_hooks", "to give its hooks back"),
     Reliance(FP16_UnfusedOptimizer, "fp16_groups", "the parameters whose marks its gradients get"),
     Reliance(DeepSpeedZeroOptimizer, "overlapping_partition_gradients_reduce_epilogue", "collects the partition"),
+    Reliance(DeepSpeedZeroOptimizer, "use_separate_grad_accum", "whether stage 1 accumulates in a second data type"),
     Reliance(DeepSpeedZeroOptimizer, "averaged_gradients", "the partition of gradients, for their norm"),
     Reliance(DeepSpeedZeroOptimizer, "params_in_partition", "their parameters"),
     Reliance(DeepSpeedZeroOptimizer, "norm_for_param_grads", "norms of offloaded gradients"),

@@ -49,6 +49,7 @@ def create_expert_groups(
     >>> dist.destroy_process_group()
     """
     failure: Exception | None = None
+    registry.forget_former_worlds()
     try:
         if expert_parallel_size is None:
             expert_parallel_size = _size_of_expert_axis(grid)

@@ -47,10 +47,18 @@ class ExpertRegistry:
 
     def __init__(self) -> None:
         self._by_name: dict[str, tuple[ExpertGroups, Callable[[], None]]] = {}
+        self.serves_current_engine = True
+        """False while an engine is built whose mpu is no grid: its MoE layers get groups from DeepSpeed."""
 
     def find(self, name: str) -> ExpertGroups | None:
         """The groups registered under a name."""
         return self._by_name[name][0] if name in self._by_name else None
+
+    def forget_former_worlds(self) -> None:
+        """Drop the entries of grids whose process groups torch has destroyed with the world's own."""
+        for groups, _ in list(self._by_name.values()):
+            if not groups.grid.has_its_world:
+                groups.grid.destroy()
 
     def names(self) -> list[str]:
         """Names in use, in order of registration."""

@@ -65,8 +65,7 @@ class GradientReducer(BucketReducer):
         from ds_topo.engine.reducer_drivers import driver_of  # the standalone reducer does without DeepSpeed
 
         driver = driver_of(engine)
-        arguments: ReductionArguments = {**driver.options(), **options}
-        reducer = cls(engine.module, process_group=driver.group, driver=driver, **arguments)
+        reducer = cls(engine.module, process_group=driver.group, driver=driver, **options)
         try:
             driver.bind(reducer)
         except BaseException:

@@ -8,16 +8,23 @@ from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
-from deepspeed.utils import groups as deepspeed_groups
+import deepspeed
 
-from ds_topo.engine import norms, options
+from ds_topo.engine import current_mpu, norms, options
 from ds_topo.engine.megatron import MegatronGrid
+from ds_topo.engine.releases import warn_of_defects
 from ds_topo.ledger import ledger
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.grid import AnyTopology
 from ds_topo.topology.rank_tables import SEQ, gradient_axes
 
 Answer = TypeVar("Answer")
+
+_WHILE_A_GRID_EXISTS = (
+    *options.WHILE_A_GRID_EXISTS,
+    *norms.WHILE_A_GRID_EXISTS,
+    *current_mpu.WHILE_A_GRID_EXISTS,
+)
 
 
 class _WithSeqAxis(Generic[Answer]):
@@ -74,12 +81,13 @@ class PipelineParallelGrid(MegatronGrid):
         *,
         timeout: timedelta | None = None,
     ) -> None:
+        warn_of_defects(deepspeed.__version__)
         super().__init__(topology, process_group, timeout=timeout)
         with ExitStack() as undo:
             undo.callback(self.destroy)
-            for change, make in (*options.WHILE_A_GRID_EXISTS, *norms.WHILE_A_GRID_EXISTS):
+            for change, make in _WHILE_A_GRID_EXISTS:
                 self.on_destroy(ledger.bind(change, make))
-            self.on_destroy(self._leave_deepspeed)
+            self.on_destroy(partial(current_mpu.forget, self))
             undo.pop_all()
 
     @cached_property
@@ -130,11 +138,6 @@ class PipelineParallelGrid(MegatronGrid):
     def __dir__(self) -> list[str]:
         hidden = () if self.offers_sequence_queries else SEQUENCE_QUERIES
         return [name for name in super().__dir__() if name not in hidden]
-
-    def _leave_deepspeed(self) -> None:
-        """DeepSpeed keeps the last engine's mpu for engines that have none."""
-        if isinstance(deepspeed_groups.mpu, MegatronGrid) and self.shares_groups_with(deepspeed_groups.mpu):
-            deepspeed_groups.mpu = None
 
 
 SEQUENCE_QUERIES = tuple(name for name, value in vars(PipelineParallelGrid).items() if isinstance(value, _WithSeqAxis))

@@ -26,7 +26,7 @@ def _refused_on_a_grid(create: Any) -> Any:
 
     @wraps(create)
     def create_or_refuse(expert_parallel_size_: int, *args: Any, **options: Any) -> None:
-        if not registry.of(deepspeed_groups.mpu) and deepspeed_groups.mpu is not None:
+        if not registry.serves_current_engine:
             create(expert_parallel_size_, *args, **options)
             return
         raise ExpertGroupError(

@@ -123,7 +123,7 @@ def _refusal(engine: DeepSpeedEngine) -> str | None:
         return "the engine has no optimizer, so it never reduces gradients: give deepspeed.initialize one"
     if engine.zero_cpu_offload() or engine.zenflow:
         return "an offloaded optimizer (offload_optimizer, zenflow) moves gradients by itself: switch offload off"
-    if getattr(engine.optimizer, "use_separate_grad_accum", False):
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and engine.optimizer.use_separate_grad_accum:
         return (
             "ZeRO stage 1 accumulates gradients in a second data type (data_types.grad_accum_dtype): leave it out, or "
             "use bf16, whose optimizer for stage 1 accumulates in fp32"

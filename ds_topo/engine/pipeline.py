@@ -20,7 +20,6 @@ from ds_topo.engine.expert_groups import create_expert_groups
 from ds_topo.engine.expert_registry import registry
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.norms import count_each_parameter_once
-from ds_topo.engine.releases import warn_of_defects
 from ds_topo.errors import MissingTopologyError, TopologyError
 from ds_topo.ledger import ledger
 from ds_topo.process_groups.creation import require_initialized
@@ -61,7 +60,6 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        warn_of_defects(deepspeed.__version__)
         require_initialized("PipelineModule")
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_init_required=False)
@@ -77,6 +75,8 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         try:
             with ledger.bound(changes.PIPELINE_GRID, lambda _: lambda **_: engine_grid):
                 super().__init__(layers, None, engine_grid._topo, *args, **options)
+            if self._grid is not engine_grid:
+                raise RuntimeError(f"{changes.PIPELINE_GRID} is not what this release of DeepSpeed builds pipelines on")
             count_each_parameter_once(self, engine_grid)
             self._expert_sizes = self._expert_sizes_of_all_stages()
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from statistics import median
 from typing import Any, Protocol
 
@@ -29,6 +30,13 @@ class Driven(Protocol):
 
     def launch_deferred(self) -> None:
         """Backward is over: launch what waited for its end."""
+
+    def give_up_unfinished(self) -> None:
+        """Forget a step that an exception ended."""
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether gradients of a step have arrived, and are not reduced yet."""
 
     def detach(self) -> None:
         """Take the reducer off."""
@@ -56,6 +64,7 @@ class EngineDriver:
             "communication_dtype": engine.communication_data_type,
             "zero_unused_parameters": True,
             "static_graph": True,
+            "allow_late_gradients": True,
             "broadcast_at_start": False,
             "grad_buffers": self._gradients.grad_buffers,
         }
@@ -74,9 +83,11 @@ class EngineDriver:
         self._gradients.bind(self._bindings)
         owner, reduction = self._gradients.reduction
         self._replace(reduction, lambda _: self._reduce_with(reducer), owner)
-        self._replace(changes.DESTROY_ENGINE, lambda destroy: _detaching(reducer, destroy))
+        self._replace(changes.DESTROY_ENGINE, lambda destroy: _after(reducer.detach, destroy))
         if hasattr(self.engine, changes.COALESCE.name):
             self._replace(changes.COALESCE, lambda _: _refuse_coalescing)
+        self._replace(changes.TAKE_STEP, lambda step: _after(partial(_require_reduced, reducer, reduction), step))
+        self._watch_for_exceptions(reducer)
 
     # -- what the reducer asks
 
@@ -102,6 +113,10 @@ class EngineDriver:
             self._gradients.mark_reduced()
 
         return reduce
+
+    def _watch_for_exceptions(self, reducer: Driven) -> None:
+        """Before a forward pass no step is under way, unless an exception ended it."""
+        self._replace(changes.FORWARD, lambda forward: _after(reducer.give_up_unfinished, forward))
 
     def _samples(self, replicas: int) -> int:
         """How many of the replicas work on samples of their own."""
@@ -167,6 +182,13 @@ class PipelineDriver(EngineDriver):
         stage = self.engine.stage_id
         return bool(communication_ns) and (stage + 1) * median(communication_ns) < stage * self.backward_ns
 
+    def _watch_for_exceptions(self, reducer: Driven) -> None:
+        def start_anew() -> None:
+            self._passes = 0
+            reducer.give_up_unfinished()
+
+        self._replace(changes.EXECUTE_SCHEDULE, lambda execute: _after(start_anew, execute))
+
     def _reduce_with(self, reducer: Driven) -> Callable[..., None]:
         return lambda *_, **__: self._gradients.mark_reduced()
 
@@ -186,12 +208,21 @@ def driver_of(engine: DeepSpeedEngine) -> EngineDriver:
     return PipelineDriver(engine) if isinstance(engine, PipelineEngine) else EngineDriver(engine)
 
 
-def _detaching(reducer: Driven, destroy: Callable[[], None]) -> Callable[[], None]:
-    def detach_and_destroy() -> None:
-        reducer.detach()
-        destroy()
+def _require_reduced(reducer: Driven, reduction: Change) -> None:
+    if reducer.is_in_step:
+        raise RuntimeError(
+            f"the engine is about to step on gradients that are not reduced: this release of DeepSpeed did not call "
+            f"{reduction} after the last backward; detach() the reducer, or use a release that README.md names"
+        )
 
-    return detach_and_destroy
+
+def _after(before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def called_after(*args: Any, **options: Any) -> Any:
+        before()
+        return method(*args, **options)
+
+    return called_after
 
 
 @contextmanager

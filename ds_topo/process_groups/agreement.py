@@ -2,7 +2,8 @@
 
 ``torch.distributed.new_group`` with lists that differ between ranks hangs. Here the ranks post a description each, the
 first member compares them, and all read its verdict: they go on together, or raise the same error that names the ranks
-and hosts that differ. The cost is two keys per rank in the store and one round trip.
+and hosts that differ. The cost is two keys per rank in the store, which are deleted again but for the last verdict, and
+one round trip.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ _LEADER_SHARE = 0.8
 
 _rounds: Counter[str] = Counter()
 """How often each set of members has agreed; equal on all members, since they agree together."""
+_verdicts: dict[str, str] = {}
+"""Keys that the first member of a set deletes when all have come to its next round, and so have read them."""
 
 
 def agree(description: str, members: Sequence[int], timeout: timedelta, *, failure: Exception | None = None) -> str:
@@ -61,7 +64,17 @@ def agree(description: str, members: Sequence[int], timeout: timedelta, *, failu
         raise failure
     if verdict:
         raise DisagreementError(verdict)
+    _delete_what_was_read(store, token, members_key, rank, rank == members[0])
     return token
+
+
+def _delete_what_was_read(store: Store, token: str, members_key: str, rank: int, is_first: bool) -> None:
+    """After a round in which all came: this rank's report, and the verdict of the round before."""
+    store.delete_key(f"{token}/{rank}")
+    if is_first:
+        if members_key in _verdicts:
+            store.delete_key(_verdicts[members_key])
+        _verdicts[members_key] = f"{token}/verdict"
 
 
 def _verdict(store: Store, token: str, members: Sequence[int], timeout: timedelta) -> str:

@@ -56,6 +56,7 @@ class ProcessGroups:
         self._created: list[ProcessGroup] = []
         self._callbacks = ExitStack()
         self._destroyed = False
+        self._default_group = dist.group.WORLD
         try:
             for group in groups:
                 self._ensure(group)
@@ -110,6 +111,11 @@ class ProcessGroups:
     def on_destroy(self, callback: Callable[[], None]) -> None:
         """Call this, last one first, before the groups are destroyed."""
         self._callbacks.callback(callback)
+
+    @property
+    def has_its_world(self) -> bool:
+        """Whether the world that these groups were made in still exists."""
+        return self._default_group is not None and is_known(self._default_group)
 
     @property
     def is_alive(self) -> bool:

@@ -248,6 +248,11 @@ class ProcessGrid:
         """Whether ``destroy()`` is still to come."""
         return self._core.groups.is_alive
 
+    @property
+    def has_its_world(self) -> bool:
+        """Whether the job's ``torch.distributed`` is still the one that the grid was made in."""
+        return self._core.groups.has_its_world
+
     def on_destroy(self, callback: Callable[[], None]) -> None:
         """Call this, last one first, before the groups are destroyed."""
         self._core.groups.on_destroy(callback)
@@ -283,6 +288,11 @@ def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
     members = dist.get_process_group_ranks(process_group)
     if dist.get_rank() not in members:
         raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks {members}")
+    if members != sorted(members):
+        raise ValueError(
+            f"process_group: its ranks {members} do not ascend, so that places along an axis and ranks in its groups "
+            "would differ: make it without sort_ranks=False, and name the axes in the order that you want"
+        )
     return members
 
 

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -53,10 +55,18 @@ def default_store() -> Store:
 def job_timeout() -> timedelta:
     """The timeout that the job gave to ``init_process_group``; ``new_group`` would use torch's 30 minutes instead."""
     world = c10d._get_default_group()
+    if dist.get_backend(world) == "fake":
+        return dist.default_pg_timeout
     for device in world._device_types:
         timeout = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout
+    warnings.warn(
+        f"torch {torch.__version__} does not tell the timeout of a {dist.get_backend(world)} job: groups get torch's "
+        f"{dist.default_pg_timeout}; pass timeout= to the grid",
+        RuntimeWarning,
+        stacklevel=3,
+    )
     return dist.default_pg_timeout
 
 

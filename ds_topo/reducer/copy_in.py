@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ds_topo.reducer.hooks import detached
 from ds_topo.reducer.parameter_state import COPIED_IN, ParameterState
 
 _LARGE_NUMEL = 1 << 14
@@ -30,7 +31,7 @@ def copy_in_at_once(state: ParameterState) -> None:
         view.zero_()
     else:
         torch.mul(_dense(gradient, state), state.scale, out=view)
-        parameter.grad = view
+    parameter.grad = None if state.repeats else view
 
 
 def accumulate(state: ParameterState) -> None:
@@ -39,7 +40,7 @@ def accumulate(state: ParameterState) -> None:
     if state.is_sparse or gradient is None or gradient is state.view:
         return
     if state.is_apart and state.holds_sum:
-        state.view.add_(gradient)
+        state.view.add_(_dense(gradient, state))
     else:
         state.view.copy_(_dense(gradient, state))
     state.holds_sum = state.is_apart
@@ -59,7 +60,7 @@ def copy_in(members: Sequence[ParameterState]) -> list[ParameterState]:
         parameter = state.parameter
         gradient = parameter.grad
         if state.is_sparse:
-            state.view = _no_rows(parameter) if gradient is None else gradient * state.scale
+            state.view = _no_rows(parameter) if gradient is None else _rows(gradient, state) * state.scale
         elif state.is_apart:
             accumulate(state)
             in_place.append(state.view if state.holds_sum else state.view.zero_())
@@ -72,6 +73,8 @@ def copy_in(members: Sequence[ParameterState]) -> list[ParameterState]:
             views.append(state.view)
             gradients.append(_dense(gradient, state))
             parameter.grad = state.view
+        if state.repeats:
+            parameter.grad = None  # a further gradient must not be added to what is in flight
     if views:
         torch._foreach_copy_(views, gradients)
     if members[0].scale != 1.0 and (views or in_place):
@@ -82,6 +85,8 @@ def copy_in(members: Sequence[ParameterState]) -> list[ParameterState]:
 def is_replaced(state: ParameterState) -> bool:
     """Whether the user has replaced or removed a gradient since it was copied in."""
     gradient = state.parameter.grad
+    if state.repeats:
+        return gradient is not None and state.arrived <= state.expected
     if gradient is state.view:
         return False
     return gradient is None if state.is_sparse else gradient is not None or not state.is_apart
@@ -92,11 +97,31 @@ def _no_rows(parameter: nn.Parameter) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape)
 
 
+def late_gradient(state: ParameterState) -> torch.Tensor:
+    """What has arrived since the contribution was copied in, in the type and layout of the view; zeros for nothing."""
+    gradient = state.parameter.grad
+    if state.is_sparse:
+        return _no_rows(state.parameter) if gradient is None else _rows(gradient, state)
+    if gradient is None:
+        return torch.zeros_like(state.view)
+    return torch.empty_like(state.view).copy_(_dense(gradient, state))
+
+
+def _rows(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
+    """The gradient of a sparse embedding, unless it is dense unexpectedly."""
+    if gradient.layout == torch.strided:
+        raise ValueError(
+            f"parameter {state.name!r} is the weight of an nn.Embedding(sparse=True), but got a dense gradient: use "
+            "the weight in that embedding alone, or give it sparse=False"
+        )
+    return detached(gradient)
+
+
 def _dense(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
-    """The gradient, unless it is sparse unexpectedly."""
+    """The gradient without a graph of its own, unless it is sparse unexpectedly."""
     if gradient.layout != torch.strided:
         raise ValueError(
             f"parameter {state.name!r} got a sparse gradient, but no nn.Embedding(sparse=True) holds it: use one, or a "
             "dense gradient"
         )
-    return gradient
+    return detached(gradient)

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from ds_topo.reducer.options import ReductionArguments
+
 
 class StepDriver(Protocol):
     """What a reducer asks of whoever drives it."""
+
+    def options(self) -> ReductionArguments:
+        """Its own settings of the reduction; the user's take precedence."""
+        ...
 
     def is_last_backward(self) -> bool:
         """Whether gradients that arrive now are of the step's last micro-batch."""
@@ -31,6 +37,10 @@ class StepDriver(Protocol):
 
 class TrainingLoop:
     """The user's own loop: ``no_sync()`` tells which backward is not the last one."""
+
+    def options(self) -> ReductionArguments:
+        """None."""
+        return {}
 
     def is_last_backward(self) -> bool:
         """Any outside ``no_sync()``."""

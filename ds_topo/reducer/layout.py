@@ -38,7 +38,7 @@ class BucketLayout:
 
     def learn(self, group: ProcessGroup) -> None:
         """After the first step: plan the buckets of all others; collective over ``group``."""
-        if self.arrivals is None:
+        if self.arrivals is None or not self._states:
             return
         last_arrivals = list(dict.fromkeys(reversed(self.arrivals)))[::-1]
         arrived = set(last_arrivals)
@@ -59,7 +59,7 @@ class BucketLayout:
             self._lay_out()
 
     def _planned(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        return plan_parameters(self._states, [id(route) for route in self._routes], order, self._sizes)
+        return plan_parameters(self._states, self._routes, order, self._sizes) if self._states else []
 
     def _lay_out(self) -> None:
         """Build the buckets of the plan; gradients that are still needed move along."""

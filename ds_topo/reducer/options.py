@@ -28,6 +28,7 @@ class ReductionArguments(TypedDict, total=False):
     zero_unused_parameters: bool
     overlap: bool | None
     static_graph: bool
+    allow_late_gradients: bool
     grad_buffers: Mapping[nn.Parameter, torch.Tensor]
     expert_groups: Mapping[str, ProcessGroup]
     ignored_parameters: Collection[str | nn.Parameter]
@@ -62,6 +63,9 @@ class ReductionOptions:
         static_graph: every step reaches the same parameters equally often, as DDP's option of this name. Lets a
             parameter get several gradients in one micro-batch (reentrant checkpointing, several backward calls); they
             are counted in the first step, which is reduced without overlap.
+        allow_late_gradients: let later steps of a static graph reach a parameter more often than the first one did.
+            What comes after its bucket has left is reduced in ``finish()``; gradients become views of their buckets
+            there.
         grad_buffers: where gradients accumulate instead of in buckets of the reducer's own, for some parameters:
             contiguous ``[numel]`` tensors of any floating-point type. Neighbors in memory share a bucket. The sum is
             left there; ``parameter.grad`` is None after ``finish()``. (Formerly ``storage``.)
@@ -89,6 +93,7 @@ class ReductionOptions:
     zero_unused_parameters: bool = False
     overlap: bool | None = None
     static_graph: bool = False
+    allow_late_gradients: bool = False
     grad_buffers: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     expert_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
     ignored_parameters: Collection[str | nn.Parameter] = ()
@@ -113,6 +118,10 @@ class ReductionOptions:
                 )
         if self.find_unused_parameters and self.zero_unused_parameters:
             raise ValueError("find_unused_parameters and zero_unused_parameters: choose one of them")
+        if self.allow_late_gradients and not self.static_graph:
+            raise ValueError(
+                "allow_late_gradients=True: only gradients of a static graph are counted; set static_graph"
+            )
         if self.keep_steps < 1:
             raise ValueError(f"keep_steps={self.keep_steps}: the report remembers at least 1 step")
         for parameter, buffer in self.grad_buffers.items():

@@ -44,6 +44,8 @@ class ParameterState:
     dtype: torch.dtype
     """What its gradient is accumulated in."""
     is_sparse: bool
+    repeats: bool = False
+    """Whether it may get further gradients once it is copied in (a static graph that turns out not to be one)."""
     grad_buffer: torch.Tensor | None = None
     """Where the user wants its gradient to accumulate: contiguous, ``numel`` elements."""
 
@@ -91,6 +93,12 @@ class ParameterState:
     def nbytes(self) -> int:
         """Bytes of the gradient as it is accumulated."""
         return self.parameter.numel() * self.dtype.itemsize
+
+    def discard_sum(self) -> None:
+        """Forget gradients that are not in ``parameter.grad``."""
+        self.holds_sum = False
+        if self.is_apart and hasattr(self.parameter, "main_grad"):
+            del self.parameter.main_grad
 
     def reset(self) -> None:
         """Expect the next step's gradients."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +20,16 @@ from ds_topo.reducer.parameter_state import ParameterState, expert_group_name
 _SHOWN = 8
 """How many names an error lists."""
 
-owners: Any = WeakIdKeyDictionary()
-"""Which parameters have a reducer; the entry goes with the parameter or with ``detach()``."""
+owners: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
+"""Which parameters have a reducer; the entry goes with either of them, or with ``detach()``."""
 
 
-def find_parameters(module: nn.Module, options: ReductionOptions) -> list[ParameterState]:
+def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: bool = False) -> list[ParameterState]:
     """The trainable parameters of a module, each once, without those to ignore.
 
     Raises:
-        ValueError: nothing to train, an unknown name to ignore, an expert without a group.
+        ValueError: nothing to train, an unknown name to ignore, an expert without a group, a sparse embedding whose
+            weight is used elsewhere.
         RuntimeError: a parameter already has a reducer.
     """
     ignored = ignored_identities(module, options)
@@ -39,6 +41,7 @@ def find_parameters(module: nn.Module, options: ReductionOptions) -> list[Parame
             parameter=parameter,
             dtype=options.accumulation_dtype_of(parameter),
             is_sparse=id(parameter) in sparse,
+            repeats=options.allow_late_gradients,
             grad_buffer=options.grad_buffers.get(parameter),
             expected=0 if options.static_graph else 1,
         )
@@ -47,9 +50,10 @@ def find_parameters(module: nn.Module, options: ReductionOptions) -> list[Parame
     ]
     for index, state in enumerate(states):
         state.index = index
-    if not states:
+    if not states and not may_be_empty:
         raise ValueError("module: no parameter requires a gradient, so there is nothing to reduce")
-    taken = [state.name for state in states if state.parameter in owners]
+    _check_sparse(module, [state for state in states if state.is_sparse])
+    taken = [state.name for state in states if has_reducer(state.parameter)]
     if taken:
         raise RuntimeError(
             f"parameters {listed(taken)} already have a GradientReducer: detach() that one first, or use it for both"
@@ -64,10 +68,30 @@ def find_parameters(module: nn.Module, options: ReductionOptions) -> list[Parame
     return states
 
 
+def has_reducer(parameter: nn.Parameter) -> bool:
+    """Whether a reducer serves the parameter already."""
+    owner = owners.get(parameter)
+    return owner is not None and owner() is not None
+
+
 def sparse_parameters(module: nn.Module) -> set[int]:
     """Identities of the parameters whose gradients are sparse: embeddings with ``sparse=True``."""
     embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
     return {id(part.weight) for part in embeddings if part.sparse}
+
+
+def _check_sparse(module: nn.Module, sparse: Sequence[ParameterState]) -> None:
+    """Raise if a sparse embedding's weight is another layer's, too: the gradients of both make a dense one."""
+    for state in sparse:
+        for prefix, part in module.named_modules():
+            is_embedding = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+            for name, parameter in part._parameters.items():
+                if parameter is state.parameter and not is_embedding:
+                    other = f"{prefix}.{name}".lstrip(".")
+                    raise ValueError(
+                        f"parameter {state.name!r} is the weight of an nn.Embedding(sparse=True) and of another layer, "
+                        f"as {other!r}, whose gradient is dense: give the embedding sparse=False"
+                    )
 
 
 def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]:

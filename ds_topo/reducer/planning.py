@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ds_topo.reducer.parameter_state import ParameterState
 
@@ -33,25 +34,35 @@ class BucketSizes:
 
 
 def plan_parameters(
-    states: Sequence[ParameterState], routes: Sequence[Hashable], order: Sequence[int], sizes: BucketSizes
+    states: Sequence[ParameterState], routes: Sequence[Route], order: Sequence[int], sizes: BucketSizes
 ) -> list[tuple[int, ...]]:
     """Distribute parameters over buckets by data type, device, route and the user's buffers.
 
     Buckets over a user's buffers follow memory, downwards. Those of experts do not follow ``order`` either: replicas of
-    an expert may be on ranks of several data-parallel groups, each of which learns an order of its own.
+    an expert may be on ranks of several data-parallel groups, each of which learns an order of its own. Neither has
+    small buckets.
     """
     runs = _runs_of_buffers(states)
     kinds: list[Hashable] = []
     for state in states:
         apart = state.index if state.is_sparse else runs.get(state.index)
-        kinds.append((state.dtype, state.parameter.device, routes[state.index], apart))
+        kinds.append((state.dtype, state.parameter.device, id(routes[state.index]), apart))
     members: dict[Hashable, list[int]] = defaultdict(list)
+    capacities: dict[Hashable, int] = {}
     for state in states:
         if state.grad_buffer is not None or state.is_expert:
-            members[kinds[state.index]].append(state.index)
+            kind = kinds[state.index]
+            members[kind].append(state.index)
+            capacities[kind] = routes[state.index].bucket_bytes
     sequences = {kind: _downwards(states, indices) for kind, indices in members.items()}
     order = [next(sequences[kinds[index]]) if kinds[index] in sequences else index for index in order]
-    return plan_buckets([state.nbytes for state in states], kinds, order, sizes, sequences)
+    return plan_buckets([state.nbytes for state in states], kinds, order, sizes, capacities)
+
+
+class Route(Protocol):
+    """What the plan must know of a parameter's route."""
+
+    bucket_bytes: int
 
 
 def plan_buckets(
@@ -59,7 +70,7 @@ def plan_buckets(
     kinds: Sequence[Hashable],
     order: Sequence[int],
     sizes: BucketSizes,
-    without_small: Collection[Hashable] = (),
+    capacities: Mapping[Hashable, int] | None = None,
 ) -> list[tuple[int, ...]]:
     """Distribute parameters over buckets; imitates torch's ``compute_bucket_assignment_by_size``.
 
@@ -68,7 +79,7 @@ def plan_buckets(
         kinds: only parameters of the same kind share a bucket.
         order: indices in the order in which gradients are expected to be ready.
         sizes: the capacities.
-        without_small: kinds whose buckets have ``bucket_bytes`` everywhere.
+        capacities: kinds whose buckets have this capacity in bytes, the first and the last of them too.
 
     Returns:
         Indices by bucket; buckets in the order in which they are expected to be full.
@@ -79,7 +90,8 @@ def plan_buckets(
     >>> plan_buckets([20, 60, 60, 60, 20, 10], ["float32", "bfloat16"] * 3, range(6), sizes)
     [(0,), (1, 3), (2, 4), (5,)]
     """
-    last = () if kinds[order[-1]] in without_small else _last_bucket(nbytes, kinds, order, sizes.last_bytes)
+    capacities = capacities or {}
+    last = () if kinds[order[-1]] in capacities else _last_bucket(nbytes, kinds, order, sizes.last_bytes)
     in_last = set(last)
     buckets: list[tuple[int, ...]] = []
     open_members: dict[Hashable, list[int]] = defaultdict(list)
@@ -90,7 +102,7 @@ def plan_buckets(
             continue
         open_members[kind].append(index)
         open_bytes[kind] += nbytes[index]
-        if open_bytes[kind] >= (sizes.bucket_bytes if buckets or kind in without_small else sizes.first_bytes):
+        if open_bytes[kind] >= capacities.get(kind, sizes.bucket_bytes if buckets else sizes.first_bytes):
             buckets.append(tuple(open_members.pop(kind)))
             del open_bytes[kind]
     buckets += [tuple(members) for members in open_members.values()]

@@ -9,10 +9,10 @@ A step, with the verb or event on each arrow::
              | v
              | REDUCING     parameter: PENDING -> READY (its last gradient) -> COPIED_IN (scaled, in its bucket)
              |    |         bucket: full when nothing is pending; full buckets go in flight, in order
-             |    | finish()
+             |    | finish(), or reset() to give the step up
              |    v
             FINISHING     the rest goes in flight, with zeros for unused parameters; the ranks tell each other which
-                          parameters they used; wait; hand out gradients or errors; reset
+                          parameters they used, and who failed; wait; hand out gradients or errors; reset
 
     detach() in any state leads to DETACHED, for good.
 
@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, cast
 
@@ -34,14 +35,22 @@ from torch import nn
 from typing_extensions import Unpack
 
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
-from ds_topo.reducer.copy_in import accumulate, copy_in, copy_in_at_once, is_copied_at_once
+from ds_topo.reducer.copy_in import accumulate, copy_in, copy_in_at_once, is_copied_at_once, late_gradient
 from ds_topo.reducer.driver import StepDriver, TrainingLoop
+from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go
 from ds_topo.reducer.layout import BucketLayout
-from ds_topo.reducer.misuse import Changes, missing_gradients, unexpected_gradient, wrong_moment
+from ds_topo.reducer.misuse import (
+    Changes,
+    missing_gradients,
+    unequal_repetition,
+    unexpected_gradient,
+    unreduced_gradients,
+    wrong_moment,
+)
+from ds_topo.reducer.optimizers import watch
 from ds_topo.reducer.options import ReductionArguments, ReductionOptions
-from ds_topo.reducer.parameter_state import READY, ParameterState
-from ds_topo.reducer.parameters import agree_on_parameters, find_parameters, make_equal, owners
-from ds_topo.reducer.probes import suitable_bucket_bytes
+from ds_topo.reducer.parameter_state import COPIED_IN, READY, ParameterState
+from ds_topo.reducer.parameters import agree_on_parameters, find_parameters, ignored_identities, make_equal, owners
 from ds_topo.reducer.reductions import launch
 from ds_topo.reducer.report import GradientReport, StepTiming
 from ds_topo.reducer.routes import CommHook, assign_routes
@@ -99,21 +108,21 @@ class BucketReducer:
         self.module = module
         self.group = _data_parallel_group(grid, process_group)
         self.driver: StepDriver = driver or TrainingLoop()
-        self.options, self._states = self._agreed(options)
-        self._changes = Changes(module, self._states)
-        self._device = self._states[0].parameter.device
-        self._sizes = self.options.bucket_sizes(
-            self.options.bucket_bytes or suitable_bucket_bytes(self.group, self._device)
-        )
-        self._dense, self._routes = assign_routes(self._states, self.options, self.group, self._sizes.bucket_bytes)
+        self._given = frozenset(options)
+        """Names of the options that are the user's, not the driver's."""
+        self.options, self._states = self._agreed({**self.driver.options(), **options}, may_be_empty=driver is not None)
+        self._by_parameter: dict[torch.Tensor, ParameterState] = {state.parameter: state for state in self._states}
+        self._device = self._states[0].parameter.device if self._states else torch.device("cpu")
+        self._dense, self._routes = assign_routes(self._states, self.options, self.group, self._device)
         if self.options.broadcast_at_start:
             make_equal(module, self.options, self.group)
-
-        self._layout = BucketLayout(self._states, self._routes, self._sizes)
+        self._layout = BucketLayout(self._states, self._routes, self.options.bucket_sizes(self._dense.bucket_bytes))
 
         # -- the step
         self._state = IDLE
         self._step = Step(StepTiming(0, 0))
+        self._is_unreduced = False
+        """Whether gradients of earlier micro-batches wait for the last one."""
         self._all_prefer_to_defer = False
         """What the ranks told each other in the last step."""
         self._unread: list[UsedParameters] = []
@@ -126,11 +135,14 @@ class BucketReducer:
         self.reduction_count = 0
         """How many reductions of buckets were started."""
 
+        self._hooks = GradientHooks()
         for state in self._states:
-            owners[state.parameter] = self
-        self._handles = [
-            state.parameter.register_post_accumulate_grad_hook(self._hook(state)) for state in self._states
-        ]
+            owners[state.parameter] = weakref.ref(self)
+            self._hooks.add(state.parameter, self._hook(state))
+        ignored = ignored_identities(module, self.options)
+        self._changes = Changes(module, self._states, self._hooks, ignored, self._may_miss)
+        self._stop_watching = watch.enter(self)
+        keep_alive(module, self)
 
     # -- the verbs ---------------------------------------------------------------------------------------------------
 
@@ -164,22 +176,53 @@ class BucketReducer:
         timing.finish_ns = time.perf_counter_ns()
         try:
             problem = self._changes.problem()
-            without, used = self._launch_the_rest(failed=problem is not None)
-            self._wait(used)
+            without, told = self._launch_the_rest(failed=problem is not None)
+            self._wait(told)
             if problem is not None:
                 raise RuntimeError(problem)
-            unused = self._read(used)
+            unused, late = self._read(told)
+            self._reduce_late(late)
             self._hand_out(without, unused)
             self._layout.learn(self.group)
         finally:
             timing.ended_ns = time.perf_counter_ns()
             self._reset()
 
+    def reset(self) -> None:
+        """Give up the step: discard its gradients, of earlier micro-batches too, and go on with the next one.
+
+        For a step that an exception ended. Ranks that are in ``finish()`` of the same step raise there; so call it on
+        every rank that does not get that far, as soon as it goes on.
+
+        Raises:
+            RuntimeError: inside ``finish()``, or after ``detach()``.
+        """
+        if self._state in (ReducerState.FINISHING, ReducerState.DETACHED):
+            raise wrong_moment("reset()", self._state)
+        if self._state is REDUCING:
+            self._end_step(failed=True)
+        for state in self._states:
+            state.parameter.grad = None
+            state.discard_sum()
+            if state.grad_buffer is not None:
+                state.grad_buffer.zero_()
+        self._is_unreduced = False
+
     def complete(self) -> None:
         """``finish()``, also of a step in which no gradient arrived in the last micro-batch; for engines."""
         if self._state is IDLE:
             self._begin_step()
         self.finish()
+
+    def give_up_unfinished(self) -> None:
+        """``reset()`` if an exception has ended the last step before ``finish()``; for engines."""
+        if self.is_in_step:
+            self.reset()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether gradients of a step have arrived, and ``finish()`` is still to come."""
+        return self._state is REDUCING
 
     def launch_deferred(self) -> None:
         """Launch the full buckets that waited for the end of backward, if any did."""
@@ -204,7 +247,8 @@ class BucketReducer:
         if self._state is not IDLE:
             raise wrong_moment("register_comm_hook()", self._state)
         options = self.options
-        if options.op == "sum" or options.divisor or options.predivide_factor or options.communication_dtype:
+        type_is_given = options.communication_dtype is not None and "communication_dtype" in self._given
+        if options.op == "sum" or options.divisor or options.predivide_factor or type_is_given:
             raise ValueError(
                 "op, divisor, predivide_factor and communication_dtype are a communication hook's own business: "
                 "leave them out of this GradientReducer"
@@ -220,16 +264,20 @@ class BucketReducer:
 
     def detach(self) -> None:
         """Remove the hooks; the module may get another reducer. Gradients stay as they are. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        if self._state is not ReducerState.DETACHED:
-            self._state = ReducerState.DETACHED
-            for state in self._states:
-                owners.pop(state.parameter, None)
-            self.driver.on_detach()
-            if self._dense.two_level is not None:
-                self._dense.two_level.destroy()
+        if self._state is ReducerState.DETACHED:
+            return
+        self._state = ReducerState.DETACHED
+        self._hooks.remove()
+        self._stop_watching()
+        let_go(self.module)
+        for state in self._states:
+            owners.pop(state.parameter, None)
+            state.discard_sum()
+        for bucket in self._layout.buckets:
+            bucket.release()
+        self.driver.on_detach()
+        if self._dense.two_level is not None:
+            self._dense.two_level.destroy()
 
     @property
     def state(self) -> ReducerState:
@@ -248,19 +296,25 @@ class BucketReducer:
 
     # -- gradients arrive --------------------------------------------------------------------------------------------
 
-    def _hook(self, state: ParameterState) -> Callable[[torch.Tensor], None]:
-        """What autograd calls when a parameter's gradient is complete; the common path is kept short."""
-        at_once, layout = is_copied_at_once(state), self._layout
+    def _hook(self, state: ParameterState) -> OnGradient:
+        """What autograd calls when a gradient is accumulated; the common path is kept short.
 
-        def on_gradient(_: torch.Tensor) -> None:
-            if self._state is not REDUCING and not self._start():
+        It must not keep this reducer alive: see Note [Lifetime] in ``hooks.py``.
+        """
+        at_once, layout, reference = is_copied_at_once(state), self._layout, weakref.ref(self)
+
+        def on_gradient(_: object, __: object) -> None:
+            reducer = reference()
+            assert reducer is not None
+            if reducer._state is not REDUCING and not reducer._start():
                 accumulate(state)
+                reducer._is_unreduced = True
                 return
             state.arrived += 1
             if layout.arrivals is not None:
                 layout.arrivals.append(state.index)
             if state.arrived != state.expected:
-                self._accumulate_early(state)
+                reducer._take_further(state)
                 return
             state.contribution = READY
             if at_once:
@@ -269,16 +323,19 @@ class BucketReducer:
             bucket.pending -= 1
             if not bucket.pending:
                 copy_in(bucket.members)
-                if bucket.index == self._step.next_bucket and not self._step.defers:
-                    self._launch_full_buckets()
+                if bucket.index == reducer._step.next_bucket and not reducer._step.defers:
+                    reducer._launch_full_buckets()
 
         return on_gradient
 
-    def _accumulate_early(self, state: ParameterState) -> None:
-        """A gradient after which another one will arrive, or may (in the first step of a static graph)."""
-        if state.expected and state.arrived > state.expected:
+    def _take_further(self, state: ParameterState) -> None:
+        """A gradient after which another one will arrive, or may (in the first step of a static graph), or one more."""
+        if not state.expected or state.arrived < state.expected:
+            accumulate(state)
+        elif not state.repeats:
             raise unexpected_gradient(state)
-        accumulate(state)
+        elif state.contribution is COPIED_IN:
+            self._step.late[state.index] = state
 
     def _start(self) -> bool:
         """A gradient while none is being reduced; whether this backward is the step's last one."""
@@ -305,7 +362,57 @@ class BucketReducer:
             self.reduction_count += 1
             step.next_bucket += 1
 
+    # -- what others do to gradients -----------------------------------------------------------------------------------
+
+    def before_zero_grad(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let go of what these gradients are, beside ``parameter.grad``; give up a step that is thrown away whole.
+
+        A loss that only runs through this module (a generator's, through the discriminator) starts a step here, whose
+        gradients are then thrown away, on all ranks alike.
+        """
+        if self._state is not REDUCING and not self._is_unreduced and not self._leaves_sums:
+            return
+        zeroed = [self._by_parameter[parameter] for parameter in parameters if parameter in self._by_parameter]
+        if self._state is REDUCING:
+            self._step.discarded.update(state.index for state in zeroed)
+            if len(self._step.discarded) < len(self._states):
+                return
+            self._end_step(failed=False)
+        for state in zeroed:
+            state.discard_sum()
+        if len(zeroed) == len(self._states):
+            self._is_unreduced = False
+
+    def before_optimizer_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse a step on gradients that are this rank's alone."""
+        if self._state is REDUCING or (self._is_unreduced and self._state is IDLE):
+            for parameter in parameters:
+                if parameter in self._by_parameter:
+                    raise unreduced_gradients(self._by_parameter[parameter].name)
+
+    @property
+    def _leaves_sums(self) -> bool:
+        """Whether gradients are left in ``main_grad``, or accumulate apart from ``parameter.grad``."""
+        return self.options.accumulation_dtype is not None or bool(self.options.grad_buffers)
+
+    @property
+    def _may_miss(self) -> bool:
+        """Whether parameters may be without a gradient."""
+        return self.options.find_unused_parameters or self.options.zero_unused_parameters
+
     # -- the end of a step -------------------------------------------------------------------------------------------
+
+    def _end_step(self, failed: bool) -> None:
+        """Take part in what the other ranks wait for, and forget the step."""
+        self._state = ReducerState.FINISHING
+        timing = self._step.timing
+        timing.finish_ns = time.perf_counter_ns()
+        try:
+            _, told = self._launch_the_rest(failed)
+            self._wait(told)
+        finally:
+            timing.ended_ns = time.perf_counter_ns()
+            self._reset()
 
     def _launch_the_rest(self, failed: bool) -> tuple[list[ParameterState], list[UsedParameters]]:
         """Launch what is not yet in flight, with zeros for parameters that took no part, so that no rank waits.
@@ -334,48 +441,69 @@ class BucketReducer:
         for route in dict.fromkeys(self._routes):
             members = [state for state in self._states if self._routes[state.index] is route]
             mine = [used[state.index] for state in members]
-            told.append(UsedParameters(members, mine, route, failed, prefers_to_defer))
+            late = self._step.late.keys()
+            told.append(UsedParameters(members, mine, late, route, failed=failed, prefers_to_defer=prefers_to_defer))
         return without, told
 
-    def _wait(self, used: list[UsedParameters]) -> None:
+    def _wait(self, told: list[UsedParameters]) -> None:
         for reduction in self._step.in_flight:
             reduction.wait()
-        for told in used:
-            told.settle()
+        for notes in told:
+            notes.settle()
         self._step.timing.buckets = [reduction.timing for reduction in self._step.in_flight]
 
-    def _read(self, used: list[UsedParameters]) -> list[ParameterState]:
-        """What the ranks have told each other; raise where that is an error, else the parameters that none used.
+    def _read(self, told: list[UsedParameters]) -> tuple[list[ParameterState], list[ParameterState]]:
+        """What the ranks have told each other; raise where that is an error.
 
-        On a GPU it is what they told in the step before, so that nothing waits for the device, unless unused parameters
-        are to be found.
+        On a GPU it is what they told in the step before, so that nothing waits for the device; but at once in the first
+        step, where unused parameters are to be found, and where this rank got late gradients.
+
+        Returns:
+            The parameters that no rank used, if those are to be found, and those that got late gradients.
         """
-        may_miss = self.options.find_unused_parameters or self.options.zero_unused_parameters
         missing = [state.name for state in self._states if not state.arrived]
-        if missing and not may_miss:
+        if missing and not self._may_miss:
             raise missing_gradients(missing, "this rank")
-        if self._device.type == "cuda" and not self.options.find_unused_parameters:
-            used, self._unread = self._unread, used
+        is_first = self._layout.arrivals is not None
+        at_once = self.options.find_unused_parameters or is_first or bool(self._step.late)
+        if self._device.type == "cuda" and not at_once:
+            told, self._unread = self._unread, told
         unused: list[ParameterState] = []
-        for counts in (told.counts() for told in used):
-            self._raise_for(counts, may_miss)
+        late: list[ParameterState] = []
+        for counts in (notes.counts() for notes in told):
+            self._raise_for(counts)
             unused += counts.unused_everywhere if self.options.find_unused_parameters else []
-        return unused
+            late += counts.late_anywhere
+        return unused, late
 
-    def _raise_for(self, counts: Counts, may_miss: bool) -> None:
+    def _raise_for(self, counts: Counts) -> None:
         size = counts.route.size
         if counts.route is self._dense:
             self._all_prefer_to_defer = counts.prefer_to_defer == size
         if counts.failed:
             raise RuntimeError(f"{counts.failed} of {size} ranks failed in finish(); their own errors say why")
-        if counts.unused_anywhere and not may_miss:
+        if counts.unused_anywhere and not self._may_miss:
             raise missing_gradients([state.name for state in counts.unused_anywhere], "some other ranks")
+        if self._device.type == "cuda" and len(counts.late_anywhere) > len(counts.late_everywhere):
+            raise unequal_repetition([state.name for state in counts.late_anywhere])
+
+    def _reduce_late(self, late: list[ParameterState]) -> None:
+        """Add what came after parameters were copied in, and expect as much in later steps."""
+        before, after = self.options.scales(self._dense.size)
+        for state in sorted(late, key=lambda state: state.index):
+            gradient = late_gradient(state)
+            gradient = gradient.coalesce() if state.is_sparse else gradient
+            gradient.mul_(before)
+            dist.all_reduce(gradient, group=self._routes[state.index].group)
+            state.view = state.view.add_(gradient.mul_(after))
+        for state in self._step.late.values():
+            state.expected = max(state.expected, state.arrived)
 
     def _hand_out(self, without: list[ParameterState], unused: list[ParameterState]) -> None:
         """Give parameters gradients that are not yet theirs; those that no rank used keep what they have."""
         keep = {state.index for state in unused}
-        for state in without:
-            if state.index not in keep:
+        for state in self._states if self.options.allow_late_gradients else without:
+            if state.index not in keep and not state.is_apart and state.parameter.requires_grad:
                 state.parameter.grad = state.view
         for state in self._states:
             if not (state.is_apart or state.is_sparse):
@@ -396,17 +524,20 @@ class BucketReducer:
         for bucket in self._layout.buckets:
             bucket.reset()
         self._step = Step(self._step.timing)
+        self._is_unreduced = False
         self._state = IDLE
 
     # -- construction ------------------------------------------------------------------------------------------------
 
-    def _agreed(self, arguments: ReductionArguments) -> tuple[ReductionOptions, list[ParameterState]]:
+    def _agreed(
+        self, arguments: ReductionArguments, may_be_empty: bool
+    ) -> tuple[ReductionOptions, list[ParameterState]]:
         """Options and parameters, compared between ranks; a rank that fails tells the others."""
         failure: Exception | None = None
         options, states = ReductionOptions(), []
         try:
             options = ReductionOptions(**_with_former_names(arguments))
-            states = find_parameters(self.module, options)
+            states = find_parameters(self.module, options, may_be_empty)
         except (TypeError, ValueError, RuntimeError) as error:
             failure = error
         agree_on_parameters(states, options, self.group, failure)

@@ -44,7 +44,8 @@ class _AllReduce(Reduction):
     def __init__(self, bucket: GradientBucket, route: Route) -> None:
         super().__init__(bucket, route)
         flat, dtype = bucket.flat, route.communication_dtype
-        self._payload = flat if dtype is None or dtype == flat.dtype else flat.to(dtype)
+        keeps_type = dtype is None or not flat.is_floating_point()  # a complex number in a real type would lose half
+        self._payload = flat if keeps_type else flat.to(dtype)
         self._start()
 
     def _start(self) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.options import ReductionOptions
 from ds_topo.reducer.parameter_state import ParameterState
-from ds_topo.reducer.probes import is_two_level_faster
+from ds_topo.reducer.probes import is_two_level_faster, suitable_bucket_bytes
 from ds_topo.reducer.torch_names import ReduceOp, premultiplied_sum
 from ds_topo.reducer.two_level import TwoLevelReduction, hosts_of
 from ds_topo.topology.rank_tables import has_two_levels
@@ -34,6 +34,8 @@ class Route:
     op: ReduceOp
     """NCCL's may divide by itself."""
     communication_dtype: torch.dtype | None
+    bucket_bytes: int
+    """The capacity of its buckets; equal on all ranks of the group."""
     two_level: TwoLevelReduction | None = None
     hook: CommHook | None = None
     hook_state: object = None
@@ -53,22 +55,32 @@ class Route:
 
 
 def assign_routes(
-    states: Sequence[ParameterState], options: ReductionOptions, group: ProcessGroup, bucket_bytes: int
+    states: Sequence[ParameterState], options: ReductionOptions, group: ProcessGroup, device: torch.device
 ) -> tuple[Route, list[Route]]:
     """The dense route over the data-parallel group, and the route of every parameter; sets their scales. Collective.
 
-    Experts are summed over their expert-data group and divided by the size of the whole data-parallel group.
+    Experts are summed over their expert-data group and divided by the size of the whole data-parallel group. Every
+    group measures its own link: an expert-data group may span several data-parallel groups.
 
     Raises:
         ValueError: two levels are wanted and the placement has none.
     """
     size = dist.get_world_size(group)
     dtype = options.communication_dtype
+    bucket_bytes = _bucket_bytes(options, group, device)
     two_level = None if options.two_level is False else _chosen_two_level(states, options, group, bucket_bytes)
-    dense = Route("data", group, *scaling(options, size, group, two_level is None), dtype, two_level)
+    dense = Route("data", group, *scaling(options, size, group, two_level is None), dtype, bucket_bytes, two_level)
+    used = {state.expert_group_name for state in states}
     experts = {
-        name: Route(f"experts of {name}", expert_group, *scaling(options, size, expert_group), dtype)
+        name: Route(
+            f"experts of {name}",
+            expert_group,
+            *scaling(options, size, expert_group),
+            dtype,
+            _bucket_bytes(options, expert_group, device),
+        )
         for name, expert_group in options.expert_groups.items()
+        if name in used
     }
     routes = []
     for state in states:
@@ -77,6 +89,10 @@ def assign_routes(
         state.scale = options.scales(size)[0] if state.is_sparse else route.before
         routes.append(route)
     return dense, routes
+
+
+def _bucket_bytes(options: ReductionOptions, group: ProcessGroup, device: torch.device) -> int:
+    return suitable_bucket_bytes(group, device) if options.bucket_bytes is None else options.bucket_bytes
 
 
 def scaling(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from ds_topo.reducer.parameter_state import ParameterState
 from ds_topo.reducer.reductions import Reduction
 from ds_topo.reducer.report import StepTiming
 
@@ -34,3 +35,7 @@ class Step:
     next_bucket: int = 0
     """The first bucket that is not in flight."""
     in_flight: list[Reduction] = field(default_factory=list)
+    late: dict[int, ParameterState] = field(default_factory=dict)
+    """Parameters that got a gradient after they were copied in, by index."""
+    discarded: set[int] = field(default_factory=set)
+    """Parameters whose gradients ``zero_grad()`` threw away before ``finish()``, by index."""

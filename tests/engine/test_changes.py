@@ -26,6 +26,7 @@ from torch import nn
 
 import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
+from ds_topo import ledger as ledger_module
 from ds_topo.engine import changes
 from ds_topo.engine.__main__ import ROWS, page
 from ds_topo.ledger import Change, Reliance, exists, ledger
@@ -44,7 +45,7 @@ def test_the_installed_release_has_the_name(row: Change | Reliance) -> None:
 
 
 def test_each_name_has_one_row() -> None:
-    assert max(Counter(str(row) for row in ROWS).values()) == 1
+    assert max(Counter((str(row), getattr(row, "during", "")) for row in ROWS).values()) == 1
 
 
 def test_the_page_shows_every_row() -> None:
@@ -259,3 +260,66 @@ def _settled(wanted: dict[str, Any] | None) -> dict[str, Any]:
 @pytest.mark.parametrize("name", SCENES)
 def test_everything_is_put_back(name: str) -> None:
     run_ranks(4, _play_twice, name)
+
+
+# -- all of it is called ---------------------------------------------------------------------------------------------
+
+NOT_BOUND = {changes.BF16_HOOKS, changes.PAD_CAPACITY}
+"""Hooks, which are removed and added as hooks are."""
+CALLED_BY_MISTAKES = {changes.CREATE_EXPERT_GROUPS, changes.CREATE_TENSOR_PARALLEL_EXPERT_GROUPS, changes.COALESCE}
+"""Refusals, each tested where it belongs."""
+VALUES = {changes.SECOND_PARTITION, changes.ZERO_OVERLAP, changes.HP_GRADIENT}
+"""Not functions."""
+
+
+def _calls_of_a_job(folder: str) -> set[tuple[str, str]]:
+    """The changes whose replacement is called by DeepSpeed or torch, in a job of everything."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    called: set[Change] = set()
+
+    def counting(change: Change, replacement: Any) -> Any:
+        if isinstance(replacement, dict):
+            return {key: counting(change, value) for key, value in replacement.items()}
+
+        def counted(*args: Any, **options: Any) -> Any:
+            called.add(change)
+            return replacement(*args, **options)
+
+        return counted if callable(replacement) else replacement
+
+    replace = ledger_module._replace
+
+    def replace_and_count(owner: Any, change: Change, make: Any) -> Any:
+        return replace(owner, change, lambda original: counting(change, make(original)))
+
+    with mock.patch.object(ledger_module, "_replace", replace_and_count):
+        plain(zero_optimization={"stage": 1})
+        plain(**BF16)
+        pipeline(**BF16, zero_optimization={"stage": 1}, data_types={"grad_accum_dtype": "fp32"})
+        zero_3_over_seq()
+        for zero in (0, 1):
+            trainer = Trainer(Case("data=2,model=2", (0, 2), zero, pipeline=False, clip=0.1))
+            trainer.train(range(2))
+            trainer.engine.save_checkpoint(folder)
+            trainer.engine.load_checkpoint(folder)
+            trainer.destroy()
+        with PipelineParallelGrid("pipe=2,data=2") as grid:
+            module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, grid=grid, loss_fn=F.mse_loss)
+            engine, *_ = initialize(model=module, config=_settings())
+            engine.eval_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 2))
+            engine.destroy()
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+        reducer = GradientReducer(nn.Linear(2, 2))
+        reducer.module.zero_grad()
+        optimizer.zero_grad()
+        reducer.detach()
+    dist.barrier()
+    return {(str(change), change.during) for change in called}
+
+
+def test_every_change_is_called(tmp_path: Path) -> None:
+    """A name that DeepSpeed still has but no longer calls would be replaced in vain."""
+    called = set().union(*run_ranks(4, _calls_of_a_job, str(tmp_path), deadline=240))
+    bound = {row for row in ROWS if isinstance(row, Change)} - NOT_BOUND - CALLED_BY_MISTAKES - VALUES
+    assert {(str(change), change.during) for change in bound} - called == set()
