@@ -209,7 +209,9 @@ def _narrowed(anomalies: Sequence[Anomaly]) -> list[Anomaly]:
 # -- slow links --------------------------------------------------------------------------------------------------------
 
 
-def slow_hosts(rates: Mapping[tuple[str, str], float], slow: float, expected: float | None = None) -> list[Fault]:
+def slow_hosts(
+    rates: Mapping[tuple[str, str], float], slow: float, expected: float | None = None, order: Sequence[str] = ()
+) -> list[Fault]:
     """Hosts and pairs of hosts whose link is slow.
 
     A host is judged by the best of its pairs, since every pair with a slow host is slow; then a pair by what both of
@@ -219,13 +221,13 @@ def slow_hosts(rates: Mapping[tuple[str, str], float], slow: float, expected: fl
         rates: bytes per second from one host to another; not all pairs need be there.
         slow: the share of the median below which a link is slow.
         expected: bytes per second that every host must reach, if it is known.
+        order: of the hosts in the result; that of ``rates`` unless given.
 
     >>> rates = {(a, b): 10.0 if "c" in (a, b) else 100.0 for a in "abc" for b in "abc" if a != b}
     >>> [fault.message for fault in slow_hosts(rates, slow=0.5)]
     ["c's link carries at most 10 B/s, 0.10 of the median of all hosts (100 B/s)"]
     """
-    sends = _best(rates, 0)
-    receives = _best(rates, 1)
+    sends, receives = _best(rates, 0, order), _best(rates, 1, order)
     if len(sends) == 2:
         return _slow_pair(rates, slow) + _below_expected(sends, receives, expected)
     usual = {"sends": median(sends.values()), "receives": median(receives.values())}
@@ -261,11 +263,12 @@ def slow_hosts(rates: Mapping[tuple[str, str], float], slow: float, expected: fl
     return faults + _below_expected(sends, receives, expected)
 
 
-def _best(rates: Mapping[tuple[str, str], float], end: int) -> dict[str, float]:
-    best: dict[str, float] = {}
+def _best(rates: Mapping[tuple[str, str], float], end: int, order: Sequence[str]) -> dict[str, float]:
+    """The best rate of every host that was tested."""
+    best = dict.fromkeys(order, 0.0)
     for pair, rate in rates.items():
         best[pair[end]] = max(rate, best.get(pair[end], 0.0))
-    return best
+    return {host: rate for host, rate in best.items() if rate}
 
 
 def _slow_pair(rates: Mapping[tuple[str, str], float], slow: float) -> list[Fault]:

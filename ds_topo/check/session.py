@@ -347,7 +347,7 @@ def _across(check: _Check, summary: Summary, hosts: Hosts, device: timing.Device
                 rates[names[peer], names[host]] = came
         summary.across = link_summary(latencies, rates)
         summary.rounds = (answers[0]["rounds"], rounds(len(hosts.ranks)))
-        found = slow_hosts(rates, options.slow, options.expected)
+        found = slow_hosts(rates, options.slow, options.expected, order=names)
         check.faults += found
         known = {host for fault in found for host in fault.hosts}
         check.faults += _slow_ranks_across(answers, options.slow, check.meeting.hosts, known)

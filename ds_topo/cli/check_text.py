@@ -7,13 +7,13 @@ from rich.console import Console
 from ds_topo.check.faults import seconds, speed
 from ds_topo.check.summary import LinkSummary, Summary
 from ds_topo.cli.layout_text import say, table_of
+from ds_topo.cli.layout_view import counted
 from ds_topo.placement.summary import few_ranks
 
 
 def print_summary(console: Console, summary: Summary) -> None:
     """Everything that was measured, then the faults."""
-    hosts = f"{len(summary.hosts):,} host{'' if len(summary.hosts) == 1 else 's'}"
-    ranks = f"{summary.world_size:,} rank{'' if summary.world_size == 1 else 's'}"
+    ranks, hosts = counted(summary.world_size, "rank"), counted(len(summary.hosts), "host")
     console.print(f"{summary.topology}: {ranks} on {hosts}, {summary.backend}", style="bold", highlight=False)
     console.print()
     if summary.versions:
@@ -29,8 +29,7 @@ def print_summary(console: Console, summary: Summary) -> None:
     if not summary.faults:
         console.print("No faults.", style="bold green", highlight=False)
         return
-    count = f"{len(summary.faults)} fault{'' if len(summary.faults) == 1 else 's'}"
-    console.print(f"{count}:", style="bold red", highlight=False)
+    console.print(f"{counted(len(summary.faults), 'fault')}:", style="bold red", highlight=False)
     for fault in summary.faults:
         say(console, f"  {fault.kind}: {fault.message}")
 

@@ -9,7 +9,7 @@ from math import ceil, log2, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_topo.cli.layout_view import LayoutView
+from ds_topo.cli.layout_view import LayoutView, counted
 from ds_topo.errors import TopologyError
 
 if TYPE_CHECKING:
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_LABELLED = 128
-"""Ranks that get their numbers written into their boxes."""
-MOST_LINKED = 256
-"""Ranks whose groups are all drawn; with more, the group of rank 0 alone."""
+"""Ranks that get their numbers written into their boxes, and the links of all groups; else those of rank 0's alone."""
 INK, PAPER, FRAME, INSIDE, ACROSS = "#222222", "#ffffff", "#9a9a9a", "#8c8c8c", "#d62728"
 Point = tuple[float, float]
 
@@ -39,7 +37,7 @@ class _Sheet:
     def host_size(self) -> Point:
         """Width and height of a host's box; a labelled one has a line for its name."""
         rows = 1 + (self.inner_rows - 1) * self.row_pitch
-        return self.inner + 0.3, rows + (0.75 if self.labelled else 0.3)
+        return self.inner + 0.3, rows + (0.95 if self.labelled else 0.3)
 
     @property
     def row_pitch(self) -> float:
@@ -55,7 +53,7 @@ class _Sheet:
     def rank_corner(self, host: int, position: int) -> Point:
         """The upper left corner of the box at this position of a host."""
         x, y = self.host_corner(host)
-        top = y + (0.6 if self.labelled else 0.15)
+        top = y + (0.8 if self.labelled else 0.15)
         return x + 0.15 + position % self.inner, top + position // self.inner * self.row_pitch
 
 
@@ -144,10 +142,7 @@ def _draw_ranks(plot: Axes, view: LayoutView, sheet: _Sheet, scale: float) -> No
                 (x, y), width, height, "round,pad=0,rounding_size=0.12", fc="#f4f4f4", ec=FRAME, lw=0.8
             )
             plot.add_patch(shape)
-            around = {"facecolor": "#f4f4f4", "edgecolor": "none", "pad": 0.8}
-            plot.text(
-                x + 0.17, y + 0.32, name, fontsize=72 * 0.22 * scale, color=INK, va="center", zorder=5, bbox=around
-            )
+            plot.text(x + 0.2, y + 0.27, name, fontsize=72 * 0.22 * scale, color=INK, va="center", zorder=5)
         else:
             hosts.append(_box(x, y, width, height))
         for first, last, stage in _runs(ranks, stages, sheet):
@@ -186,7 +181,7 @@ def _draw_links(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str) -> bool:
     from matplotlib.collections import LineCollection
 
     groups = view.topology.get_axis_comm_lists(axis)
-    everything = view.topology.world_size() <= MOST_LINKED
+    everything = sheet.labelled
     if not everything:
         groups = groups[:1]
     place = {rank: (host, position) for host, (_, ranks) in enumerate(view.rows) for position, rank in enumerate(ranks)}
@@ -196,7 +191,7 @@ def _draw_links(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str) -> bool:
             (host, position), (other, other_position) = place[here], place[there]
             start, end = sheet.rank_corner(host, position), sheet.rank_corner(other, other_position)
             color = ACROSS if host != other and view.host_map is not None else INSIDE
-            lines[color].append(_link(start, end))
+            lines[color].append(_link(start, end, 0.45 if sheet.labelled else 0.0))
     for color, curves in lines.items():
         width = (1.3 if color == ACROSS else 1.0) if sheet.labelled else 0.7
         plot.add_collection(LineCollection(curves, colors=color, linewidths=width, alpha=0.75, zorder=4))
@@ -211,9 +206,9 @@ def _draw_title(plot: Axes, view: LayoutView, axis: str, margin: float, scale: f
     """The spec, what the lines are, and a legend of stages, in the margin above the hosts."""
     name = view.names[axis]
     lines = f"lines: {name} groups" if everything else f"lines: the {name} group of rank 0"
-    if view.host_map is not None:
+    if view.host_map is not None and len(view.rows) > 1:
         lines += ", red between hosts"
-    title = f"{view.spec} on {len(view.rows):,} hosts" if view.host_map is not None else view.spec
+    title = view.spec if view.host_map is None else f"{view.spec} on {counted(len(view.rows), 'host')}"
     plot.text(0, -margin + 0.2 / scale, title, fontsize=9, weight="bold", color=INK, va="center")
     plot.text(
         0,
@@ -243,20 +238,20 @@ def _box(x: float, y: float, width: float, height: float, inset: float = 0.0) ->
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
-def _link(start: Point, end: Point) -> list[Point]:
-    """A bent line between the edges of two boxes, given by their upper left corners.
+def _link(start: Point, end: Point, half: float) -> list[Point]:
+    """A bent line between the edges, ``half`` from the centers, of two boxes, given by their upper left corners.
 
     Boxes beside each other are joined above their upper edges, all others at the edges that face each other.
     """
     (x0, y0), (x1, y1) = ((x + 0.5, y + 0.5) for x, y in (start, end))
-    half = 0.45
-    if abs(y1 - y0) < half:
-        reach = 0.2 + 0.06 * abs(x1 - x0)
+    if abs(y1 - y0) < 0.45:
+        reach = min(0.2 + 0.06 * abs(x1 - x0), 0.6)  # half of it is above the edges, and stays below the host's name
         return _curve((x0, y0 - half), ((x0 + x1) / 2, y0 - half - reach), (x1, y1 - half))
     down = half if y1 > y0 else -half
     y0, y1 = y0 + down, y1 - down
-    bend = 0.06
-    return _curve((x0, y0), ((x0 + x1) / 2 + bend * (y1 - y0), (y0 + y1) / 2 - bend * (x1 - x0)), (x1, y1))
+    across, up = 0.06 * (y1 - y0), 0.06 * (x0 - x1)
+    up = max(-0.15 * abs(y1 - y0), min(up, 0.15 * abs(y1 - y0)))  # a flat link keeps off the boxes that it passes
+    return _curve((x0, y0), ((x0 + x1) / 2 + across, (y0 + y1) / 2 + up), (x1, y1))
 
 
 def _curve(start: Point, control: Point, end: Point, steps: int = 12) -> list[Point]:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_topo.cli.layout_view import LayoutView
+from ds_topo.cli.layout_view import LayoutView, counted
 from ds_topo.placement.placement import AxisSpan
 from ds_topo.placement.summary import (
     HostRun,
@@ -63,7 +63,7 @@ def print_axes(console: Console, view: LayoutView) -> None:
     console.print(table)
     console.print()
     own = len({group.ranks for group in grid_groups(view.topology, 0)} - {tuple(range(view.topology.world_size()))})
-    say(console, f"Each rank creates {_count(own, 'process group')} besides the world's.")
+    say(console, f"Each rank creates {counted(own, 'process group')} besides the world's.")
     if view.host_map is None:
         say(console, "Give --hostfile FILE, --hosts N --slots M or --slurm to see what crosses hosts.")
 
@@ -124,12 +124,12 @@ def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None
 
 
 def _title(view: LayoutView) -> str:
-    ranks = _count(view.topology.world_size(), "rank")
+    ranks = counted(view.topology.world_size(), "rank")
     if view.host_map is None:
         return f"{view.spec}: {ranks}"
     counts = sorted(set(view.host_map.hosts.counts))
-    slots = _count(counts[0], "slot") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} slots"
-    return f"{view.spec}: {ranks} on {_count(len(view.host_map.hosts), 'host')} ({slots} each)"
+    slots = counted(counts[0], "slot") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} slots"
+    return f"{view.spec}: {ranks} on {counted(len(view.host_map.hosts), 'host')} ({slots} each)"
 
 
 def _print_ranks(console: Console, view: LayoutView) -> None:
@@ -188,7 +188,7 @@ def _print_runs(console: Console, view: LayoutView) -> None:
                 f"{number} of {size} {name}"
                 for number, size, name in zip(pattern, view.topology.dims, view.axis_names, strict=True)
             )
-            say(console, f"{_count(count, 'host')} hold{'s' if count == 1 else ''}, each: {held}.")
+            say(console, f"{counted(count, 'host')} hold{'s' if count == 1 else ''}, each: {held}.")
 
 
 def _first_and_last(runs: Sequence[HostRun]) -> Iterator[tuple[int, HostRun | None]]:
@@ -270,7 +270,7 @@ def _communicators(view: LayoutView, groups: Sequence[RankGroup]) -> str:
         if len(group.ranks) < world and group.axes:
             own.setdefault(group.ranks, view.label(group.axes))
     listed = f": {', '.join(own.values())}" if own else ""
-    return f"It creates {_count(len(own), 'process group')} besides the world's{listed}."
+    return f"It creates {counted(len(own), 'process group')} besides the world's{listed}."
 
 
 def table_of(*left: str, right: Iterable[str] = ()) -> Table:
@@ -293,10 +293,6 @@ def _range(span: AxisSpan) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,}" if part else "none"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def few_names(names: Sequence[str]) -> str:

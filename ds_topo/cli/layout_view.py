@@ -135,3 +135,12 @@ class LayoutView:
     def label(self, axes: Iterable[str]) -> str:
         """Axes by the user's names, ``pipe x tensor``."""
         return " x ".join(self.names[axis] for axis in axes)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "host"), counted(2048, "host")
+    ('1 host', '2,048 hosts')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
