@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import takewhile
 from pathlib import Path
 
 from ds_topo.errors import LaunchError
@@ -59,7 +59,10 @@ def kind_of(argv: Sequence[str]) -> str:
         return "other"
     names = [os.path.basename(word) for word in argv[:2]]
     command = names[1] if names[0].startswith("python") and len(names) > 1 else names[0]
-    module = next((word for flag, word in pairwise(argv[:7]) if flag == "-m"), "")
+    flags = list(takewhile(lambda word: word.startswith("-") and word != "-m", argv[1:]))  # python's own
+    module = (
+        argv[len(flags) + 2] if argv[len(flags) + 1 : len(flags) + 2] == ["-m"] and len(argv) > len(flags) + 2 else ""
+    )
     if module == "deepspeed.launcher.launch":
         return "launch"
     if command in ("deepspeed", "deepspeed.pt", "ds") or module in ("deepspeed", "deepspeed.launcher.runner"):
