@@ -55,6 +55,21 @@ def check_group(name: str, ranks: Sequence[int], group: ProcessGroup, rank: int,
     return anomalies
 
 
+def pairs_of(suspects: Sequence[int], rank: int) -> list[tuple[int, int]]:
+    """The groups of two in which a rank is tested again, where a group's wrong sum may be due to any member.
+
+    Each suspect with its neighbors in a ring: whoever is wrong is in both of the groups that are.
+
+    >>> pairs_of((0, 2, 4, 6), 2), pairs_of((0, 2, 4, 6), 0), pairs_of((0, 2, 4, 6), 1)
+    ([(0, 2), (2, 4)], [(0, 2), (0, 6)], [])
+    """
+    if rank not in suspects:
+        return []
+    position = suspects.index(rank)
+    neighbors = (suspects[position - 1], suspects[(position + 1) % len(suspects)])
+    return sorted((min(rank, other), max(rank, other)) for other in neighbors)
+
+
 Senders = list["int | None"]
 """Whose parts were wrong; None where nobody's part can be told."""
 
@@ -67,20 +82,6 @@ def _broadcast(ranks: Sequence[int], group: ProcessGroup, rank: int, device: tor
         if not torch.equal(tensor, pattern(source, source, device)):
             wrong.append(source)
     return wrong
-
-
-def _all_reduce_of_parts(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> Senders:
-    """Each rank fills its own part and leaves the others 0, so that a wrong part has an owner."""
-    tensor = torch.zeros(len(ranks), CHUNK, device=device)
-    tensor[ranks.index(rank)] = pattern(rank, rank, device)
-    dist.all_reduce(tensor, group=group)
-    wrong = [
-        sender
-        for sender, part in zip(ranks, tensor, strict=True)
-        if not torch.equal(part, pattern(sender, sender, device))
-    ]
-    # all parts wrong alike: somebody's addition went wrong, not somebody's part
-    return [None] if len(wrong) == len(ranks) else list(wrong)
 
 
 def _all_reduce(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> Senders:
@@ -132,7 +133,6 @@ def _total(ranks: Sequence[int], receiver: int, device: torch.device) -> Tensor:
 
 _CHECKS: tuple[tuple[str, Callable[[Sequence[int], ProcessGroup, int, torch.device], Senders]], ...] = (
     ("broadcast", _broadcast),
-    ("all_reduce of parts", _all_reduce_of_parts),
     ("all_reduce", _all_reduce),
     ("reduce_scatter", _reduce_scatter),
     ("all_gather", _all_gather),

@@ -6,7 +6,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -241,26 +241,52 @@ def _kinds(grid: ProcessGrid) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _results(check: _Check, grid: ProcessGrid, device: timing.Device) -> None:
-    """Arithmetic on every rank, collectives in every group."""
+    """Arithmetic on every rank, collectives in every group; in pairs where a wrong sum may be due to any of a group."""
     rank = check.launch.rank
     check.progress.begin("results")
+    seen: list[Anomaly] = []
 
     def test() -> list[Any]:
         found = results.check_arithmetic(device.device, rank)
         for name, axes in _kinds(grid):
             found += results.check_group(name, grid.get_ranks(axes), grid.get_group(axes), rank, device.device)
-        return [(anomaly.seen_by, anomaly.operation, anomaly.suspects) for anomaly in found]
+        return [astuple(anomaly) for anomaly in found]
 
-    def judge(answers: dict[int, Any]) -> tuple[list[Fault], None]:
-        anomalies = [
-            Anomaly(seen_by, operation, tuple(suspects))
-            for found in answers.values()
-            for seen_by, operation, suspects in found
-        ]
-        check.faults += wrong_ranks(anomalies, check.meeting.hosts)
+    def judge(answers: dict[int, Any]) -> tuple[list[Fault], list[tuple[int, ...]]]:
+        seen.extend(_anomalies(answers))
+        faults = wrong_ranks(seen, check.meeting.hosts)
+        unclear = [fault.ranks for fault in faults if len(fault.ranks) > 2]
+        if not unclear:
+            check.faults += faults
+        return [], unclear
+
+    unclear = [tuple(suspects) for suspects in check.meeting.step("results", test, judge)]
+    if not unclear:
+        return
+
+    def test_pairs() -> list[Any]:
+        pairs = sorted({pair for suspects in unclear for pair in results.pairs_of(suspects, rank)})
+        groups = grid.create_groups(
+            "pairs of suspects", [RankGroup((f"pair {one}-{other}",), (one, other)) for one, other in pairs]
+        )
+        found = []
+        for pair, group in zip(pairs, groups, strict=True):
+            found += results.check_group("pairs", pair, group, rank, device.device)
+        return [astuple(anomaly) for anomaly in found]
+
+    def judge_pairs(answers: dict[int, Any]) -> tuple[list[Fault], None]:
+        check.faults += wrong_ranks([*seen, *_anomalies(answers)], check.meeting.hosts)
         return [], None
 
-    check.meeting.step("results", test, judge)
+    check.meeting.step("results in pairs", test_pairs, judge_pairs)
+
+
+def _anomalies(answers: Mapping[int, Any]) -> list[Anomaly]:
+    return [
+        Anomaly(seen_by, operation, tuple(suspects))
+        for found in answers.values()
+        for seen_by, operation, suspects in found
+    ]
 
 
 def _axes(check: _Check, grid: ProcessGrid, device: timing.Device) -> dict[str, AxisSummary]:

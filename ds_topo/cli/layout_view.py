@@ -9,7 +9,7 @@ from ds_topo.errors import TopologyError, UnknownAxisError
 from ds_topo.placement.hosts import HostMap
 from ds_topo.placement.placement import Placement, fit, group_axes
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.rank_tables import axes_of, model_parallel_axes
+from ds_topo.topology.rank_tables import model_parallel_axes
 from ds_topo.topology.spec import canonical_axis, read_config
 
 ROW = 8
@@ -101,10 +101,10 @@ class LayoutView:
             UnknownAxisError: an axis that is not in the topology.
         """
         if name is not None:
-            axes = axes_of(self.topology, name)
-            if not axes:
+            axis = canonical_axis(name)
+            if axis not in self.topology.axes:
                 raise UnknownAxisError(f"axis {name!r} is not in the topology {self.spec!r}: {self.axis_names}")
-            return axes[0]
+            return axis
         wide = [axis for axis, size in zip(self.topology.axes, self.topology.dims, strict=True) if size > 1]
         placement = self.placement
         if placement is not None:

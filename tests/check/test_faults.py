@@ -19,6 +19,7 @@ from ds_topo.check.faults import (
     wrong_ranks,
 )
 from ds_topo.check.links import Hosts, PairTimes
+from ds_topo.check.results import pairs_of
 from ds_topo.check.summary import Summary, link_summary
 from ds_topo.check.tournament import opponent, order_of_rounds, rounds
 from ds_topo.cli.check import rate
@@ -155,6 +156,19 @@ def test_of_two_ranks_both_are_named() -> None:
     assert fault.ranks == (0, 1)
     assert "rank 0 on a or rank 1 on b" in fault.message
     assert wrong_ranks([], {}) == []
+
+
+@settings(deadline=None)
+@given(st.integers(3, 12), st.data())
+def test_pairs_tell_who_of_a_group_is_wrong(size: int, data: st.DataObject) -> None:
+    ranks = tuple(range(0, 2 * size, 2))
+    wrong = data.draw(st.sampled_from(ranks))
+    of_group = [Anomaly(rank, "all_reduce over data", ranks) for rank in ranks]
+    host_of = dict.fromkeys(ranks, "a")
+    assert [fault.ranks for fault in wrong_ranks(of_group, host_of)] == [ranks]
+    of_pairs = [Anomaly(rank, "all_reduce over pairs", pair) for rank in ranks for pair in pairs_of(ranks, rank)]
+    seen = [anomaly for anomaly in of_pairs if wrong in anomaly.suspects]
+    assert [fault.ranks for fault in wrong_ranks([*of_group, *seen], host_of)] == [(wrong,)]
 
 
 def test_two_wrong_ranks_are_two_faults() -> None:

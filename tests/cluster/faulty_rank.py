@@ -32,7 +32,7 @@ def wrong_sums() -> None:
 
 
 def wrong_parts() -> None:
-    """A part that is wrong where this rank sends it."""
+    """Something wrong in what this rank adds to sums, which all see."""
     right = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:

@@ -58,6 +58,7 @@ def check(
 
 
 def only_fault(content: Mapping[str, Any]) -> dict[str, Any]:
+    assert len(content["faults"]) == 1, content["faults"]
     [fault] = content["faults"]
     return dict(fault)
 
@@ -129,11 +130,12 @@ def test_another_topology_is_found_before_anything_hangs(start_cluster: StartClu
     assert content["axes"] == {}
 
 
-@pytest.mark.parametrize("fault", ["wrong_sums", "wrong_parts", "wrong_products"])
-def test_a_rank_with_wrong_results_is_found(fault: str, start_cluster: StartCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "spec"), [("wrong_sums", "pipe=2,data=2"), ("wrong_parts", "data=4"), ("wrong_products", "pipe=2,data=2")]
+)
+def test_a_rank_with_wrong_results_is_found(fault: str, spec: str, start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=())
-    options = ("--slow", "0.01")
-    code, output, content = check(cluster, tmp_path, "pipe=2,data=2", *options, ranks_per_host=2, faulty={3: fault})
+    code, output, content = check(cluster, tmp_path, spec, "--slow", "0.01", ranks_per_host=2, faulty={3: fault})
     assert code == 1, output
     found = only_fault(content)
     assert (found["kind"], found["hosts"], found["ranks"]) == ("result", ["host1"], [3])
