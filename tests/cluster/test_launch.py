@@ -17,7 +17,7 @@ import pytest
 from tests.cluster import Cluster
 from tests.cluster.launchers import LAUNCHERS, SLURM_LAUNCHERS, VARIABLES, finish, start_job
 from tests.cluster.slurm import SLURM_TOOLS, start_slurm
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 StartCluster = Callable[..., Cluster]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"

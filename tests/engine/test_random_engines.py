@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
-from tests.ranks import run_ranks
+from tests.support.world import Worlds
 
 EXAMPLES = int(os.environ.get("DS_TOPO_RANDOM_ENGINES", "20"))
 WIDTH = 8
@@ -283,7 +283,13 @@ def both_ways(engine: Engine) -> str:
     tolerance = 3e-2 if engine.bf16 else 1e-4
     torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=tolerance, atol=tolerance)
     for name, value in theirs["parameters"].items():
-        torch.testing.assert_close(ours["parameters"][name], value, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours["parameters"][name],
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
     return ""
 
 
@@ -318,7 +324,7 @@ def engines(draw: st.DrawFn) -> Engine:
     )
 
 
-def test_our_reduction_is_deepspeeds_own() -> None:
+def test_our_reduction_is_deepspeeds_own(world: Worlds) -> None:
     @settings(
         max_examples=EXAMPLES,
         deadline=None,
@@ -328,6 +334,8 @@ def test_our_reduction_is_deepspeeds_own() -> None:
     )
     @given(engines())
     def trains_alike(engine: Engine) -> None:
-        run_ranks(4, both_ways, engine)
+        refusals.append(world(4).run(both_ways, engine)[0])
 
+    refusals: list[str] = []
     trains_alike()
+    assert sum(map(bool, refusals)) <= len(refusals) // 3, refusals
