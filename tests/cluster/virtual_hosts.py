@@ -104,12 +104,13 @@ class Host:
     ) -> subprocess.Popen[Any]:
         """Start a command on this host; killing the returned process kills the command too.
 
-        ``env`` is added to the caller's environment, ``cwd`` is the caller's folder unless given, and ``options`` are
-        Popen's.
+        ``env`` is added to the caller's environment, but for its ``GLOO_SOCKET_IFNAME``, which is of another host;
+        ``cwd`` is the caller's folder unless given, and ``options`` are Popen's.
         """
         enter = ["nsenter", "--target", str(self.pid), *_NAMESPACES, "--", *_DIE_WITH_PARENT]
         folder = ["env", "-C", str(cwd or Path.cwd())]
-        environment = {**os.environ, "PATH": SEARCH_PATH, **(env or {})}
+        callers = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+        environment = {**callers, "PATH": SEARCH_PATH, **(env or {})}
         return subprocess.Popen([*enter, *folder, *command], env=environment, **options)
 
     def run(
