@@ -14,6 +14,7 @@ import pytest
 from tests.cluster import Cluster
 from tests.cluster.launchers import VARIABLES, finish, start_job
 from tests.cluster.rank_jobs import rank_environment
+from tests.cluster.requirements import on_demand
 from tests.cluster.slurm import SLURM_TOOLS, start_slurm
 
 StartCluster = Callable[..., Cluster]
@@ -63,6 +64,7 @@ def only_fault(content: Mapping[str, Any]) -> dict[str, Any]:
     return dict(fault)
 
 
+@on_demand
 def test_a_healthy_cluster_has_no_fault(
     start_cluster: StartCluster, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -93,6 +95,7 @@ def test_a_link_at_a_tenth_is_found(start_cluster: StartCluster, tmp_path: Path)
     assert content["rounds"] == {"played": 3, "all": 3}
 
 
+@on_demand
 def test_both_of_two_slow_links_are_found_by_what_is_expected(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, rate="20mbit", tools=())
     code, output, content = check(cluster, tmp_path, "data=-1", "--expect", "200mbit")
@@ -110,6 +113,7 @@ def test_a_clock_that_is_off_is_found(start_cluster: StartCluster, tmp_path: Pat
     assert content["clocks"]["host1"] == pytest.approx(300, abs=30)
 
 
+@on_demand
 def test_another_version_is_found(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=3, tools=())
     code, output, content = check(cluster, tmp_path, "data=-1", "--slow", "0.01", faulty={1: "other_version"})
@@ -131,7 +135,12 @@ def test_another_topology_is_found_before_anything_hangs(start_cluster: StartClu
 
 
 @pytest.mark.parametrize(
-    ("fault", "spec"), [("wrong_sums", "pipe=2,data=2"), ("wrong_parts", "data=4"), ("wrong_products", "pipe=2,data=2")]
+    ("fault", "spec"),
+    [
+        ("wrong_parts", "data=4"),
+        pytest.param("wrong_sums", "pipe=2,data=2", marks=on_demand),
+        pytest.param("wrong_products", "pipe=2,data=2", marks=on_demand),
+    ],
 )
 def test_a_rank_with_wrong_results_is_found(fault: str, spec: str, start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=())
@@ -142,6 +151,7 @@ def test_a_rank_with_wrong_results_is_found(fault: str, spec: str, start_cluster
     assert "result: rank 3 on host1 gives wrong results" in output
 
 
+@on_demand
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
 def test_a_rank_that_does_not_go_on_is_found(fault: str, start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=())
@@ -153,6 +163,7 @@ def test_a_rank_that_does_not_go_on_is_found(fault: str, start_cluster: StartClu
     assert named[0]["hosts"] == ["host1"]
 
 
+@on_demand
 def test_a_rank_that_does_not_come_is_found(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=3, tools=())
     code, output, _ = check(cluster, tmp_path, "data=-1", "--timeout", "6", missing=[1])
@@ -160,6 +171,7 @@ def test_a_rank_that_does_not_come_is_found(start_cluster: StartCluster, tmp_pat
     assert "1 of 3 ranks did not come within 0:00:05.400000: 1. These came, host0: 0; host2: 2" in output
 
 
+@on_demand
 def test_under_launchers_and_against_their_hosts(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=("pdsh", *SLURM_TOOLS))
     variables = start_slurm(cluster, tmp_path)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from tests.cluster import Cluster
 from tests.cluster.launchers import LAUNCHERS, SLURM_LAUNCHERS, VARIABLES, finish, start_job
+from tests.cluster.requirements import on_demand
 from tests.cluster.slurm import SLURM_TOOLS, start_slurm
 from tests.support.ranks import run_ranks
 
@@ -26,6 +28,12 @@ JOINING_RANK = Path(__file__).with_name("joining_rank.py")
 OPTIONS = ["--topology", "pipe=2,data=2", "--steps", "3", "--batch-size", "16", "--context", "16", "--width", "32"]
 TOOLS = {"pdsh": ("pdsh",), "openmpi": ("mpirun", "ompi_info"), "srun": SLURM_TOOLS, "slurm": SLURM_TOOLS}
 START_SECONDS, END_SECONDS = 180.0, 60.0
+
+
+def _always_first(cases: Sequence[Any], always: Sequence[Any]) -> list[Any]:
+    """All cases; those besides ``always`` on demand."""
+    others = [case if isinstance(case, tuple) else (case,) for case in cases if case not in always]
+    return [*always, *(pytest.param(*case, marks=on_demand) for case in others)]
 
 
 def _train_gpt(out: str) -> None:
@@ -59,7 +67,7 @@ def start_hosts(start_cluster: StartCluster, tmp_path: Path) -> Callable[[str], 
     return start
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", _always_first(LAUNCHERS, always=["pdsh", "torchrun", "srun"]))
 def test_two_hosts_train_as_one_does(
     launcher: str, start_hosts: Callable[..., Any], losses_on_one_host: list[float], tmp_path: Path
 ) -> None:
@@ -104,8 +112,16 @@ def _wait_for_ranks(folder: Path, count: int, processes: list[subprocess.Popen[A
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("launcher", ["one host", "pdsh", "no_ssh", "torchrun", "srun", "openmpi"])
+KILLED = [
+    (launcher, number)
+    for launcher in ("one host", "pdsh", "no_ssh", "torchrun", "srun", "openmpi")
+    for number in (signal.SIGTERM, signal.SIGINT)
+]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"), _always_first(KILLED, always=[("one host", signal.SIGTERM), ("pdsh", signal.SIGTERM)])
+)
 def test_a_killed_launcher_leaves_no_rank(
     launcher: str, number: signal.Signals, start_hosts: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -164,7 +180,7 @@ def test_hosts_whose_names_mean_themselves_can_join(start_cluster: StartCluster,
         host.run(["sh", "-c", f"{change}; cat /run/hosts > /etc/hosts"])
     for code, output in _join(cluster, tmp_path):
         assert code == 0, output
-        assert "joined 2, interface eth0" in output
+        assert re.search("joined 2 as [01], interface eth0", output)
 
 
 def test_an_unresolvable_master_is_named(start_cluster: StartCluster, tmp_path: Path) -> None:
@@ -174,6 +190,7 @@ def test_an_unresolvable_master_is_named(start_cluster: StartCluster, tmp_path: 
         cluster.hosts[0].run([sys.executable, str(JOINING_RANK)], env={**VARIABLES, **variables})
 
 
+@on_demand
 def test_a_rank_that_does_not_come_is_named(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=())
     variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "host0", "MASTER_PORT": "29500", **VARIABLES}
@@ -196,6 +213,7 @@ def test_a_rank_that_does_not_come_is_named(start_cluster: StartCluster, tmp_pat
         )
 
 
+@on_demand
 def test_a_slurm_job_without_srun_says_how_to_start(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=SLURM_TOOLS)
     variables = start_slurm(cluster, tmp_path)
