@@ -153,7 +153,8 @@ def _print_ranks(console: Console, view: LayoutView) -> None:
             table.add_row(name if first == 0 else "", *cells)
     console.print(table)
     axes = ",".join(view.axis_names)
-    say(console, f"Each rank with its {axes}; a colour for each {view.stage_axis}.")
+    in_colour = console.color_system is not None and not console.no_color
+    say(console, f"Each rank with its {axes}{f'; a colour for each {view.stage_axis}' if in_colour else ''}.")
 
 
 def _print_runs(console: Console, view: LayoutView) -> None:
