@@ -142,7 +142,8 @@ def _print_ranks(console: Console, view: LayoutView) -> None:
     cell = rank_width + 1 + len(view.coordinate(longest))
     fitting = max(1, (console.width - name_width) // (cell + 2))
     per_line = ceil(widest_row / ceil(widest_row / fitting))
-    with_slots = view.host_map is not None and per_line == widest_row
+    headed = max(cell, len(f"slot {widest_row - 1}"))
+    with_slots = view.host_map is not None and name_width + widest_row * (headed + 2) <= console.width
     table = table_of(label, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
     for name, ranks in rows:
         for first in range(0, len(ranks), per_line):

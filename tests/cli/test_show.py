@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
@@ -154,6 +154,7 @@ def test_many_hosts_are_summarised(capsys: pytest.CaptureFixture[str]) -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 12), st.sampled_from([40, 60, 80, 200]))
+@example([2, 4], 8, 60)
 def test_no_table_is_wider_than_the_terminal(degrees: list[int], slots: int, width: int) -> None:
     from io import StringIO
 
