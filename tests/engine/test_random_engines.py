@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
+from tests.support.failing import FailsInBackward
 from tests.support.world import Worlds
 
 EXAMPLES = int(os.environ.get("DS_TOPO_RANDOM_ENGINES", "20"))
@@ -123,19 +124,7 @@ class Model(nn.Module):
     def forward(self, hidden: torch.Tensor, fails: bool = False) -> torch.Tensor:
         for layer in self.layers:
             hidden = layer(hidden)
-        return Fails.apply(hidden) if fails else hidden
-
-
-class Fails(torch.autograd.Function):
-    """Identity, whose backward fails half way through the model."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise ArithmeticError("in backward")
+        return FailsInBackward.apply(hidden) if fails else hidden
 
 
 def scale_gradient(parameter: nn.Parameter) -> None:

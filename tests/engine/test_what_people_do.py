@@ -23,6 +23,7 @@ from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, group
 from ds_topo.engine import gradient_reducer
 from ds_topo.errors import ExpertGroupError
 from ds_topo.reducer import probes, routes
+from tests.support.failing import FailsInBackward
 from tests.support.world import Worlds
 
 SMALL = {"bucket_bytes": 600, "first_bucket_bytes": 200, "last_bucket_bytes": 200}
@@ -64,21 +65,11 @@ class Unruly(nn.Module):
     def forward(self, hidden: torch.Tensor, what: str = "") -> torch.Tensor:
         for index, layer in enumerate(self.layers):
             if index == 2 and what == "fail":
-                hidden = Fails.apply(hidden)
+                hidden = FailsInBackward.apply(hidden)
             for _ in range(3 if index == 2 and what == "repeat" else 1):
                 if index != 2 or what != "skip":
                     hidden = hidden + checkpoint(layer, hidden, use_reentrant=True)
         return hidden
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise ArithmeticError("in backward")
 
 
 def trained(script: list[str], reduced: bool, torch_style: bool = False, **more: Any) -> dict[str, torch.Tensor]:
@@ -152,7 +143,7 @@ class MayFail(nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = super().forward(hidden).tanh()
-        return Fails.apply(hidden) if self.fails else hidden
+        return FailsInBackward.apply(hidden) if self.fails else hidden
 
 
 def _pipeline_after_an_exception(zero: int) -> None:

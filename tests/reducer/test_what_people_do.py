@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineParallelGrid
+from tests.support.failing import FailsInBackward
 from tests.support.world import Worlds
 
 SMALL = {"bucket_bytes": 1000, "first_bucket_bytes": 300, "last_bucket_bytes": 600, "two_level": False}
@@ -360,18 +361,6 @@ def test_a_parameter_that_a_later_step_reaches_more_often(world: Worlds, options
 # -- after an exception -----------------------------------------------------------------------------------------------
 
 
-class Fails(torch.autograd.Function):
-    """Identity, whose backward fails."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise ArithmeticError("in backward")
-
-
 def _exception_in_backward(who: str) -> None:
     module, alone = chain(), chain()
     reducer = GradientReducer(module, **SMALL)
@@ -379,7 +368,7 @@ def _exception_in_backward(who: str) -> None:
     for step in range(2):
         try:
             hidden = module[:2](inputs(step))
-            module[2:](Fails.apply(hidden) if fails else hidden).square().mean().backward()
+            module[2:](FailsInBackward.apply(hidden) if fails else hidden).square().mean().backward()
             reducer.finish()
         except ArithmeticError:
             reducer.reset()
