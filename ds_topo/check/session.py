@@ -37,6 +37,7 @@ from ds_topo.placement.placement import group_axes
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.grid import ProcessGrid
 from ds_topo.topology import ProcessTopology
+from ds_topo.topology.axes import check_meanings
 from ds_topo.topology.rank_tables import RankGroup
 
 FATAL = ("topology", "host", "missing", "failure")
@@ -148,10 +149,12 @@ def _agree(check: _Check, summary: Summary) -> Hosts:
 
     def describe() -> dict[str, Any]:
         try:
-            topology = ProcessTopology.from_spec(options.spec, launch.world_size).spec
+            topology = ProcessTopology.from_spec(options.spec, launch.world_size)
+            check_meanings(topology.axes, topology.extra_axes)
+            described = topology.spec
         except TopologyError as error:
-            topology = f"unusable: {error}"
-        return as_json(report_of(launch, topology))
+            described = f"unusable: {error}"
+        return as_json(report_of(launch, described))
 
     def judge(answers: dict[int, Any]) -> tuple[list[Fault], dict[str, Any]]:
         reports = [from_json(answer) for _, answer in sorted(answers.items())]
@@ -298,7 +301,7 @@ def _axes(check: _Check, grid: ProcessGrid, device: timing.Device) -> dict[str, 
         check.progress.advance(number, len(kinds))
 
         def measure(axes: tuple[str, ...] = axes) -> list[float]:
-            speed = timing.time_all_reduce(grid.get_group(axes), _world(), device)
+            speed = timing.time_all_reduce(grid.get_group(axes), _whole_job(), device)
             return [speed.latency, speed.bandwidth]
 
         def judge(answers: dict[int, Any], name: str = name, axes: tuple[str, ...] = axes) -> tuple[list[Fault], None]:
@@ -310,7 +313,7 @@ def _axes(check: _Check, grid: ProcessGrid, device: timing.Device) -> dict[str, 
     return summaries
 
 
-def _world() -> ProcessGroup:
+def _whole_job() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
@@ -356,7 +359,7 @@ def _across(check: _Check, summary: Summary, hosts: Hosts, device: timing.Device
 
     def measure() -> dict[str, Any]:
         mine, whole, played = time_across_hosts(
-            hosts, rank, device, team, _world(), options.seconds, check.progress.advance
+            hosts, rank, device, team, _whole_job(), options.seconds, check.progress.advance
         )
         is_first = hosts.place(rank)[1] == 0
         of_host = whole.as_json() if is_first else None

@@ -9,8 +9,9 @@ from ds_topo.errors import TopologyError, UnknownAxisError
 from ds_topo.placement.hosts import HostMap
 from ds_topo.placement.placement import Placement, fit, group_axes
 from ds_topo.topology import ProcessTopology
+from ds_topo.topology.axes import axis_in_spec, check_meanings
 from ds_topo.topology.rank_tables import model_parallel_axes
-from ds_topo.topology.spec import canonical_axis, read_config
+from ds_topo.topology.spec import EXTRA_MARK, read_config
 
 ROW = 8
 """Ranks in a row where hosts are not known."""
@@ -35,7 +36,7 @@ class LayoutView:
         """The layout of a spec, or of a DeepSpeed config (``*.json``) with a ``"topology"`` section.
 
         Raises:
-            TopologyError: malformed, or not for these hosts.
+            TopologyError: malformed, not for these hosts, or with an axis that training would not know.
         """
         spec = read_config(text) if text.endswith(".json") else text
         if host_map is not None:
@@ -50,10 +51,12 @@ class LayoutView:
                     f"{text}: one degree is -1, what is left of the slots: give --hostfile FILE, "
                     "--hosts N --slots M, or --slurm"
                 ) from None
+        check_meanings(topology.axes, topology.extra_axes)
         given = (
             (part.partition("=")[0].strip() for part in spec.split(",")) if isinstance(spec, str) else list(dict(spec))
         )
-        return cls(topology, {canonical_axis(name): name for name in given}, host_map)
+        unmarked = (name.removeprefix(EXTRA_MARK).strip() for name in given)
+        return cls(topology, {axis_in_spec(name): name for name in unmarked}, host_map)
 
     @property
     def spec(self) -> str:
@@ -61,7 +64,8 @@ class LayoutView:
         if not self.topology.layout.is_row_major:
             return self.topology.spec
         sizes = zip(self.topology.axes, self.topology.dims, strict=True)
-        return ",".join(f"{self.names[axis]}={size}" for axis, size in sizes)
+        extra = self.topology.extra_axes
+        return ",".join(f"{EXTRA_MARK if axis in extra else ''}{self.names[axis]}={size}" for axis, size in sizes)
 
     @property
     def axis_names(self) -> list[str]:
@@ -101,7 +105,7 @@ class LayoutView:
             UnknownAxisError: an axis that is not in the topology.
         """
         if name is not None:
-            axis = canonical_axis(name)
+            axis = axis_in_spec(name)
             if axis not in self.topology.axes:
                 raise UnknownAxisError(f"axis {name!r} is not in the topology {self.spec!r}: {self.axis_names}")
             return axis

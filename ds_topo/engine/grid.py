@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import cached_property, partial
@@ -16,7 +16,8 @@ from ds_topo.engine.releases import warn_of_defects
 from ds_topo.ledger import ledger
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.grid import AnyTopology
-from ds_topo.topology.rank_tables import SEQ, gradient_axes
+from ds_topo.topology.axes import SEQ
+from ds_topo.topology.rank_tables import gradient_axes
 
 Answer = TypeVar("Answer")
 
@@ -79,10 +80,11 @@ class PipelineParallelGrid(MegatronGrid):
         topology: AnyTopology | None = None,
         process_group: ProcessGroup | None = None,
         *,
-        timeout: timedelta | None = None,
+        timeout: float | timedelta | None = None,
+        extra_axes: Iterable[str] = (),
     ) -> None:
         warn_of_defects(deepspeed.__version__)
-        super().__init__(topology, process_group, timeout=timeout)
+        super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes)
         with ExitStack() as undo:
             undo.callback(self.destroy)
             for change, make in _WHILE_A_GRID_EXISTS:

@@ -21,8 +21,8 @@ from ds_topo.engine import changes
 from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import Change, Make, ledger
+from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.expert_tables import zero_partition_ranks
-from ds_topo.topology.rank_tables import MODEL, PIPE, SEQ
 
 
 def _with_checks(do_sanity_check: Any) -> Any:

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ds_topo.errors import ExpertSizeError
+from ds_topo.topology.axes import DATA, EXPERT, MODEL, PIPE
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.rank_tables import DATA, MODEL, PIPE, gradient_axes
-
-EXPERT = "expert"
-"""The axis that, where a topology has it, expert parallel groups run along first."""
+from ds_topo.topology.rank_tables import gradient_axes
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ds_topo.errors import TopologyError, UnknownAxisError
+from ds_topo.topology.axes import DATA, DEEPSPEED_AXES, MODEL, PIPE, SEQ, canonical_axis
 from ds_topo.topology.process_topology import PipeDataParallelTopology, ProcessTopology
-from ds_topo.topology.spec import canonical_axis
-
-PIPE, DATA, MODEL, SEQ = "pipe", "data", "model", "seq"
-DEEPSPEED_AXES = (PIPE, DATA, MODEL)
-"""The axes that DeepSpeed knows; a topology without one of them has degree 1 there."""
 
 
 @dataclass(frozen=True)

@@ -313,6 +313,7 @@ def test_ranks_are_coloured_by_stage() -> None:
         (["data=4", "--hosts", "2", "--slots", "2", "--include", "host7"], "host 'host7' is not among"),
         (["data=2", "--hostfile", "/nowhere/hosts"], "hostfile '/nowhere/hosts' cannot be read"),
         (["data=2", "--rank", "2"], "rank 2 is out of range"),
+        (["pip=2,data=2"], "axis 'pip' has no meaning here: did you mean 'pipe'?"),
         (["data=2", "--links", "expert"], "axis 'expert' is not in the topology"),
         (["data=2", "--links", "pipe"], "axis 'pipe' is not in the topology"),
         (["data=2", "pipe=4"], "only layouts of as many ranks can be compared: data=2 has 2, pipe=4 has 4"),
