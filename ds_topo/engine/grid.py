@@ -9,10 +9,11 @@ from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import deepspeed
+import torch
 
 from ds_topo.engine import current_mpu, norms, options
 from ds_topo.engine.megatron import MegatronGrid
-from ds_topo.engine.releases import warn_of_defects
+from ds_topo.engine.releases import warn_of_releases
 from ds_topo.ledger import ledger
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.grid import AnyTopology
@@ -81,7 +82,7 @@ class PipelineParallelGrid(MegatronGrid):
         *,
         timeout: timedelta | None = None,
     ) -> None:
-        warn_of_defects(deepspeed.__version__)
+        warn_of_releases(deepspeed.__version__, torch.__version__)
         super().__init__(topology, process_group, timeout=timeout)
         with ExitStack() as undo:
             undo.callback(self.destroy)
