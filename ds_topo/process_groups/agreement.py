@@ -72,7 +72,7 @@ def agree(
         if failure is not None:
             raise failure
         return token
-    verdict = _Round(default_store(), token, members, timeout, subject).verdict(
+    verdict = Round(default_store(), token, dist.get_rank(), members, timeout, subject).verdict(
         f"{_FAILED}{type(failure).__name__}: {failure}" if failure is not None else f"plan: {description}", lines
     )
     if failure is not None:
@@ -91,11 +91,13 @@ def _key_of(members: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class _Round:
-    """One agreement of some ranks."""
+class Round:
+    """One agreement of some ranks, as one of them takes part in it."""
 
     store: Store
     token: str
+    """Where in the store, the same on all members."""
+    rank: int
     members: Sequence[int]
     timeout: timedelta
     subject: str
@@ -117,7 +119,7 @@ class _Round:
         digest = hashlib.sha1(outcome.encode(), usedforsecurity=False).hexdigest()[:12]
         if self.store.add(f"{self.token}/bring/{digest}", 1) == 1:
             self.store.set(f"{self.token}/text/{digest}", _shortened(outcome, _SHOWN_TEXT))
-        append(self.store, f"{self.token}/came", f"{dist.get_rank()} {digest} {socket.gethostname()}\n")
+        append(self.store, f"{self.token}/came", f"{self.rank} {digest} {socket.gethostname()}\n")
         return int(self.store.add(f"{self.token}/number", 1)) == len(self.members)
 
     def _decided(self) -> str:
@@ -171,7 +173,7 @@ class _Round:
 
     def _compared(self, ranks: Sequence[int], lines: Callable[[], Sequence[str]]) -> str:
         """In which lines the plans of these ranks differ: they show theirs, the first one compares."""
-        rank, end = dist.get_rank(), f"{self.token}/difference"
+        rank, end = self.rank, f"{self.token}/difference"
         with suppress(RuntimeError):  # of a rank that died: the verdict stands without it
             if rank in ranks:
                 self.store.set(f"{self.token}/lines/{rank}", "\n".join(lines()))
