@@ -346,7 +346,7 @@ def test_torchdistpackages_example() -> None:
 
 PACKAGE = Path(ds_topo.__file__).parent
 LAYERS: dict[int, set[str]] = {
-    0: {"errors", "topology"},
+    0: {"errors", "topology", "planner"},
     1: {"process_groups"},
     2: {"collectives", "reducer"},
     3: {"engine"},

@@ -10,13 +10,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ds_topo.cli import plan
 from ds_topo.errors import TopologyError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0, 1 for a fault that was found, 2 for unusable arguments."""
     parser = argparse.ArgumentParser(prog="ds-topo", description="Show, check and plan layouts of distributed jobs.")
-    parser.add_subparsers(dest="command", required=True, metavar="command")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    plan.add_parser(subparsers)
     parsed = parser.parse_args(arguments)
     try:
         return int(parsed.run(parsed))
