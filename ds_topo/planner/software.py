@@ -110,7 +110,9 @@ DEEPSPEED = Software(
 DEEPSPEED_PIPELINE = replace(DEEPSPEED, name="deepspeed-pipeline", zero=((0, 1), (0, 1), (1,)), seq=(False, False))
 """A program whose model is a ``PipelineModule`` whatever the topology, as in the examples."""
 
-MEGATRON = Software("megatron", zero=((0, 1, 3), (0, 1), (0, 1)), reduction_bytes=2, overlaps_model=True)
+MEGATRON = Software(
+    "megatron", zero=((0, 1, 3), (0, 1), (0, 1)), accumulation_bytes=2, reduction_bytes=2, overlaps_model=True
+)
 """Megatron-LM since 2023: flash attention, distributed optimizer, overlap, context parallelism, FSDP."""
 
 MEGATRON_2022 = Software(
