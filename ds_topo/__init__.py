@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ds_topo._moved import install as _install_moved_modules
 from ds_topo.errors import (
     CoordinateError,
     DisagreementError,
@@ -19,14 +20,17 @@ from ds_topo.errors import (
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 if TYPE_CHECKING:
-    from ds_topo.engine.gradient_norm import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
+    from ds_topo.engine.gradient_reducer import GradientReducer as GradientReducer
     from ds_topo.engine.grid import PipelineParallelGrid as PipelineParallelGrid
+    from ds_topo.engine.initialize import initialize as initialize
     from ds_topo.engine.mpu import ModelParallelUnit as ModelParallelUnit
+    from ds_topo.engine.norms import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
     from ds_topo.engine.pipeline import PipelineModule as PipelineModule
-    from ds_topo.engine.reducer_drivers import initialize as initialize
-    from ds_topo.reducer import GradientReducer as GradientReducer
+    from ds_topo.process_groups.grid import ProcessGrid as ProcessGrid
 
 __version__ = "0.1.0"
+
+_install_moved_modules()
 
 __all__ = [
     "CoordinateError",
@@ -38,6 +42,7 @@ __all__ = [
     "PipeModelDataParallelTopology",
     "PipelineModule",
     "PipelineParallelGrid",
+    "ProcessGrid",
     "ProcessTopology",
     "TopologyError",
     "UnknownAxisError",
@@ -50,12 +55,13 @@ __all__ = [
 ]
 
 _LAZY = {
-    "GradientReducer": "reducer",
+    "GradientReducer": "engine.gradient_reducer",
     "ModelParallelUnit": "engine.mpu",
     "PipelineModule": "engine.pipeline",
-    "PipelineParallelGrid": "engine.options",
-    "initialize": "engine.reducer_drivers",
-    "mark_tensor_parallel_gradients": "engine.gradient_norm",
+    "PipelineParallelGrid": "engine.grid",
+    "ProcessGrid": "process_groups.grid",
+    "initialize": "engine.initialize",
+    "mark_tensor_parallel_gradients": "engine.norms",
 }
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ds_topo import collectives
 from ds_topo.process_groups.agreement import agree
-from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, job_timeout, require_initialized
+from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
+from ds_topo.process_groups.torch_names import job_timeout
 from ds_topo.topology.rank_tables import MODEL, RankGroup
 
 __all__ = [

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine.expert_groups import create_expert_groups, create_zero_partition_groups
+from ds_topo.engine.expert_registry import ExpertGroups
 from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.engine.moe import ExpertGroups
 from ds_topo.engine.options import check_exchange_between_all_ranks
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.expert_tables import expert_parallel_ranks
@@ -41,7 +41,7 @@ def _create_expert_and_data_parallel(
 
 
 def _create_expert_data_and_model_parallel(
-    expert_parallel_size_: int, mpu: Any, use_data_before_expert_parallel_: bool = False
+    expert_parallel_size_: int, mpu: object, use_data_before_expert_parallel_: bool = False
 ) -> None:
     """Expert groups of tensor-parallel experts on a grid (DeepSpeed's own on another mpu)."""
     if isinstance(mpu, PipelineParallelGrid):

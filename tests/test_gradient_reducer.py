@@ -121,9 +121,9 @@ def _against_ddp(micro_batches: int, set_to_none: bool) -> list[list[str]]:
         assert_equal_on_all_ranks(found)
         assert_close(found, gradients(theirs))
         assert_close(found, alone(step, micro_batches, world_size))
-        for bucket in reducer._buckets:  # no copy out: what the optimizer reads is the bucket
+        for bucket in reducer._layout.buckets:  # no copy out: what the optimizer reads is the bucket
             inside = bucket.flat.untyped_storage().data_ptr()
-            assert all(slot.parameter.grad.untyped_storage().data_ptr() == inside for slot in bucket.slots)
+            assert all(member.parameter.grad.untyped_storage().data_ptr() == inside for member in bucket.members)
         for module in (ours, theirs):
             module.zero_grad(set_to_none=set_to_none)
         layouts.append(reducer.buckets)
@@ -422,7 +422,7 @@ def _stored() -> None:
     for index, parameter in enumerate(parameter for parameter in module.parameters() if parameter.requires_grad):
         storage[parameter] = flat[offset : offset + parameter.numel()]
         offset += parameter.numel() + (3 if index == 4 else 0)
-    reducer = GradientReducer(module, storage=storage, **SMALL | {"bucket_bytes": 2000})
+    reducer = GradientReducer(module, grad_buffers=storage, **SMALL | {"bucket_bytes": 2000})
     twin = model().bfloat16()
     expected = GradientReducer(twin, accumulation_dtype=torch.float32, **SMALL)
     for step in range(3):
@@ -438,9 +438,9 @@ def _stored() -> None:
                 torch.testing.assert_close(storage[parameter], other.main_grad.reshape(-1), rtol=1e-6, atol=1e-8)
         module.zero_grad()
         twin.zero_grad()
-    assert all(bucket.flat.untyped_storage().data_ptr() == flat.data_ptr() for bucket in reducer._buckets)
-    with pytest.raises(ValueError, match=r"storage: a tensor \[7\] on cpu for a parameter \[13, 8\]"):
-        GradientReducer(model(), storage={model().embed.weight: torch.zeros(7)})
+    assert all(bucket.flat.untyped_storage().data_ptr() == flat.data_ptr() for bucket in reducer._layout.buckets)
+    with pytest.raises(ValueError, match=r"grad_buffers: a tensor \[7\] on cpu for a parameter \[13, 8\]"):
+        GradientReducer(model(), grad_buffers={model().embed.weight: torch.zeros(7)})
 
 
 def test_gradients_in_storage_of_the_users() -> None:
@@ -484,7 +484,7 @@ def _bucket_bytes() -> list[int]:
     for slow_link_seconds in (0.0, 1e9):
         with mock.patch.object(probes, "_SLOW_LINK_SECONDS", slow_link_seconds):
             reducer = GradientReducer(module)
-            sizes.append(reducer._sizes.bucket_bytes)
+            sizes.append(reducer._dense.bucket_bytes)
             reducer.detach()
     return sizes
 
@@ -707,7 +707,7 @@ def _peak_gradient_bytes() -> tuple[int, int, int]:
     def look(_: torch.Tensor) -> None:
         nonlocal peak
         tensors = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-        tensors += [bucket.flat for bucket in reducer._buckets]
+        tensors += [bucket.flat for bucket in reducer._layout.buckets]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
         peak = max(peak, sum(storages.values()))
 
@@ -717,7 +717,11 @@ def _peak_gradient_bytes() -> tuple[int, int, int]:
         module.zero_grad()
         module(torch.ones(2, 64)).sum().backward()
         reducer.finish()
-    return peak, sum(parameter.nbytes for parameter in module.parameters()), max(b.nbytes for b in reducer._buckets)
+    return (
+        peak,
+        sum(parameter.nbytes for parameter in module.parameters()),
+        max(b.nbytes for b in reducer._layout.buckets),
+    )
 
 
 def test_gradients_take_the_parameters_size_and_at_most_one_bucket() -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import topology as deepspeed_topology
 
 from ds_topo import ModelParallelUnit, PipelineParallelGrid, ProcessTopology
-from ds_topo.engine.mpu import SEQUENCE_QUERIES
+from ds_topo.engine.grid import SEQUENCE_QUERIES
 from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError, WorldSizeError
 from tests.fake_world import fake_world
 

@@ -104,6 +104,11 @@ def test_a_folded_topology_is_not_taken_for_its_spec() -> None:
     assert all("do not agree" in error for error in errors)
 
 
+def test_equal_placements_under_other_names_agree() -> None:
+    joined = ProcessTopology.from_spec("pipe=2,data=2,seq=2").fold({"pipe": ["pipe"], "data": ["data", "seq"]})
+    assert run_ranks(8, _build, [joined, *["pipe=2,data=4"] * 7], 20.0) == ["built"] * 8
+
+
 def test_a_rank_with_a_wrong_product_is_named_on_the_others() -> None:
     errors = run_ranks(4, _build, ["pipe=2,data=2", "pipe=2,data=2", "pipe=2,data=3", "pipe=2,data=2"], 20.0)
     assert errors[2].startswith("WorldSizeError: ")

@@ -227,6 +227,69 @@ def test_every_form_of_a_spec_reads_back(topology: tuple[list[str], list[int]]) 
         assert ProcessTopology.from_spec(left_out, world_size=ours.world_size()) == ours
 
 
+@st.composite
+def folded_topologies(draw: st.DrawFn) -> ProcessTopology:
+    """Any topology, some of whose axes are joined, under any order of names."""
+    ours = ProcessTopology(*draw(named_degrees()))
+    groups: dict[str, list[str]] = {}
+    for axis in ours.axes:
+        groups.setdefault(draw(st.sampled_from(("pipe", "data", "model", "seq"))), []).append(axis)
+    return ours.fold({name: groups[name] for name in draw(st.permutations(list(groups)))})
+
+
+@settings(deadline=None)
+@given(folded_topologies())
+def test_the_spec_of_any_topology_reads_back(topology: ProcessTopology) -> None:
+    again = ProcessTopology.from_spec(topology.spec, world_size=topology.world_size())
+    assert again == topology
+    assert hash(again) == hash(topology)
+    assert again.mapping == topology.mapping
+    assert (":" in topology.spec) == (topology != ProcessTopology(topology.axes, topology.dims))
+
+
+@settings(deadline=None)
+@given(folded_topologies(), folded_topologies())
+def test_topologies_are_equal_if_and_only_if_their_mappings_are(one: ProcessTopology, other: ProcessTopology) -> None:
+    assert (one == other) == (one.axes == other.axes and one.mapping == other.mapping)
+
+
+@settings(deadline=None)
+@given(folded_topologies(), st.sets(st.sampled_from(AXES), min_size=1), st.integers(-20, 20))
+def test_places_and_peers_are_those_of_the_list(topology: ProcessTopology, axes: set[str], index: int) -> None:
+    for rank in range(0, topology.world_size(), 7):
+        ranks = topology.get_axis_ranks(axes, rank)
+        assert ranks == sorted(ranks)
+        assert topology.get_axis_index(axes, rank) == ranks.index(rank)
+        assert topology.get_axis_peer(axes, rank, index) == ranks[index % len(ranks)]
+
+
+def test_a_folded_topology_equals_the_plain_one_of_the_same_mapping() -> None:
+    plain = ProcessTopology.from_spec("pipe=2,data=4")
+    folded = ProcessTopology.from_spec("pipe=2,data=2,seq=2").fold({"pipe": ["pipe"], "data": ["data", "seq"]})
+    assert folded == plain
+    assert hash(folded) == hash(plain)
+    assert (folded.spec, repr(folded)) == (plain.spec, repr(plain))
+    assert ProcessTopology.from_spec("data=4,model=1") != ProcessTopology.from_spec("data=4")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("pipe=2:2,data=2", "every axis of a degree above 1 needs them"),
+        ("pipe=2:2,data=2:x", "malformed topology"),
+        ("pipe=2:2,data=2:2", "a factor has size 2 and stride 2, but the smaller factors cover 1 ranks"),
+        ("pipe=2:2,data=2:1*2:4", "axis 'data': strides of .* must fall"),
+        ("pipe=2:2,pipe=2:1", "axis 'pipe' is given twice"),
+        ("pipe=0:1,data=2:1", "degree 0 must be >= 1"),
+    ],
+)
+def test_malformed_strides_say_what_is_wrong(spec: str, message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        ProcessTopology.from_spec(spec)
+    with pytest.raises(WorldSizeError, match="is for 8 ranks"):
+        ProcessTopology.from_spec("pipe=2:2,data=2:4*2:1", world_size=16)
+
+
 def test_a_config_file_names_the_topology(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({"topology": {"data": -1, "pipe": 2}}))
@@ -346,7 +409,7 @@ def test_torchdistpackages_example() -> None:
 
 PACKAGE = Path(ds_topo.__file__).parent
 LAYERS: dict[int, set[str]] = {
-    0: {"errors", "topology", "planner"},
+    0: {"errors", "ledger", "topology", "planner"},
     1: {"process_groups"},
     2: {"collectives", "reducer"},
     3: {"engine"},

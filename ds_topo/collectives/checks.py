@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_topo.errors import DisagreementError
+from ds_topo.process_groups.torch_names import devices_of
 
 DEBUG_VARIABLE = "DS_TOPO_DEBUG_COLLECTIVES"
 
@@ -49,7 +50,7 @@ def debug(enabled: bool = True) -> Iterator[None]:
         debug_mode.enabled = before
 
 
-def check_call(operation: str, x: Tensor, group: Any, *dims: int) -> None:
+def check_call(operation: str, x: Tensor, group: object, *dims: int) -> None:
     """Refuse what the group cannot do with this tensor; compare with the other ranks in debug mode."""
     if torch.compiler.is_compiling():
         return
@@ -58,7 +59,7 @@ def check_call(operation: str, x: Tensor, group: Any, *dims: int) -> None:
             f"{operation}: group is {group!r}, which is not a process group that this rank belongs to; pass one, "
             'such as grid.get_group("model"), or torch.distributed.group.WORLD for all ranks'
         )
-    served = {device.type for device in group._device_types}
+    served = set(devices_of(group))
     if x.device.type not in served:
         raise ValueError(
             f"{operation}: the tensor is on {x.device}, but this group's backend ({dist.get_backend(group)}) serves "

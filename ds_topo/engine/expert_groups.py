@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from unittest import mock
+from contextlib import ExitStack
 
 from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.engine.moe import ExpertGroups, registry
+from ds_topo.engine import changes, moe, norms
+from ds_topo.engine.expert_registry import ExpertGroups, registry
+from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
+from ds_topo.ledger import always, ledger
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.expert_tables import EXPERT, ExpertPlan, zero_partition_ranks
 from ds_topo.topology.rank_tables import RankGroup
 
 
 def create_expert_groups(
-    grid: PipelineParallelGrid,
+    grid: MpuGrid,
     expert_parallel_size: int | None = None,
     expert_tensor_parallel: bool = False,
     use_data_before_expert: bool = False,
@@ -39,6 +41,7 @@ def create_expert_groups(
     >>> import torch.distributed as dist
     >>> from torch.testing._internal.distributed.fake_pg import FakeStore
     >>> dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    >>> from ds_topo import PipelineParallelGrid
     >>> with PipelineParallelGrid("data=4,pipe=2") as grid:
     ...     experts = create_expert_groups(grid, expert_parallel_size=2)
     ...     experts.expert_ranks, experts.expert_data_ranks
@@ -46,6 +49,7 @@ def create_expert_groups(
     >>> dist.destroy_process_group()
     """
     failure: Exception | None = None
+    registry.forget_former_worlds()
     try:
         if expert_parallel_size is None:
             expert_parallel_size = _size_of_expert_axis(grid)
@@ -67,11 +71,14 @@ def create_expert_groups(
     if known is not None:
         return known
     created = ExpertGroups(grid, plan, *groups)
-    registry.add(created)
+    with ExitStack() as bindings:
+        for change, make in (*moe.WHILE_EXPERTS_EXIST, *norms.WHILE_EXPERTS_EXIST):
+            bindings.callback(ledger.bind(change, make))
+        registry.add(created, bindings.pop_all().close)
     return created
 
 
-def create_zero_partition_groups(grid: PipelineParallelGrid, size: int) -> ProcessGroup:
+def create_zero_partition_groups(grid: MpuGrid, size: int) -> ProcessGroup:
     """Create the groups of ZeRO++'s second partition (hpZ) inside the data parallel groups, for DeepSpeed to find.
 
     Collective over the grid; call it before ``deepspeed.initialize`` with the config's ``zero_hpz_partition_size``. It
@@ -94,13 +101,11 @@ def create_zero_partition_groups(grid: PipelineParallelGrid, size: int) -> Proce
         failure = error
     name = f"hpZ {size}"
     (group,) = grid.create_groups(name, [RankGroup((name,), grid.to_global(ranks))], failure)
-    binding = mock.patch.object(deepspeed_groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", group)
-    binding.start()
-    grid.on_destroy(binding.stop)
+    grid.on_destroy(ledger.bind(changes.SECOND_PARTITION, always(group)))
     return group
 
 
-def _size_of_expert_axis(grid: PipelineParallelGrid) -> int:
+def _size_of_expert_axis(grid: MpuGrid) -> int:
     if EXPERT not in grid.topology().axes:
         raise ExpertSizeError(
             f"expert_parallel_size is not given and {grid.topology().spec!r} has no axis {EXPERT!r}: give one of them"

@@ -6,39 +6,19 @@ Source: names and meanings of ``megatron/core/parallel_state.py``; ranks come fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups
+from ds_topo.engine.mpu import MpuGrid
+from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.rank_tables import MODEL, PIPE, RankGroup
 
 
-class MegatronQueries:
-    """Mixin of ``PipelineParallelGrid``: tensor, pipeline and embedding queries."""
-
-    if TYPE_CHECKING:
-        global_rank: int
-        stage_id: int
-        pipe_parallel_size: int
-        slice_parallel_size: int
-        is_first_stage: bool
-        is_last_stage: bool
-        pp_group: list[int]
-        slice_group: list[int]
-        dp_group: list[int]
-        _groups: ProcessGroups
-
-        def get_group(self, axes: str | Iterable[str]) -> ProcessGroup: ...
-        def create_group(self, group: RankGroup) -> ProcessGroup: ...
-        def get_next_rank(self, axis: str) -> int: ...
-        def get_prev_rank(self, axis: str) -> int: ...
-        def destroy(self) -> None: ...
+class MegatronGrid(MpuGrid):
+    """A grid that also answers tensor, pipeline and embedding queries by Megatron's names."""
 
     # -- tensor parallelism: the ``model`` axis ------------------------------------------------------------------
 
     def get_tensor_model_parallel_rank(self) -> int:
         """This rank's index along ``model``."""
-        return self.slice_group.index(self.global_rank)
+        return self.get_axis_rank(MODEL)
 
     def get_tensor_model_parallel_world_size(self) -> int:
         """The degree of ``model``."""
@@ -138,7 +118,7 @@ class MegatronQueries:
 
     def model_parallel_is_initialized(self) -> bool:
         """Whether the groups exist."""
-        return self._groups.is_alive
+        return self.is_alive
 
     def destroy_model_parallel(self) -> None:
         """The same as ``destroy()``."""

@@ -1,74 +1,41 @@
 """What DeepSpeed's engines assume about the order of ranks, refused or put right as long as a grid exists.
 
 Several options of DeepSpeed's config lay groups over neighboring ranks of the world and ask no mpu. An engine whose mpu
-is a grid checks them before it builds anything. The first grid binds two methods of ``DeepSpeedEngine``; the last one
-that is destroyed puts back what was there. Engines with another mpu notice nothing.
+is a grid checks them before it builds anything; engines with another mpu notice nothing.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.config import DeepSpeedConfig, HybridEngineConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.engine.moe import uses_data_axis_alone
+from ds_topo.engine import changes
+from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import EngineOptionError
+from ds_topo.ledger import Change, Make, ledger
 from ds_topo.topology.expert_tables import zero_partition_ranks
-from ds_topo.topology.rank_tables import MODEL, SEQ
-
-__all__ = ["PipelineParallelGrid", "check_engine", "check_exchange_between_all_ranks"]
-
-AVERAGE_AND_SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
-
-
-class EngineBinding:
-    """The one owner of what is bound while grids exist."""
-
-    def __init__(self) -> None:
-        self._grids = 0
-        self._bindings = ExitStack()
-
-    def enter(self, grid: PipelineParallelGrid) -> None:
-        """Bind with the first grid; every grid must ``leave`` once."""
-        if self._grids == 0:
-            for name, replacement in (
-                ("_do_sanity_check", _with_checks(DeepSpeedEngine._do_sanity_check)),
-                ("_configure_zero_optimizer", _with_sum_over_seq(DeepSpeedEngine._configure_zero_optimizer)),
-            ):
-                self._bindings.enter_context(mock.patch.object(DeepSpeedEngine, name, replacement))
-        self._grids += 1
-        grid.on_destroy(self.leave)
-
-    def leave(self) -> None:
-        """Take the binding back with the last grid."""
-        self._grids -= 1
-        if self._grids == 0:
-            self._bindings.close()
-
-
-binding = EngineBinding()
-PipelineParallelGrid.when_created(binding.enter)
+from ds_topo.topology.rank_tables import MODEL, PIPE, SEQ
 
 
 def _with_checks(do_sanity_check: Any) -> Any:
     @wraps(do_sanity_check)
-    def checked(engine: Any) -> None:
-        if isinstance(engine.mpu, PipelineParallelGrid):
+    def checked(engine: DeepSpeedEngine) -> None:
+        if isinstance(engine.mpu, MpuGrid):
             check_engine(engine._config, engine.mpu)
         do_sanity_check(engine)
 
     return checked
 
 
-def check_engine(config: Any, grid: PipelineParallelGrid) -> None:
+def check_engine(config: DeepSpeedConfig, grid: MpuGrid) -> None:
     """Raise if an option of a ``DeepSpeedConfig`` would use other groups than the grid's.
 
     Raises:
@@ -91,20 +58,25 @@ def check_engine(config: Any, grid: PipelineParallelGrid) -> None:
     _check_hybrid_engine(config.hybrid_engine, grid)
 
 
-def check_exchange_between_all_ranks(option: str, grid: PipelineParallelGrid) -> None:
+def check_exchange_between_all_ranks(option: str, grid: MpuGrid) -> None:
     """Raise unless all ranks of the job hold the same parameters; ``option`` exchanges between neighbors of the world.
 
     Raises:
         EngineOptionError: the grid has ``pipe`` or ``model``, or is not the whole job.
     """
-    if not uses_data_axis_alone(grid) or grid.world_size != dist.get_world_size():
+    if not _uses_data_axis_alone(grid) or grid.world_size != dist.get_world_size():
         raise EngineOptionError(
             f"{option} exchanges between all ranks of the job, but those of {grid.topology().spec!r} hold different "
             "parameters: switch it off, or use data parallelism alone"
         )
 
 
-def _check_second_partition(size: int, grid: PipelineParallelGrid) -> None:
+def _uses_data_axis_alone(grid: MpuGrid) -> bool:
+    """Whether every rank of the job is a replica: no pipe and no model axis."""
+    return all(grid.get_axis_size(axis) == 1 for axis in (PIPE, MODEL))
+
+
+def _check_second_partition(size: int, grid: MpuGrid) -> None:
     size = min(size, len(grid.dp_group))  # as DeepSpeed does
     wanted = list(grid.to_global(zero_partition_ranks(grid.topology(), size, grid.grid_rank)))
     group = deepspeed_groups._get_zero_param_intra_parallel_group()
@@ -118,7 +90,7 @@ def _check_second_partition(size: int, grid: PipelineParallelGrid) -> None:
         )
 
 
-def _check_neighbors(option: str, axis: str, size: int, grid: PipelineParallelGrid) -> None:
+def _check_neighbors(option: str, axis: str, size: int, grid: MpuGrid) -> None:
     """Raise unless the grid's groups along an axis are the runs of ``size`` neighbors that DeepSpeed takes."""
     first = dist.get_rank() // size * size
     found = grid.get_ranks(axis) if axis in grid.topology().axes else [dist.get_rank()]
@@ -129,14 +101,14 @@ def _check_neighbors(option: str, axis: str, size: int, grid: PipelineParallelGr
         )
 
 
-def _check_device_mesh(grid: PipelineParallelGrid) -> None:
+def _check_device_mesh(grid: MpuGrid) -> None:
     mesh = deepspeed_groups.mesh_device
     if mesh is not None:
         _check_neighbors("mesh_param or sequence_parallel_size with data_parallel_size", SEQ, mesh.size(1), grid)
         check_exchange_between_all_ranks("mesh_param or sequence_parallel_size with data_parallel_size", grid)
 
 
-def _check_long_sequence_training(grid: PipelineParallelGrid) -> None:
+def _check_long_sequence_training(grid: MpuGrid) -> None:
     """``UlyssesSPAttentionHF.register_with_transformers`` makes groups of its own before there is an engine."""
     state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     if state is not None and state._SEQUENCE_PARALLEL_GROUP is not None:
@@ -144,7 +116,7 @@ def _check_long_sequence_training(grid: PipelineParallelGrid) -> None:
         _check_neighbors("sequence_parallel_size of UlyssesSPAttentionHF (ALST)", SEQ, size, grid)
 
 
-def _check_hybrid_engine(options: Any, grid: PipelineParallelGrid) -> None:
+def _check_hybrid_engine(options: HybridEngineConfig, grid: MpuGrid) -> None:
     """With an mpu the hybrid engine slices over the group of pipe x model, whatever size it is told."""
     size, slices = options.inference_tp_size, grid.get_model_parallel_world_size()
     if options.enabled and size > 1 and (size != slices or grid.pipe_parallel_size > 1):
@@ -164,19 +136,27 @@ def _with_sum_over_seq(configure_zero_optimizer: Any) -> Any:
     """
 
     @wraps(configure_zero_optimizer)
-    def configure(engine: Any, optimizer: Any) -> Any:
+    def configure(engine: DeepSpeedEngine, optimizer: Any) -> Any:
         configured = configure_zero_optimizer(engine, optimizer)
-        average = getattr(configured, AVERAGE_AND_SCATTER, None)
-        if isinstance(engine.mpu, PipelineParallelGrid) and average is not None:
-            setattr(configured, AVERAGE_AND_SCATTER, _times(average, configured.sequence_parallel_size))
+        if isinstance(engine.mpu, MpuGrid) and isinstance(configured, DeepSpeedZeroOptimizer_Stage3):
+            factor = configured.sequence_parallel_size
+            if factor > 1:
+                make = partial(_times, factor)
+                engine.mpu.on_destroy(ledger.bind(changes.AVERAGE_AND_SCATTER, make, configured))
         return configured
 
     return configure
 
 
-def _times(average: Any, factor: int) -> Any:
+def _times(factor: int, average: Any) -> Any:
     @wraps(average)
     def multiplied(*arguments: Any) -> list[torch.Tensor]:
         return [partition.mul(factor) for partition in average(*arguments)]
 
-    return multiplied if factor > 1 else average
+    return multiplied
+
+
+WHILE_A_GRID_EXISTS: tuple[tuple[Change, Make], ...] = (
+    (changes.SANITY_CHECK, _with_checks),
+    (changes.CONFIGURE_ZERO, _with_sum_over_seq),
+)

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import torch
@@ -15,37 +14,18 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.pipe import TiedLayerSpec
-from deepspeed.runtime.pipe import module as deepspeed_module
-from deepspeed.runtime.utils import is_model_parallel_parameter
 
+from ds_topo.engine import changes
 from ds_topo.engine.expert_groups import create_expert_groups
-from ds_topo.engine.moe import registry
-from ds_topo.engine.options import PipelineParallelGrid
-from ds_topo.engine.releases import warn_of_defects
+from ds_topo.engine.expert_registry import registry
+from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
+from ds_topo.engine.norms import count_each_parameter_once
 from ds_topo.errors import MissingTopologyError, TopologyError
+from ds_topo.ledger import ledger
 from ds_topo.process_groups.creation import require_initialized
-from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology import ProcessTopology
 from ds_topo.topology.rank_tables import DATA, PIPE, RankGroup
 from ds_topo.topology.spec import Spec, read_config
-
-
-class PipelineEngineGrid(PipelineParallelGrid):
-    """The grid of a pipeline engine: every extra axis, ``seq`` included, is data parallel.
-
-    The engine averages losses over the data parallel group and divides by its size, and its ZeRO-1 sums over ``seq``
-    where stage 0 averages as soon as an mpu has sequence queries; so here sizes count all replicas, and there are none.
-    """
-
-    _data_queries_count_samples = False
-
-    @classmethod
-    def sharing(cls, grid: PipelineParallelGrid) -> PipelineEngineGrid:
-        """The grid of a pipeline engine over the process groups of ``grid``, which both then own."""
-        shared = cls.__new__(cls)
-        for name in ("global_rank", "world_size", "_members", "_topology", "_rank", "_topo", "_groups", "_callbacks"):
-            setattr(shared, name, getattr(grid, name))
-        shared._set_coordinates()
-        return shared
 
 
 class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
@@ -75,12 +55,11 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         num_stages: int | None = None,
         topology: ProcessTopology | Spec | None = None,
         *args: Any,
-        config: str | Path | Mapping[str, Any] | None = None,
+        config: str | Path | Mapping[str, object] | None = None,
         grid: PipelineParallelGrid | None = None,
         timeout: timedelta | None = None,
         **options: Any,
     ) -> None:
-        warn_of_defects(deepspeed.__version__)
         require_initialized("PipelineModule")
         if not deepspeed.comm.is_initialized():
             deepspeed.init_distributed(dist_init_required=False)
@@ -90,13 +69,15 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
             )
         layout = _one_layout(num_stages, topology, config, grid)
         if isinstance(layout, PipelineParallelGrid):
-            engine_grid = PipelineEngineGrid.sharing(layout)
+            engine_grid = PipelineEngineGrid.over(layout)
         else:
             engine_grid = PipelineEngineGrid(layout, timeout=timeout)
         try:
-            with mock.patch.object(deepspeed_module, "PipelineParallelGrid", return_value=engine_grid):
+            with ledger.bound(changes.PIPELINE_GRID, lambda _: lambda **_: engine_grid):
                 super().__init__(layers, None, engine_grid._topo, *args, **options)
-            self._count_each_parameter_once()
+            if self._grid is not engine_grid:
+                raise RuntimeError(f"{changes.PIPELINE_GRID} is not what this release of DeepSpeed builds pipelines on")
+            count_each_parameter_once(self, engine_grid)
             self._expert_sizes = self._expert_sizes_of_all_stages()
         except BaseException:
             if layout is not grid:
@@ -163,20 +144,6 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
                     parameter.ds_pipe_replicated = True
         return tied_comms
 
-    def _count_each_parameter_once(self) -> None:
-        """Mark the parameters that this rank adds to the norm of all gradients.
-
-        Without ZeRO, DeepSpeed's ``clip_grad_norm_`` takes, beside everything on model parallel rank 0, what is marked
-        ``model_parallel``: unmarked, all later stages are missing from the norm. Every parameter must count once over
-        pipe x model: a tensor-parallel shard on each slice, a replicated one on slice 0, a tied one on its first stage.
-        """
-        first_slice = self.mpu().get_slice_parallel_rank() == 0
-        for parameter in self.parameters():
-            if parameter.ds_pipe_replicated:
-                parameter.model_parallel = parameter.tensor_model_parallel = False
-            else:
-                parameter.model_parallel = first_slice or is_model_parallel_parameter(parameter)
-
     def _stages_of_tied_modules(self) -> dict[str, list[int]]:
         stages: dict[str, set[int]] = {}
         for index, layer in enumerate(self._layer_specs):
@@ -188,7 +155,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
 def _one_layout(
     num_stages: int | None,
     topology: ProcessTopology | Spec | None,
-    config: str | Path | Mapping[str, Any] | None,
+    config: str | Path | Mapping[str, object] | None,
     grid: PipelineParallelGrid | None,
 ) -> PipelineParallelGrid | ProcessTopology | Spec:
     """The one layout that was given, in whichever way."""

@@ -1,202 +1,233 @@
-"""The gradient reducer inside DeepSpeed's engines: attached to one, or switched on in its config file."""
+"""DeepSpeed's engines as drivers of a reducer: they know the last micro-batch, and when gradients must be there."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from statistics import median
-from typing import Any
-from unittest import mock
+from typing import Any, Protocol
 
-import deepspeed
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 
+from ds_topo.engine import changes
 from ds_topo.engine.optimizer_gradients import gradients_of
-from ds_topo.reducer import GradientReducer
-from ds_topo.reducer.misuse import ReducerState
+from ds_topo.ledger import Change, ledger
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reducer.options import ReductionArguments
 
-CONFIG_SECTION = "gradient_reducer"
 
+class Driven(Protocol):
+    """What a driver asks of its reducer."""
 
-class EngineReducer(GradientReducer):
-    """A :class:`GradientReducer` that a DeepSpeed engine drives; made by :func:`attach`.
+    def complete(self) -> None:
+        """Wait until every gradient is reduced."""
 
-    The engine decides which micro-batch is the last one; ``finish()`` and ``no_sync()`` are its business. What it would
-    have called to reduce gradients only waits for the rest of the reduction.
-    """
+    def launch_deferred(self) -> None:
+        """Backward is over: launch what waited for its end."""
 
-    def __init__(self, engine: DeepSpeedEngine, **options: Any) -> None:
-        self._engine = engine
-        self._bindings = ExitStack()
-        self._gradients = gradients_of(engine)
-        super().__init__(
-            engine.module,
-            process_group=_group_of(engine),
-            storage=self._gradients.storage,
-            **{**_options_of(engine), **options},
-        )
-        self._gradients.take_over(self._bindings)
-        self._bind(engine, "destroy", self._destroy_engine)
-        owner, name = self._gradients.seam
-        self._bind(owner, name, self._reduce)
-        if isinstance(engine, DeepSpeedEngine) and hasattr(engine, "coalesce_grad_reduction"):
-            self._bind(engine, "coalesce_grad_reduction", self._refuse_coalescing)
+    def give_up_unfinished(self) -> None:
+        """Forget a step that an exception ended."""
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether gradients of a step have arrived, and are not reduced yet."""
 
     def detach(self) -> None:
-        """Let the engine reduce its gradients by itself again. Twice is once."""
-        super().detach()
-        self._bindings.close()
+        """Take the reducer off."""
 
-    def _bind(self, owner: Any, name: str, value: Any) -> None:
-        self._bindings.enter_context(mock.patch.object(owner, name, value))
 
-    def _reduce(self, *_: Any, **__: Any) -> None:
-        """In place of the engine's own reduction, at the end of the last micro-batch's backward."""
-        self._complete()
-        self._gradients.hand_over()
+class EngineDriver:
+    """A plain engine. What it would have called to reduce gradients only waits for the rest of the reduction."""
 
-    def _complete(self) -> None:
-        """Wait for the reduction."""
-        if self._state is ReducerState.IDLE:  # no gradient arrived in the last micro-batch
-            self._begin_step()
-        self.finish()
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.engine = engine
+        self._gradients = gradients_of(engine)
+        self._bindings = ExitStack()
 
-    def _is_last_backward(self) -> bool:
-        engine = self._engine
+    @property
+    def group(self) -> ProcessGroup:
+        """All replicas of a dense parameter."""
+        group: ProcessGroup = deepspeed_groups._get_sequence_data_parallel_group()
+        return group
+
+    def options(self) -> ReductionArguments:
+        """The engine's own settings of the reduction."""
+        engine, size = self.engine, dist.get_world_size(self.group)
+        samples = self._samples(size)
+        options: ReductionArguments = {
+            "communication_dtype": engine.communication_data_type,
+            "zero_unused_parameters": True,
+            "static_graph": True,
+            "allow_late_gradients": True,
+            "broadcast_at_start": False,
+            "grad_buffers": self._gradients.grad_buffers,
+        }
+        if not engine.gradient_average:
+            options["op"] = "sum"
+        elif samples != size:
+            options["divisor"] = samples
+        if engine.gradient_average and engine.postscale_gradients() and engine.gradient_predivide_factor() != 1.0:
+            options["predivide_factor"] = engine.gradient_predivide_factor()
+        if engine.has_moe_layers:
+            options["expert_groups"] = dict(deepspeed_groups._get_expert_data_parallel_group_dict())
+        return options
+
+    def bind(self, reducer: Driven) -> None:
+        """Let the engine drive this reducer, until it is detached."""
+        self._gradients.bind(self._bindings)
+        owner, reduction = self._gradients.reduction
+        self._replace(reduction, lambda _: self._reduce_with(reducer), owner)
+        self._replace(changes.DESTROY_ENGINE, lambda destroy: _after(reducer.detach, destroy))
+        if hasattr(self.engine, changes.COALESCE.name):
+            self._replace(changes.COALESCE, lambda _: _refuse_coalescing)
+        self._replace(changes.TAKE_STEP, lambda step: _after(partial(_require_reduced, reducer, reduction), step))
+        self._watch_for_exceptions(reducer)
+
+    # -- what the reducer asks
+
+    def is_last_backward(self) -> bool:
+        """By the engine's count of micro-batches."""
+        engine = self.engine
         return not engine.inside_no_sync_ctxt and bool(engine.is_gradient_accumulation_boundary())
 
-    def _destroy_engine(self) -> None:
-        self.detach()
-        self._engine.destroy()
+    def prefers_to_defer(self, communication_ns: Sequence[int]) -> bool:
+        """Never: nothing else runs beside the end of backward."""
+        return False
 
-    @contextmanager
-    def _refuse_coalescing(self) -> Iterator[None]:
-        raise RuntimeError(
-            "coalesce_grad_reduction() with a GradientReducer attached: detach() it first, or use gradient accumulation"
-        )
-        yield
+    def on_detach(self) -> None:
+        """Let the engine reduce its gradients by itself again."""
+        self._bindings.close()
+
+    # -- what the engine calls
+
+    def _reduce_with(self, reducer: Driven) -> Callable[..., None]:
+        def reduce(*_: object, **__: object) -> None:
+            """In place of the engine's own reduction, at the end of the last micro-batch's backward."""
+            reducer.complete()
+            self._gradients.mark_reduced()
+
+        return reduce
+
+    def _watch_for_exceptions(self, reducer: Driven) -> None:
+        """Before a forward pass no step is under way, unless an exception ended it."""
+        self._replace(changes.FORWARD, lambda forward: _after(reducer.give_up_unfinished, forward))
+
+    def _samples(self, replicas: int) -> int:
+        """How many of the replicas work on samples of their own."""
+        return int(replicas // self.engine.sequence_parallel_size)
+
+    def _replace(self, change: Change, make: Callable[[Any], Any], owner: object | None = None) -> None:
+        self._bindings.callback(ledger.bind(change, make, owner or self.engine))
 
 
-class PipelineReducer(EngineReducer):
-    """The same for a pipeline engine, whose schedule knows the last micro-batch.
+class PipelineDriver(EngineDriver):
+    """A pipeline engine, whose schedule knows the last micro-batch.
 
     Gradients leave while its backward runs, and are waited for where the schedule reduces tied layers.
     """
 
-    def __init__(self, engine: PipelineEngine, **options: Any) -> None:
+    def __init__(self, engine: PipelineEngine) -> None:
+        super().__init__(engine)
         self._passes = 0
         """Backward passes of this step so far."""
         self.backward_ns = 0
         """How long the last one took."""
-        super().__init__(engine, **options)
-        instructions = engine._INSTRUCTION_MAP
-        backward, reduce_tied = instructions[schedule.BackwardPass], instructions[schedule.ReduceTiedGrads]
 
-        def backward_pass(engine: PipelineEngine, **arguments: Any) -> None:
-            self._passes += 1
-            started = time.perf_counter_ns()
-            backward(engine, **arguments)
-            self.backward_ns = time.perf_counter_ns() - started
-            self.release()
+    @property
+    def group(self) -> ProcessGroup:
+        """All replicas of a stage."""
+        group: ProcessGroup = self.engine.mpu.get_data_parallel_group()
+        return group
 
-        def reduce_tied_gradients(engine: PipelineEngine, **arguments: Any) -> None:
-            self._passes = 0
-            self._complete()
-            reduce_tied(engine, **arguments)
+    def bind(self, reducer: Driven) -> None:
+        """Let the schedule's instructions drive this reducer, too."""
+        super().bind(reducer)
 
-        ours = {schedule.BackwardPass: backward_pass, schedule.ReduceTiedGrads: reduce_tied_gradients}
-        self._bind(engine, "_INSTRUCTION_MAP", {**instructions, **ours})
+        def with_ours(instructions: dict[type, Any]) -> dict[type, Any]:
+            backward, reduce_tied = instructions[schedule.BackwardPass], instructions[schedule.ReduceTiedGrads]
 
-    def _reduce(self, *_: Any, **__: Any) -> None:
-        self._gradients.hand_over()
+            def backward_pass(engine: PipelineEngine, **arguments: Any) -> None:
+                self._passes += 1
+                started = time.perf_counter_ns()
+                backward(engine, **arguments)
+                self.backward_ns = time.perf_counter_ns() - started
+                reducer.launch_deferred()
 
-    def _is_last_backward(self) -> bool:
-        return bool(self._passes == self._engine.micro_batches)
+            def reduce_tied_gradients(engine: PipelineEngine, **arguments: Any) -> None:
+                self._passes = 0
+                reducer.complete()
+                reduce_tied(engine, **arguments)
 
-    def _wants_to_hold_back(self) -> bool:
+            ours = {schedule.BackwardPass: backward_pass, schedule.ReduceTiedGrads: reduce_tied_gradients}
+            return {**instructions, **ours}
+
+        self._replace(changes.INSTRUCTIONS, with_ours)
+
+    def is_last_backward(self) -> bool:
+        """By the schedule."""
+        return bool(self._passes == self.engine.micro_batches)
+
+    def prefers_to_defer(self, communication_ns: Sequence[int]) -> bool:
         """Whether earlier stages are at work for longer than the reduction takes, so that it need not disturb backward.
 
         After its last backward, stage s waits while the s stages before it do theirs, one after the other. Their
         reductions may share the link, so room for theirs is wanted too.
         """
-        stage = self._engine.stage_id
-        times = [step.communication_ns for step in self._steps if step.ended_ns]
-        return bool(times) and (stage + 1) * median(times) < stage * self.backward_ns
+        stage = self.engine.stage_id
+        return bool(communication_ns) and (stage + 1) * median(communication_ns) < stage * self.backward_ns
+
+    def _watch_for_exceptions(self, reducer: Driven) -> None:
+        def start_anew() -> None:
+            self._passes = 0
+            reducer.give_up_unfinished()
+
+        self._replace(changes.EXECUTE_SCHEDULE, lambda execute: _after(start_anew, execute))
+
+    def _reduce_with(self, reducer: Driven) -> Callable[..., None]:
+        return lambda *_, **__: self._gradients.mark_reduced()
+
+    def _samples(self, replicas: int) -> int:
+        return replicas
 
 
-def attach(engine: DeepSpeedEngine, **options: Any) -> EngineReducer:
-    """Let a reducer average a DeepSpeed engine's gradients, overlapped with the last micro-batch's backward.
-
-    Serves ``DeepSpeedEngine`` and ``PipelineEngine`` at ZeRO stages 0 and 1, fp32, fp16 and bf16, experts included.
-    Groups, divisor, communication data type and pre-division are the engine's. Collective over the data-parallel group.
-
-    Args:
-        engine: what ``deepspeed.initialize`` returned.
-        options: see ``ReductionOptions``; they take precedence over the engine's. In a pipeline, by default, a stage
-            does not overlap where its wait for other stages hides the whole reduction anyway.
+def driver_of(engine: DeepSpeedEngine) -> EngineDriver:
+    """The driver for an engine.
 
     Raises:
         TypeError: not an engine.
         ValueError: an engine that cannot be served; the message says why and what to use.
-        RuntimeError: the engine has a reducer already.
-
-    In place of: ``DeepSpeedEngine.buffered_allreduce_fallback``, ``DeepSpeedZeroOptimizer.reduce_gradients``.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(f"GradientReducer.attach: {type(engine).__name__} is not what deepspeed.initialize returns")
-    kind = PipelineReducer if isinstance(engine, PipelineEngine) else EngineReducer
-    return kind(engine, **options)
+    return PipelineDriver(engine) if isinstance(engine, PipelineEngine) else EngineDriver(engine)
 
 
-def initialize(*args: Any, **options: Any) -> tuple[Any, Any, Any, Any]:
-    """``deepspeed.initialize``, then a reducer if the config has a section ``"gradient_reducer"``.
-
-    The section holds arguments of :func:`attach` that JSON can express, or ``true``; ``"enabled": false`` switches it
-    off. The engine has it as ``engine.gradient_reducer`` (None without).
-
-    Raises:
-        ValueError: an argument that there is not, or one that cannot be.
-    """
-    engine, *others = deepspeed.initialize(*args, **options)
-    section = engine._config._param_dict.get(CONFIG_SECTION, False)
-    arguments = dict(section) if isinstance(section, Mapping) else {"enabled": bool(section)}
-    engine.gradient_reducer = None
-    if arguments.pop("enabled", True):
-        try:
-            engine.gradient_reducer = attach(engine, **arguments)
-        except TypeError as error:
-            raise ValueError(f'config section "{CONFIG_SECTION}": {error}') from error
-    return (engine, *others)
+def _require_reduced(reducer: Driven, reduction: Change) -> None:
+    if reducer.is_in_step:
+        raise RuntimeError(
+            f"the engine is about to step on gradients that are not reduced: this release of DeepSpeed did not call "
+            f"{reduction} after the last backward; detach() the reducer, or use a release that README.md names"
+        )
 
 
-def _group_of(engine: DeepSpeedEngine) -> Any:
-    """All replicas of a dense parameter."""
-    if engine.pipeline_parallelism:
-        return engine.mpu.get_data_parallel_group()
-    return deepspeed_groups._get_sequence_data_parallel_group()
+def _after(before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def called_after(*args: Any, **options: Any) -> Any:
+        before()
+        return method(*args, **options)
+
+    return called_after
 
 
-def _options_of(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """The engine's own settings of the reduction."""
-    size = dist.get_world_size(_group_of(engine))
-    samples = size if engine.pipeline_parallelism else size // engine.sequence_parallel_size
-    options: dict[str, Any] = {
-        "communication_dtype": engine.communication_data_type,
-        "zero_unused_parameters": True,
-        "static_graph": True,
-        "broadcast_at_start": False,
-    }
-    if not engine.gradient_average:
-        options["op"] = "sum"
-    elif samples != size:
-        options["divisor"] = samples
-    if engine.gradient_average and engine.postscale_gradients() and engine.gradient_predivide_factor() != 1.0:
-        options["predivide_factor"] = engine.gradient_predivide_factor()
-    if engine.has_moe_layers:
-        options["expert_groups"] = dict(deepspeed_groups._get_expert_data_parallel_group_dict())
-    return options
+@contextmanager
+def _refuse_coalescing() -> Iterator[None]:
+    raise RuntimeError(
+        "coalesce_grad_reduction() with a GradientReducer attached: detach() it first, or use gradient accumulation"
+    )
+    yield

@@ -14,6 +14,10 @@ _FIXED_IN = (
 """First release without a defect, and the defect; reproduced on 0.14.5, 0.15.4, 0.16.9, 0.17.6, 0.18.9 and 0.19.0."""
 
 
+NEWEST_RUN = Version("0.19.8")
+"""The newest release that the tests were run with."""
+
+
 def defects_of(release: str) -> list[str]:
     """What is known to be wrong with a DeepSpeed release for the layouts of this package.
 
@@ -27,7 +31,14 @@ def defects_of(release: str) -> list[str]:
 
 @cache
 def warn_of_defects(release: str) -> None:
-    """Warn once if ``release`` is known to train wrongly."""
+    """Warn once if ``release`` is known to train wrongly, or newer than any that was run."""
+    if Version(Version(release).base_version) > NEWEST_RUN:
+        warnings.warn(
+            f"DeepSpeed {release} is newer than {NEWEST_RUN}, the newest release that ds_topo was run with: compare "
+            "losses and norms of the first steps; python -m ds_topo.engine shows what it relies on",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     defects = defects_of(release)
     if defects:
         warnings.warn(

@@ -2,7 +2,8 @@
 
 ``torch.distributed.new_group`` with lists that differ between ranks hangs. Here the ranks post a description each, the
 first member compares them, and all read its verdict: they go on together, or raise the same error that names the ranks
-and hosts that differ. The cost is two keys per rank in the store and one round trip.
+and hosts that differ. The cost is two keys per rank in the store, which are deleted again but for the last verdict, and
+one round trip.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from ds_topo.errors import DisagreementError
+from ds_topo.process_groups.torch_names import Store, default_store
 
 _LEADER_SHARE = 0.8
 """The first member stops waiting before the others do, so that they still read its verdict in time."""
 
 _rounds: Counter[str] = Counter()
 """How often each set of members has agreed; equal on all members, since they agree together."""
+_verdicts: dict[str, str] = {}
+"""Keys that the first member of a set deletes when all have come to its next round, and so have read them."""
 
 
 def agree(description: str, members: Sequence[int], timeout: timedelta, *, failure: Exception | None = None) -> str:
@@ -43,7 +46,7 @@ def agree(description: str, members: Sequence[int], timeout: timedelta, *, failu
         if failure is not None:
             raise failure
         return token
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    store, rank = default_store(), dist.get_rank()
     report = {"host": socket.gethostname(), "plan": description, "error": failure and str(failure)}
     store.set(f"{token}/{rank}", json.dumps(report))
     if rank == members[0]:
@@ -61,10 +64,20 @@ def agree(description: str, members: Sequence[int], timeout: timedelta, *, failu
         raise failure
     if verdict:
         raise DisagreementError(verdict)
+    _delete_what_was_read(store, token, members_key, rank, rank == members[0])
     return token
 
 
-def _verdict(store: Any, token: str, members: Sequence[int], timeout: timedelta) -> str:
+def _delete_what_was_read(store: Store, token: str, members_key: str, rank: int, is_first: bool) -> None:
+    """After a round in which all came: this rank's report, and the verdict of the round before."""
+    store.delete_key(f"{token}/{rank}")
+    if is_first:
+        if members_key in _verdicts:
+            store.delete_key(_verdicts[members_key])
+        _verdicts[members_key] = f"{token}/verdict"
+
+
+def _verdict(store: Store, token: str, members: Sequence[int], timeout: timedelta) -> str:
     """What is wrong with the reports of all members, or nothing."""
     try:
         store.wait([f"{token}/{rank}" for rank in members], timeout * _LEADER_SHARE)
@@ -89,5 +102,5 @@ def _verdict(store: Any, token: str, members: Sequence[int], timeout: timedelta)
     return "the ranks do not agree on the process groups to create:\n  " + "\n  ".join(problems)
 
 
-def _missing(store: Any, token: str, members: Sequence[int]) -> list[int]:
+def _missing(store: Store, token: str, members: Sequence[int]) -> list[int]:
     return [rank for rank in members if not store.check([f"{token}/{rank}"])]

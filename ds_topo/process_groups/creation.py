@@ -7,15 +7,15 @@ rank sets share one group, a set of all ranks is the world's own group, and all 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import TypeAlias, cast
-from unittest import mock
 
 import torch.distributed as dist
 
 from ds_topo.process_groups.agreement import agree
+from ds_topo.process_groups.torch_names import is_known, job_timeout, next_group_named
 from ds_topo.topology.rank_tables import RankGroup
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
@@ -28,16 +28,6 @@ def require_initialized(what: str) -> None:
             f"{what} needs torch.distributed: call deepspeed.init_distributed() or "
             "torch.distributed.init_process_group() first"
         )
-
-
-def job_timeout() -> timedelta:
-    """The timeout that the job gave to ``init_process_group``; ``new_group`` would use torch's 30 minutes instead."""
-    world = dist.distributed_c10d._get_default_group()
-    for device in world._device_types:
-        timeout = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return timeout
-    return dist.default_pg_timeout
 
 
 class ProcessGroups:
@@ -64,9 +54,15 @@ class ProcessGroups:
         self._by_axes: dict[tuple[str, ...], ProcessGroup] = {}
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         self._created: list[ProcessGroup] = []
+        self._callbacks = ExitStack()
         self._destroyed = False
-        for group in groups:
-            self._ensure(group)
+        self._default_group = dist.group.WORLD
+        try:
+            for group in groups:
+                self._ensure(group)
+        except BaseException:
+            self.destroy()
+            raise
 
     def get(self, axes: tuple[str, ...]) -> ProcessGroup | None:
         """The group over these axes if it exists."""
@@ -99,15 +95,27 @@ class ProcessGroups:
         return [self._ensure(group) for group in groups]
 
     def destroy(self) -> None:
-        """Destroy the groups created here; the world's own group stays. Twice is once."""
+        """Destroy the groups created here; the world's own group stays. Idempotent."""
         if not self._destroyed:
-            self._destroyed = True
-            self._by_axes.clear()
-            self._by_ranks.clear()
-            while self._created:
-                group = self._created.pop()
-                if group in dist.distributed_c10d._world.pg_map:  # torch forgets all groups with the world's own
-                    dist.destroy_process_group(group)
+            try:
+                self._callbacks.close()
+            finally:
+                self._destroyed = True
+                self._by_axes.clear()
+                self._by_ranks.clear()
+                while self._created:
+                    group = self._created.pop()
+                    if is_known(group):  # torch forgets all groups with the world's own
+                        dist.destroy_process_group(group)
+
+    def on_destroy(self, callback: Callable[[], None]) -> None:
+        """Call this, last one first, before the groups are destroyed."""
+        self._callbacks.callback(callback)
+
+    @property
+    def has_its_world(self) -> bool:
+        """Whether the world that these groups were made in still exists."""
+        return self._default_group is not None and is_known(self._default_group)
 
     @property
     def is_alive(self) -> bool:
@@ -128,21 +136,9 @@ class ProcessGroups:
         if len(ranks) == dist.get_world_size():
             return cast("ProcessGroup", dist.group.WORLD)
         digest = hashlib.sha1(",".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()[:16]
-        with _group_named(f"{self._token}/{digest}"):
+        with next_group_named(f"{self._token}/{digest}"):
             created: ProcessGroup = dist.new_group(
                 list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=f"ds_topo:{name}"
             )
         self._created.append(created)
         return created
-
-
-@contextmanager
-def _group_named(name: str) -> Iterator[None]:
-    """Give the next group this name, on every member.
-
-    torch names a members-only group after its ranks and *the number of groups that this process has*. That number
-    differs between ranks as soon as one of them belongs to more groups (tied layers on the first and last stage, say),
-    and members that look for each other under different names hang. Our names are agreed.
-    """
-    with mock.patch.object(dist.distributed_c10d, "_process_group_name", return_value=name):
-        yield

@@ -1,8 +1,12 @@
-"""Overlapped reduction of gradients that are views of contiguous buckets; see :class:`GradientReducer`."""
+"""Overlapped reduction of gradients that are views of contiguous buckets, over torch alone.
+
+:class:`~ds_topo.reducer.reducer.BucketReducer` does it. What people use is ``ds_topo.GradientReducer``, the same with
+``attach()`` for DeepSpeed's engines.
+"""
 
 from ds_topo.reducer.options import ReductionOptions
 from ds_topo.reducer.planning import BucketSizes
-from ds_topo.reducer.reducer import GradientReducer
+from ds_topo.reducer.reducer import BucketReducer
 from ds_topo.reducer.report import GradientReport
 
-__all__ = ["BucketSizes", "GradientReducer", "GradientReport", "ReductionOptions"]
+__all__ = ["BucketReducer", "BucketSizes", "GradientReport", "ReductionOptions"]

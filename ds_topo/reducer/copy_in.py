@@ -7,93 +7,121 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ds_topo.reducer.buckets import GradientSlot
+from ds_topo.reducer.hooks import detached
+from ds_topo.reducer.parameter_state import COPIED_IN, ParameterState
 
 _LARGE_NUMEL = 1 << 14
 """From here on a gradient is better scaled into its bucket at once, while caches hold it, than together with others."""
 
 
-def fills_at_once(slot: GradientSlot) -> bool:
-    """Whether :func:`fill_at_once` is for this slot."""
-    return slot.parameter.numel() >= _LARGE_NUMEL and not slot.is_sparse and not slot.is_apart
+def is_copied_at_once(state: ParameterState) -> bool:
+    """Whether :func:`copy_in_at_once` is for this parameter."""
+    return state.parameter.numel() >= _LARGE_NUMEL and not state.is_sparse and not state.is_apart
 
 
-def fill_at_once(slot: GradientSlot) -> None:
+def copy_in_at_once(state: ParameterState) -> None:
     """Make a large view hold this rank's scaled contribution."""
-    parameter, view = slot.parameter, slot.view
+    parameter, view = state.parameter, state.view
     gradient = parameter.grad
-    slot.is_filled = True
+    state.contribution = COPIED_IN
     if gradient is view:
-        if slot.scale != 1.0:
-            view.mul_(slot.scale)
+        if state.scale != 1.0:
+            view.mul_(state.scale)
     elif gradient is None:
         view.zero_()
     else:
-        torch.mul(_dense(gradient, slot), slot.scale, out=view)
-        parameter.grad = view
+        torch.mul(_dense(gradient, state), state.scale, out=view)
+    parameter.grad = None if state.repeats else view
 
 
-def keep(slot: GradientSlot) -> None:
+def accumulate(state: ParameterState) -> None:
     """Move a gradient that is not to be reduced yet into its bucket."""
-    gradient = slot.parameter.grad
-    if slot.is_sparse or gradient is None or gradient is slot.view:
+    gradient = state.parameter.grad
+    if state.is_sparse or gradient is None or gradient is state.view:
         return
-    if slot.is_apart and slot.holds_gradient:
-        slot.view.add_(gradient)
+    if state.is_apart and state.holds_sum:
+        state.view.add_(_dense(gradient, state))
     else:
-        slot.view.copy_(_dense(gradient, slot))
-    slot.holds_gradient = slot.is_apart
-    slot.parameter.grad = None if slot.is_apart else slot.view
+        state.view.copy_(_dense(gradient, state))
+    state.holds_sum = state.is_apart
+    state.parameter.grad = None if state.is_apart else state.view
 
 
-def fill(slots: Sequence[GradientSlot]) -> None:
-    """Make the views of a bucket hold this rank's scaled contributions, zeros where there is none."""
+def copy_in(members: Sequence[ParameterState]) -> list[ParameterState]:
+    """Make the views of a bucket hold this rank's scaled contributions; return the members that have none: zeros."""
     views: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
-    unscaled: list[torch.Tensor] = []
-    for slot in slots:
-        if slot.is_filled:
+    in_place: list[torch.Tensor] = []
+    without: list[ParameterState] = []
+    for state in members:
+        if state.contribution is COPIED_IN:
             continue
-        slot.is_filled = True
-        parameter, view = slot.parameter, slot.view if not slot.is_sparse else None
+        state.contribution = COPIED_IN
+        parameter = state.parameter
         gradient = parameter.grad
-        if view is None:
-            slot.view = _empty_rows(parameter) if gradient is None else gradient * slot.scale
-        elif slot.is_apart:
-            keep(slot)
-            unscaled.append(view if slot.holds_gradient else view.zero_())
+        if state.is_sparse:
+            state.view = _no_rows(parameter) if gradient is None else _rows(gradient, state) * state.scale
+        elif state.is_apart:
+            accumulate(state)
+            in_place.append(state.view if state.holds_sum else state.view.zero_())
         elif gradient is None:
-            view.zero_()
-        elif gradient is view:
-            unscaled.append(view)
+            state.view.zero_()
+            without.append(state)
+        elif gradient is state.view:
+            in_place.append(gradient)
         else:
-            views.append(view)
-            gradients.append(_dense(gradient, slot))
-            parameter.grad = view
+            views.append(state.view)
+            gradients.append(_dense(gradient, state))
+            parameter.grad = state.view
+        if state.repeats:
+            parameter.grad = None  # a further gradient must not be added to what is in flight
     if views:
         torch._foreach_copy_(views, gradients)
-    if slots[0].scale != 1.0 and (views or unscaled):
-        torch._foreach_mul_(views + unscaled, slots[0].scale)
+    if members[0].scale != 1.0 and (views or in_place):
+        torch._foreach_mul_(views + in_place, members[0].scale)
+    return without
 
 
-def is_replaced(slot: GradientSlot) -> bool:
-    """Whether the user has replaced or removed a gradient since its bucket was filled."""
-    gradient = slot.parameter.grad
-    if gradient is slot.view:
+def is_replaced(state: ParameterState) -> bool:
+    """Whether the user has replaced or removed a gradient since it was copied in."""
+    gradient = state.parameter.grad
+    if state.repeats:
+        return gradient is not None and state.arrived <= state.expected
+    if gradient is state.view:
         return False
-    return gradient is None if slot.is_sparse else gradient is not None or not slot.is_apart
+    return gradient is None if state.is_sparse else gradient is not None or not state.is_apart
 
 
-def _empty_rows(parameter: nn.Parameter) -> torch.Tensor:
+def _no_rows(parameter: nn.Parameter) -> torch.Tensor:
     indices = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)
     return torch.sparse_coo_tensor(indices, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape)
 
 
-def _dense(gradient: torch.Tensor, slot: GradientSlot) -> torch.Tensor:
-    """The gradient, unless it is sparse unexpectedly."""
+def late_gradient(state: ParameterState) -> torch.Tensor:
+    """What has arrived since the contribution was copied in, in the type and layout of the view; zeros for nothing."""
+    gradient = state.parameter.grad
+    if state.is_sparse:
+        return _no_rows(state.parameter) if gradient is None else _rows(gradient, state)
+    if gradient is None:
+        return torch.zeros_like(state.view)
+    return torch.empty_like(state.view).copy_(_dense(gradient, state))
+
+
+def _rows(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
+    """The gradient of a sparse embedding, unless it is dense unexpectedly."""
+    if gradient.layout == torch.strided:
+        raise ValueError(
+            f"parameter {state.name!r} is the weight of an nn.Embedding(sparse=True), but got a dense gradient: use "
+            "the weight in that embedding alone, or give it sparse=False"
+        )
+    return detached(gradient)
+
+
+def _dense(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
+    """The gradient without a graph of its own, unless it is sparse unexpectedly."""
     if gradient.layout != torch.strided:
         raise ValueError(
-            f"parameter {slot.name!r} got a sparse gradient, but no nn.Embedding(sparse=True) holds it: use one, or a "
+            f"parameter {state.name!r} got a sparse gradient, but no nn.Embedding(sparse=True) holds it: use one, or a "
             "dense gradient"
         )
-    return gradient
+    return detached(gradient)

@@ -1,31 +1,18 @@
-"""What users do to a reducer, its module or its gradients that cannot be reduced, in words."""
+"""What people do to a reducer, its module or its gradients that cannot be reduced, in words."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Iterator, Sequence
+from typing import TypeAlias
 
 from torch import nn
 
-from ds_topo.reducer.buckets import GradientSlot
 from ds_topo.reducer.copy_in import is_replaced
+from ds_topo.reducer.hooks import GradientHooks
+from ds_topo.reducer.parameter_state import COPIED_IN, ParameterState
 from ds_topo.reducer.parameters import listed
-
-
-class ReducerState(enum.Enum):
-    """What a reducer is doing."""
-
-    IDLE = enum.auto()
-    """No gradient of this step has arrived."""
-    ACCUMULATING = enum.auto()
-    """Inside ``no_sync()``: gradients stay on this rank."""
-    REDUCING = enum.auto()
-    """Gradients of the step's last backward arrive, and full buckets are under way."""
-    FINISHING = enum.auto()
-    """Inside ``finish()``."""
-    DETACHED = enum.auto()
-    """After ``detach()``."""
-
+from ds_topo.reducer.step import ReducerState
 
 _REMEDY = {
     ReducerState.IDLE: "no gradient arrived since the last finish(); call it once per step, after a backward outside "
@@ -42,17 +29,27 @@ def wrong_moment(call: str, state: ReducerState) -> RuntimeError:
     return RuntimeError(f"{call} while {state.name}: {_REMEDY[state]}")
 
 
-def surplus_gradient(slot: GradientSlot) -> RuntimeError:
-    """The error for a gradient that arrives after its slot's last one."""
-    if slot.expected > 1:
+def unexpected_gradient(state: ParameterState) -> RuntimeError:
+    """The error for a gradient that arrives after its parameter's last one."""
+    if state.expected > 1:
         return RuntimeError(
-            f"parameter {slot.name!r} got more than the {slot.expected} gradients of the first step: build the reducer "
-            "with static_graph=False, and let every micro-batch reach a parameter once"
+            f"parameter {state.name!r} got more than the {state.expected} gradients of the first step: build the "
+            "reducer with static_graph=False, and let every micro-batch reach a parameter once"
         )
     return RuntimeError(
-        f"parameter {slot.name!r} got a second gradient before finish(): call finish() after the last backward of a "
-        "step, and run the backward of earlier micro-batches inside no_sync(); if reentrant checkpointing or several "
-        "backward calls reach it more often in every step, pass static_graph=True"
+        f"parameter {state.name!r} got a second gradient before finish(): call finish() after the last backward of a "
+        "step, and run the backward of earlier micro-batches inside no_sync(), and that of a loss which only passes "
+        "through this module; call reset() to give up a step that an exception ended; if reentrant checkpointing or "
+        "several backward calls reach it more often in every step, pass static_graph=True"
+    )
+
+
+def unreduced_gradients(name: str) -> RuntimeError:
+    """The error for an optimizer that would use gradients of this rank alone."""
+    return RuntimeError(
+        f"optimizer.step() on parameter {name!r} and others, whose gradients are not reduced: it would step on this "
+        "rank's own gradients before finish(); call finish() first, reset() to give the step up, or step inside "
+        "no_sync() where local steps are meant"
     )
 
 
@@ -64,32 +61,65 @@ def missing_gradients(names: Sequence[str], whose: str) -> RuntimeError:
     )
 
 
-class Changes:
-    """Notices what has happened to a module since construction that cannot be reduced."""
+def unequal_repetition(names: Sequence[str]) -> RuntimeError:
+    """The error for parameters that a later step reached more often on some ranks of a GPU group than on others."""
+    return RuntimeError(
+        f"parameters {listed(names)} got more gradients than in the first step, on some ranks only: let every rank "
+        "reach a parameter equally often in a step"
+    )
 
-    def __init__(self, module: nn.Module, slots: Sequence[GradientSlot]) -> None:
-        self._module, self._slots = module, slots
-        self._parts = list(module.modules())
-        self._size = self._count()
-        self._known = {id(parameter) for parameter in module.parameters()}
-        self._frozen = [
-            (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
-        ]
+
+class Changes:
+    """Notices what has happened to a module since construction that cannot be reduced.
+
+    Args:
+        module: the module.
+        states: the parameters that are served.
+        hooks: their hooks.
+        ignored: identities of the parameters that are left alone.
+        may_miss: whether parameters may be without a gradient, and so frozen for a while.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        states: Sequence[ParameterState],
+        hooks: GradientHooks,
+        ignored: Collection[int],
+        may_miss: bool,
+    ) -> None:
+        self._module, self._states, self._hooks, self._may_miss = module, states, hooks, may_miss
+        self._ignored = ignored
+        self._known = {name: id(parameter) for name, parameter in self._named()}
+        self._frozen = [(name, parameter) for name, parameter in self._named() if not parameter.requires_grad]
+        self._parts = _parts_of(module)
 
     def problem(self) -> str | None:
-        """What has changed in parameters, or in gradients whose buckets are filled; None if nothing has."""
-        if self._count() != self._size:
-            named = self._module.named_parameters()
-            added = [name for name, parameter in named if id(parameter) not in self._known]
-            if added:
-                return _changed(added, "added")
-        frozen = [slot.name for slot in self._slots if not slot.arrived and not slot.parameter.requires_grad]
-        if frozen:
+        """What has changed in parameters, or in gradients that are in their buckets; None if nothing has."""
+        if not all(_is_as_before(*part) for part in self._parts):
+            named = dict(self._named())
+            new = [name for name, parameter in named.items() if self._known.get(name) != id(parameter)]
+            new = [name for name in new if id(named[name]) not in self._known.values()]
+            for names, how in (
+                ([name for name in new if name in self._known], "replaced"),
+                (new, "added"),
+                ([name for name in self._known if name not in named], "removed"),
+            ):
+                if names:
+                    return _changed(names, how)
+            self._parts = _parts_of(self._module)
+        absent = [state for state in self._states if not state.arrived]
+        lost = [state.name for state in absent if self._hooks.are_lost(state.parameter)]
+        if lost:
+            return _changed(lost, "moved or cast")
+        frozen = [state.name for state in absent if not state.parameter.requires_grad]
+        if frozen and not self._may_miss:
             return _changed(frozen, "frozen")
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
         if unfrozen:
             return _changed(unfrozen, "unfrozen")
-        replaced = [slot.name for slot in self._slots if slot.is_filled and is_replaced(slot)]
+        copied_in = (state for state in self._states if state.contribution is COPIED_IN)
+        replaced = [state.name for state in copied_in if is_replaced(state)]
         if replaced:
             return (
                 f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "
@@ -97,9 +127,32 @@ class Changes:
             )
         return None
 
-    def _count(self) -> int:
-        """How many parameters and parts the module's parts have; cheaper than listing them."""
-        return sum(len(part._parameters) + len(part._modules) for part in self._parts)
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return (
+            (name, parameter)
+            for name, parameter in self._module.named_parameters()
+            if id(parameter) not in self._ignored
+        )
+
+
+Part: TypeAlias = "tuple[nn.Module, tuple[nn.Parameter | None, ...], tuple[nn.Module | None, ...]]"
+
+
+def _parts_of(module: nn.Module) -> list[Part]:
+    """Every part of a module with its own parameters and parts."""
+    return [(part, tuple(part._parameters.values()), tuple(part._modules.values())) for part in module.modules()]
+
+
+def _is_as_before(
+    part: nn.Module, parameters: tuple[nn.Parameter | None, ...], modules: tuple[nn.Module | None, ...]
+) -> bool:
+    """Whether a part still has the same ones; cheaper than listing parameters by name."""
+    return (
+        len(part._parameters) == len(parameters)
+        and len(part._modules) == len(modules)
+        and all(map(operator.is_, part._parameters.values(), parameters))
+        and all(map(operator.is_, part._modules.values(), modules))
+    )
 
 
 def _changed(names: Sequence[str], how: str) -> str:

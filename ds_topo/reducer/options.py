@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypedDict
 
 import torch
 from torch import nn
@@ -13,9 +13,33 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.planning import MIB, BucketSizes
 
 
+class ReductionArguments(TypedDict, total=False):
+    """:class:`ReductionOptions` as keyword arguments, for type checkers and editors."""
+
+    bucket_bytes: int | None
+    first_bucket_bytes: int
+    last_bucket_bytes: int
+    op: Literal["average", "sum"]
+    divisor: float | None
+    predivide_factor: float | None
+    communication_dtype: torch.dtype | None
+    accumulation_dtype: torch.dtype | None
+    find_unused_parameters: bool
+    zero_unused_parameters: bool
+    overlap: bool | None
+    static_graph: bool
+    allow_late_gradients: bool
+    grad_buffers: Mapping[nn.Parameter, torch.Tensor]
+    expert_groups: Mapping[str, ProcessGroup]
+    ignored_parameters: Collection[str | nn.Parameter]
+    broadcast_at_start: bool
+    two_level: bool | None
+    keep_steps: int
+
+
 @dataclass(frozen=True)
 class ReductionOptions:
-    """The keyword arguments of :class:`GradientReducer`, all optional.
+    """The keyword arguments of a ``GradientReducer``, all optional.
 
     Attributes:
         bucket_bytes: capacity of a bucket. By default 4 MiB on a link that measures slow at the start, where an early
@@ -39,9 +63,12 @@ class ReductionOptions:
         static_graph: every step reaches the same parameters equally often, as DDP's option of this name. Lets a
             parameter get several gradients in one micro-batch (reentrant checkpointing, several backward calls); they
             are counted in the first step, which is reduced without overlap.
-        storage: where gradients accumulate instead of in buckets of the reducer's own, for some parameters:
+        allow_late_gradients: let later steps of a static graph reach a parameter more often than the first one did.
+            What comes after its bucket has left is reduced in ``finish()``; gradients become views of their buckets
+            there.
+        grad_buffers: where gradients accumulate instead of in buckets of the reducer's own, for some parameters:
             contiguous ``[numel]`` tensors of any floating-point type. Neighbors in memory share a bucket. The sum is
-            left there; ``parameter.grad`` is None after ``finish()``.
+            left there; ``parameter.grad`` is None after ``finish()``. (Formerly ``storage``.)
         expert_groups: the expert-data group of every ``group_name`` of parameters with ``allreduce = False``,
             DeepSpeed's marks of experts.
         ignored_parameters: names or parameters that are left alone.
@@ -66,7 +93,8 @@ class ReductionOptions:
     zero_unused_parameters: bool = False
     overlap: bool | None = None
     static_graph: bool = False
-    storage: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    allow_late_gradients: bool = False
+    grad_buffers: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     expert_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
     ignored_parameters: Collection[str | nn.Parameter] = ()
     broadcast_at_start: bool = True
@@ -90,13 +118,18 @@ class ReductionOptions:
                 )
         if self.find_unused_parameters and self.zero_unused_parameters:
             raise ValueError("find_unused_parameters and zero_unused_parameters: choose one of them")
+        if self.allow_late_gradients and not self.static_graph:
+            raise ValueError(
+                "allow_late_gradients=True: only gradients of a static graph are counted; set static_graph"
+            )
         if self.keep_steps < 1:
             raise ValueError(f"keep_steps={self.keep_steps}: the report remembers at least 1 step")
-        for parameter, home in self.storage.items():
-            if home.numel() != parameter.numel() or not home.is_contiguous() or home.device != parameter.device:
+        for parameter, buffer in self.grad_buffers.items():
+            if buffer.numel() != parameter.numel() or not buffer.is_contiguous() or buffer.device != parameter.device:
                 raise ValueError(
-                    f"storage: a tensor {list(home.shape)} on {home.device} for a parameter {list(parameter.shape)} on "
-                    f"{parameter.device}; it must be contiguous and of as many elements on the same device"
+                    f"grad_buffers: a tensor {list(buffer.shape)} on {buffer.device} for a parameter "
+                    f"{list(parameter.shape)} on {parameter.device}; it must be contiguous and of as many elements on "
+                    "the same device"
                 )
         self.bucket_sizes(MIB)
 
@@ -107,8 +140,8 @@ class ReductionOptions:
 
     def accumulation_dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """What gradients of this parameter are accumulated in."""
-        if parameter in self.storage:
-            return self.storage[parameter].dtype
+        if parameter in self.grad_buffers:
+            return self.grad_buffers[parameter].dtype
         dtype = parameter.dtype
         wide = self.accumulation_dtype
         return wide if wide and dtype.is_floating_point and wide.itemsize > dtype.itemsize else dtype
@@ -125,5 +158,5 @@ class ReductionOptions:
 
     def summary(self) -> str:
         """What must be equal on all ranks, as text."""
-        skipped = {"expert_groups", "ignored_parameters", "keep_steps", "storage"}
+        skipped = {"expert_groups", "ignored_parameters", "keep_steps", "grad_buffers"}
         return ", ".join(f"{name}={value}" for name, value in vars(self).items() if name not in skipped)

@@ -1,9 +1,10 @@
-"""The parameters that a reducer serves: found, marked, compared between ranks, and made equal at the start."""
+"""The parameters that a reducer serves: found, compared between ranks, and made equal at the start."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,66 +14,84 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_topo.errors import DisagreementError
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reducer.buckets import GradientSlot
 from ds_topo.reducer.options import ReductionOptions
+from ds_topo.reducer.parameter_state import ParameterState, expert_group_name
 
 _SHOWN = 8
 """How many names an error lists."""
 
-owners: Any = WeakIdKeyDictionary()
-"""Which parameters have a reducer; the entry goes with the parameter or with ``detach()``."""
+owners: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
+"""Which parameters have a reducer; the entry goes with either of them, or with ``detach()``."""
 
 
-def find_slots(module: nn.Module, options: ReductionOptions) -> list[GradientSlot]:
+def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: bool = False) -> list[ParameterState]:
     """The trainable parameters of a module, each once, without those to ignore.
 
     Raises:
-        ValueError: nothing to train, an unknown name to ignore, an expert without a group.
+        ValueError: nothing to train, an unknown name to ignore, an expert without a group, a sparse embedding whose
+            weight is used elsewhere.
         RuntimeError: a parameter already has a reducer.
     """
     ignored = ignored_identities(module, options)
     sparse = sparse_parameters(module)
-    slots = [
-        GradientSlot(
+    states = [
+        ParameterState(
             index=-1,
             name=name,
             parameter=parameter,
             dtype=options.accumulation_dtype_of(parameter),
             is_sparse=id(parameter) in sparse,
-            home=options.storage.get(parameter),
+            repeats=options.allow_late_gradients,
+            grad_buffer=options.grad_buffers.get(parameter),
             expected=0 if options.static_graph else 1,
         )
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and id(parameter) not in ignored
     ]
-    for index, slot in enumerate(slots):
-        slot.index = index
-    if not slots:
+    for index, state in enumerate(states):
+        state.index = index
+    if not states and not may_be_empty:
         raise ValueError("module: no parameter requires a gradient, so there is nothing to reduce")
-    taken = [slot.name for slot in slots if slot.parameter in owners]
+    _check_sparse(module, [state for state in states if state.is_sparse])
+    taken = [state.name for state in states if has_reducer(state.parameter)]
     if taken:
         raise RuntimeError(
             f"parameters {listed(taken)} already have a GradientReducer: detach() that one first, or use it for both"
         )
-    for slot in slots:
-        name = expert_group_name(slot.parameter)
+    for state in states:
+        name = state.expert_group_name
         if name is not None and name not in options.expert_groups:
             raise ValueError(
-                f"expert_groups: parameter {slot.name!r} is an expert of group {name!r}, which is not among "
+                f"expert_groups: parameter {state.name!r} is an expert of group {name!r}, which is not among "
                 f"{sorted(options.expert_groups)}; pass its expert-data group, expert_groups={{{name!r}: group}}"
             )
-    return slots
+    return states
 
 
-def expert_group_name(parameter: nn.Parameter) -> str | None:
-    """The ``group_name`` of an expert's parameter (``allreduce = False``), None for any other."""
-    return str(getattr(parameter, "group_name", "")) if not getattr(parameter, "allreduce", True) else None
+def has_reducer(parameter: nn.Parameter) -> bool:
+    """Whether a reducer serves the parameter already."""
+    owner = owners.get(parameter)
+    return owner is not None and owner() is not None
 
 
 def sparse_parameters(module: nn.Module) -> set[int]:
     """Identities of the parameters whose gradients are sparse: embeddings with ``sparse=True``."""
     embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
     return {id(part.weight) for part in embeddings if part.sparse}
+
+
+def _check_sparse(module: nn.Module, sparse: Sequence[ParameterState]) -> None:
+    """Raise if a sparse embedding's weight is another layer's, too: the gradients of both make a dense one."""
+    for state in sparse:
+        for prefix, part in module.named_modules():
+            is_embedding = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+            for name, parameter in part._parameters.items():
+                if parameter is state.parameter and not is_embedding:
+                    other = f"{prefix}.{name}".lstrip(".")
+                    raise ValueError(
+                        f"parameter {state.name!r} is the weight of an nn.Embedding(sparse=True) and of another layer, "
+                        f"as {other!r}, whose gradient is dense: give the embedding sparse=False"
+                    )
 
 
 def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]:
@@ -92,8 +111,8 @@ def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]
     return ignored
 
 
-def agree_on_slots(
-    slots: Sequence[GradientSlot], options: ReductionOptions, group: ProcessGroup, failure: Exception | None
+def agree_on_parameters(
+    states: Sequence[ParameterState], options: ReductionOptions, group: ProcessGroup, failure: Exception | None
 ) -> None:
     """Check that all ranks of the group reduce the same parameters in the same way; collective.
 
@@ -101,7 +120,7 @@ def agree_on_slots(
         DisagreementError: they do not; the message names the parameters and options that differ, on every rank.
         Exception: ``failure``, which this rank has had before.
     """
-    lines = [options.summary()] + [_description(slot) for slot in slots]
+    lines = [options.summary()] + [_description(state) for state in states]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     mine: tuple[str, str | None] = (digest, None if failure is None else f"{type(failure).__name__}: {failure}")
     everyone: list[Any] = [mine] * dist.get_world_size(group)
@@ -121,10 +140,10 @@ def agree_on_slots(
     raise DisagreementError(_difference(ranks, lists))
 
 
-def _description(slot: GradientSlot) -> str:
-    expert = expert_group_name(slot.parameter)
-    details = [str(list(slot.parameter.shape)), str(slot.parameter.dtype), *(["sparse"] if slot.is_sparse else [])]
-    return f"{slot.name} {' '.join(details)}" + (f" expert of {expert}" if expert is not None else "")
+def _description(state: ParameterState) -> str:
+    expert = state.expert_group_name
+    details = [str(list(state.parameter.shape)), str(state.parameter.dtype), *(["sparse"] if state.is_sparse else [])]
+    return f"{state.name} {' '.join(details)}" + (f" expert of {expert}" if expert is not None else "")
 
 
 def _difference(ranks: Sequence[int], lists: Sequence[list[str]]) -> str:
@@ -163,3 +182,19 @@ def broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
         work.wait()
         if payload.data_ptr() != tensor.data_ptr():
             tensor.copy_(payload)
+
+
+def make_equal(module: nn.Module, options: ReductionOptions, group: ProcessGroup) -> None:
+    """Give every rank the parameters and buffers of the group's first rank, frozen ones too, but for those to ignore.
+
+    Experts get those of the first rank of their own group. Collective.
+    """
+    ignored = ignored_identities(module, options)
+    by_name: dict[str | None, list[torch.Tensor]] = {None: list(module.buffers())}
+    for parameter in module.parameters():
+        if id(parameter) not in ignored:
+            by_name.setdefault(expert_group_name(parameter), []).append(parameter)
+    for name, tensors in by_name.items():
+        replicas = group if name is None else options.expert_groups.get(name)
+        if replicas is not None:
+            broadcast(tensors, replicas)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from ds_topo.reducer.buckets import GradientSlot
+from ds_topo.reducer.parameter_state import ParameterState
 
 MIB = 1 << 20
 
@@ -32,26 +33,36 @@ class BucketSizes:
                 raise ValueError(f"{name}={value}: a capacity in bytes, at least 1; leave it out for the default")
 
 
-def plan_slots(
-    slots: Sequence[GradientSlot], lanes: Sequence[Hashable], order: Sequence[int], sizes: BucketSizes
+def plan_parameters(
+    states: Sequence[ParameterState], routes: Sequence[Route], order: Sequence[int], sizes: BucketSizes
 ) -> list[tuple[int, ...]]:
-    """Distribute slots over buckets by data type, device, lane and home.
+    """Distribute parameters over buckets by data type, device, route and the user's buffers.
 
-    Buckets of homes follow memory, downwards. Those of experts do not follow ``order`` either: replicas of an expert
-    may be on ranks of several data-parallel groups, each of which learns an order of its own.
+    Buckets over a user's buffers follow memory, downwards. Those of experts do not follow ``order`` either: replicas of
+    an expert may be on ranks of several data-parallel groups, each of which learns an order of its own. Neither has
+    small buckets.
     """
-    stretches = _stretches(slots)
+    runs = _runs_of_buffers(states)
     kinds: list[Hashable] = []
-    for slot in slots:
-        apart = slot.index if slot.is_sparse else stretches.get(slot.index)
-        kinds.append((slot.dtype, slot.parameter.device, lanes[slot.index], apart))
+    for state in states:
+        apart = state.index if state.is_sparse else runs.get(state.index)
+        kinds.append((state.dtype, state.parameter.device, id(routes[state.index]), apart))
     members: dict[Hashable, list[int]] = defaultdict(list)
-    for slot in slots:
-        if slot.home is not None or slot.is_expert:
-            members[kinds[slot.index]].append(slot.index)
-    sequences = {kind: _downwards(slots, indices) for kind, indices in members.items()}
+    capacities: dict[Hashable, int] = {}
+    for state in states:
+        if state.grad_buffer is not None or state.is_expert:
+            kind = kinds[state.index]
+            members[kind].append(state.index)
+            capacities[kind] = routes[state.index].bucket_bytes
+    sequences = {kind: _downwards(states, indices) for kind, indices in members.items()}
     order = [next(sequences[kinds[index]]) if kinds[index] in sequences else index for index in order]
-    return plan_buckets([slot.nbytes for slot in slots], kinds, order, sizes, sequences)
+    return plan_buckets([state.nbytes for state in states], kinds, order, sizes, capacities)
+
+
+class Route(Protocol):
+    """What the plan must know of a parameter's route."""
+
+    bucket_bytes: int
 
 
 def plan_buckets(
@@ -59,7 +70,7 @@ def plan_buckets(
     kinds: Sequence[Hashable],
     order: Sequence[int],
     sizes: BucketSizes,
-    without_small: Collection[Hashable] = (),
+    capacities: Mapping[Hashable, int] | None = None,
 ) -> list[tuple[int, ...]]:
     """Distribute parameters over buckets; imitates torch's ``compute_bucket_assignment_by_size``.
 
@@ -68,7 +79,7 @@ def plan_buckets(
         kinds: only parameters of the same kind share a bucket.
         order: indices in the order in which gradients are expected to be ready.
         sizes: the capacities.
-        without_small: kinds whose buckets have ``bucket_bytes`` everywhere.
+        capacities: kinds whose buckets have this capacity in bytes, the first and the last of them too.
 
     Returns:
         Indices by bucket; buckets in the order in which they are expected to be full.
@@ -79,17 +90,19 @@ def plan_buckets(
     >>> plan_buckets([20, 60, 60, 60, 20, 10], ["float32", "bfloat16"] * 3, range(6), sizes)
     [(0,), (1, 3), (2, 4), (5,)]
     """
-    last = () if kinds[order[-1]] in without_small else _last_bucket(nbytes, kinds, order, sizes.last_bytes)
+    capacities = capacities or {}
+    last = () if kinds[order[-1]] in capacities else _last_bucket(nbytes, kinds, order, sizes.last_bytes)
+    in_last = set(last)
     buckets: list[tuple[int, ...]] = []
     open_members: dict[Hashable, list[int]] = defaultdict(list)
     open_bytes: dict[Hashable, int] = defaultdict(int)
     for index in order:
         kind = kinds[index]
-        if index in last:
+        if index in in_last:
             continue
         open_members[kind].append(index)
         open_bytes[kind] += nbytes[index]
-        if open_bytes[kind] >= (sizes.bucket_bytes if buckets or kind in without_small else sizes.first_bytes):
+        if open_bytes[kind] >= capacities.get(kind, sizes.bucket_bytes if buckets else sizes.first_bytes):
             buckets.append(tuple(open_members.pop(kind)))
             del open_bytes[kind]
     buckets += [tuple(members) for members in open_members.values()]
@@ -103,32 +116,34 @@ def _last_bucket(
 ) -> tuple[int, ...]:
     """The last parameter and those of its kind before it, as far as they fit."""
     members: list[int] = []
+    total = 0
     for index in reversed(order):
         if kinds[index] == kinds[order[-1]]:
-            if members and sum(nbytes[member] for member in members) + nbytes[index] > capacity:
+            total += nbytes[index]
+            if members and total > capacity:
                 break
             members.append(index)
     return tuple(reversed(members))
 
 
-def _stretches(slots: Sequence[GradientSlot]) -> Mapping[int, tuple[str, int]]:
-    """For every slot with a home, the stretch of memory without gaps that it is part of."""
+def _runs_of_buffers(states: Sequence[ParameterState]) -> Mapping[int, tuple[str, int]]:
+    """For every parameter with a user's buffer, the run of adjacent buffers, without gaps, that it is part of."""
     numbers: dict[int, tuple[str, int]] = {}
     end, number = None, 0
-    housed = [(slot.home, slot.index) for slot in slots if slot.home is not None]
-    for home, index in sorted(housed, key=lambda entry: entry[0].data_ptr()):
-        start = (home.untyped_storage().data_ptr(), home.dtype, home.data_ptr())
+    buffers = [(state.grad_buffer, state.index) for state in states if state.grad_buffer is not None]
+    for buffer, index in sorted(buffers, key=lambda entry: entry[0].data_ptr()):
+        start = (buffer.untyped_storage().data_ptr(), buffer.dtype, buffer.data_ptr())
         number += start != end
-        numbers[index] = ("stretch", number)
-        end = (*start[:2], home.data_ptr() + home.nbytes)
+        numbers[index] = ("run of buffers", number)
+        end = (*start[:2], buffer.data_ptr() + buffer.nbytes)
     return numbers
 
 
-def _downwards(slots: Sequence[GradientSlot], indices: Sequence[int]) -> Iterator[int]:
+def _downwards(states: Sequence[ParameterState], indices: Sequence[int]) -> Iterator[int]:
     """By falling address, or falling index."""
 
     def key(index: int) -> int:
-        home = slots[index].home
-        return index if home is None else home.data_ptr()
+        buffer = states[index].grad_buffer
+        return index if buffer is None else buffer.data_ptr()
 
     return iter(sorted(indices, key=key, reverse=True))

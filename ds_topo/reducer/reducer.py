@@ -1,52 +1,75 @@
-"""The reducer: hooks on parameters fill buckets, full buckets are reduced while backward goes on."""
+"""The reducer: hooks on parameters fill buckets, full buckets are reduced while backward goes on.
+
+A step, with the verb or event on each arrow::
+
+                     no_sync()
+            IDLE <--------------> ACCUMULATING     gradients stay on this rank, in their buckets
+             ^ |
+             | | a gradient of the last backward
+             | v
+             | REDUCING     parameter: PENDING -> READY (its last gradient) -> COPIED_IN (scaled, in its bucket)
+             |    |         bucket: full when nothing is pending; full buckets go in flight, in order
+             |    | finish(), or reset() to give the step up
+             |    v
+            FINISHING     the rest goes in flight, with zeros for unused parameters; the ranks tell each other which
+                          parameters they used, and who failed; wait; hand out gradients or errors; reset
+
+    detach() in any state leads to DETACHED, for good.
+
+Whoever calls the verbs is the :class:`~ds_topo.reducer.driver.StepDriver`: the user's loop, or an engine.
+"""
 
 from __future__ import annotations
 
-import importlib
 import time
+import warnings
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import Unpack
 
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
-from ds_topo.reducer.buckets import GradientBucket, GradientSlot
-from ds_topo.reducer.copy_in import fill, fill_at_once, fills_at_once, keep
-from ds_topo.reducer.misuse import Changes, ReducerState, missing_gradients, surplus_gradient, wrong_moment
-from ds_topo.reducer.options import ReductionOptions
-from ds_topo.reducer.parameters import (
-    agree_on_slots,
-    broadcast,
-    expert_group_name,
-    find_slots,
-    ignored_identities,
-    owners,
+from ds_topo.reducer.copy_in import accumulate, copy_in, copy_in_at_once, is_copied_at_once, late_gradient
+from ds_topo.reducer.driver import StepDriver, TrainingLoop
+from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go
+from ds_topo.reducer.layout import BucketLayout
+from ds_topo.reducer.misuse import (
+    Changes,
+    missing_gradients,
+    unequal_repetition,
+    unexpected_gradient,
+    unreduced_gradients,
+    wrong_moment,
 )
-from ds_topo.reducer.planning import plan_slots
-from ds_topo.reducer.probes import suitable_bucket_bytes
-from ds_topo.reducer.reductions import Census, CommHook, Reduction, launch
+from ds_topo.reducer.optimizers import watch
+from ds_topo.reducer.options import ReductionArguments, ReductionOptions
+from ds_topo.reducer.parameter_state import COPIED_IN, READY, ParameterState
+from ds_topo.reducer.parameters import agree_on_parameters, find_parameters, ignored_identities, make_equal, owners
+from ds_topo.reducer.reductions import launch
 from ds_topo.reducer.report import GradientReport, StepTiming
-from ds_topo.reducer.routes import assign_lanes
+from ds_topo.reducer.routes import CommHook, assign_routes
+from ds_topo.reducer.step import ReducerState, Step
+from ds_topo.reducer.used_parameters import Counts, UsedParameters
+
+IDLE, ACCUMULATING, REDUCING = ReducerState.IDLE, ReducerState.ACCUMULATING, ReducerState.REDUCING
 
 
-class GradientReducer:
+class HasDataParallelGroup(Protocol):
+    """A grid, or any mpu."""
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """All replicas of a parameter."""
+        ...
+
+
+class BucketReducer:
     """Average a module's gradients over a data-parallel group while backward is still running.
-
-    ::
-
-        reducer = GradientReducer(module, grid=grid)
-        for batches in loader:                      # micro-batches of one step
-            with reducer.no_sync():
-                for batch in batches[:-1]:
-                    module(batch).sum().backward()
-            module(batches[-1]).sum().backward()    # full buckets leave during this backward
-            reducer.finish()                        # now every gradient is the average over the group
-            optimizer.step()
-            optimizer.zero_grad()
 
     Gradients are views of contiguous buckets: those that accumulate are added in place, a first one (after
     ``zero_grad(set_to_none=True)``) is scaled straight into its bucket and freed. A bucket is reduced once per step, in
@@ -60,7 +83,8 @@ class GradientReducer:
         module: trainable parameters are served once each, tied or not. Its forward is called as usual.
         grid: whose data-parallel group (all replicas of a parameter) to reduce over;
         process_group: or that group itself. The whole world by default.
-        options: see :class:`ReductionOptions`.
+        driver: who decides about steps; the user's training loop by default.
+        options: see :class:`~ds_topo.reducer.options.ReductionOptions`.
 
     Raises:
         ValueError: values that cannot be.
@@ -69,57 +93,56 @@ class GradientReducer:
 
     Sources: Li et al., PyTorch Distributed (VLDB 2020), for buckets and overlap; TorchDistPackage's NaiveDDP for
     reducing at the last micro-batch only; DeepSpeed's ``average_expert_grads`` for the divisor of experts.
-
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    >>> module = nn.Linear(2, 1)
-    >>> reducer = GradientReducer(module)
-    >>> module(torch.ones(3, 2)).sum().backward()
-    >>> reducer.finish()
-    >>> module.weight.grad
-    tensor([[3., 3.]])
-    >>> dist.destroy_process_group()
     """
 
     def __init__(
-        self, module: nn.Module, *, grid: Any = None, process_group: ProcessGroup | None = None, **options: Any
+        self,
+        module: nn.Module,
+        *,
+        grid: HasDataParallelGroup | None = None,
+        process_group: ProcessGroup | None = None,
+        driver: StepDriver | None = None,
+        **options: Unpack[ReductionArguments],
     ) -> None:
         require_initialized("GradientReducer")
         self.module = module
         self.group = _data_parallel_group(grid, process_group)
-        failure: Exception | None = None
-        self._slots: list[GradientSlot] = []
-        try:
-            self.options = ReductionOptions(**options)
-            self._slots = find_slots(module, self.options)
-        except (TypeError, ValueError, RuntimeError) as error:
-            failure, self.options = error, ReductionOptions()
-        agree_on_slots(self._slots, self.options, self.group, failure)
-        self._changes = Changes(module, self._slots)
-        self._state = ReducerState.IDLE
-        device = self._slots[0].parameter.device
-        self._sizes = self.options.bucket_sizes(self.options.bucket_bytes or suitable_bucket_bytes(self.group, device))
-        self._dense, self._lane_of = assign_lanes(self._slots, self.options, self.group, self._sizes.bucket_bytes)
+        self.driver: StepDriver = driver or TrainingLoop()
+        self._given = frozenset(options)
+        """Names of the options that are the user's, not the driver's."""
+        self.options, self._states = self._agreed({**self.driver.options(), **options}, may_be_empty=driver is not None)
+        self._by_parameter: dict[torch.Tensor, ParameterState] = {state.parameter: state for state in self._states}
+        self._device = self._states[0].parameter.device if self._states else torch.device("cpu")
+        self._dense, self._routes = assign_routes(self._states, self.options, self.group, self._device)
         if self.options.broadcast_at_start:
-            self._broadcast()
-        self._buckets: list[GradientBucket] = []
-        self._plan: list[tuple[int, ...]] = []
-        self._next = 0
-        self._under_way: list[Reduction] = []
-        self._order: list[int] | None = []
-        """Indices of slots as their gradients became ready in the first step; None once the order is known."""
-        self._next_plan: list[tuple[int, ...]] | None = None
-        self._holds_back = self._all_want_to_hold_back = False
-        """Whether full buckets wait for the end of backward, in this step; and by what the last one knew."""
-        self._deferred: list[tuple[list[GradientSlot], Census]] = []
-        self._steps: deque[StepTiming] = deque(maxlen=self.options.keep_steps)
+            make_equal(module, self.options, self.group)
+        self._layout = BucketLayout(self._states, self._routes, self.options.bucket_sizes(self._dense.bucket_bytes))
+
+        # -- the step
+        self._state = IDLE
+        self._step = Step(StepTiming(0, 0))
+        self._is_unreduced = False
+        """Whether gradients of earlier micro-batches wait for the last one."""
+        self._all_prefer_to_defer = False
+        """What the ranks told each other in the last step."""
+        self._unread: list[UsedParameters] = []
+        """On a GPU, what they told each other in the last step is read in the next one."""
+
+        # -- the record
+        self._timings: deque[StepTiming] = deque(maxlen=self.options.keep_steps)
         self.step_count = 0
         """How many times ``finish()`` was reached."""
         self.reduction_count = 0
         """How many reductions of buckets were started."""
-        self._lay_out(self._planned(range(len(self._slots) - 1, -1, -1)))
-        for slot in self._slots:
-            owners[slot.parameter] = self
-        self._handles = [slot.parameter.register_post_accumulate_grad_hook(self._hook(slot)) for slot in self._slots]
+
+        self._hooks = GradientHooks()
+        for state in self._states:
+            owners[state.parameter] = weakref.ref(self)
+            self._hooks.add(state.parameter, self._hook(state))
+        ignored = ignored_identities(module, self.options)
+        self._changes = Changes(module, self._states, self._hooks, ignored, self._may_miss)
+        self._stop_watching = watch.enter(self)
+        keep_alive(module, self)
 
     # -- the verbs ---------------------------------------------------------------------------------------------------
 
@@ -130,9 +153,9 @@ class GradientReducer:
         Raises:
             RuntimeError: the last step is not finished.
         """
-        if self._state not in (ReducerState.IDLE, ReducerState.ACCUMULATING):
+        if self._state not in (IDLE, ACCUMULATING):
             raise wrong_moment("no_sync()", self._state)
-        previous, self._state = self._state, ReducerState.ACCUMULATING
+        previous, self._state = self._state, ACCUMULATING
         try:
             yield
         finally:
@@ -146,39 +169,73 @@ class GradientReducer:
                 parameter without a gradient, one added, frozen or unfrozen since construction, a gradient that was
                 replaced. On a GPU, ranks that are not to blame learn of it at the next step.
         """
-        if self._state is not ReducerState.REDUCING:
+        if self._state is not REDUCING:
             raise wrong_moment("finish()", self._state)
         self._state = ReducerState.FINISHING
-        timing = self._steps[-1]
+        timing = self._step.timing
         timing.finish_ns = time.perf_counter_ns()
         try:
             problem = self._changes.problem()
-            censuses = self._reduce_the_rest(problem is not None)
-            for reduction in self._under_way:
-                reduction.wait()
-            for _, census in censuses:
-                census.settle()
-            timing.buckets = [reduction.timing for reduction in self._under_way]
+            without, told = self._launch_the_rest(failed=problem is not None)
+            self._wait(told)
             if problem is not None:
                 raise RuntimeError(problem)
-            self._conclude(censuses)
-            self._learn_order()
+            unused, late = self._read(told)
+            self._reduce_late(late)
+            self._hand_out(without, unused)
+            self._layout.learn(self.group)
         finally:
             timing.ended_ns = time.perf_counter_ns()
-            self.step_count += 1
-            self._under_way = []
-            self._next, self._holds_back = 0, False
-            for bucket in self._buckets:
-                bucket.reset()
-            self._state = ReducerState.IDLE
+            self._reset()
 
-    def release(self) -> None:
-        """Launch the full buckets that were held back during backward, if any were."""
-        if self._holds_back and self._state is ReducerState.REDUCING:
-            self._holds_back = False
+    def reset(self) -> None:
+        """Give up the step: discard its gradients, of earlier micro-batches too, and go on with the next one.
+
+        For a step that an exception ended. Ranks that are in ``finish()`` of the same step raise there; so call it on
+        every rank that does not get that far, as soon as it goes on.
+
+        Raises:
+            RuntimeError: inside ``finish()``, or after ``detach()``.
+        """
+        if self._state in (ReducerState.FINISHING, ReducerState.DETACHED):
+            raise wrong_moment("reset()", self._state)
+        if self._state is REDUCING:
+            self._end_step(failed=True)
+        for state in self._states:
+            state.parameter.grad = None
+            state.discard_sum()
+            if state.grad_buffer is not None:
+                state.grad_buffer.zero_()
+        self._is_unreduced = False
+
+    def complete(self) -> None:
+        """``finish()``, also of a step in which no gradient arrived in the last micro-batch; for engines."""
+        if self._state is IDLE:
+            self._begin_step()
+        self.finish()
+
+    def give_up_unfinished(self) -> None:
+        """``reset()`` if an exception has ended the last step before ``finish()``; for engines."""
+        if self.is_in_step:
+            self.reset()
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether gradients of a step have arrived, and ``finish()`` is still to come."""
+        return self._state is REDUCING
+
+    def launch_deferred(self) -> None:
+        """Launch the full buckets that waited for the end of backward, if any did."""
+        if self._step.defers and self._state is REDUCING:
+            self._step.defers = False
             self._launch_full_buckets()
 
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+    def release(self) -> None:
+        """The former name of ``launch_deferred()``."""
+        warnings.warn("release() is now launch_deferred()", DeprecationWarning, stacklevel=2)
+        self.launch_deferred()
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Reduce dense gradients by a communication hook of torch's DDP, such as ``bf16_compress_hook``.
 
         The hook averages by itself, as it does under DDP. Experts and sparse gradients are reduced without it.
@@ -187,39 +244,40 @@ class GradientReducer:
             ValueError: options that a hook would ignore.
             RuntimeError: in the middle of a step.
         """
-        if self._state is not ReducerState.IDLE:
+        if self._state is not IDLE:
             raise wrong_moment("register_comm_hook()", self._state)
         options = self.options
-        if options.op == "sum" or options.divisor or options.predivide_factor or options.communication_dtype:
+        type_is_given = options.communication_dtype is not None and "communication_dtype" in self._given
+        if options.op == "sum" or options.divisor or options.predivide_factor or type_is_given:
             raise ValueError(
                 "op, divisor, predivide_factor and communication_dtype are a communication hook's own business: "
                 "leave them out of this GradientReducer"
             )
         self._dense.hook, self._dense.hook_state, self._dense.after = hook, state, 1.0
-        for slot in self._slots:
-            if self._lane_of[slot.index] is self._dense and not slot.is_sparse:
-                slot.scale = 1.0
+        for parameter in self._states:
+            if self._routes[parameter.index] is self._dense and not parameter.is_sparse:
+                parameter.scale = 1.0
 
     def report(self) -> GradientReport:
         """Bytes and times of the last steps on this rank."""
-        return GradientReport(dist.get_rank(), tuple(step for step in self._steps if step.ended_ns))
+        return GradientReport(dist.get_rank(), tuple(timing for timing in self._timings if timing.ended_ns))
 
     def detach(self) -> None:
-        """Remove the hooks; the module may get another reducer. Gradients stay as they are. Twice is once."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        if self._state is not ReducerState.DETACHED:
-            self._state = ReducerState.DETACHED
-            for slot in self._slots:
-                owners.pop(slot.parameter, None)
-            if self._dense.two_level is not None:
-                self._dense.two_level.destroy()
-
-    @classmethod
-    def attach(cls, engine: Any, **options: Any) -> Any:
-        """Let a DeepSpeed engine reduce its gradients this way; see ``ds_topo.engine.reducer_drivers.attach``."""
-        return importlib.import_module("ds_topo.engine.reducer_drivers").attach(engine, **options)
+        """Remove the hooks; the module may get another reducer. Gradients stay as they are. Idempotent."""
+        if self._state is ReducerState.DETACHED:
+            return
+        self._state = ReducerState.DETACHED
+        self._hooks.remove()
+        self._stop_watching()
+        let_go(self.module)
+        for state in self._states:
+            owners.pop(state.parameter, None)
+            state.discard_sum()
+        for bucket in self._layout.buckets:
+            bucket.release()
+        self.driver.on_detach()
+        if self._dense.two_level is not None:
+            self._dense.two_level.destroy()
 
     @property
     def state(self) -> ReducerState:
@@ -229,7 +287,7 @@ class GradientReducer:
     @property
     def buckets(self) -> list[list[str]]:
         """Names of the parameters in each bucket, in the order of reduction."""
-        return [[slot.name for slot in bucket.slots] for bucket in self._buckets]
+        return [[member.name for member in bucket.members] for bucket in self._layout.buckets]
 
     @property
     def uses_two_levels(self) -> bool:
@@ -238,184 +296,274 @@ class GradientReducer:
 
     # -- gradients arrive --------------------------------------------------------------------------------------------
 
-    def _hook(self, slot: GradientSlot) -> Callable[[torch.Tensor], None]:
-        """What autograd calls when a parameter's gradient is complete; the common path is kept short."""
-        reducing = ReducerState.REDUCING
-        at_once = fills_at_once(slot)
+    def _hook(self, state: ParameterState) -> OnGradient:
+        """What autograd calls when a gradient is accumulated; the common path is kept short.
 
-        def on_gradient(_: torch.Tensor) -> None:
-            if self._state is not reducing and not self._start():
-                keep(slot)
+        It must not keep this reducer alive: see Note [Lifetime] in ``hooks.py``.
+        """
+        at_once, layout, reference = is_copied_at_once(state), self._layout, weakref.ref(self)
+
+        def on_gradient(_: object, __: object) -> None:
+            reducer = reference()
+            assert reducer is not None
+            if reducer._state is not REDUCING and not reducer._start():
+                accumulate(state)
+                reducer._is_unreduced = True
                 return
-            slot.arrived += 1
-            if self._order is not None:
-                self._order.append(slot.index)
-            if slot.arrived != slot.expected:
-                self._keep_for_later(slot)
+            state.arrived += 1
+            if layout.arrivals is not None:
+                layout.arrivals.append(state.index)
+            if state.arrived != state.expected:
+                reducer._take_further(state)
                 return
-            slot.is_ready = True
+            state.contribution = READY
             if at_once:
-                fill_at_once(slot)
-            bucket = slot.bucket
+                copy_in_at_once(state)
+            bucket = state.bucket
             bucket.pending -= 1
             if not bucket.pending:
-                fill(bucket.slots)
-                if bucket.index == self._next and not self._holds_back:
-                    self._launch_full_buckets()
+                copy_in(bucket.members)
+                if bucket.index == reducer._step.next_bucket and not reducer._step.defers:
+                    reducer._launch_full_buckets()
 
         return on_gradient
 
-    def _keep_for_later(self, slot: GradientSlot) -> None:
-        """A gradient after which another one will arrive, or may (in the first step of a static graph)."""
-        if slot.expected and slot.arrived > slot.expected:
-            raise surplus_gradient(slot)
-        keep(slot)
+    def _take_further(self, state: ParameterState) -> None:
+        """A gradient after which another one will arrive, or may (in the first step of a static graph), or one more."""
+        if not state.expected or state.arrived < state.expected:
+            accumulate(state)
+        elif not state.repeats:
+            raise unexpected_gradient(state)
+        elif state.contribution is COPIED_IN:
+            self._step.late[state.index] = state
 
     def _start(self) -> bool:
         """A gradient while none is being reduced; whether this backward is the step's last one."""
-        if self._next_plan is not None:
-            self._lay_out(self._next_plan)
-            self._next_plan = None
-        if self._state is ReducerState.IDLE and self._is_last_backward():
+        self._layout.renew()
+        if self._state is IDLE and self.driver.is_last_backward():
             self._begin_step()
-        return self._state is ReducerState.REDUCING
+        return self._state is REDUCING
 
     def _begin_step(self) -> None:
-        self._state = ReducerState.REDUCING
         overlap = self.options.overlap
-        self._holds_back = self._all_want_to_hold_back if overlap is None else not overlap
-        self._steps.append(StepTiming(self.step_count, time.perf_counter_ns()))
-
-    def _wants_to_hold_back(self) -> bool:
-        """Whether the next step's reductions had better not disturb its backward; done if all ranks agree.
-
-        Ranks of a group must not differ in this: their backward may have collectives of the same group.
-        """
-        return False
-
-    def _is_last_backward(self) -> bool:
-        """Whether gradients that arrive now are of the step's last micro-batch; engines know better."""
-        return True
+        defers = self._all_prefer_to_defer if overlap is None else not overlap
+        self._step = Step(StepTiming(self.step_count, time.perf_counter_ns()), defers)
+        self._timings.append(self._step.timing)
+        self._state = REDUCING
 
     def _launch_full_buckets(self) -> None:
         """In the buckets' order, the same on all ranks, whatever the order in which they became full."""
-        last = len(self._buckets) - 1
-        while self._next <= last and not self._buckets[self._next].pending:
-            bucket = self._buckets[self._next]
-            self._under_way.append(launch(bucket, self._lane_of[bucket.slots[0].index], self._next == last))
+        step, buckets = self._step, self._layout.buckets
+        last = len(buckets) - 1
+        while step.next_bucket <= last and not buckets[step.next_bucket].pending:
+            bucket = buckets[step.next_bucket]
+            route = self._routes[bucket.members[0].index]
+            step.in_flight.append(launch(bucket, route, is_last=step.next_bucket == last))
             self.reduction_count += 1
-            self._next += 1
+            step.next_bucket += 1
+
+    # -- what others do to gradients -----------------------------------------------------------------------------------
+
+    def before_zero_grad(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let go of what these gradients are, beside ``parameter.grad``; give up a step that is thrown away whole.
+
+        A loss that only runs through this module (a generator's, through the discriminator) starts a step here, whose
+        gradients are then thrown away, on all ranks alike.
+        """
+        if self._state is not REDUCING and not self._is_unreduced and not self._leaves_sums:
+            return
+        zeroed = [self._by_parameter[parameter] for parameter in parameters if parameter in self._by_parameter]
+        if self._state is REDUCING:
+            self._step.discarded.update(state.index for state in zeroed)
+            if len(self._step.discarded) < len(self._states):
+                return
+            self._end_step(failed=False)
+        for state in zeroed:
+            state.discard_sum()
+        if len(zeroed) == len(self._states):
+            self._is_unreduced = False
+
+    def before_optimizer_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Refuse a step on gradients that are this rank's alone."""
+        if self._state is REDUCING or (self._is_unreduced and self._state is IDLE):
+            for parameter in parameters:
+                if parameter in self._by_parameter:
+                    raise unreduced_gradients(self._by_parameter[parameter].name)
+
+    @property
+    def _leaves_sums(self) -> bool:
+        """Whether gradients are left in ``main_grad``, or accumulate apart from ``parameter.grad``."""
+        return self.options.accumulation_dtype is not None or bool(self.options.grad_buffers)
+
+    @property
+    def _may_miss(self) -> bool:
+        """Whether parameters may be without a gradient."""
+        return self.options.find_unused_parameters or self.options.zero_unused_parameters
 
     # -- the end of a step -------------------------------------------------------------------------------------------
 
-    def _reduce_the_rest(self, failed: bool) -> list[tuple[list[GradientSlot], Census]]:
-        """Reduce what is not yet under way, with zeros for parameters that took no part, so that no rank waits."""
-        present = [slot.arrived > 0 for slot in self._slots]
+    def _end_step(self, failed: bool) -> None:
+        """Take part in what the other ranks wait for, and forget the step."""
+        self._state = ReducerState.FINISHING
+        timing = self._step.timing
+        timing.finish_ns = time.perf_counter_ns()
+        try:
+            _, told = self._launch_the_rest(failed)
+            self._wait(told)
+        finally:
+            timing.ended_ns = time.perf_counter_ns()
+            self._reset()
+
+    def _launch_the_rest(self, failed: bool) -> tuple[list[ParameterState], list[UsedParameters]]:
+        """Launch what is not yet in flight, with zeros for parameters that took no part, so that no rank waits.
+
+        Returns:
+            The parameters without a gradient, and what is being told to the other ranks.
+        """
+        used = [state.arrived > 0 for state in self._states]
         if self.options.find_unused_parameters:  # those of earlier micro-batches too
-            present = [
-                found or slot.parameter.grad is not None or slot.holds_gradient
-                for found, slot in zip(present, self._slots, strict=True)
+            used = [
+                found or state.parameter.grad is not None or state.holds_sum
+                for found, state in zip(used, self._states, strict=True)
             ]
-        for bucket in self._buckets:
+        without: list[ParameterState] = []
+        for bucket in self._layout.buckets:
             if bucket.pending:
-                fill(bucket.slots)
+                without += copy_in(bucket.members)
                 bucket.pending = 0
         self._launch_full_buckets()
         if self._dense.two_level is not None:
             self._dense.two_level.flush()
-        censuses = []
-        for lane in dict.fromkeys(self._lane_of):
-            members = [slot for slot in self._slots if self._lane_of[slot.index] is lane]
-            device = members[0].parameter.device
-            notes = [*(present[slot.index] for slot in members), failed, self._wants_to_hold_back()]
-            censuses.append((members, Census(notes, lane, device)))
-        return censuses
+        prefers_to_defer = self.driver.prefers_to_defer(
+            [timing.communication_ns for timing in self._timings if timing.ended_ns]
+        )
+        told = []
+        for route in dict.fromkeys(self._routes):
+            members = [state for state in self._states if self._routes[state.index] is route]
+            mine = [used[state.index] for state in members]
+            late = self._step.late.keys()
+            told.append(UsedParameters(members, mine, late, route, failed=failed, prefers_to_defer=prefers_to_defer))
+        return without, told
 
-    def _conclude(self, censuses: list[tuple[list[GradientSlot], Census]]) -> None:
-        """Hand out gradients and errors by what the ranks have told each other."""
-        may_miss = self.options.find_unused_parameters or self.options.zero_unused_parameters
-        missing = [slot.name for slot in self._slots if not slot.arrived]
-        if missing and not may_miss:
+    def _wait(self, told: list[UsedParameters]) -> None:
+        for reduction in self._step.in_flight:
+            reduction.wait()
+        for notes in told:
+            notes.settle()
+        self._step.timing.buckets = [reduction.timing for reduction in self._step.in_flight]
+
+    def _read(self, told: list[UsedParameters]) -> tuple[list[ParameterState], list[ParameterState]]:
+        """What the ranks have told each other; raise where that is an error.
+
+        On a GPU it is what they told in the step before, so that nothing waits for the device; but at once in the first
+        step, where unused parameters are to be found, and where this rank got late gradients.
+
+        Returns:
+            The parameters that no rank used, if those are to be found, and those that got late gradients.
+        """
+        missing = [state.name for state in self._states if not state.arrived]
+        if missing and not self._may_miss:
             raise missing_gradients(missing, "this rank")
-        is_deferred = self._slots[0].parameter.is_cuda and not self.options.find_unused_parameters
-        self._deferred, censuses = (censuses, self._deferred) if is_deferred else ([], censuses)
-        unused: set[int] = set()
-        for members, census in censuses:
-            counts, failures, holding = census.result()
-            if self._lane_of[members[0].index] is self._dense:
-                self._all_want_to_hold_back = holding == census.size
-            absent = [slot for slot, count in zip(members, counts, strict=True) if count < census.size]
-            if failures:
-                raise RuntimeError(f"{failures} of {census.size} ranks failed in finish(); their own errors say why")
-            if absent and not may_miss:
-                raise missing_gradients([slot.name for slot in absent], "some other ranks")
-            if self.options.find_unused_parameters:
-                unused.update(slot.index for slot, count in zip(members, counts, strict=True) if not count)
-        for slot in self._slots:
-            if slot.home is not None:
-                slot.parameter.grad = None
-            elif slot.is_apart and slot.index not in unused:
-                setattr(slot.parameter, "main_grad", slot.view)  # noqa: B010
-                slot.parameter.grad = slot.view.to(slot.parameter.dtype)
-            elif (not slot.is_ready or slot.is_sparse) and slot.index not in unused:
-                slot.parameter.grad = slot.view
+        is_first = self._layout.arrivals is not None
+        at_once = self.options.find_unused_parameters or is_first or bool(self._step.late)
+        if self._device.type == "cuda" and not at_once:
+            told, self._unread = self._unread, told
+        unused: list[ParameterState] = []
+        late: list[ParameterState] = []
+        for counts in (notes.counts() for notes in told):
+            self._raise_for(counts)
+            unused += counts.unused_everywhere if self.options.find_unused_parameters else []
+            late += counts.late_anywhere
+        return unused, late
 
-    def _learn_order(self) -> None:
-        """After the first step: plan buckets in the order in which the first rank's gradients became ready."""
-        if self._order is None:
-            return
-        last_arrivals = list(dict.fromkeys(reversed(self._order)))[::-1]
-        arrived = set(last_arrivals)
-        order = last_arrivals + [slot.index for slot in reversed(self._slots) if slot.index not in arrived]
-        for slot in self._slots:
-            slot.expected = slot.expected or max(1, slot.arrived)
-        agreed = torch.tensor(order, device=self._slots[0].parameter.device)
-        broadcast([agreed], self.group)
-        plan = self._planned(agreed.tolist())
-        self._next_plan = plan if plan != self._plan else None
-        self._order = None
+    def _raise_for(self, counts: Counts) -> None:
+        size = counts.route.size
+        if counts.route is self._dense:
+            self._all_prefer_to_defer = counts.prefer_to_defer == size
+        if counts.failed:
+            raise RuntimeError(f"{counts.failed} of {size} ranks failed in finish(); their own errors say why")
+        if counts.unused_anywhere and not self._may_miss:
+            raise missing_gradients([state.name for state in counts.unused_anywhere], "some other ranks")
+        if self._device.type == "cuda" and len(counts.late_anywhere) > len(counts.late_everywhere):
+            raise unequal_repetition([state.name for state in counts.late_anywhere])
+
+    def _reduce_late(self, late: list[ParameterState]) -> None:
+        """Add what came after parameters were copied in, and expect as much in later steps."""
+        before, after = self.options.scales(self._dense.size)
+        for state in sorted(late, key=lambda state: state.index):
+            gradient = late_gradient(state)
+            gradient = gradient.coalesce() if state.is_sparse else gradient
+            gradient.mul_(before)
+            dist.all_reduce(gradient, group=self._routes[state.index].group)
+            state.view = state.view.add_(gradient.mul_(after))
+        for state in self._step.late.values():
+            state.expected = max(state.expected, state.arrived)
+
+    def _hand_out(self, without: list[ParameterState], unused: list[ParameterState]) -> None:
+        """Give parameters gradients that are not yet theirs; those that no rank used keep what they have."""
+        keep = {state.index for state in unused}
+        for state in self._states if self.options.allow_late_gradients else without:
+            if state.index not in keep and not state.is_apart and state.parameter.requires_grad:
+                state.parameter.grad = state.view
+        for state in self._states:
+            if not (state.is_apart or state.is_sparse):
+                continue
+            parameter = state.parameter
+            if state.grad_buffer is not None:
+                parameter.grad = None
+            elif state.index in keep:
+                continue
+            elif state.is_sparse:
+                parameter.grad = state.view
+            else:
+                setattr(parameter, "main_grad", state.view)  # noqa: B010
+                parameter.grad = state.view.to(parameter.dtype)
+
+    def _reset(self) -> None:
+        self.step_count += 1
+        for bucket in self._layout.buckets:
+            bucket.reset()
+        self._step = Step(self._step.timing)
+        self._is_unreduced = False
+        self._state = IDLE
 
     # -- construction ------------------------------------------------------------------------------------------------
 
-    def _planned(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        lanes = [id(lane) for lane in self._lane_of]
-        return plan_slots(self._slots, lanes, order, self._sizes)
-
-    def _lay_out(self, plan: list[tuple[int, ...]]) -> None:
-        """Build the buckets of a plan; gradients that are still needed move along."""
-        for bucket in self._buckets:
-            bucket.release()
-        self._plan, self._buckets = plan, []
-        for index, members in enumerate(plan):
-            slots = [self._slots[member] for member in members]
-            two_level = self._lane_of[members[0]].two_level
-            bucket = GradientBucket(index, slots, two_level.inner_size if two_level is not None else 1)
-            bucket.install()
-            self._buckets.append(bucket)
-
-    def _broadcast(self) -> None:
-        """Frozen parameters and buffers too, but for those to ignore."""
-        ignored = ignored_identities(self.module, self.options)
-        tensors = [tensor for tensor in self.module.parameters() if id(tensor) not in ignored]
-        by_name: dict[str | None, list[torch.Tensor]] = {None: list(self.module.buffers())}
-        for tensor in tensors:
-            by_name.setdefault(expert_group_name(tensor), []).append(tensor)
-        for name, members in by_name.items():
-            group = self.group if name is None else self.options.expert_groups.get(name)
-            if group is not None:
-                broadcast(members, group)
+    def _agreed(
+        self, arguments: ReductionArguments, may_be_empty: bool
+    ) -> tuple[ReductionOptions, list[ParameterState]]:
+        """Options and parameters, compared between ranks; a rank that fails tells the others."""
+        failure: Exception | None = None
+        options, states = ReductionOptions(), []
+        try:
+            options = ReductionOptions(**_with_former_names(arguments))
+            states = find_parameters(self.module, options, may_be_empty)
+        except (TypeError, ValueError, RuntimeError) as error:
+            failure = error
+        agree_on_parameters(states, options, self.group, failure)
+        return options, states
 
 
-def _data_parallel_group(grid: Any, process_group: ProcessGroup | None) -> ProcessGroup:
+def _with_former_names(arguments: ReductionArguments) -> ReductionArguments:
+    """``grad_buffers`` was called ``storage``."""
+    if "storage" in arguments:
+        warnings.warn("storage= is now grad_buffers=", DeprecationWarning, stacklevel=4)
+        renamed = dict(arguments)
+        renamed["grad_buffers"] = renamed.pop("storage")
+        return cast("ReductionArguments", renamed)
+    return arguments
+
+
+def _data_parallel_group(grid: HasDataParallelGroup | None, process_group: ProcessGroup | None) -> ProcessGroup:
     if grid is not None and process_group is not None:
         raise ValueError("grid and process_group: give one of them")
-    group: ProcessGroup = grid.get_data_parallel_group() if grid is not None else process_group or _world()
+    group = grid.get_data_parallel_group() if grid is not None else process_group or _all_ranks()
     if dist.get_rank() not in dist.get_process_group_ranks(group):
         raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks")
     return group
 
 
-def _world() -> ProcessGroup:
+def _all_ranks() -> ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world

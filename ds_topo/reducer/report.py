@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 
 @dataclass(slots=True)
@@ -38,13 +38,25 @@ class StepTiming:
 
     @property
     def communication_ns(self) -> int:
-        """How long at least one bucket was under way."""
+        """How long at least one bucket was in flight."""
         return sum(end - start for start, end in _union(self.buckets))
 
     @property
     def exposed_ns(self) -> int:
         """The part of it that ``finish()`` had to wait for."""
         return sum(max(0, end - max(start, self.finish_ns)) for start, end in _union(self.buckets))
+
+
+class BucketRow(TypedDict):
+    """One bucket of a report; times are medians over steps, in milliseconds."""
+
+    bucket: int
+    nbytes: int
+    parameters: int
+    launched_ms: float
+    under_way_ms: float
+    waited_ms: float
+    label: str
 
 
 @dataclass(frozen=True)
@@ -69,13 +81,13 @@ class GradientReport:
         shares = [1 - step.exposed_ns / step.communication_ns for step in self.steps if step.communication_ns]
         return median(shares) if shares else 1.0
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[BucketRow]:
         """One row per bucket, medians over the steps with the latest set of buckets; times in milliseconds."""
         if not self.steps:
             return []
         layout = _layout(self.steps[-1])
         alike = [step for step in self.steps if _layout(step) == layout]
-        rows = []
+        rows: list[BucketRow] = []
         for place, bucket in enumerate(self.steps[-1].buckets):
             timings = [(step.started_ns, step.buckets[place]) for step in alike]
             rows.append(
@@ -116,17 +128,17 @@ class GradientReport:
             {"ph": "M", "name": "process_name", "pid": self.rank, "args": {"name": f"rank {self.rank}"}},
             _thread_name(self.rank, 0, "backward and finish()"),
         ]
-        lanes: list[int] = []
+        tracks: list[int] = []
         for step in self.steps:
             events.append(_span(self.rank, 0, f"step {step.step}: backward", step.started_ns, step.finish_ns))
             events.append(_span(self.rank, 0, f"step {step.step}: finish()", step.finish_ns, step.ended_ns))
             for bucket in step.buckets:
-                lane = next((lane for lane, end in enumerate(lanes) if end <= bucket.launched_ns), len(lanes))
-                lanes[lane : lane + 1] = [bucket.done_ns]
+                track = next((track for track, end in enumerate(tracks) if end <= bucket.launched_ns), len(tracks))
+                tracks[track : track + 1] = [bucket.done_ns]
                 details = {"bytes": bucket.nbytes, "parameters": bucket.parameters, "over": bucket.label}
                 name = f"bucket {bucket.index}"
-                events.append(_span(self.rank, lane + 1, name, bucket.launched_ns, bucket.done_ns, details))
-        events += [_thread_name(self.rank, lane + 1, f"communication {lane}") for lane in range(len(lanes))]
+                events.append(_span(self.rank, track + 1, name, bucket.launched_ns, bucket.done_ns, details))
+        events += [_thread_name(self.rank, track + 1, f"communication {track}") for track in range(len(tracks))]
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save_trace(self, path: str | Path) -> None:
@@ -138,7 +150,7 @@ class GradientReport:
 
 
 def _union(buckets: Sequence[BucketTiming]) -> list[tuple[int, int]]:
-    """The times at which at least one bucket was under way, as disjoint intervals."""
+    """The times at which at least one bucket was in flight, as disjoint intervals."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted((bucket.launched_ns, bucket.done_ns) for bucket in buckets):
         if merged and start <= merged[-1][1]:

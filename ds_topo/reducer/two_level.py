@@ -7,13 +7,16 @@ inside the host the shares are gathered again. With n ranks on each of h hosts a
 
 from __future__ import annotations
 
+import enum
 import queue
 import socket
 import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -44,7 +47,7 @@ class TwoLevelReduction:
         self._outer = _existing(self._groups.get(("across hosts",)))
         self.inner_size = len(inner)
         """Tensors must have a multiple of so many elements."""
-        self._jobs: queue.SimpleQueue[tuple[torch.Tensor, Future[int]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -56,7 +59,7 @@ class TwoLevelReduction:
     def submit(self, tensor: torch.Tensor) -> Future[int]:
         """Start summing ``tensor`` in place; all ranks submit the same tensors in the same order.
 
-        The result is the time at which it ended, ``time.perf_counter_ns``. The last one submitted may stay under way
+        The result is the time at which it ended, ``time.perf_counter_ns``. The last one submitted may stay in flight
         until :meth:`flush`.
         """
         done: Future[int] = Future()
@@ -67,7 +70,7 @@ class TwoLevelReduction:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="ds_topo two-level reduction", daemon=True)
             self._thread.start()
-        self._jobs.put((tensor, done))
+        self._jobs.put(_Sum(tensor, done))
         return done
 
     def flush(self) -> None:
@@ -75,30 +78,34 @@ class TwoLevelReduction:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         elif self._thread is not None:
-            self._jobs.put(None)
+            self._jobs.put(_Mark.FLUSH)
 
     def destroy(self) -> None:
-        """Destroy the groups; nothing may be under way."""
+        """End the thread and destroy the groups; nothing may be in flight. Idempotent."""
+        if self._thread is not None:
+            self._jobs.put(_Mark.END)
+            self._thread.join()
+            self._thread = None
         self._groups.destroy()
 
     def _work(self) -> None:
         crossing: _Crossing | None = None
-        while True:
+        job: _Job = _Mark.FLUSH
+        while job is not _Mark.END:
             job = self._jobs.get()
-            following = None
-            try:
-                if job is not None:
-                    following = self._scatter(*job)
-            except BaseException as error:  # handed to whoever waits for the tensor
-                assert job is not None
-                job[1].set_exception(error)
+            following = self._scatter(job) if isinstance(job, _Sum) else None
             if crossing is not None:
                 self._gather(crossing)
             crossing = following
 
-    def _scatter(self, tensor: torch.Tensor, done: Future[int]) -> _Crossing:
-        share = _reduce_scatter(tensor, self._inner)
-        return _Crossing(tensor, share, dist.all_reduce(share, group=self._outer, async_op=True), done)
+    def _scatter(self, job: _Sum) -> _Crossing | None:
+        try:
+            share = _reduce_scatter(job.tensor, self._inner)
+            work = dist.all_reduce(share, group=self._outer, async_op=True)
+        except BaseException as error:  # handed to whoever waits for the tensor
+            job.done.set_exception(error)
+            return None
+        return _Crossing(job.tensor, share, work, job.done)
 
     def _gather(self, crossing: _Crossing) -> None:
         try:
@@ -118,11 +125,34 @@ class TwoLevelReduction:
             dist.all_gather_into_tensor(tensor, share, group=self._inner)
 
 
+@dataclass(eq=False)
+class _Sum:
+    """A tensor to sum, and where its end is told."""
+
+    tensor: torch.Tensor
+    done: Future[int]
+
+
+class _Mark(enum.Enum):
+    """What else the thread is told."""
+
+    FLUSH = enum.auto()
+    """No other tensor follows for now."""
+    END = enum.auto()
+    """Nor later."""
+
+
+_Job: TypeAlias = "_Sum | _Mark"
+
+
+@dataclass(eq=False)
 class _Crossing:
     """A tensor whose share is on its way across hosts."""
 
-    def __init__(self, tensor: torch.Tensor, share: torch.Tensor, work: dist.Work, done: Future[int]) -> None:
-        self.tensor, self.share, self.work, self.done = tensor, share, work, done
+    tensor: torch.Tensor
+    share: torch.Tensor
+    work: dist.Work
+    done: Future[int]
 
 
 def _reduce_scatter(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

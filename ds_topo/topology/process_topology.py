@@ -9,18 +9,22 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError
-from ds_topo.topology.layout import Layout
+from ds_topo.topology.layout import Factors, Layout, index_along, offset_at, offsets_of
 from ds_topo.topology.spec import (
     Spec,
     canonical_axis,
     check_axes,
     check_world_size,
+    is_strided,
     parse_spec,
+    parse_strided_spec,
     read_config,
+    strided_text,
     whole_number,
 )
 
@@ -92,10 +96,16 @@ class ProcessTopology:
         >>> ProcessTopology.from_spec([("data", 2), ("pipe", 2)]) == ProcessTopology.from_spec({"data": 2, "pipe": 2})
         True
         """
-        return ProcessTopology(*parse_spec(spec, world_size))
+        if not is_strided(spec):
+            return ProcessTopology(*parse_spec(spec, world_size))
+        axes, factors = parse_strided_spec(str(spec))
+        topology = cls._laid_out(axes, Layout(factors))
+        if world_size is not None:
+            topology.check_world_size(world_size)
+        return topology
 
     @classmethod
-    def from_config(cls, config: str | Path | Mapping[str, Any], world_size: int | None = None) -> ProcessTopology:
+    def from_config(cls, config: str | Path | Mapping[str, object], world_size: int | None = None) -> ProcessTopology:
         """A topology from the ``"topology"`` section of a DeepSpeed config, a path or the loaded mapping.
 
         >>> ProcessTopology.from_config({"train_batch_size": 8, "topology": "data=2,pipe=2"})
@@ -125,8 +135,15 @@ class ProcessTopology:
 
     @property
     def spec(self) -> str:
-        """The topology as text that ``from_spec`` reads back."""
-        return ",".join(f"{axis}={degree}" for axis, degree in zip(self._axes, self._layout.sizes, strict=True))
+        """The topology as text that ``from_spec`` reads back: degrees, and strides where those alone do not tell.
+
+        >>> topology = ProcessTopology.from_spec("data=2,pipe=2,seq=2")
+        >>> topology.spec, topology.fold({"pipe": ["pipe"], "data": ["data", "seq"]}).spec
+        ('data=2,pipe=2,seq=2', 'pipe=2:2,data=2:4*2:1')
+        """
+        if self._layout.is_row_major:
+            return ",".join(f"{axis}={degree}" for axis, degree in zip(self._axes, self._layout.sizes, strict=True))
+        return strided_text(self._axes, self._layout.axes)
 
     @property
     def mapping(self) -> dict[Any, int]:
@@ -246,7 +263,7 @@ class ProcessTopology:
         if not selected:
             return []
         others = [position for position in range(len(self._axes)) if position not in selected]
-        members = sorted(self._layout.offsets(selected))
+        members = offsets_of(self._layout.span(selected))
         return [[base + offset for offset in members] for base in self._layout.offsets(others)]
 
     def get_axis_ranks(self, axis: str | Iterable[str], rank: int) -> list[int]:
@@ -258,14 +275,28 @@ class ProcessTopology:
         An axis that the topology does not have has degree 1: the list is ``[rank]``.
         """
         rank = self._checked_rank(rank)
-        selected = self._positions([axis] if isinstance(axis, str) else axis)
-        origin = self._layout.rank_of(
-            [
-                0 if position in selected else self._layout.index_of(rank, position)
-                for position in range(len(self._axes))
-            ]
-        )
-        return sorted(origin + offset for offset in self._layout.offsets(selected))
+        span = self._span(axis)
+        origin = rank - offset_at(index_along(rank, span), span)
+        return [origin + offset for offset in offsets_of(span)]
+
+    def get_axis_index(self, axis: str | Iterable[str], rank: int) -> int:
+        """The place of ``rank`` in ``get_axis_ranks(axis, rank)``, without building that list.
+
+        >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).get_axis_index(("pipe", "model"), rank=6)
+        2
+        """
+        return index_along(self._checked_rank(rank), self._span(axis))
+
+    def get_axis_peer(self, axis: str | Iterable[str], rank: int, index: int) -> int:
+        """``get_axis_ranks(axis, rank)[index]``, without building that list; any whole ``index``, it wraps around.
+
+        >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).get_axis_peer(("pipe", "model"), rank=6, index=-1)
+        7
+        """
+        rank = self._checked_rank(rank)
+        span = self._span(axis)
+        wrapped = index % prod(size for size, _ in span)
+        return rank - offset_at(index_along(rank, span), span) + offset_at(wrapped, span)
 
     # -- derived topologies --------------------------------------------------------------------------------------
 
@@ -285,11 +316,19 @@ class ProcessTopology:
             raise TopologyError(f"fold({dict(axes)}) must name each axis of {self._axes} exactly once")
         layout = self._layout.fold(groups)
         for (new, olds), factors in zip(axes.items(), layout.axes, strict=True):
-            strides = [stride for size, stride in factors if size > 1]
-            if strides != sorted(strides, reverse=True):
+            if not _ranks_ascend(factors):
                 raise TopologyError(f"fold({new!r}: {list(olds)}) must name the axes of {self._axes} outermost first")
+        return self._laid_out(axes, layout)
+
+    @classmethod
+    def _laid_out(cls, axes: Iterable[str], layout: Layout) -> ProcessTopology:
+        """Axes over any layout whose ranks ascend along each of them."""
+        names = tuple(axes)
+        for axis, factors in zip(names, layout.axes, strict=True):
+            if not _ranks_ascend(factors):
+                raise TopologyError(f"axis {axis!r}: strides of {factors} must fall, so that ranks ascend along it")
         topology = ProcessTopology.__new__(ProcessTopology)
-        topology._set(tuple(axes), layout)
+        topology._set(names, layout)
         return topology
 
     # -- value semantics -----------------------------------------------------------------------------------------
@@ -330,6 +369,9 @@ class ProcessTopology:
         names = {canonical_axis(axis) for axis in axes}
         return [position for axis, position in self._position.items() if axis in names]
 
+    def _span(self, axes: str | Iterable[str]) -> Factors:
+        return self._layout.span(self._positions([axes] if isinstance(axes, str) else axes))
+
     def _known_position(self, axis: str) -> int:
         position = self._position.get(canonical_axis(axis))
         if position is None:
@@ -357,6 +399,11 @@ class ProcessTopology:
         if whole is None or not 0 <= whole < self._layout.size:
             raise TopologyError(f"rank {rank} is out of range: {self.spec!r} has ranks 0 to {self._layout.size - 1}")
         return whole
+
+
+def _ranks_ascend(factors: Factors) -> bool:
+    strides = [stride for _, stride in factors]
+    return strides == sorted(strides, reverse=True)
 
 
 class PipeDataParallelTopology(ProcessTopology):

@@ -110,8 +110,7 @@ def neighbor(topology: ProcessTopology, axis: str, rank: int, step: int) -> int:
     >>> neighbor(ProcessTopology.from_spec("pipe=4,data=2"), "pipe", rank=7, step=1)
     1
     """
-    line = topology.get_axis_ranks(axis, rank)
-    return line[(line.index(rank) + step) % len(line)]
+    return topology.get_axis_peer(axis, rank, topology.get_axis_index(axis, rank) + step)
 
 
 def p2p_pairs(topology: ProcessTopology) -> list[list[int]]:

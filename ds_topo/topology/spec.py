@@ -8,9 +8,10 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from ds_topo.errors import TopologyError, WorldSizeError
+from ds_topo.topology.layout import Factors
 
 SYNONYMS = {"tensor": "model"}
 """Other names of an axis, understood wherever an axis is named."""
@@ -26,14 +27,14 @@ def canonical_axis(name: str) -> str:
     return SYNONYMS.get(name, name)
 
 
-def whole_number(value: Any) -> int | None:
+def whole_number(value: object) -> int | None:
     """The integer that a value of any numeric type (NumPy's, a 0-d tensor, ``2.0``) equals, if it does.
 
     >>> whole_number(True), whole_number(2.0), whole_number(2.5), whole_number("2")
     (1, 2, None, None)
     """
     try:
-        return operator.index(value)
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return int(value) if isinstance(value, float) and value.is_integer() else None
 
@@ -101,6 +102,44 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> tuple[list[str], li
     return axes, degrees
 
 
+def is_strided(spec: Spec) -> bool:
+    """Whether a spec gives strides, as a topology whose axes are interleaved writes itself."""
+    return isinstance(spec, str) and ":" in spec
+
+
+def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...]]:
+    """Axes and their factors, ``axis=size:stride*size:stride,...``, outermost factor first.
+
+    >>> parse_strided_spec("pipe=2:2,data=2:4*2:1,model=1")
+    (['pipe', 'data', 'model'], (((2, 2),), ((2, 4), (2, 1)), ()))
+
+    Raises:
+        TopologyError: a malformed spec.
+    """
+    axes: list[str] = []
+    layouts: list[Factors] = []
+    for part in spec.split(","):
+        axis, _, text = (word.strip() for word in part.partition("="))
+        try:
+            pairs = [factor.split(":") for factor in text.split("*")] if text != "1" else []
+            factors = tuple((int(size), int(stride)) for size, stride in pairs)
+        except ValueError:
+            raise TopologyError(
+                f"malformed topology {spec!r} at {part.strip()!r}: once an axis has strides, every axis of a degree "
+                'above 1 needs them, "axis=size:stride*size:stride", outermost first, such as "pipe=2:2,data=2:4*2:1"'
+            ) from None
+        axes.append(axis)
+        layouts.append(factors)
+    check_axes(axes, [prod(size for size, _ in factors) for factors in layouts])
+    return axes, tuple(layouts)
+
+
+def strided_text(axes: Sequence[str], layouts: Sequence[Factors]) -> str:
+    """The inverse of ``parse_strided_spec``."""
+    texts = ["*".join(f"{size}:{stride}" for size, stride in factors) or "1" for factors in layouts]
+    return ",".join(f"{axis}={text}" for axis, text in zip(axes, texts, strict=True))
+
+
 def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> None:
     """Raise ``WorldSizeError`` unless the product of the degrees is ``world_size``; name the nearest that is."""
     total = prod(degrees)
@@ -113,7 +152,7 @@ def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: in
     )
 
 
-def read_config(config: str | Path | Mapping[str, Any]) -> Any:
+def read_config(config: str | Path | Mapping[str, object]) -> Spec:
     """The ``topology`` section of a DeepSpeed config (a path or the loaded mapping): a spec in any form."""
     if isinstance(config, Mapping):
         source, content = "the config", config
@@ -129,7 +168,7 @@ def read_config(config: str | Path | Mapping[str, Any]) -> Any:
         raise TopologyError(
             f'{source} has no "topology" section; add one, such as "topology": {{"pipe": 2, "data": 4, "model": 2}}'
         )
-    return content["topology"]
+    return cast("Spec", content["topology"])
 
 
 def _split_spec(spec: Spec) -> tuple[list[str], list[int]]:

@@ -1,0 +1,310 @@
+"""What is changed in DeepSpeed, and the private names of it that are relied on: one page for a new release.
+
+A row of ``CHANGES`` is bound by the module whose code stands there meanwhile (see :mod:`ds_topo.ledger`). To support a
+new release of DeepSpeed, print the page with ``python -m ds_topo.engine``, run ``tests/engine/test_changes.py`` against
+that release, and look up in its source what the failing rows name.
+"""
+
+from __future__ import annotations
+
+from deepspeed.moe import mappings
+from deepspeed.moe.sharded_moe import TopKGate
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe import module as pipe_module
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as deepspeed_groups
+
+from ds_topo.ledger import Change, Reliance
+
+A_GRID = "a PipelineParallelGrid exists"
+THE_GRID = "the engine's grid exists"
+EXPERTS = "expert groups exist"
+REDUCER = "a GradientReducer is attached"
+A_CALL = "one call"
+
+# -- grids ------------------------------------------------------------------------------------------------------------
+
+SANITY_CHECK = Change(
+    DeepSpeedEngine,
+    "_do_sanity_check",
+    instead="the same after a check of options",
+    why="hpZ, qgZ, AutoTP, AutoSP, AutoEP, ALST and the hybrid engine lay groups over neighboring ranks, "
+    "whatever the mpu",
+    during=A_GRID,
+)
+CONFIGURE_ZERO = Change(
+    DeepSpeedEngine,
+    "_configure_zero_optimizer",
+    instead="the same, then AVERAGE_AND_SCATTER",
+    why="the engine knows the mpu, ZeRO-3's optimizer does not",
+    during=A_GRID,
+)
+AVERAGE_AND_SCATTER = Change(
+    DeepSpeedZeroOptimizer_Stage3,
+    "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+    instead="the same times the degree of seq, on each ZeRO-3 optimizer of an engine with a seq axis",
+    why="it averages gradients over seq, which every other path sums",
+    during=THE_GRID,
+)
+UNFUSED_STEP = Change(
+    FP16_UnfusedOptimizer,
+    "step",
+    instead="the same with the parameters' marks on their gradients",
+    why="it takes the norm of gradients, which have no marks: shards of all slices but the first are missing",
+    during=A_GRID,
+)
+CONFIGURE_MODEL = Change(
+    DeepSpeedEngine,
+    "_configure_distributed_model",
+    instead="the same with the engine's own mpu, and a check of its experts' names",
+    why="an engine without an mpu finds the one of the engine before",
+    during=A_GRID,
+)
+ENTRIES_OF_ENGINES = tuple(
+    Change(
+        owner,
+        name,
+        instead="the same with the engine's own mpu",
+        why="DeepSpeed's functions ask one mpu for all engines of a process, the last one's",
+        during=A_GRID,
+    )
+    for owner, name in (
+        (DeepSpeedEngine, "forward"),
+        (DeepSpeedEngine, "backward"),
+        (DeepSpeedEngine, "step"),
+        (DeepSpeedEngine, "save_checkpoint"),
+        (DeepSpeedEngine, "load_checkpoint"),
+        (PipelineEngine, "train_batch"),
+        (PipelineEngine, "eval_batch"),
+    )
+)
+SECOND_PARTITION = Change(
+    deepspeed_groups,
+    "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
+    instead="ranks of one data parallel group",
+    why="DeepSpeed takes contiguous ranks of the world, which hold different parameters under tensor parallelism",
+    during="the grid of create_zero_partition_groups() exists",
+)
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+PIPELINE_GRID = Change(
+    pipe_module,
+    "PipelineParallelGrid",
+    instead="ours",
+    why="PipelineModule has no argument for a grid, and creates groups of tied layers with the one it makes",
+    during="the construction of a PipelineModule",
+)
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+CREATE_EXPERT_GROUPS = Change(
+    deepspeed_groups,
+    "_create_expert_and_data_parallel",
+    instead="a refusal for engines on a grid",
+    why="it assumes contiguous stages, and hangs the stages that have no such layer",
+    during=EXPERTS,
+)
+CREATE_TENSOR_PARALLEL_EXPERT_GROUPS = Change(
+    deepspeed_groups,
+    "_create_expert_data_and_model_parallel",
+    instead="a refusal for engines on a grid",
+    why="it assumes pipe outermost and model innermost, and hangs the stages that have no such layer",
+    during=EXPERTS,
+)
+EXPERT_SLICES = Change(
+    deepspeed_groups,
+    "_get_expert_model_parallel_world_size",
+    instead="the slices of the experts of the current mpu's grid",
+    why="DeepSpeed keeps one number for all engines of a process",
+    during=EXPERTS,
+)
+GATHER_TOKENS = Change(
+    mappings,
+    "_gather_tokens",
+    instead="all_gather into a list, for a grid",
+    why="DeepSpeed's flat buffer is refused by gloo",
+    during=EXPERTS,
+)
+CONFIGURE_CHECKPOINTING = Change(
+    DeepSpeedEngine,
+    "_configure_checkpointing",
+    instead="the same, then checks of experts and PAD_CAPACITY",
+    why="it is the end of an engine's construction, before the first step",
+    during=EXPERTS,
+)
+PAD_CAPACITY = Change(
+    TopKGate,
+    "_forward_hooks",
+    instead="with one more, on each gate of an engine on a grid with slices",
+    why="model peers split the slots of an expert evenly, and DeepSpeed asserts that they can",
+    during=THE_GRID,
+)
+SAVE_EXPERTS = Change(
+    DeepSpeedEngine,
+    "_save_moe_checkpoint",
+    instead="the same with WRITER_OF_EXPERTS",
+    why="file names carry the writer's model parallel rank: replicas on other slices would find no file",
+    during=EXPERTS,
+)
+WRITER_OF_EXPERTS = Change(
+    deepspeed_groups,
+    "_get_expert_data_parallel_rank",
+    instead="0 on each slice's writer, 1 elsewhere",
+    why="DeepSpeed lets expert data parallel rank 0 write, alone",
+    during=A_CALL,
+)
+CLIP_FP32 = Change(
+    DeepSpeedEngine,
+    "clip_fp32_gradients",
+    instead="clip_gradients() for a grid with experts",
+    why="without ZeRO the norms of ranks with different experts are averaged",
+    during=EXPERTS,
+)
+ZERO_NORM = Change(
+    DeepSpeedZeroOptimizer,
+    "scaled_global_norm",
+    instead="zero_gradient_norm() for a grid with experts",
+    why="ZeRO 1 and 2 miss experts of all slices but the first, and hang where stages have unequal parameter groups",
+    during=EXPERTS,
+)
+
+# -- the reducer ------------------------------------------------------------------------------------------------------
+
+DESTROY_ENGINE = Change(
+    DeepSpeedEngine,
+    "destroy",
+    instead="detach() of the reducer, then the same",
+    why="the reducer goes with its engine",
+    during=REDUCER,
+)
+COALESCE = Change(
+    DeepSpeedEngine,
+    "coalesce_grad_reduction",
+    instead="a refusal",
+    why="it would reduce once more what the reducer has reduced",
+    during=REDUCER,
+    releases=">=0.19.2",
+)
+REDUCE_FALLBACK = Change(
+    DeepSpeedEngine,
+    "buffered_allreduce_fallback",
+    instead="a wait for the reducer",
+    why="stage 0 and BF16_Optimizer: the engine's own reduction after the last backward",
+    during=REDUCER,
+)
+REDUCE_ZERO = Change(
+    DeepSpeedZeroOptimizer,
+    "reduce_gradients",
+    instead="a wait for the reducer",
+    why="stage 1: the optimizer's own reduction after the last backward",
+    during=REDUCER,
+)
+ZERO_OVERLAP = Change(
+    DeepSpeedZeroOptimizer,
+    "overlap_comm",
+    instead="False",
+    why="the epilogue would wait for a stream that nothing runs on",
+    during=REDUCER,
+)
+ZERO_PROCESS = Change(
+    DeepSpeedZeroOptimizer,
+    "process_gradients",
+    instead="nothing",
+    why="stage 1's hooks would reduce during backward, too",
+    during=REDUCER,
+)
+ZERO_REDUCE_REST = Change(
+    DeepSpeedZeroOptimizer,
+    "reduce_ipg_grads",
+    instead="nothing",
+    why="stage 1's epilogue would reduce what its hooks collected",
+    during=REDUCER,
+)
+BF16_HOOKS = Change(
+    BF16_Optimizer,
+    "_grad_acc_hooks",
+    instead="none",
+    why="immediate_grad_update: its hooks would accumulate each gradient a second time",
+    during=REDUCER,
+)
+HP_GRADIENT = Change(
+    BF16_Optimizer,
+    "_hp_grad",
+    instead="on each parameter, its part of the optimizer's buffer",
+    why="the pipeline engine sums it over the stages of a tied layer",
+    during=REDUCER,
+)
+TAKE_STEP = Change(
+    DeepSpeedEngine,
+    "_take_model_step",
+    instead="the same if the reducer has finished",
+    why="a release whose engine no longer calls the names above would step on this rank's own gradients",
+    during=REDUCER,
+)
+FORWARD = Change(
+    DeepSpeedEngine,
+    "forward",
+    instead="the same after the reducer has given up a step that an exception ended",
+    why="an exception in backward leaves a step unfinished, and the engine trains on",
+    during=REDUCER,
+)
+EXECUTE_SCHEDULE = Change(
+    PipelineEngine,
+    "_exec_schedule",
+    instead="the same after the reducer has given up a step that an exception ended",
+    why="an exception in backward leaves a step unfinished, and the engine trains on",
+    during=REDUCER,
+)
+INSTRUCTIONS = Change(
+    PipelineEngine,
+    "_INSTRUCTION_MAP",
+    instead="BackwardPass and ReduceTiedGrads that tell the reducer",
+    why="only the schedule knows the last micro-batch, and function objects in the map cannot be overridden",
+    during=REDUCER,
+)
+
+ROWS: tuple[Change | Reliance, ...] = (
+    *(row for row in list(globals().values()) if isinstance(row, Change)),
+    *ENTRIES_OF_ENGINES,
+    Reliance(deepspeed_groups, "_EXPERT_PARALLEL_GROUP", "where MoE layers find groups; entries by name"),
+    Reliance(deepspeed_groups, "_EXPERT_PARALLEL_GROUP_RANKS", "entries by name"),
+    Reliance(deepspeed_groups, "_EXPERT_DATA_PARALLEL_GROUP", "entries by name"),
+    Reliance(deepspeed_groups, "_EXPERT_DATA_PARALLEL_GROUP_RANKS", "entries by name"),
+    Reliance(deepspeed_groups, "_get_expert_parallel_group_dict", "the sizes that have groups"),
+    Reliance(deepspeed_groups, "_get_expert_parallel_group", "the group of a name"),
+    Reliance(deepspeed_groups, "_get_expert_data_parallel_group_dict", "the reducer's groups of experts"),
+    Reliance(deepspeed_groups, "_get_sequence_data_parallel_group", "the reducer's group in a plain engine"),
+    Reliance(deepspeed_groups, "_get_zero_param_intra_parallel_group", "whether there is a second partition"),
+    Reliance(deepspeed_groups, "_create_zero_param_parallel_group", "for an mpu that is no grid"),
+    Reliance(deepspeed_groups, "_get_local_all_to_all_group", "for topologies of data alone"),
+    Reliance(DeepSpeedEngine, "_config", "the engine's options"),
+    Reliance(DeepSpeedConfig, "_param_dict", "sections and options that DeepSpeed itself does not read"),
+    Reliance(DeepSpeedEngine, "_global_grad_norm", "what get_global_grad_norm() answers"),
+    Reliance(pipe_module.PipelineModule, "_grid", "the grid that a module was built on"),
+    Reliance(pipe_module.PipelineModule, "_layer_specs", "which layers are tied"),
+    Reliance(pipe_module.PipelineModule, "_set_bounds", "overridden: plain integers"),
+    Reliance(pipe_module.PipelineModule, "_synchronize_tied_weights", "overridden: without a warning"),
+    Reliance(pipe_module.PipelineModule, "_index_tied_modules", "overridden: groups of the stages that share a layer"),
+    Reliance(parallel_state_sp, "_SEQUENCE_PARALLEL_GROUP", "whether ALST made groups of its own"),
+    Reliance(DeepSpeedEngine, "inside_no_sync_ctxt", "which backward is the last one"),
+    Reliance(DeepSpeedEngine, "gate_modules", "gates that get PAD_CAPACITY"),
+    Reliance(BF16_Optimizer, "bf16_groups", "the parameters behind the buffers"),
+    Reliance(BF16_Optimizer, "fp32_groups_gradients", "the buffers that gradients accumulate in"),
+    Reliance(BF16_Optimizer, "fp32_groups_has_gradients", "flags of filled buffers"),
+    Reliance(BF16_Optimizer, "create_grad_acc_hooks", "to give its hooks back"),
+    Reliance(FP16_UnfusedOptimizer, "fp16_groups", "the parameters whose marks its gradients get"),
+    Reliance(DeepSpeedZeroOptimizer, "overlapping_partition_gradients_reduce_epilogue", "collects the partition"),
+    Reliance(DeepSpeedZeroOptimizer, "use_separate_grad_accum", "whether stage 1 accumulates in a second data type"),
+    Reliance(DeepSpeedZeroOptimizer, "averaged_gradients", "the partition of gradients, for their norm"),
+    Reliance(DeepSpeedZeroOptimizer, "params_in_partition", "their parameters"),
+    Reliance(DeepSpeedZeroOptimizer, "norm_for_param_grads", "norms of offloaded gradients"),
+    Reliance(DeepSpeedZeroOptimizer, "get_param_id", "the key of those norms"),
+    Reliance(DeepSpeedZeroOptimizer, "_zero_padding", "what of the partition is no gradient", releases=">=0.19.5"),
+)

@@ -1,0 +1,69 @@
+"""Which mpu DeepSpeed's functions ask: that of the engine at work.
+
+DeepSpeed keeps one mpu for all engines of a process, the last one's (``deepspeed.utils.groups.mpu``), and none of an
+engine without. While grids exist, whatever an engine does starts with its own.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups as deepspeed_groups
+
+from ds_topo.engine import changes
+from ds_topo.engine.expert_registry import registry
+from ds_topo.engine.mpu import MpuGrid
+from ds_topo.errors import ExpertGroupError
+from ds_topo.ledger import Change, Make
+
+
+def forget(grid: MpuGrid) -> None:
+    """Let no later engine without an mpu find this grid."""
+    if isinstance(deepspeed_groups.mpu, MpuGrid) and grid.shares_groups_with(deepspeed_groups.mpu):
+        deepspeed_groups.mpu = None
+
+
+def _with_own_mpu(method: Any) -> Any:
+    @wraps(method)
+    def with_own_mpu(engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        if deepspeed_groups.mpu is not engine.mpu:
+            deepspeed_groups.mpu = engine.mpu
+        return method(engine, *args, **options)
+
+    return with_own_mpu
+
+
+def _configured_with_own_mpu(configure: Any) -> Any:
+    @wraps(configure)
+    def configure_distributed_model(engine: DeepSpeedEngine, model: Any) -> None:
+        deepspeed_groups.mpu = engine.mpu
+        _check_names_of_experts(engine, model)
+        before, registry.serves_current_engine = registry.serves_current_engine, isinstance(engine.mpu, MpuGrid)
+        try:
+            configure(engine, model)
+        finally:
+            registry.serves_current_engine = before
+
+    return configure_distributed_model
+
+
+def _check_names_of_experts(engine: DeepSpeedEngine, model: Any) -> None:
+    """Refuse MoE layers whose groups, by their name, would be those of a grid that is not the engine's."""
+    own = registry.of(engine.mpu)
+    for module in model.modules():
+        known = registry.find(module.expert_group_name) if isinstance(module, MoE) else None
+        if known is not None and known not in own:
+            raise ExpertGroupError(
+                f"a MoE layer of an engine without that grid asks for {known.plan.name!r}, the groups of {known.grid}: "
+                "DeepSpeed keeps one table per name; pass mpu=grid, destroy() those groups first, or choose another "
+                "ep_size"
+            )
+
+
+WHILE_A_GRID_EXISTS: tuple[tuple[Change, Make], ...] = (
+    (changes.CONFIGURE_MODEL, _configured_with_own_mpu),
+    *((change, _with_own_mpu) for change in changes.ENTRIES_OF_ENGINES),
+)

@@ -1,0 +1,317 @@
+"""The live topology of one rank: its process groups, its neighbors, its samples. torch alone, no DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Protocol, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Self
+
+from ds_topo.errors import TopologyError
+from ds_topo.process_groups.agreement import agree
+from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
+from ds_topo.process_groups.device_mesh import default_device_type, mesh_over
+from ds_topo.process_groups.torch_names import job_timeout
+from ds_topo.topology import ProcessTopology
+from ds_topo.topology.rank_tables import (
+    RankGroup,
+    axes_of,
+    degree,
+    factorized_topology,
+    gradient_axes,
+    grid_groups,
+    neighbor,
+    sample_axes,
+)
+from ds_topo.topology.spec import Spec
+
+
+class AxesAndDims(Protocol):
+    """Any other class of topologies, DeepSpeed's among them: the last axis is adjacent."""
+
+    axes: list[str]
+    dims: list[int]
+
+
+AnyTopology: TypeAlias = "ProcessTopology | AxesAndDims | Spec"
+"""A topology, or a spec such as ``"pipe=2,data=-1"``."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Core:
+    """Everything that a grid has; several faces of one grid share it."""
+
+    topology: ProcessTopology
+    members: Sequence[int]
+    """The global rank of each rank of the topology."""
+    rank: int
+    """This process's rank in the topology."""
+    groups: ProcessGroups
+    meshes: dict[str, DeviceMesh] = field(default_factory=dict)
+
+
+class ProcessGrid:
+    """The process groups of one job's topology, as this rank sees them.
+
+    Creation is collective: all ranks compare what they are about to create and raise together if they differ. A rank
+    joins only the groups that it belongs to, each distinct set of ranks once: one for each axis, data parallel (the
+    replicas of a parameter: all axes but ``pipe`` and ``model``) and model parallel (``pipe`` x ``model``).
+
+    ``PipelineParallelGrid`` adds the answers that DeepSpeed and Megatron-style code want of an ``mpu``.
+
+    Args:
+        topology: a topology (DeepSpeed's own too) or a spec such as ``"pipe=2,data=-1"``. Without one the world size is
+            factorised as DeepSpeed does.
+        process_group: the ranks of the job to lay out, all by default.
+        timeout: of agreement and of every group; the job's own (``init_process_group(timeout=)``) by default. A group
+            of all ranks is the world's own group and keeps the job's.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised.
+        TopologyError: the topology is malformed or not for this number of ranks.
+        DisagreementError: ranks came with different topologies, or did not come.
+
+    >>> import torch.distributed as dist
+    >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+    >>> dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    >>> with ProcessGrid("pipe=2,data=2,model=2") as grid:
+    ...     print(grid)
+    ...     grid.get_ranks("data"), grid.get_ranks(("pipe", "model")), grid.get_next_rank("pipe")
+    ProcessGrid('pipe=2,data=2,model=2', rank 5: pipe=1, data=0, model=1)
+    ([5, 7], [0, 1, 4, 5], 1)
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        topology: AnyTopology | None = None,
+        process_group: ProcessGroup | None = None,
+        *,
+        timeout: timedelta | None = None,
+    ) -> None:
+        require_initialized(type(self).__name__)
+        members, timeout = _members_of(process_group), timeout or job_timeout()
+        agreed = _agreed_topology(topology, members, timeout)
+        rank = members.index(dist.get_rank())
+        groups = [
+            RankGroup(group.axes, tuple(members[rank] for rank in group.ranks)) for group in grid_groups(agreed, rank)
+        ]
+        created = ProcessGroups(f"grid {agreed.spec}, timeout {timeout}", groups, members, timeout)
+        self._core = _Core(agreed, members, rank, created)
+
+    @classmethod
+    def over(cls, grid: ProcessGrid) -> Self:
+        """Another face of a grid that exists: the same ranks and groups, which both then own."""
+        face = cls.__new__(cls)
+        face._core = grid._core
+        return face
+
+    def shares_groups_with(self, other: ProcessGrid) -> bool:
+        """Whether both are faces of one grid, as a module's ``mpu()`` is of the ``grid`` that it was built on."""
+        return self._core is other._core
+
+    # -- this rank ---------------------------------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the whole job."""
+        return self._core.members[self._core.rank]
+
+    @property
+    def grid_rank(self) -> int:
+        """This rank's number within the topology; the global rank unless the grid lays out a part of the job."""
+        return self._core.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the topology."""
+        return len(self._core.members)
+
+    def topology(self) -> ProcessTopology:
+        """The topology as it was given."""
+        return self._core.topology
+
+    def to_global(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Global ranks of ranks of the topology."""
+        return tuple(self._core.members[rank] for rank in ranks)
+
+    # -- any axis, any set of axes -----------------------------------------------------------------------------------
+
+    def get_ranks(self, axes: str | Iterable[str]) -> list[int]:
+        """Global ranks, ascending, of this rank's group over one axis or several.
+
+        Raises:
+            UnknownAxisError: an axis that is not in the topology (``pipe``, ``data``, ``model`` have degree 1 then).
+        """
+        topology = self._core.topology
+        return list(self.to_global(topology.get_axis_ranks(axes_of(topology, axes), self._core.rank)))
+
+    def get_group(self, axes: str | Iterable[str]) -> ProcessGroup:
+        """This rank's process group over one axis or several.
+
+        Every single axis, model parallel (pipe x model) and data parallel groups exist from the start, and answering
+        never communicates. Any other set of axes is created when its ranks first ask; all of them must.
+
+        Raises:
+            UnknownAxisError: an axis that is not in the topology.
+            DisagreementError: a new set of axes, and some of its ranks did not ask within the timeout.
+            RuntimeError: the grid was destroyed.
+        """
+        span = axes_of(self._core.topology, axes)
+        group = self._core.groups.get(span)
+        return self.create_group(RankGroup(span, tuple(self.get_ranks(span)))) if group is None else group
+
+    def get_axis_rank(self, axis: str) -> int:
+        """This rank's index along one axis; equal to its rank in ``get_group(axis)``."""
+        topology = self._core.topology
+        return topology.get_axis_index(axes_of(topology, axis), self._core.rank)
+
+    def get_axis_size(self, axis: str) -> int:
+        """The degree of one axis."""
+        return degree(self._core.topology, axes_of(self._core.topology, axis))
+
+    def get_next_rank(self, axis: str) -> int:
+        """The global rank of the next peer along ``axis``; the last one's is the first."""
+        return self._neighbor(axis, +1)
+
+    def get_prev_rank(self, axis: str) -> int:
+        """The global rank of the previous peer along ``axis``; the first one's is the last."""
+        return self._neighbor(axis, -1)
+
+    # -- replicas and samples ----------------------------------------------------------------------------------------
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """The replicas of this rank's parameters: all ranks that share stage and slice."""
+        return self.get_group(gradient_axes(self._core.topology))
+
+    def get_sample_rank(self) -> int:
+        """Which of the step's distinct samples this rank works on; its pipe, model and seq peers share them."""
+        topology = self._core.topology
+        return topology.get_axis_index(sample_axes(topology), self._core.rank)
+
+    def get_sample_world_size(self) -> int:
+        """The number of distinct samples that the grid works on at a time."""
+        return degree(self._core.topology, sample_axes(self._core.topology))
+
+    # -- more groups -------------------------------------------------------------------------------------------------
+
+    def create_group(self, group: RankGroup) -> ProcessGroup:
+        """A group of this grid's ranks beyond its axes; collective over ``group.ranks`` (global, ascending).
+
+        Equal rank sets share one process group; it lives as long as the grid.
+
+        Raises:
+            DisagreementError: ranks of the group did not ask within the timeout.
+        """
+        return self._core.groups.extend(group)
+
+    def create_groups(
+        self, description: str, groups: Sequence[RankGroup], failure: Exception | None = None
+    ) -> list[ProcessGroup]:
+        """Groups beyond the axes that all ranks of the grid create together; collective over the grid.
+
+        Args:
+            description: what is created, the same text on every rank.
+            groups: this rank's own, global ranks ascending, in the one order that all ranks follow.
+            failure: why this rank cannot take part; raised here, and told to the others.
+
+        Raises:
+            DisagreementError: ranks came with different descriptions, failed, or did not come.
+        """
+        return self._core.groups.extend_all(description, groups, self._core.members, failure)
+
+    def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
+        """The same layout as a torch ``DeviceMesh``: one dimension per axis, over this grid's own process groups.
+
+        For ``parallelize_module``, ``DTensor``, ``fully_shard`` and ``torch.distributed.checkpoint``; slice it by axis,
+        ``grid.device_mesh()["data"]``. It lives as long as the grid.
+
+        Args:
+            device_type: ``"cpu"``, ``"cuda"``, ...; by default the accelerator that the groups serve, else the CPU.
+        """
+        topology = self._core.topology
+        groups = [self.get_group(axis) for axis in topology.axes]
+        device_type = device_type or default_device_type(groups[0])
+        if device_type not in self._core.meshes:
+            self._core.meshes[device_type] = mesh_over(topology, self._core.members, groups, device_type)
+        return self._core.meshes[device_type]
+
+    # -- life cycle --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether ``destroy()`` is still to come."""
+        return self._core.groups.is_alive
+
+    @property
+    def has_its_world(self) -> bool:
+        """Whether the job's ``torch.distributed`` is still the one that the grid was made in."""
+        return self._core.groups.has_its_world
+
+    def on_destroy(self, callback: Callable[[], None]) -> None:
+        """Call this, last one first, before the groups are destroyed."""
+        self._core.groups.on_destroy(callback)
+
+    def destroy(self) -> None:
+        """Destroy the groups of this grid; every rank should call it. Later queries for groups raise RuntimeError."""
+        self._core.meshes.clear()
+        self._core.groups.destroy()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        coordinate = self._core.topology.get_coord(self._core.rank)._asdict()
+        where = ", ".join(f"{axis}={index}" for axis, index in coordinate.items())
+        return f"{type(self).__name__}({self._core.topology.spec!r}, rank {self.global_rank}: {where})"
+
+    def _neighbor(self, axis: str, step: int) -> int:
+        topology = self._core.topology
+        axes_of(topology, axis)
+        return self._core.members[neighbor(topology, axis, self._core.rank, step)]
+
+
+def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
+    """Global ranks of a group; the whole world by default."""
+    if process_group is None:
+        return range(dist.get_world_size())
+    members = dist.get_process_group_ranks(process_group)
+    if dist.get_rank() not in members:
+        raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks {members}")
+    if members != sorted(members):
+        raise ValueError(
+            f"process_group: its ranks {members} do not ascend, so that places along an axis and ranks in its groups "
+            "would differ: make it without sort_ranks=False, and name the axes in the order that you want"
+        )
+    return members
+
+
+def _agreed_topology(topology: AnyTopology | None, members: Sequence[int], timeout: timedelta) -> ProcessTopology:
+    """The topology for these members; a rank whose own is unusable tells the others before it raises."""
+    try:
+        checked = _as_topology(topology, len(members))
+        checked.check_world_size(len(members))
+    except TopologyError as error:
+        agree("", members, timeout, failure=error)
+        raise
+    return checked
+
+
+def _as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopology:
+    if topology is None:
+        return factorized_topology(world_size)
+    if isinstance(topology, ProcessTopology):
+        return topology
+    if hasattr(topology, "axes") and hasattr(topology, "dims"):
+        return ProcessTopology(topology.axes, topology.dims)
+    return ProcessTopology.from_spec(topology, world_size)

@@ -1,0 +1,79 @@
+"""Private names of torch: this is the only module that reads or replaces them for process groups.
+
+``ROWS`` lists them for whoever supports a new release of torch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ds_topo.ledger import Change, Reliance, ledger
+
+Store: TypeAlias = c10d.Store
+"""A key-value store that all ranks of a job reach."""
+
+GROUP_NAME = Change(
+    c10d,
+    "_process_group_name",
+    instead="a name that the members of the next group have agreed on",
+    why="torch names a members-only group after its ranks and the number of groups that this process has; where that "
+    "number differs (tied layers on the first and last stage, say) members look for each other under different names "
+    "and hang",
+    during="the creation of one group",
+)
+ROWS: tuple[Change | Reliance, ...] = (
+    GROUP_NAME,
+    Reliance(c10d, "_get_default_store", "ranks compare their plans through the job's store"),
+    Reliance(c10d, "_get_default_group", "the job's timeout, which new_group does not inherit"),
+    Reliance(c10d, "_world", "whether a group still exists: torch forgets all of them with the world's own"),
+    Reliance(dist.ProcessGroup, "_device_types", "the devices that a group serves"),
+    Reliance(dist.ProcessGroup, "_get_backend", "the job's timeout"),
+)
+
+
+def default_store() -> Store:
+    """The store of the job."""
+    return c10d._get_default_store()
+
+
+def job_timeout() -> timedelta:
+    """The timeout that the job gave to ``init_process_group``; ``new_group`` would use torch's 30 minutes instead."""
+    world = c10d._get_default_group()
+    if dist.get_backend(world) == "fake":
+        return dist.default_pg_timeout
+    for device in world._device_types:
+        timeout = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    warnings.warn(
+        f"torch {torch.__version__} does not tell the timeout of a {dist.get_backend(world)} job: groups get torch's "
+        f"{dist.default_pg_timeout}; pass timeout= to the grid",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return dist.default_pg_timeout
+
+
+def devices_of(group: dist.ProcessGroup) -> list[str]:
+    """The types of devices, ``"cpu"``, ``"cuda"``, ..., that a group's backends serve."""
+    return [str(device.type) for device in group._device_types]
+
+
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Whether torch still has the group."""
+    return group in c10d._world.pg_map
+
+
+@contextmanager
+def next_group_named(name: str) -> Iterator[None]:
+    """Give the group that is created inside this name."""
+    with ledger.bound(GROUP_NAME, lambda _: lambda ranks, use_hashed_name: name):
+        yield

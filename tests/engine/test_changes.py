@@ -1,0 +1,325 @@
+"""The page of changes: every name exists in the installed releases, none is left out, and all of it is put back."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import os
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.moe.sharded_moe import TopKGate
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+import ds_topo
+from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
+from ds_topo import ledger as ledger_module
+from ds_topo.engine import changes
+from ds_topo.engine.__main__ import ROWS, page
+from ds_topo.ledger import Change, Reliance, exists, ledger
+from tests.moe_training import Case, Trainer
+from tests.ranks import run_ranks
+
+PACKAGE = Path(ds_topo.__file__).parent
+ROOMS_OF_OTHERS = {"deepspeed", "torch"}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_the_installed_release_has_the_name(row: Change | Reliance) -> None:
+    if row.releases == "builds with NCCL" and not dist.is_nccl_available():
+        return
+    assert exists(row)
+
+
+def test_each_name_has_one_row() -> None:
+    assert max(Counter((str(row), getattr(row, "during", "")) for row in ROWS).values()) == 1
+
+
+def test_the_page_shows_every_row() -> None:
+    text = page()
+    for row in ROWS:
+        assert f"{row}" in text
+    absent = Reliance(dict, "absent", "nothing")
+    assert "builtins.dict.absent  MISSING" in page([absent])
+    assert "missing here: builtins.dict.absent" in page([absent])
+
+
+def private_names_of_others() -> dict[str, set[str]]:
+    """Every ``x._name`` in the package that nothing in the package defines, with the files that use it."""
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    own: set[str] = set()
+    used: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                own.add(node.target.id)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+                is_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "face", "topology")
+                if is_self and isinstance(node.ctx, ast.Store):
+                    own.add(node.attr)
+                used.setdefault(node.attr, set()).add(path.name)
+    return {name: files for name, files in used.items() if name not in own}
+
+
+def test_no_private_name_is_used_without_a_row() -> None:
+    listed = {row.name for row in ROWS}
+    used = private_names_of_others()
+    public = {"_asdict", "_make", "_fields"}  # of named tuples
+    assert "_process_group_name" in listed
+    assert "_world" in used, "the search finds what there is to find"
+    modules_of_torch = {"_c10d_functional", "_parameters", "_modules"}  # documented for extensions of torch
+    assert used.keys() - listed - public - modules_of_torch == set()
+
+
+# -- all of it is put back -------------------------------------------------------------------------------------------
+
+
+def owners_of_rows() -> list[type | ModuleType]:
+    return list({id(row.owner): row.owner for row in ROWS}.values())
+
+
+def snapshot() -> dict[str, Any]:
+    """What is the same before and after, for the whole process."""
+    gc.collect()  # engines are cycles, and hold on to the sockets of their groups
+    values: dict[str, Any] = {}
+    for owner in owners_of_rows():
+        for name in (row.name for row in ROWS if row.owner is owner):
+            value = vars(owner).get(name, "absent")
+            values[f"{owner.__name__}.{name}"] = dict(value) if isinstance(value, dict) else value
+    files = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    ]
+    return {
+        **values,
+        "in force": ledger.in_force(),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "files": Counter(file.partition(":")[0] for file in files),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "mpu": deepspeed.utils.groups.mpu,
+    }
+
+
+def hooks_of(module: nn.Module) -> int:
+    """Hooks on parameters and on gates, and marks on parameters."""
+    on_parameters = sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in module.parameters())
+    on_gates = sum(len(part._forward_hooks) for part in module.modules() if isinstance(part, TopKGate))
+    return on_parameters + on_gates + sum(hasattr(parameter, "_hp_grad") for parameter in module.parameters())
+
+
+def bound_on(*objects: Any) -> set[str]:
+    """Names of rows that objects have of their own."""
+    methods = {
+        row.name for row in changes.ROWS if isinstance(row, Change) and callable(getattr(row.owner, row.name, 0))
+    }
+    return {name for item in objects for name in vars(item) if name in methods | {"_INSTRUCTION_MAP"}}
+
+
+def _settings(**more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.1,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **more,
+    }
+
+
+def plain(**settings: Any) -> None:
+    with PipelineParallelGrid("data=2,model=2") as grid:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine, *_ = initialize(model=module, mpu=grid, config=_settings(gradient_reducer=True, **settings))
+        dtype = next(module.parameters()).dtype
+        for _ in range(4):
+            engine.backward(engine(torch.ones(2, 4, dtype=dtype)).sum())
+            engine.step()
+        assert bound_on(engine, engine.optimizer)
+        engine.destroy()
+    assert not bound_on(engine, engine.optimizer)
+    assert hooks_of(module) == 0
+
+
+def pipeline(**settings: Any) -> None:
+    grid = PipelineParallelGrid("pipe=2,data=2")
+    module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 4, grid=grid, loss_fn=F.mse_loss)
+    engine, *_ = initialize(model=module, config=_settings(gradient_reducer=True, **settings))
+    dtype = next(module.parameters()).dtype
+    for _ in range(2):
+        engine.train_batch(iter([(torch.ones(2, 4, dtype=dtype), torch.zeros(2, 4, dtype=dtype))] * 2))
+    engine.gradient_reducer.detach()
+    assert not bound_on(engine, engine.optimizer, module)
+    engine.destroy()
+    grid.destroy()
+    assert hooks_of(module) == 0
+    dist.destroy_process_group(module.world_group)  # a clone of the world that DeepSpeed makes
+
+
+def mixture(**case: Any) -> None:
+    trainer = Trainer(Case(pipeline=False, clip=0.1, **case))
+    trainer.train(range(2))
+    trainer.destroy()
+    assert not bound_on(trainer.engine, trainer.engine.optimizer)
+    assert hooks_of(trainer.engine.module) == 0
+
+
+def zero_3_over_seq() -> None:
+    with PipelineParallelGrid("data=2,seq=2") as grid:
+        config = _settings(zero_optimization={"stage": 3}, gradient_accumulation_steps=1)
+        engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), mpu=grid, config=config)
+        assert changes.AVERAGE_AND_SCATTER.name in vars(engine.optimizer)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        engine.destroy()
+    assert not bound_on(engine, engine.optimizer)
+
+
+def two_levels() -> None:
+    with mock.patch("socket.gethostname", return_value=f"host{dist.get_rank() // 2}"):
+        module = nn.Linear(4, 4)
+        reducer = GradientReducer(module, two_level=True)
+        for _ in range(2):
+            module(torch.ones(1, 4)).sum().backward()
+            reducer.finish()
+        assert any("two-level" in thread.name for thread in threading.enumerate())
+        dist.barrier()
+        reducer.detach()
+        GradientReducer(nn.Linear(4, 4)).detach()  # measured, and whichever was not chosen is gone
+    assert hooks_of(module) == 0
+
+
+BF16 = {"bf16": {"enabled": True}}
+SCENES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+    "plain, ZeRO 0": (plain, {}),
+    "plain, ZeRO 1": (plain, {"zero_optimization": {"stage": 1}}),
+    "plain, bf16": (plain, BF16),
+    "pipeline, ZeRO 0": (pipeline, {}),
+    "pipeline, ZeRO 1": (pipeline, {"zero_optimization": {"stage": 1}}),
+    "pipeline, bf16 in fp32 buffers": (
+        pipeline,
+        {**BF16, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+    ),
+    "experts on slices": (mixture, {"topology": "data=2,model=2", "sizes": (0, 2), "reduced": True}),
+    "tensor-parallel experts, ZeRO 2": (
+        mixture,
+        {"topology": "model=2,data=2", "sizes": (0, 2), "zero": 2, "tensor_parallel": True},
+    ),
+    "ZeRO 3 over seq": (zero_3_over_seq, {}),
+    "two levels": (two_levels, {}),
+}
+
+
+KEPT_BY_DEEPSPEED = {name for name in SCENES if name.startswith("pipeline")} | {"ZeRO 3 over seq"}
+"""DeepSpeed alone, on its own grid, never lets go of a last stage's engine, nor of ZeRO-3's: so of their sockets."""
+
+
+def _play_twice(name: str) -> None:
+    """Once to load what is loaded once, then between two snapshots."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    scene, settings = SCENES[name]
+    scene(**settings)
+    before = _settled(None)
+    scene(**settings)
+    after = _settled(before)
+    compared = before.keys() - ({"files"} if name in KEPT_BY_DEEPSPEED else set())
+    differing = {key: (before[key], after[key]) for key in compared if before[key] != after[key]}
+    assert not differing, differing
+    dist.barrier()
+
+
+def _settled(wanted: dict[str, Any] | None) -> dict[str, Any]:
+    """A snapshot once the peers' ends of connections are closed, too."""
+    dist.barrier()
+    now, end = snapshot(), time.monotonic() + 10
+    while now != wanted and time.monotonic() < end - (9 if wanted is None else 0):
+        time.sleep(0.2)
+        now = snapshot()
+    return now
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_everything_is_put_back(name: str) -> None:
+    run_ranks(4, _play_twice, name)
+
+
+# -- all of it is called ---------------------------------------------------------------------------------------------
+
+NOT_BOUND = {changes.BF16_HOOKS, changes.PAD_CAPACITY}
+"""Hooks, which are removed and added as hooks are."""
+CALLED_BY_MISTAKES = {changes.CREATE_EXPERT_GROUPS, changes.CREATE_TENSOR_PARALLEL_EXPERT_GROUPS, changes.COALESCE}
+"""Refusals, each tested where it belongs."""
+VALUES = {changes.SECOND_PARTITION, changes.ZERO_OVERLAP, changes.HP_GRADIENT}
+"""Not functions."""
+
+
+def _calls_of_a_job(folder: str) -> set[tuple[str, str]]:
+    """The changes whose replacement is called by DeepSpeed or torch, in a job of everything."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    called: set[Change] = set()
+
+    def counting(change: Change, replacement: Any) -> Any:
+        if isinstance(replacement, dict):
+            return {key: counting(change, value) for key, value in replacement.items()}
+
+        def counted(*args: Any, **options: Any) -> Any:
+            called.add(change)
+            return replacement(*args, **options)
+
+        return counted if callable(replacement) else replacement
+
+    replace = ledger_module._replace
+
+    def replace_and_count(owner: Any, change: Change, make: Any) -> Any:
+        return replace(owner, change, lambda original: counting(change, make(original)))
+
+    with mock.patch.object(ledger_module, "_replace", replace_and_count):
+        plain(zero_optimization={"stage": 1})
+        plain(**BF16)
+        pipeline(**BF16, zero_optimization={"stage": 1}, data_types={"grad_accum_dtype": "fp32"})
+        zero_3_over_seq()
+        for zero in (0, 1):
+            trainer = Trainer(Case("data=2,model=2", (0, 2), zero, pipeline=False, clip=0.1))
+            trainer.train(range(2))
+            trainer.engine.save_checkpoint(folder)
+            trainer.engine.load_checkpoint(folder)
+            trainer.destroy()
+        with PipelineParallelGrid("pipe=2,data=2") as grid:
+            module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, grid=grid, loss_fn=F.mse_loss)
+            engine, *_ = initialize(model=module, config=_settings())
+            engine.eval_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 2))
+            engine.destroy()
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+        reducer = GradientReducer(nn.Linear(2, 2))
+        reducer.module.zero_grad()
+        optimizer.zero_grad()
+        reducer.detach()
+    dist.barrier()
+    return {(str(change), change.during) for change in called}
+
+
+def test_every_change_is_called(tmp_path: Path) -> None:
+    """A name that DeepSpeed still has but no longer calls would be replaced in vain."""
+    called = set().union(*run_ranks(4, _calls_of_a_job, str(tmp_path), deadline=240))
+    bound = {row for row in ROWS if isinstance(row, Change)} - NOT_BOUND - CALLED_BY_MISTAKES - VALUES
+    assert {(str(change), change.during) for change in bound} - called == set()

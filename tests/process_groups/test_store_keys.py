@@ -1,0 +1,61 @@
+"""What the agreement leaves in the store, and what it says where torch does not tell the job's timeout."""
+
+from __future__ import annotations
+
+import warnings
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from ds_topo import PipelineParallelGrid, groups
+from ds_topo.process_groups import torch_names
+from tests.ranks import run_ranks
+
+
+def _keys_of_cycles(cycles: int) -> list[int]:
+    """The number of keys in the store after each cycle, but for those of torch's own groups."""
+    store = dist.distributed_c10d._get_default_store()
+    counted: list[int] = []
+    set_keys: set[str] = set()
+    real_set, real_delete = type(store).set, type(store).delete_key
+
+    def remember(self: dist.Store, key: str, value: str) -> None:
+        if key.startswith("ds_topo/"):
+            set_keys.add(key)
+        real_set(self, key, value)
+
+    def forget(self: dist.Store, key: str) -> bool:
+        set_keys.discard(key)
+        return bool(real_delete(self, key))
+
+    with mock.patch.object(type(store), "set", remember), mock.patch.object(type(store), "delete_key", forget):
+        for _ in range(cycles):
+            with PipelineParallelGrid("data=2,model=2") as grid:
+                groups.create_expert_groups(grid, 2)
+                dist.barrier()
+            counted.append(len(set_keys))
+    assert all(store.check([key]) for key in set_keys)
+    return counted
+
+
+def test_keys_do_not_grow_with_the_number_of_grids() -> None:
+    for rank, counted in enumerate(run_ranks(4, _keys_of_cycles, 5)):
+        assert counted[1:] == [1 if rank == 0 else 0] * 4, "the last verdict"
+
+
+def _without_a_timeout() -> None:
+    untold = mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=object())
+    with (
+        untold,
+        pytest.warns(RuntimeWarning, match="does not tell the timeout of a gloo job.*pass timeout= to the grid"),
+    ):
+        assert torch_names.job_timeout() == dist.default_pg_timeout
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch_names.job_timeout() == timedelta(seconds=60)
+
+
+def test_a_release_that_does_not_tell_the_timeout_is_named() -> None:
+    run_ranks(1, _without_a_timeout)

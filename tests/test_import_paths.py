@@ -1,0 +1,89 @@
+"""Every import path of a public name gives the same object, with the same protection."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import ds_topo
+from ds_topo._moved import MOVED
+
+ROOT = Path(ds_topo.__file__).parents[1]
+CLASSES = sorted(name for name in ds_topo.__all__ if inspect.isclass(getattr(ds_topo, name)))
+FUNCTIONS = sorted(name for name in ds_topo.__all__ if inspect.isfunction(getattr(ds_topo, name)))
+
+
+def modules() -> list[str]:
+    """Every module of the package, and every former path."""
+    paths = (path.relative_to(ROOT).with_suffix("") for path in (ROOT / "ds_topo").rglob("*.py"))
+    names = {".".join(path.parts).removesuffix(".__init__") for path in paths if path.name != "__main__"}
+    return sorted({*names, *(f"ds_topo.{name}" for name in MOVED)})
+
+
+@pytest.mark.parametrize("name", [*CLASSES, *FUNCTIONS])
+def test_every_module_that_has_a_public_name_has_the_same_object(name: str) -> None:
+    value = getattr(ds_topo, name)
+    assert getattr(importlib.import_module(value.__module__), name) is value, "the module that an editor inserts"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for module in modules():
+            found = vars(importlib.import_module(module)).get(name, value)
+            if inspect.isclass(found) or inspect.isfunction(found):
+                assert found is value, module
+
+
+GRID_PATHS = [
+    "from ds_topo import PipelineParallelGrid",
+    "from ds_topo.engine.grid import PipelineParallelGrid",
+    "from ds_topo.engine.pipeline import PipelineParallelGrid",
+    "from ds_topo.grid import PipelineParallelGrid",
+    "from ds_topo.integrations.engine_checks import PipelineParallelGrid",
+    "from ds_topo.engine.grid import PipelineEngineGrid as PipelineParallelGrid",
+]
+
+
+@pytest.mark.parametrize("statement", GRID_PATHS)
+def test_every_path_to_the_grid_protects_engines(statement: str) -> None:
+    """In a process that imports nothing else of the package."""
+    source = f"""
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+{statement}
+from ds_topo.ledger import ledger
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+with PipelineParallelGrid("data=2,seq=2"):
+    print(sorted(change.name for change in ledger.in_force()))
+print(ledger.in_force())
+"""
+    result = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    while_it_exists, afterwards = result.stdout.splitlines()[-2:]
+    assert {"_configure_zero_optimizer", "_do_sanity_check", "step"} <= set(ast.literal_eval(while_it_exists))
+    assert afterwards == "[]"
+
+
+def test_a_former_path_warns_and_says_where_to_look() -> None:
+    sys.modules.pop("ds_topo.grid", None)
+    with pytest.warns(DeprecationWarning, match=r"ds_topo\.grid is now ds_topo\.engine\.grid"):
+        importlib.import_module("ds_topo.grid")
+    with pytest.raises(ImportError):
+        importlib.import_module("ds_topo.gradient_reducer.options")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert importlib.import_module("ds_topo.gradient_reducer").GradientReducer is ds_topo.GradientReducer
+        with pytest.raises(AttributeError, match="has no attribute 'Absent'"):
+            importlib.import_module("ds_topo.gradient_reducer").Absent  # noqa: B018
+
+
+def test_a_former_option_warns_and_works() -> None:
+    from ds_topo.reducer.reducer import _with_former_names
+
+    with pytest.warns(DeprecationWarning, match="storage= is now grad_buffers="):
+        assert _with_former_names({"storage": {}}) == {"grad_buffers": {}}  # type: ignore[typeddict-unknown-key]
