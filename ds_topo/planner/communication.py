@@ -12,7 +12,15 @@ from math import ceil, log2
 from ds_topo.planner.cluster import Cluster
 from ds_topo.planner.spans import Span
 
-RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+
+
+def ring_passes(operation: str, cluster: Cluster) -> int:
+    """How often a collective sends a tensor around the ring. torch's gloo does a reduce_scatter as an all_reduce whose
+    result it then takes a part of (counted at an interface: as many bytes)."""
+    if operation == "reduce_scatter" and cluster.accelerator.transport == "gloo":
+        return _PASSES["all_reduce"]
+    return _PASSES[operation]
 
 
 def collective_seconds(operation: str, size: float, span: Span, cluster: Cluster, calls: int = 1) -> float:
@@ -28,11 +36,11 @@ def collective_seconds(operation: str, size: float, span: Span, cluster: Cluster
     ranks = span.size
     if ranks == 1 or not size:
         return 0.0
-    leaving = bytes_leaving(operation, size, span)
+    leaving = bytes_leaving(operation, size, span, cluster)
     if operation == "all_to_all":
         local = size * (ranks - 1) / ranks - leaving / cluster.slots
     else:
-        local = RING_PASSES[operation] * size * (ranks - 1) / ranks
+        local = ring_passes(operation, cluster) * size * (ranks - 1) / ranks
     # where no two ranks of a group are on one host, nothing travels inside
     inside = local / cluster.inside.bandwidth if span.size > span.hosts else 0.0
     moving = max(inside, leaving / cluster.across.bandwidth)
@@ -52,16 +60,16 @@ def latency_seconds(operation: str, span: Span, cluster: Cluster) -> float:
     elif operation == "all_reduce" and cluster.accelerator.transport == "nccl":
         hops = (2 * min(inside, span.size // span.hosts - 1), 2 * ceil(log2(max(1, across))) if across else 0)
     else:
-        passes = RING_PASSES[operation]
+        passes = ring_passes(operation, cluster)
         hops = (passes * inside, passes * across)
     return cluster.start_seconds + hops[0] * cluster.inside.latency + hops[1] * cluster.across.latency
 
 
-def bytes_leaving(operation: str, size: float, span: Span) -> float:
+def bytes_leaving(operation: str, size: float, span: Span, cluster: Cluster) -> float:
     """Bytes that the busiest host sends to others in one such collective of all groups."""
     if operation == "all_to_all":
         return size / span.size * span.remote_pairs
-    return RING_PASSES[operation] * size * (span.size - 1) / span.size * span.ring_edges
+    return ring_passes(operation, cluster) * size * (span.size - 1) / span.size * span.ring_edges
 
 
 def send_seconds(size: float, span: Span, cluster: Cluster) -> float:

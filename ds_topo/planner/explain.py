@@ -166,7 +166,7 @@ def _gradients_text(costs: Costs, layout: Layout, spans: dict[str, Span]) -> str
     for operation, size, group, times in gradient_messages(costs, layout, kind):
         if group == GRADIENTS and operation != "all_gather":
             seconds = collective_seconds(operation, size, span, cluster)
-            leaving = bytes_leaving(operation, size, span)
+            leaving = bytes_leaving(operation, size, span, cluster)
             texts.append(
                 f"{operation} of {_mb(size)} over {span.size} ranks, {_where(span)}"
                 + (f" ({_mb(leaving)} leave a host)" if leaving else "")

@@ -29,8 +29,8 @@ class Span:
     size: int
     hosts: int
     groups: int
-    ring_edges: int
-    remote_pairs: int
+    ring_edges: float
+    remote_pairs: float
     forward_edges: int
 
     @property

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_topo.planner.cluster import Cluster
 from ds_topo.planner.communication import collective_seconds, send_seconds
 from ds_topo.planner.costs import Costs, Messages, PieceCost, StageKind
-from ds_topo.planner.layout import Layout
+from ds_topo.planner.layout import Job, Layout
 from ds_topo.planner.precision import ADAM_MOMENTS_BYTES
-from ds_topo.planner.software import Recompute
+from ds_topo.planner.software import Recompute, Software
 from ds_topo.planner.spans import Span, ends_span, factors_of, span_of_factors, split_factors
 from ds_topo.planner.work import Cover, Pass
 from ds_topo.topology.layout import Factors
@@ -108,6 +108,26 @@ def spans_of_factors(
     return spans
 
 
+def taking_turns(spans: Mapping[str, Span], layout: Layout, job: Job) -> dict[str, Span]:
+    """The spans with the edges that are busy at the same time, where several stages of a pipeline share a host's link.
+
+    While a stage works on m micro-batches, another one that comes d later works on m - d of them; on average over k
+    stages of one host d is (k + 1) / 3. With one micro-batch the stages take turns, and each has the link alone.
+    """
+    pipe = spans[PIPE]
+    together = pipe.size // pipe.hosts
+    if together == 1:
+        return dict(spans)
+    overlap = max(0.0, 1 - (together + 1) / 3 / (layout.micro_batches(job.batch) * layout.virtual_stages))
+    share = 1 / together + (1 - 1 / together) * overlap
+    busy = {
+        axis: replace(spans[axis], ring_edges=spans[axis].ring_edges * share, remote_pairs=spans[axis].remote_pairs * share)
+        for axis in (MODEL, SEQ, EXPERT)
+        if axis in spans and spans[axis].crosses
+    }
+    return {**spans, **busy}
+
+
 def schedule_bound(costs: Costs, layout: Layout, *, even: bool = False) -> float:
     """Seconds that a layout does not beat in any order of its axes and with any ZeRO stage: the passes with every
     axis' messages on the best links that it can have, and the bubble.
@@ -142,7 +162,7 @@ def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = N
     and v virtual stages (Narayanan et al., section 2.2: a bubble of ``(p - 1) / (v m)`` where stages are equal).
     """
     job, software = costs.job, costs.job.software
-    spans = spans or layout_spans(costs, layout)
+    spans = taking_turns(spans or layout_spans(costs, layout), layout, job)
     micro_batches, virtual = layout.micro_batches(job.batch), layout.virtual_stages
     kinds = costs.stage_kinds(layout)
     passes = [stage_pass(costs, kind, layout, spans) for kind in kinds]
@@ -150,7 +170,7 @@ def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = N
     send = _send_seconds(costs, layout, spans)
     every = sum(kind.count * one.total for kind, one in zip(kinds, passes, strict=True))
     bubble = (every - slowest.total) / virtual + 2 * (layout.pipe - 1) * send
-    waits = 2 * virtual * send * (PIPE_BARE if software.overlaps_pipe and virtual > 1 else 1.0)
+    waits = _pipe_waits(layout, software) * send
     reduced, gathered = _replica_seconds(costs, layout, spans, kinds, passes)
     update = optimizer_seconds(costs, layout)
     bubble = bubble if layout.pipe > 1 else 0.0
@@ -168,6 +188,18 @@ def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = N
         optimizer=update,
         sharing=max(0.0, _shared_seconds(costs, layout, kinds, passes, update) - own),
     )
+
+
+def _pipe_waits(layout: Layout, software: Software) -> float:
+    """Sends that a stage waits for in the steady state, per micro-batch.
+
+    In 1F1B the first stage gets a gradient for the micro-batch that it began p micro-batches ago. That loop has p passes
+    of a stage and ``2 (p - 1)`` sends, and so every micro-batch waits for ``2 (p - 1) / p`` of them. Virtual stages
+    have two sends for each chunk.
+    """
+    if layout.virtual_stages == 1:
+        return 2 * (layout.pipe - 1) / layout.pipe
+    return 2 * layout.virtual_stages * (PIPE_BARE if software.overlaps_pipe else 1.0)
 
 
 def _shared_seconds(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ds_topo.planner.communication import RING_PASSES
+from ds_topo.planner.communication import ring_passes
 from ds_topo.planner.costs import Costs, StageKind
 from ds_topo.planner.layout import Layout
 from ds_topo.planner.software import Recompute
@@ -124,7 +124,7 @@ class _Counter:
         if message.operation == "all_to_all":
             away = sum(1 for peer in ranks if peer // self.slots != rank // self.slots)
             return message.times * message.size / len(ranks) * away
-        passes = RING_PASSES[message.operation]
+        passes = ring_passes(message.operation, self.job.cluster)
         if message.operation == "all_reduce" and message.axis == GRADIENTS and self.levels:
             hosts = len({peer // self.slots for peer in ranks})
             return message.times * passes * message.size / (len(ranks) / hosts) * (hosts - 1) / hosts
