@@ -7,11 +7,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from ds_topo.errors import TopologyError
 from ds_topo.planner.accelerators import ACCELERATORS, GIGA, TERA, Accelerator, Efficiency, accelerator_of
+from ds_topo.planner.candidates import Wanted
 from ds_topo.planner.cluster import CONTEXT_BYTES, USABLE_SHARE, Cluster, Link, cluster_of
 from ds_topo.planner.families import read_model
 from ds_topo.planner.layout import AXES, Job
@@ -19,8 +21,9 @@ from ds_topo.planner.machine import Machine, read_machine
 from ds_topo.planner.model import Model, transformer
 from ds_topo.planner.precision import PRECISIONS, precision_of
 from ds_topo.planner.runs import judge_rows, read_rows
-from ds_topo.planner.search import Found, Plan, Wanted, search
+from ds_topo.planner.search import Found, Plan, search
 from ds_topo.planner.software import SOFTWARE, Recompute, software_of
+from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.spec import canonical_axis, parse_spec
 
@@ -76,8 +79,6 @@ def _add_cluster_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--slots", type=int, metavar="M", help="ranks on each host; as they are usually built by default"
     )
-    group.add_argument("--hostfile", metavar="FILE", help='lines "NAME slots=M"')
-    group.add_argument("--slurm", action="store_true", help="the hosts of the Slurm job that this runs in")
     group.add_argument("--accelerator", metavar="NAME", help=", ".join(ACCELERATORS))
     group.add_argument("--peak-tflops", type=float, help="of its matrix products, for one that is not in the table")
     group.add_argument("--memory-gb", type=float, help="of a device; limits the table's too")
@@ -203,11 +204,11 @@ def model_of(arguments: argparse.Namespace) -> Model:
 
 def cluster_of_arguments(arguments: argparse.Namespace, machine: Machine | None) -> Cluster:
     """Hosts, slots, accelerator and links, measured ones in place of a table's."""
-    hosts, slots = hosts_and_slots(arguments)
+    hosts, slots = arguments.hosts, arguments.slots
     if machine is not None:
         hosts, slots = hosts or machine.hosts, slots or machine.slots
     if hosts is None:
-        raise TopologyError("hosts are needed: --hosts N [--slots M], --hostfile FILE, --slurm or --machine FILE")
+        raise TopologyError("hosts are needed: --hosts N [--slots M], or --machine FILE")
     accelerator = _accelerator(arguments, machine)
     limit = None
     if arguments.memory_gb:
@@ -225,24 +226,14 @@ def cluster_of_arguments(arguments: argparse.Namespace, machine: Machine | None)
     return cluster
 
 
-def hosts_and_slots(arguments: argparse.Namespace) -> tuple[int | None, int | None]:
-    """The number of hosts and of slots on each, as far as the options say; the one place that knows where hosts come
-    from."""
-    if arguments.hostfile or arguments.slurm:
-        raise TopologyError("--hostfile and --slurm are read by ds_topo.placement; give --hosts N --slots M")
-    return arguments.hosts, arguments.slots
-
-
 def wanted_of(arguments: argparse.Namespace, job: Job) -> Wanted:
     """What the options have decided already."""
     topology = _topology(arguments.topology, job) if arguments.topology else None
-    degrees: tuple[tuple[str, int], ...] = ()
-    if arguments.fix:
-        axes, sizes = parse_spec(arguments.fix)
-        degrees = tuple((canonical_axis(axis), size) for axis, size in zip(axes, sizes, strict=True))
-        unknown = [axis for axis, _ in degrees if axis not in AXES]
-        if unknown:
-            raise TopologyError(f"--fix {arguments.fix!r}: axes {unknown} cannot be planned; choose among {list(AXES)}")
+    degrees = _fixed_degrees(arguments.fix, job) if arguments.fix else ()
+    for option in ("micro_batch", "virtual_stages", "expert_parallel"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise TopologyError(f"--{option.replace('_', '-')} {value}: give a number from 1 on")
     return Wanted(
         topology=topology,
         degrees=degrees,
@@ -253,6 +244,21 @@ def wanted_of(arguments: argparse.Namespace, job: Job) -> Wanted:
         sequence_parallel=arguments.sequence_parallel,
         expert_parallel=arguments.expert_parallel,
     )
+
+
+def _fixed_degrees(spec: str, job: Job) -> tuple[tuple[str, int], ...]:
+    axes, sizes = parse_spec(spec)
+    degrees = tuple((canonical_axis(axis), size) for axis, size in zip(axes, sizes, strict=True))
+    unknown = [axis for axis, _ in degrees if axis not in AXES]
+    if unknown:
+        raise TopologyError(f"--fix {spec!r}: axes {unknown} cannot be planned; choose among {list(AXES)}")
+    ranks = job.cluster.ranks
+    if ranks % prod(sizes):
+        raise TopologyError(
+            f"--fix {spec!r}: {prod(sizes)} does not divide the {ranks} ranks ({job.cluster.hosts} hosts x "
+            f"{job.cluster.slots} slots); choose degrees whose product is one of {divisors(ranks)}"
+        )
+    return degrees
 
 
 def share_of(text: str) -> float:

@@ -20,11 +20,18 @@ from ds_topo.planner.runs import Judgement
 from ds_topo.planner.search import Found, Plan, orders_of
 
 SHOWN_ORDERS = 6
+FILE_COLUMNS = 132
+"""Width of tables that go into a file or a pipe."""
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=FILE_COLUMNS)
 
 
 def print_found(found: Found, compared: Plan | None, *, explained: bool, command: str | None) -> None:
     """The table of plans, the reason for the first, and whatever else was asked for."""
-    console = Console(highlight=False)
+    console = _console()
     job = found.job
     console.print(_heading(job), soft_wrap=True)
     console.print(_plans_table(found))
@@ -39,7 +46,7 @@ def print_found(found: Found, compared: Plan | None, *, explained: bool, command
 
 def print_judgement(judgement: Judgement) -> None:
     """Predicted beside published, row by row."""
-    console = Console(highlight=False)
+    console = _console()
     table = Table(box=None, pad_edge=False)
     for column in ("run", "metric"):
         table.add_column(column, overflow="fold")
@@ -86,7 +93,7 @@ def _heading(job: Job) -> str:
 def _plans_table(found: Found) -> Table:
     job = found.job
     table = Table(box=None, pad_edge=False)
-    table.add_column("topology, outermost first", overflow="fold")
+    table.add_column("topology, outermost first", no_wrap=True)
     for column in ("micro", "ZeRO"):
         table.add_column(column, justify="right")
     table.add_column("more", overflow="fold")

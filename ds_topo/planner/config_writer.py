@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ds_topo.planner.costs import Costs
+from ds_topo.planner.group_spans import layout_spans
 from ds_topo.planner.layout import Job, Layout
 from ds_topo.planner.memory import BUCKET_PARAMETERS
+from ds_topo.planner.replicas import two_level_pays
 from ds_topo.planner.search import Plan
 from ds_topo.planner.software import Recompute
-from ds_topo.planner.step_time import layout_spans, two_level_pays
 from ds_topo.topology.rank_tables import DATA
 
 LEARNING_RATE = 3e-3

@@ -8,11 +8,12 @@ from typing import TypeAlias
 
 from ds_topo.planner.accelerators import Accelerator
 from ds_topo.planner.compute import pass_seconds
+from ds_topo.planner.layer_work import block_work, embedding_work, head_work, measured_work
+from ds_topo.planner.layers import AnyBlock, MeasuredLayer, count_by_kind
 from ds_topo.planner.layout import Job, Layout
-from ds_topo.planner.model import AnyBlock, MeasuredLayer, count_by_kind
 from ds_topo.planner.software import Recompute
 from ds_topo.planner.stages import Stage, even_stages, parameter_stages
-from ds_topo.planner.work import Cover, Pass, Share, Work, block_work, embedding_work, head_work, measured_work
+from ds_topo.planner.work import Cover, Pass, Share, Work
 
 
 @dataclass(frozen=True)

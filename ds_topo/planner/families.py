@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner.model import Attention, Block, Experts, FeedForward, Linear, Model, Split, dense_attention
+from ds_topo.planner.layers import Attention, Block, Experts, FeedForward, Linear, Split, dense_attention
+from ds_topo.planner.model import Model
 
 Config = Mapping[str, Any]
 

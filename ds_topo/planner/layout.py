@@ -11,6 +11,7 @@ from ds_topo.planner.model import Model
 from ds_topo.planner.precision import Precision
 from ds_topo.planner.software import Recompute, Software
 from ds_topo.planner.work import Share
+from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import DATA, MODEL, PIPE, SEQ
 
@@ -144,7 +145,7 @@ def layout_problem(job: Job, layout: Layout) -> str | None:
     if job.batch % (layout.data * layout.micro_batch):
         return (
             f"the batch of {job.batch} sequences is not a multiple of data={layout.data} x micro-batch "
-            f"{layout.micro_batch}"
+            f"{layout.micro_batch}{_divisors_of_batch(job, layout.data)}"
         )
     if job.sequence % (layout.seq * (layout.model if layout.sequence_parallel else 1)):
         return f"{job.sequence} positions cannot be split over seq={layout.seq} x model={layout.model}"
@@ -153,10 +154,26 @@ def layout_problem(job: Job, layout: Layout) -> str | None:
     return _experts_problem(model, layout) or _software_problem(job, layout)
 
 
+def batch_problem(batch: int, data: int) -> str | None:
+    """Why a batch cannot be dealt to so many replicas, None if it can."""
+    if batch % data == 0:
+        return None
+    less = batch // data * data
+    near = f"{less} or {less + data}" if less else f"{data}"
+    return f"data={data} does not divide the batch of {batch} sequences (a batch of {near} would do)"
+
+
+def _divisors_of_batch(job: Job, data: int) -> str:
+    """The micro-batches that go with a number of replicas."""
+    return f"; choose a micro-batch among {divisors(job.batch // data)}" if job.batch % data == 0 else ""
+
+
 def heads_problem(model: Model, tensor: int, seq: int, software: Software) -> str | None:
     """Why heads, widths or the vocabulary cannot be split so, None if they can."""
     if model.heads % tensor:
-        return f"model={tensor} does not divide the {model.heads} attention heads"
+        return (
+            f"model={tensor} does not divide the {model.heads} attention heads; choose one of {divisors(model.heads)}"
+        )
     if seq > 1 and software.seq_exchange == "all_to_all" and (model.heads // tensor) % seq:
         return f"seq={seq} does not divide the {model.heads // tensor} attention heads of a model rank"
     odd = [width for width in model.split_widths if width % tensor]

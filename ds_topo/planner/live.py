@@ -1,7 +1,7 @@
 """The size of a live ``torch.nn.Module``, layer by layer, from one forward pass on the meta device.
 
-Nothing is allocated: the module's parameters must be on ``meta`` (build it under ``with torch.device("meta")``), so that
-a model of any size is measured in seconds on a laptop. torch is imported when a function is called.
+Nothing is allocated: the module's parameters must be on ``meta`` (build it under ``with torch.device("meta")``), so
+that a model of any size is measured in seconds on a laptop. torch is imported when a function is called.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner.model import MeasuredLayer, MeasuredProduct, Model
+from ds_topo.planner.layers import MeasuredLayer, MeasuredProduct
+from ds_topo.planner.model import Model
 
 if TYPE_CHECKING:
     import torch
@@ -270,10 +271,8 @@ def _recorded(state: _State) -> Iterator[None]:
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         tally = state.current
-        if (
-            isinstance(tensor, torch.nn.Parameter)
-            or getattr(tensor, "_base", None) is not None
-            and isinstance(tensor._base, torch.nn.Parameter)
+        if isinstance(tensor, torch.nn.Parameter) or (
+            getattr(tensor, "_base", None) is not None and isinstance(tensor._base, torch.nn.Parameter)
         ):
             return tensor
         storage = tensor.untyped_storage()

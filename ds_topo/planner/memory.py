@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ds_topo.planner.costs import Costs, StageKind, StageParameters
 from ds_topo.planner.layout import Job, Layout
 from ds_topo.planner.precision import ADAM_MOMENTS_BYTES, Precision
-from ds_topo.planner.software import Recompute, Software
+from ds_topo.planner.software import Software
 
 BUCKET_PARAMETERS = 500_000_000
 """Gradients that are on their way at once, at most (``reduce_bucket_size`` of DeepSpeed's ZeRO)."""

@@ -16,13 +16,14 @@ from typing import Any
 
 from ds_topo.errors import TopologyError
 from ds_topo.planner.accelerators import TERA, Accelerator, accelerator_of
+from ds_topo.planner.candidates import LARGEST_MICRO_BATCH, Wanted
 from ds_topo.planner.cluster import cluster_of_ranks
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.layout import Job, Layout, layout_problem
 from ds_topo.planner.memory import memory_use
 from ds_topo.planner.model import transformer
 from ds_topo.planner.precision import precision_of
-from ds_topo.planner.search import LARGEST_MICRO_BATCH, Plan, Wanted, search
+from ds_topo.planner.search import Plan, search
 from ds_topo.planner.software import Recompute, Software, software_of, software_of_year
 from ds_topo.planner.step_time import step_time
 from ds_topo.topology.expert_tables import divisors

@@ -8,7 +8,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 
-from ds_topo.planner.model import AnyBlock, Model
+from ds_topo.planner.layers import AnyBlock
+from ds_topo.planner.model import Model
 
 
 @dataclass(frozen=True)

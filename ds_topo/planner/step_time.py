@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from ds_topo.planner.cluster import Cluster
 from ds_topo.planner.communication import collective_seconds, send_seconds
 from ds_topo.planner.costs import Costs, Messages, PieceCost, StageKind
-from ds_topo.planner.layout import Job, Layout
-from ds_topo.planner.precision import ADAM_MOMENTS_BYTES
+from ds_topo.planner.group_spans import EXPERT, layout_spans, taking_turns
+from ds_topo.planner.layout import Layout
+from ds_topo.planner.replicas import optimizer_seconds, replica_seconds
 from ds_topo.planner.software import Recompute, Software
-from ds_topo.planner.spans import Span, ends_span, factors_of, span_of_factors, split_factors
+from ds_topo.planner.spans import Span, span_of_factors
 from ds_topo.planner.work import Cover, Pass
-from ds_topo.topology.layout import Factors
-from ds_topo.topology.rank_tables import DATA, MODEL, PIPE, SEQ
-
-EXPERT, EXPERT_DATA, GRADIENTS, ENDS = "expert", "expert data", "gradients", "ends"
-"""Groups that are no axis: sharers of a layer's experts, replicas of an expert or parameter, first and last stage."""
+from ds_topo.topology.rank_tables import MODEL, PIPE, SEQ
 
 PIPE_BARE = 0.25
 """Of a send that runs beside another chunk's computing, the share of its time that a stage still waits."""
-
-COVERED_FELT = 0.15
-"""Of the messages of ZeRO 3 that every pass covers, the share of their time by which computing slows down: they take
-processors and memory bandwidth from it (Rashidi et al., ISCA 2021, measure 10 to 20%)."""
 
 
 @dataclass(frozen=True)
@@ -84,50 +76,6 @@ class PassTime:
         return self.forward + self.backward
 
 
-def layout_spans(costs: Costs, layout: Layout) -> dict[str, Span]:
-    """Which hosts the groups of the layout span."""
-    topology = layout.topology
-    factors = {axis: factors_of(topology, [axis]) for axis in topology.axes}
-    return spans_of_factors(costs, factors, topology.axes, layout.expert_parallel)
-
-
-def spans_of_factors(
-    costs: Costs, factors: Mapping[str, Factors], order: Sequence[str], expert_parallel: int
-) -> dict[str, Span]:
-    """The same from every axis' ``(size, stride)``, and the axes outermost first."""
-    slots, world = costs.job.cluster.slots, costs.job.cluster.ranks
-    spans = {axis: span_of_factors(factors.get(axis, ()), world, slots) for axis in (PIPE, DATA, SEQ, MODEL)}
-    replicas = tuple(factor for axis in order if axis not in (PIPE, MODEL) for factor in factors[axis])
-    spans[GRADIENTS] = span_of_factors(replicas, world, slots)
-    if costs.job.model.tied:
-        spans[ENDS] = ends_span(factors.get(PIPE, ()), world, slots)
-    if costs.job.model.expert_count:
-        near, far = split_factors(replicas, expert_parallel)
-        spans[EXPERT] = span_of_factors(near, world, slots)
-        spans[EXPERT_DATA] = span_of_factors(far, world, slots)
-    return spans
-
-
-def taking_turns(spans: Mapping[str, Span], layout: Layout, job: Job) -> dict[str, Span]:
-    """The spans with the edges that are busy at the same time, where several stages of a pipeline share a host's link.
-
-    While a stage works on m micro-batches, another one that comes d later works on m - d of them; on average over k
-    stages of one host d is (k + 1) / 3. With one micro-batch the stages take turns, and each has the link alone.
-    """
-    pipe = spans[PIPE]
-    together = pipe.size // pipe.hosts
-    if together == 1:
-        return dict(spans)
-    overlap = max(0.0, 1 - (together + 1) / 3 / (layout.micro_batches(job.batch) * layout.virtual_stages))
-    share = 1 / together + (1 - 1 / together) * overlap
-    busy = {
-        axis: replace(spans[axis], ring_edges=spans[axis].ring_edges * share, remote_pairs=spans[axis].remote_pairs * share)
-        for axis in (MODEL, SEQ, EXPERT)
-        if axis in spans and spans[axis].crosses
-    }
-    return {**spans, **busy}
-
-
 def schedule_bound(costs: Costs, layout: Layout, *, even: bool = False) -> float:
     """Seconds that a layout does not beat in any order of its axes and with any ZeRO stage: the passes with every
     axis' messages on the best links that it can have, and the bubble.
@@ -171,7 +119,7 @@ def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = N
     every = sum(kind.count * one.total for kind, one in zip(kinds, passes, strict=True))
     bubble = (every - slowest.total) / virtual + 2 * (layout.pipe - 1) * send
     waits = _pipe_waits(layout, software) * send
-    reduced, gathered = _replica_seconds(costs, layout, spans, kinds, passes)
+    reduced, gathered = replica_seconds(costs, layout, spans, kinds, passes)
     update = optimizer_seconds(costs, layout)
     bubble = bubble if layout.pipe > 1 else 0.0
     own = micro_batches * (slowest.compute_forward + slowest.compute_backward + slowest.recompute) + update + bubble
@@ -193,9 +141,9 @@ def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = N
 def _pipe_waits(layout: Layout, software: Software) -> float:
     """Sends that a stage waits for in the steady state, per micro-batch.
 
-    In 1F1B the first stage gets a gradient for the micro-batch that it began p micro-batches ago. That loop has p passes
-    of a stage and ``2 (p - 1)`` sends, and so every micro-batch waits for ``2 (p - 1) / p`` of them. Virtual stages
-    have two sends for each chunk.
+    In 1F1B the first stage gets a gradient for the micro-batch that it began p micro-batches ago. That loop has p
+    passes of a stage and ``2 (p - 1)`` sends, and so every micro-batch waits for ``2 (p - 1) / p`` of them. Virtual
+    stages have two sends for each chunk.
     """
     if layout.virtual_stages == 1:
         return 2 * (layout.pipe - 1) / layout.pipe
@@ -290,124 +238,3 @@ def _send_seconds(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> fl
         return sent
     gathers = 1.5 if costs.job.software.eager else 1.0
     return sent + gathers * collective_seconds("all_gather", size, spans[MODEL], cluster)
-
-
-def _replica_seconds(
-    costs: Costs, layout: Layout, spans: Mapping[str, Span], kinds: list[StageKind], passes: list[PassTime]
-) -> tuple[float, float]:
-    """Exposed seconds of reducing gradients (a tied embedding's between the ends included), of gathering parameters.
-
-    A stage's reduction runs while its own last backward goes on, and while the stages before it still compute; ZeRO 2
-    reduces after every micro-batch, ZeRO 3 gathers in every pass too.
-    """
-    job, software, cluster = costs.job, costs.job.software, costs.job.cluster
-    micro_batches = layout.micro_batches(job.batch)
-    reduced = gathered = 0.0
-    for kind, one in zip(kinds, passes, strict=True):
-        reduce, gather = _replica_collectives(costs, layout, spans, kind)
-        layers = max(1, sum(count for count, _ in kind.blocks))
-        last_layer = 1 / layers
-        if layout.zero == 3:
-            bare = last_layer if software.overlaps_parameters else 1.0
-            exposed = max(0.0, gather - one.forward) + max(0.0, gather + reduce - one.backward)
-            felt = COVERED_FELT * (2 * gather + reduce - exposed)
-            gathered = max(gathered, micro_batches * (exposed + felt + 2 * gather * bare))
-            continue
-        cover = one.backward * (1 - last_layer) if software.overlaps_gradients else 0.0
-        after_each = max(0.0, reduce - cover)
-        after_last = max(0.0, after_each - kind.first * one.backward / layout.virtual_stages)
-        times = micro_batches if layout.zero == 2 else 1
-        reduced = max(reduced, (times - 1) * after_each + after_last)
-        cover = one.forward * (1 - last_layer) if software.overlaps_update else 0.0
-        gathered = max(gathered, gather - cover)
-    if job.model.tied and layout.pipe > 1:
-        size = job.model.vocabulary * job.model.hidden / layout.model * reduction_bytes(costs)
-        reduced += collective_seconds("all_reduce", size, spans[ENDS], cluster)
-    return reduced, gathered
-
-
-def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[tuple[str, float, str, float]]:
-    """``(operation, bytes, group, times)`` of a step's reductions of gradients and gatherings of parameters.
-
-    ZeRO 2 reduces after every micro-batch; ZeRO 3 gathers in forward and in backward of each, too.
-    """
-    job, parameters = costs.job, costs.parameters(kind, layout)
-    whole = layout.zero in job.software.reduces_whole
-    micro_batches = layout.micro_batches(job.batch)
-    messages: list[tuple[str, float, str, float]] = []
-    for count, group in ((parameters.dense, GRADIENTS), (parameters.experts, EXPERT_DATA)):
-        if not count:
-            continue
-        reductions = micro_batches if layout.zero >= 2 else 1
-        operation = "all_reduce" if whole else "reduce_scatter"
-        messages.append((operation, count * reduction_bytes(costs), group, float(reductions)))
-        if layout.zero:
-            gathers = 2 * micro_batches if layout.zero == 3 else 1
-            messages.append(("all_gather", float(count * job.precision.activation_bytes), group, float(gathers)))
-    return messages
-
-
-def two_level_pays(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> bool:
-    """Whether gradients are reduced faster inside hosts and across hosts apart than in one ring."""
-    span = spans[GRADIENTS]
-    local = span.size // span.hosts
-    if not costs.job.software.two_level or span.hosts == 1 or local == 1 or layout.zero not in (0, 1):
-        return False
-    size = max(costs.parameters(kind, layout).dense for kind in costs.stage_kinds(layout)) * reduction_bytes(costs)
-    flat = collective_seconds("all_reduce", size, span, costs.job.cluster)
-    return two_level_seconds(size, span, costs.job.cluster) < flat
-
-
-def two_level_seconds(size: float, span: Span, cluster: Cluster) -> float:
-    """An all_reduce as a reduce_scatter inside hosts, an all_reduce of each part across them, and an all_gather."""
-    local = span.size // span.hosts
-    inner = Span(local, 1, span.groups, 0, 0, 0)
-    outer = Span(span.hosts, span.hosts, cluster.slots, cluster.slots, cluster.slots * (span.hosts - 1), 0)
-    inside = sum(collective_seconds(operation, size, inner, cluster) for operation in ("reduce_scatter", "all_gather"))
-    return inside + collective_seconds("all_reduce", size / local, outer, cluster)
-
-
-def _replica_collectives(
-    costs: Costs, layout: Layout, spans: Mapping[str, Span], kind: StageKind
-) -> tuple[float, float]:
-    """Seconds of one reduction of all gradients of a stage, and of one gathering of its parameters."""
-    cluster = costs.job.cluster
-    reduce = gather = 0.0
-    calls = max(1, sum(layers for layers, _ in kind.blocks))  # about one for each layer
-    levels = two_level_pays(costs, layout, spans)
-    for operation, size, group, _ in gradient_messages(costs, layout, kind):
-        seconds = collective_seconds(operation, size, spans[group], cluster, calls)
-        if operation == "all_gather":
-            gather += seconds
-        elif levels and group == GRADIENTS:
-            reduce += two_level_seconds(size, spans[group], cluster)
-        else:
-            reduce += seconds
-    return reduce, gather
-
-
-def reduction_bytes(costs: Costs) -> int:
-    """Of a gradient on the wire."""
-    precision = costs.job.precision
-    return costs.job.software.reduction_bytes if precision.master_bytes else precision.activation_bytes
-
-
-def optimizer_seconds(costs: Costs, layout: Layout) -> float:
-    """Adam's update, bound by memory: moments and masters read and written, gradients read twice (once for their
-    norm), weights written; all gradients set to zero.
-    """
-    job, accelerator = costs.job, costs.job.cluster.accelerator
-    precision = job.precision
-    gradient = job.software.accumulation_bytes if precision.master_bytes else precision.activation_bytes
-    moved: float = 2 * (precision.master_bytes + ADAM_MOMENTS_BYTES) + 2 * gradient + precision.activation_bytes
-    if accelerator.efficiency.update_bytes is not None:
-        moved = accelerator.efficiency.update_bytes
-    largest = 0.0
-    for kind in costs.stage_kinds(layout):
-        parameters = costs.parameters(kind, layout)
-        held = parameters.dense + parameters.experts
-        shards = layout.replicas if layout.zero else 1
-        sparse_shards = layout.replicas // layout.expert_parallel if layout.zero else 1
-        owned = parameters.dense / shards + parameters.experts / sparse_shards
-        largest = max(largest, owned * moved + held * gradient)
-    return largest / (accelerator.memory_bandwidth * accelerator.efficiency.memory)

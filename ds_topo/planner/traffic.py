@@ -7,18 +7,11 @@ from dataclasses import dataclass, field
 
 from ds_topo.planner.communication import ring_passes
 from ds_topo.planner.costs import Costs, StageKind
+from ds_topo.planner.group_spans import EXPERT, EXPERT_DATA, GRADIENTS, layout_spans
 from ds_topo.planner.layout import Layout
+from ds_topo.planner.replicas import gradient_messages, reduction_bytes, two_level_pays
 from ds_topo.planner.software import Recompute
-from ds_topo.planner.step_time import (
-    EXPERT,
-    EXPERT_DATA,
-    GRADIENTS,
-    activation_bytes,
-    gradient_messages,
-    layout_spans,
-    reduction_bytes,
-    two_level_pays,
-)
+from ds_topo.planner.step_time import activation_bytes
 from ds_topo.topology.expert_tables import ExpertPlan
 from ds_topo.topology.rank_tables import MODEL, PIPE, SEQ, gradient_axes
 

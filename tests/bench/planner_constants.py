@@ -1,5 +1,5 @@
-"""The planner's constants against published runs: the one number per accelerator and precision that is fitted (the share
-of the peak that large products reach), the best value for it, and predictions of each row, and of each source, by
+"""The planner's constants against published runs: the one number per accelerator and precision that is fitted (the
+share of the peak that large products reach), the best value for it, and predictions of each row, and of each source, by
 constants that were fitted to the others alone.
 
     python -m tests.bench.planner_constants tests/planner/published_runs.json [more.json ...]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.planner.accelerators import accelerator_of
 from ds_topo.planner.calibrate import calibrate
+from ds_topo.planner.candidates import Wanted
 from ds_topo.planner.cluster import cluster_of
 from ds_topo.planner.config_writer import deepspeed_config
 from ds_topo.planner.costs import Costs
@@ -32,7 +33,7 @@ from ds_topo.planner.layout import Job
 from ds_topo.planner.machine import Machine
 from ds_topo.planner.model import transformer
 from ds_topo.planner.precision import FP32
-from ds_topo.planner.search import Plan, Wanted, orders_of, search
+from ds_topo.planner.search import Plan, orders_of, search
 from ds_topo.planner.software import DEEPSPEED_PIPELINE, Recompute
 from ds_topo.planner.traffic import host_traffic
 from tests.bench.sides import alternate
@@ -43,6 +44,9 @@ from gpt import VOCABULARY, GPTConfig, gpt_layers, next_byte_loss
 from parallel_layers import Parallel
 
 HOSTS, WARMUP, COUNTED = 2, 2, 2
+
+Config = tuple[dict[str, Any], bool]
+"""DeepSpeed's, and whether activations are split along the sequence."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +96,8 @@ def calibrated() -> Machine:
     return calibrate()
 
 
-def measure(name: str, configs: list[tuple[dict[str, Any], bool]], rounds: int) -> tuple[list[list[float]], list[float]]:
-    """Seconds of every round, and bytes that this rank's host sends in a step, of every config (and whether it splits the sequence)."""
+def measure(name: str, configs: list[Config], rounds: int) -> tuple[list[list[float]], list[float]]:
+    """Seconds of every round, and bytes that this rank's host sends in a step, of every config."""
     import deepspeed
 
     warnings.simplefilter("ignore")
@@ -153,20 +157,23 @@ def main() -> None:
         job = job_of(case, slots, machine)
         plans = plans_of(job, slots)
         configs = [(deepspeed_config(job, plan), plan.layout.sequence_parallel) for plan in plans]
-        results = cluster.run_ranks(measure, arguments.model, configs, arguments.rounds, ranks_per_host=slots, timeout=540)
+        results = cluster.run_ranks(
+            measure, arguments.model, configs, arguments.rounds, ranks_per_host=slots, timeout=540
+        )
     times = results[0][0]
     sent = [max(results[host * slots][1][index] for host in range(HOSTS)) for index in range(len(plans))]
     costs = Costs(job)
-    print(f"{'layout':58} {'median':>9} {'fastest':>8} {'noise':>6} {'predicted':>9} {'error':>7} {'MB sent':>8} {'plan':>8} {'error':>7}")
+    titles = ("median", "fastest", "noise", "predicted", "error", "MB sent", "planned", "error")
+    print(f"{'layout':58} {' '.join(f'{title:>9}' for title in titles)}")
     rows = []
     for plan, seconds, leaving in zip(plans, times, sent, strict=True):
         low, middle, high = statistics.quantiles(seconds, n=4)
         counted = max(host.total for host in host_traffic(costs, plan.layout))
         rows.append((middle, min(seconds), plan.seconds))
-        wrong = f"{counted / leaving - 1:+7.1%}" if leaving > 1e5 else "      -"
+        wrong = f"{counted / leaving - 1:+.1%}" if leaving > 1e5 else "-"
         print(
-            f"{plan.layout!s:58} {middle:9.3f} {min(seconds):8.3f} {high / low:6.2f} {plan.seconds:9.3f} {plan.seconds / middle - 1:+7.1%} "
-            f"{leaving / 1e6:8.2f} {counted / 1e6:8.2f} {wrong}"
+            f"{plan.layout!s:58} {middle:9.3f} {min(seconds):9.3f} {high / low:9.2f} {plan.seconds:9.3f} "
+            f"{plan.seconds / middle - 1:+9.1%} {leaving / 1e6:9.2f} {counted / 1e6:9.2f} {wrong:>9}"
         )
     chosen = min(rows, key=lambda row: row[-1])
     ratio = max(row[-1] for row in rows) / chosen[-1]

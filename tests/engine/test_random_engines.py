@@ -27,7 +27,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
-from tests.ranks import run_ranks
+from tests.support.failing import FailsInBackward
+from tests.support.world import Worlds
 
 EXAMPLES = int(os.environ.get("DS_TOPO_RANDOM_ENGINES", "20"))
 WIDTH = 8
@@ -123,19 +124,7 @@ class Model(nn.Module):
     def forward(self, hidden: torch.Tensor, fails: bool = False) -> torch.Tensor:
         for layer in self.layers:
             hidden = layer(hidden)
-        return Fails.apply(hidden) if fails else hidden
-
-
-class Fails(torch.autograd.Function):
-    """Identity, whose backward fails half way through the model."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise ArithmeticError("in backward")
+        return FailsInBackward.apply(hidden) if fails else hidden
 
 
 def scale_gradient(parameter: nn.Parameter) -> None:
@@ -283,7 +272,13 @@ def both_ways(engine: Engine) -> str:
     tolerance = 3e-2 if engine.bf16 else 1e-4
     torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=tolerance, atol=tolerance)
     for name, value in theirs["parameters"].items():
-        torch.testing.assert_close(ours["parameters"][name], value, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours["parameters"][name],
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
     return ""
 
 
@@ -318,7 +313,7 @@ def engines(draw: st.DrawFn) -> Engine:
     )
 
 
-def test_our_reduction_is_deepspeeds_own() -> None:
+def test_our_reduction_is_deepspeeds_own(world: Worlds) -> None:
     @settings(
         max_examples=EXAMPLES,
         deadline=None,
@@ -328,6 +323,8 @@ def test_our_reduction_is_deepspeeds_own() -> None:
     )
     @given(engines())
     def trains_alike(engine: Engine) -> None:
-        run_ranks(4, both_ways, engine)
+        refusals.append(world(4).run(both_ways, engine)[0])
 
+    refusals: list[str] = []
     trains_alike()
+    assert sum(map(bool, refusals)) <= len(refusals) // 3, refusals

@@ -22,6 +22,7 @@ from tests.gpt_training import PlainGPT
 from tests.planner.allocations import Allocations
 
 STEPS_BEFORE = 2
+MODEL = GPTConfig(context=128, width=256, heads=4, depth=4)
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Case:
     recompute: bool = False
     precision: str = "fp32"
     experts: int = 0
-    model: GPTConfig = GPTConfig(context=128, width=256, heads=4, depth=4)
+    model: GPTConfig = MODEL
     micro_batch: int = 8
     micro_batches: int = 4
 
