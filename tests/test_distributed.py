@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ds_topo import DisagreementError, PipelineParallelGrid, distributed
-from tests.ranks import run_ranks
+from tests.support.world import Worlds
 
 
 def _documented_examples() -> None:
@@ -54,21 +54,21 @@ def _documented_examples() -> None:
     assert not distributed.is_initialized()
 
 
-def test_documented_examples() -> None:
-    run_ranks(4, _documented_examples)
+def test_documented_examples(world: Worlds) -> None:
+    world(4).run(_documented_examples)
 
 
 def _over_a_grid() -> None:
-    grid = PipelineParallelGrid("model=2,data=2")
-    distributed.init_process_group(grid=grid)
-    assert distributed.get_group() is grid.get_group("model")
-    assert distributed.gather(torch.tensor([dist.get_rank()])).tolist() == grid.get_ranks("model")
-    distributed.destroy_process_group()
-    assert grid.get_axis_size("model") == dist.get_world_size(grid.get_group("model"))
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        distributed.init_process_group(grid=grid)
+        assert distributed.get_group() is grid.get_group("model")
+        assert distributed.gather(torch.tensor([dist.get_rank()])).tolist() == grid.get_ranks("model")
+        distributed.destroy_process_group()
+        assert grid.get_axis_size("model") == dist.get_world_size(grid.get_group("model"))
 
 
-def test_a_grid_lends_its_groups() -> None:
-    run_ranks(4, _over_a_grid)
+def test_a_grid_lends_its_groups(world: Worlds) -> None:
+    world(4).run(_over_a_grid)
 
 
 def _mistakes() -> None:
@@ -86,10 +86,11 @@ def _mistakes() -> None:
         distributed.init_process_group(group_size=2)
     with pytest.raises(ValueError, match="None, 0, 1 and -1"):
         distributed.scatter(torch.zeros(2, 2, 2), dim=2)
+    distributed.destroy_process_group()
 
 
-def test_mistakes_raise_on_every_rank() -> None:
-    run_ranks(4, _mistakes)
+def test_mistakes_raise_on_every_rank(world: Worlds) -> None:
+    world(4).run(_mistakes)
 
 
 def test_use_before_torch_is_initialised() -> None:

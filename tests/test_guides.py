@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*.md"))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -142,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = search(job, wanted, max(1, arguments.top))
     compared = _compared(arguments, job, wanted)
     if arguments.picture:
-        from ds_topo.planner.picture import save_picture
+        from ds_topo.cli.plan_picture import save_picture
 
         save_picture(found, arguments.picture)
     command = _written(arguments, found)
@@ -331,7 +330,7 @@ def _calibrated(path: str) -> tuple[Machine, bool]:
     """Measure this machine, with all ranks of a launcher; whether this is the rank that goes on."""
     import os
 
-    from ds_topo.planner.calibrate import calibrate
+    from ds_topo.measurement.calibrate import calibrate
 
     is_first = True
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -369,10 +368,3 @@ def _judge(arguments: argparse.Namespace) -> int:
 
         print_judgement(judgement)
     return 1 if judgement.beyond else 0
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """``plan`` alone, for tests and scripts."""
-    from ds_topo.cli import main as command_line
-
-    return command_line(["plan", *(arguments or [])])

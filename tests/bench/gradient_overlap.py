@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_topo import GradientReducer, PipelineParallelGrid
 from tests.bench.sides import Times, alternate, ratios, table
 from tests.cluster import Cluster
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from gpt import GPTConfig
 from parallel_layers import Parallel
 
-from tests.gpt_training import PlainGPT, batch
+from tests.support.gpt_training import PlainGPT, batch
 
 MODEL = GPTConfig(context=128, width=384, heads=6, depth=6)
 

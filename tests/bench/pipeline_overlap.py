@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from gpt import GPTConfig, gpt_layers, next_byte_loss
 from parallel_layers import Parallel
 
-from tests.gpt_training import batch
+from tests.support.gpt_training import batch
 
 MODEL = GPTConfig(context=128, width=384, heads=6, depth=6)
 MICRO_BATCHES = 4

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
+from ds_topo.measurement.calibrate import calibrate
 from ds_topo.planner.accelerators import accelerator_of
-from ds_topo.planner.calibrate import calibrate
 from ds_topo.planner.candidates import Wanted
 from ds_topo.planner.cluster import cluster_of
 from ds_topo.planner.config_writer import deepspeed_config

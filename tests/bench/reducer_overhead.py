@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import GradientReducer
 from tests.bench.sides import Times, alternate, medians, table
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 LAYERS, WIDTH = 500, 8
 

@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ds_topo import PipelineParallelGrid
-from tests.counted_collectives import forward_and_backward
-from tests.ranks import run_ranks
+from tests.support.counted_collectives import forward_and_backward
+from tests.support.ranks import run_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from parallel_layers import ColumnParallelLinear, Parallel, RowParallelLinear

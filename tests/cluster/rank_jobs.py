@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.ranks import GRACE_SECONDS, RankFailure
+from tests.support.ranks import GRACE_SECONDS, RankFailure
 
 if TYPE_CHECKING:
     from tests.cluster.virtual_hosts import Host
@@ -36,8 +36,8 @@ def call_on_ranks(
     with tempfile.TemporaryDirectory(prefix="rank-calls-") as folder:
         call = Path(folder, "call")
         call.write_bytes(pickle.dumps((_module_name(function), function.__qualname__, list(args))))
-        command = [sys.executable, "-m", "tests.cluster.rank_main", str(call), str(timeout)]
-        # A rank that hangs ends itself at the timeout and shows where it was; the grace leaves time for that.
+        command = [sys.executable, "-m", "tests.cluster.rank_main", str(call), str(time.monotonic() + timeout)]
+        # A rank that hangs ends itself then and shows where it was; the grace leaves time for that.
         environment = {**env, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         command_on_ranks(hosts, command, ranks_per_host, environment, timeout + GRACE_SECONDS)
         world = range(len(hosts) * ranks_per_host)
@@ -75,7 +75,7 @@ def command_on_ranks(
                 process.kill()
                 process.wait()
         outputs = [Path(folder, f"output{rank}").read_text(errors="replace") for rank in range(world_size)]
-    if any(codes):
+    if any(code != 0 for code in codes):
         accounts = "\n".join(
             f"--- rank {rank} on {hosts[rank // ranks_per_host].name}: "
             f"{'killed, still running' if code is None else f'exit code {code}'}\n{output[-OUTPUT_TAIL:]}"

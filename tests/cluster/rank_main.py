@@ -7,17 +7,23 @@ import importlib
 import os
 import pickle
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 
-def main(call: Path, timeout: float) -> None:
+def main(call: Path, end: float) -> None:
+    """Call the function that the file names; ``end`` is a time of the clock that all processes of the machine share."""
+    timeout = max(0.1, end - time.monotonic())
     faulthandler.dump_traceback_later(timeout, exit=True)
     import torch
     import torch.distributed as dist
 
+    from tests.support.assertions import show_values_of_asserts
+
     torch.set_num_threads(1)
+    show_values_of_asserts()
     module, name, args = pickle.loads(call.read_bytes())
     function: Any = importlib.import_module(module)
     for part in name.split("."):

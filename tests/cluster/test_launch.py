@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 OPTIONS = ["--topology", "pipe=2,data=2", "--steps", "3", "--batch-size", "16", "--context", "16", "--width", "32"]

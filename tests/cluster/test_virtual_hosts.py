@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.cluster import Cluster, requirements
-from tests.ranks import RankFailure
+from tests.support.ranks import RankFailure
 
 StartCluster = Callable[..., Cluster]
 MEGABYTES = 4
@@ -35,7 +35,10 @@ def _broadcast_from_first() -> None:
 
 def _fail_on_last() -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
-        raise ValueError("the last rank is unhappy")
+        try:
+            assert [dist.get_rank()] == [7]
+        except AssertionError as error:
+            raise ValueError("the last rank is unhappy") from error
     dist.barrier()
 
 
@@ -57,7 +60,8 @@ def test_ranks_are_numbered_host_by_host_and_join_one_group(start_cluster: Start
 
 def test_a_failure_and_a_hang_show_every_rank(start_cluster: StartCluster) -> None:
     cluster = start_cluster(hosts=2)
-    with pytest.raises(RankFailure, match=r"(?s)rank 0 on host0.*rank 1 on host1.*the last rank is unhappy"):
+    accounts = r"(?s)rank 0 on host0.*rank 1 on host1.*assert \[1\] == \[7\].*the last rank is unhappy"
+    with pytest.raises(RankFailure, match=accounts):
         cluster.run_ranks(_fail_on_last)
     with pytest.raises(RankFailure, match=r"(?s)rank 0 on host0.*Timeout.*in _wait_for_nobody"):
         cluster.run_ranks(_wait_for_nobody, timeout=6)

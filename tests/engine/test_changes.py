@@ -30,8 +30,8 @@ from ds_topo import ledger as ledger_module
 from ds_topo.engine import changes
 from ds_topo.engine.__main__ import ROWS, page
 from ds_topo.ledger import Change, Reliance, exists, ledger
-from tests.moe_training import Case, Trainer
-from tests.ranks import run_ranks
+from tests.support.moe_training import Case, Trainer
+from tests.support.ranks import run_ranks
 
 PACKAGE = Path(ds_topo.__file__).parent
 ROOMS_OF_OTHERS = {"deepspeed", "torch"}
@@ -176,9 +176,10 @@ def pipeline(**settings: Any) -> None:
 def mixture(**case: Any) -> None:
     trainer = Trainer(Case(pipeline=False, clip=0.1, **case))
     trainer.train(range(2))
+    engine, optimizer, module = trainer.engine, trainer.engine.optimizer, trainer.engine.module
     trainer.destroy()
-    assert not bound_on(trainer.engine, trainer.engine.optimizer)
-    assert hooks_of(trainer.engine.module) == 0
+    assert not bound_on(engine, optimizer)
+    assert hooks_of(module) == 0
 
 
 def zero_3_over_seq() -> None:

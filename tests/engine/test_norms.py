@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_topo import PipelineParallelGrid, groups, mark_tensor_parallel_gradients
 from ds_topo.engine import norms
-from tests.ranks import run_ranks
+from tests.support.world import Worlds
 
 
 def parameter(value: float, **marks: Any) -> nn.Parameter:
@@ -108,8 +108,8 @@ def _replicas(p: nn.Parameter, grid: PipelineParallelGrid) -> list[int]:
         ("data=2,pipe=2", 1, False),
     ],
 )
-def test_every_parameter_counts_once(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
-    run_ranks(4, _norm, topology, size, sliced, partitioned)
+def test_every_parameter_counts_once(world: Worlds, topology: str, size: int, sliced: bool, partitioned: bool) -> None:
+    world(4).run(_norm, topology, size, sliced, partitioned)
 
 
 def test_marks_for_another_mpu_are_taken_back() -> None:

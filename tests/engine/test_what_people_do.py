@@ -23,7 +23,8 @@ from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, group
 from ds_topo.engine import gradient_reducer
 from ds_topo.errors import ExpertGroupError
 from ds_topo.reducer import probes, routes
-from tests.ranks import run_ranks
+from tests.support.failing import FailsInBackward
+from tests.support.world import Worlds
 
 SMALL = {"bucket_bytes": 600, "first_bucket_bytes": 200, "last_bucket_bytes": 200}
 ZERO_1 = {"zero_optimization": {"stage": 1}}
@@ -64,21 +65,11 @@ class Unruly(nn.Module):
     def forward(self, hidden: torch.Tensor, what: str = "") -> torch.Tensor:
         for index, layer in enumerate(self.layers):
             if index == 2 and what == "fail":
-                hidden = Fails.apply(hidden)
+                hidden = FailsInBackward.apply(hidden)
             for _ in range(3 if index == 2 and what == "repeat" else 1):
                 if index != 2 or what != "skip":
                     hidden = hidden + checkpoint(layer, hidden, use_reentrant=True)
         return hidden
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise ArithmeticError("in backward")
 
 
 def trained(script: list[str], reduced: bool, torch_style: bool = False, **more: Any) -> dict[str, torch.Tensor]:
@@ -129,14 +120,14 @@ def _as_without(script: str, torch_style: bool, more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("more", [{}, ZERO_1, BF16], ids=["ZeRO 0", "ZeRO 1", "bf16"])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_plain_engines_train_on_as_without_the_reducer(script: str, more: dict[str, Any]) -> None:
-    run_ranks(2, _as_without, script, False, more)
+def test_plain_engines_train_on_as_without_the_reducer(world: Worlds, script: str, more: dict[str, Any]) -> None:
+    world(2).run(_as_without, script, False, more)
 
 
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if "exception" not in name])
-def test_torchs_own_backward(script: str) -> None:
+def test_torchs_own_backward(world: Worlds, script: str) -> None:
     """``loss.backward()``, which DeepSpeed takes under ZeRO, and which it does not survive an exception of."""
-    run_ranks(2, _as_without, script, True, ZERO_1)
+    world(2).run(_as_without, script, True, ZERO_1)
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
@@ -152,7 +143,7 @@ class MayFail(nn.Linear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = super().forward(hidden).tanh()
-        return Fails.apply(hidden) if self.fails else hidden
+        return FailsInBackward.apply(hidden) if self.fails else hidden
 
 
 def _pipeline_after_an_exception(zero: int) -> None:
@@ -180,8 +171,8 @@ def _pipeline_after_an_exception(zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_pipeline_goes_on_after_an_exception(zero: int) -> None:
-    run_ranks(4, _pipeline_after_an_exception, zero)
+def test_a_pipeline_goes_on_after_an_exception(world: Worlds, zero: int) -> None:
+    world(4).run(_pipeline_after_an_exception, zero)
 
 
 def _frozen_middle_stage(zero: int) -> None:
@@ -208,8 +199,8 @@ def _frozen_middle_stage(zero: int) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_a_stage_with_nothing_to_train_has_a_reducer_with_nothing_to_do() -> None:
-    run_ranks(6, _frozen_middle_stage, 0)
+def test_a_stage_with_nothing_to_train_has_a_reducer_with_nothing_to_do(world: Worlds) -> None:
+    world(6).run(_frozen_middle_stage, 0)
 
 
 # -- hooks, norms, unfreezing -----------------------------------------------------------------------------------------
@@ -234,8 +225,8 @@ def _comm_hook_in_an_engine() -> None:
         engine.destroy()
 
 
-def test_a_communication_hook_in_an_engine() -> None:
-    run_ranks(2, _comm_hook_in_an_engine)
+def test_a_communication_hook_in_an_engine(world: Worlds) -> None:
+    world(2).run(_comm_hook_in_an_engine)
 
 
 def _norm_of_shards(reduced: bool) -> float:
@@ -259,9 +250,9 @@ def _norm_of_shards(reduced: bool) -> float:
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-def test_the_norm_of_half_precision_counts_every_shard(reduced: bool) -> None:
+def test_the_norm_of_half_precision_counts_every_shard(world: Worlds, reduced: bool) -> None:
     """Large gradients in bf16 without ZeRO, one micro-batch: nothing needs to be called for it."""
-    for ratio in run_ranks(4, _norm_of_shards, reduced):
+    for ratio in world(4).run(_norm_of_shards, reduced):
         assert ratio == pytest.approx(1.0, rel=1e-2)
 
 
@@ -305,8 +296,8 @@ def _links_of_different_speed() -> list[list[str]]:
         return [bucket for bucket in buckets if bucket]
 
 
-def test_buckets_of_experts_are_equal_on_all_their_replicas() -> None:
-    layouts = run_ranks(4, _links_of_different_speed)
+def test_buckets_of_experts_are_equal_on_all_their_replicas(world: Worlds) -> None:
+    layouts = world(4).run(_links_of_different_speed)
     assert layouts[0] == layouts[1] == layouts[2] == layouts[3]
     assert len(layouts[0]) > 1
 
@@ -328,8 +319,8 @@ def _second_engine_without_a_grid() -> None:
     deepspeed_groups._EXPERT_DATA_PARALLEL_GROUP.clear()
 
 
-def test_another_engine_with_experts_but_without_the_grid() -> None:
-    run_ranks(4, _second_engine_without_a_grid)
+def test_another_engine_with_experts_but_without_the_grid(world: Worlds) -> None:
+    world(4).run(_second_engine_without_a_grid)
 
 
 def _slices_of_two_grids() -> None:
@@ -346,8 +337,8 @@ def _slices_of_two_grids() -> None:
     assert deepspeed_groups.mpu is None
 
 
-def test_slices_of_experts_are_those_of_the_engines_grid() -> None:
-    run_ranks(4, _slices_of_two_grids)
+def test_slices_of_experts_are_those_of_the_engines_grid(world: Worlds) -> None:
+    world(4).run(_slices_of_two_grids)
 
 
 class OtherMpu:
@@ -381,8 +372,8 @@ def _tokens_of_another_mpu() -> None:
     deepspeed_groups.mpu = None
 
 
-def test_tokens_of_another_mpu_are_gathered_by_deepspeed() -> None:
-    run_ranks(2, _tokens_of_another_mpu)
+def test_tokens_of_another_mpu_are_gathered_by_deepspeed(world: Worlds) -> None:
+    world(2).run(_tokens_of_another_mpu)
 
 
 def _a_new_world() -> None:
@@ -398,8 +389,8 @@ def _a_new_world() -> None:
     assert groups._get_max_expert_size() is None
 
 
-def test_a_new_world_forgets_the_experts_of_the_former() -> None:
-    run_ranks(2, _a_new_world)
+def test_a_new_world_forgets_the_experts_of_the_former(world: Worlds) -> None:
+    world(2).run(_a_new_world)
 
 
 def test_the_reducer_room_is_not_the_engines() -> None:

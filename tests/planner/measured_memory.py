@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.groups import create_expert_groups
-from tests.gpt_training import PlainGPT
 from tests.planner.allocations import Allocations
+from tests.support.gpt_training import PlainGPT
 
 STEPS_BEFORE = 2
 MODEL = GPTConfig(context=128, width=256, heads=4, depth=4)

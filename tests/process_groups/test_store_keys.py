@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, groups
 from ds_topo.process_groups import torch_names
-from tests.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def _keys_of_cycles(cycles: int) -> list[int]:

@@ -15,7 +15,7 @@ from torch import nn
 from ds_topo import GradientReducer, PipelineParallelGrid, initialize
 from ds_topo.reducer.planning import BucketSizes, plan_buckets
 from ds_topo.reducer.report import BucketTiming, GradientReport, StepTiming
-from tests.ranks import run_ranks
+from tests.support.world import Worlds
 
 LARGE = 128
 """A weight of 128 x 128 is scaled into its bucket at once."""
@@ -45,8 +45,8 @@ def _large_gradients(accumulate: bool, set_to_none: bool) -> None:
 
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_large_gradients_are_averaged_as_small_ones_are(accumulate: bool, set_to_none: bool) -> None:
-    run_ranks(2, _large_gradients, accumulate, set_to_none)
+def test_large_gradients_are_averaged_as_small_ones_are(world: Worlds, accumulate: bool, set_to_none: bool) -> None:
+    world(2).run(_large_gradients, accumulate, set_to_none)
 
 
 # -- overlap: an order of events --------------------------------------------------------------------------------------
@@ -79,14 +79,14 @@ def _events(overlap: bool | None, steps: int) -> list[str]:
 
 @pytest.mark.parametrize("overlap", [None, True])
 @pytest.mark.parametrize("steps", [1, 3])
-def test_each_bucket_leaves_as_soon_as_it_is_full(overlap: bool | None, steps: int) -> None:
+def test_each_bucket_leaves_as_soon_as_it_is_full(world: Worlds, overlap: bool | None, steps: int) -> None:
     expected = [event for index in range(5, -1, -1) for event in (f"gradient {index}", "bucket")]
-    assert run_ranks(2, _events, overlap, steps) == [[*expected, "finish", "notes"]] * 2
+    assert world(2).run(_events, overlap, steps) == [[*expected, "finish", "notes"]] * 2
 
 
-def test_without_overlap_buckets_leave_in_finish() -> None:
+def test_without_overlap_buckets_leave_in_finish(world: Worlds) -> None:
     gradients = [f"gradient {index}" for index in range(5, -1, -1)]
-    for events in run_ranks(2, _events, False, 3):
+    for events in world(2).run(_events, False, 3):
         assert events == [*gradients, "finish", *["bucket"] * 6, "notes"]
 
 
@@ -120,8 +120,8 @@ def _over_seq_both_ways(topology: str) -> None:
 
 
 @pytest.mark.parametrize("topology", ["data=2,seq=2", "seq=4"])
-def test_gradients_over_seq_are_summed_in_an_engine_too(topology: str) -> None:
-    run_ranks(4, _over_seq_both_ways, topology)
+def test_gradients_over_seq_are_summed_in_an_engine_too(world: Worlds, topology: str) -> None:
+    world(4).run(_over_seq_both_ways, topology)
 
 
 # -- sizes and times --------------------------------------------------------------------------------------------------

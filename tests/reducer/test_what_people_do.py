@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineParallelGrid
-from tests.ranks import run_ranks
+from tests.support.failing import FailsInBackward
+from tests.support.world import Worlds
 
 SMALL = {"bucket_bytes": 1000, "first_bucket_bytes": 300, "last_bucket_bytes": 600, "two_level": False}
 LARGE = 128  # a weight of 128 x 128 is scaled into its bucket at once
@@ -70,8 +71,8 @@ def _hooks_of_the_users(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [4, LARGE])
-def test_hooks_of_the_users_run_before_the_reduction_in_both_orders(width: int) -> None:
-    run_ranks(2, _hooks_of_the_users, width)
+def test_hooks_of_the_users_run_before_the_reduction_in_both_orders(world: Worlds, width: int) -> None:
+    world(2).run(_hooks_of_the_users, width)
 
 
 # -- zero_grad --------------------------------------------------------------------------------------------------------
@@ -99,9 +100,9 @@ def _discarded_micro_batches(where: str, set_to_none: bool, by_optimizer: bool) 
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("where", ["dtype", "buffer"])
 def test_zero_grad_discards_micro_batches_wherever_they_accumulate(
-    where: str, set_to_none: bool, by_optimizer: bool
+    world: Worlds, where: str, set_to_none: bool, by_optimizer: bool
 ) -> None:
-    run_ranks(2, _discarded_micro_batches, where, set_to_none, by_optimizer)
+    world(2).run(_discarded_micro_batches, where, set_to_none, by_optimizer)
 
 
 def _main_grad_goes() -> None:
@@ -115,8 +116,8 @@ def _main_grad_goes() -> None:
         assert not hasattr(module.weight, "main_grad")
 
 
-def test_main_grad_goes_with_zero_grad_and_detach() -> None:
-    run_ranks(2, _main_grad_goes)
+def test_main_grad_goes_with_zero_grad_and_detach(world: Worlds) -> None:
+    world(2).run(_main_grad_goes)
 
 
 class Gan:
@@ -153,8 +154,8 @@ def _gan(set_to_none: bool) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])
-def test_a_loss_that_runs_through_another_reducers_module(set_to_none: bool) -> None:
-    run_ranks(2, _gan, set_to_none)
+def test_a_loss_that_runs_through_another_reducers_module(world: Worlds, set_to_none: bool) -> None:
+    world(2).run(_gan, set_to_none)
 
 
 def _step_before_finish(kind: str) -> None:
@@ -180,8 +181,8 @@ def _step_before_finish(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["in flight", "accumulated"])
-def test_an_optimizer_does_not_step_on_local_gradients(kind: str) -> None:
-    run_ranks(2, _step_before_finish, kind)
+def test_an_optimizer_does_not_step_on_local_gradients(world: Worlds, kind: str) -> None:
+    world(2).run(_step_before_finish, kind)
 
 
 # -- changes of the module --------------------------------------------------------------------------------------------
@@ -218,8 +219,8 @@ def _replaced(how: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"zero_unused_parameters": True}], ids=str)
 @pytest.mark.parametrize("how", ["layer", "parameter", "frozen layer", "data type"])
-def test_replaced_parameters_are_noticed(how: str, options: dict[str, Any]) -> None:
-    run_ranks(2, _replaced, how, options)
+def test_replaced_parameters_are_noticed(world: Worlds, how: str, options: dict[str, Any]) -> None:
+    world(2).run(_replaced, how, options)
 
 
 def _frozen_and_unfrozen(options: dict[str, Any]) -> None:
@@ -240,8 +241,8 @@ def _frozen_and_unfrozen(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"zero_unused_parameters": True}], ids=str)
-def test_parameters_may_be_frozen_for_a_while_where_they_may_be_unused(options: dict[str, Any]) -> None:
-    run_ranks(2, _frozen_and_unfrozen, options)
+def test_parameters_may_be_frozen_for_a_while_where_they_may_be_unused(world: Worlds, options: dict[str, Any]) -> None:
+    world(2).run(_frozen_and_unfrozen, options)
 
 
 def _ignored_and_unfrozen() -> None:
@@ -255,8 +256,8 @@ def _ignored_and_unfrozen() -> None:
         module[1].requires_grad_(True)
 
 
-def test_ignored_parameters_may_be_unfrozen() -> None:
-    run_ranks(2, _ignored_and_unfrozen)
+def test_ignored_parameters_may_be_unfrozen(world: Worlds) -> None:
+    world(2).run(_ignored_and_unfrozen)
 
 
 # -- gradients out of the ordinary ------------------------------------------------------------------------------------
@@ -279,8 +280,8 @@ def _complex_gradients() -> None:
         torch.testing.assert_close(module.weight.grad, mean_over_ranks(twin.weight.grad))
 
 
-def test_complex_gradients_are_not_reduced_in_a_real_type() -> None:
-    run_ranks(2, _complex_gradients)
+def test_complex_gradients_are_not_reduced_in_a_real_type(world: Worlds) -> None:
+    world(2).run(_complex_gradients)
 
 
 def _create_graph(width: int) -> None:
@@ -301,8 +302,8 @@ def _create_graph(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", [4, LARGE])
-def test_backward_that_creates_a_graph(width: int) -> None:
-    run_ranks(2, _create_graph, width)
+def test_backward_that_creates_a_graph(world: Worlds, width: int) -> None:
+    world(2).run(_create_graph, width)
 
 
 def _sparse_tied_to_dense() -> None:
@@ -313,8 +314,8 @@ def _sparse_tied_to_dense() -> None:
         GradientReducer(module)
 
 
-def test_a_sparse_embedding_tied_to_a_dense_layer_is_named() -> None:
-    run_ranks(2, _sparse_tied_to_dense)
+def test_a_sparse_embedding_tied_to_a_dense_layer_is_named(world: Worlds) -> None:
+    world(2).run(_sparse_tied_to_dense)
 
 
 class Repeated(nn.Module):
@@ -353,23 +354,11 @@ def _reached_more_often_later(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"overlap": False}, {"bucket_bytes": 10**6, "first_bucket_bytes": 10**6}], ids=str
 )
-def test_a_parameter_that_a_later_step_reaches_more_often(options: dict[str, Any]) -> None:
-    run_ranks(2, _reached_more_often_later, {**options})
+def test_a_parameter_that_a_later_step_reaches_more_often(world: Worlds, options: dict[str, Any]) -> None:
+    world(2).run(_reached_more_often_later, {**options})
 
 
 # -- after an exception -----------------------------------------------------------------------------------------------
-
-
-class Fails(torch.autograd.Function):
-    """Identity, whose backward fails."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise ArithmeticError("in backward")
 
 
 def _exception_in_backward(who: str) -> None:
@@ -379,7 +368,7 @@ def _exception_in_backward(who: str) -> None:
     for step in range(2):
         try:
             hidden = module[:2](inputs(step))
-            module[2:](Fails.apply(hidden) if fails else hidden).square().mean().backward()
+            module[2:](FailsInBackward.apply(hidden) if fails else hidden).square().mean().backward()
             reducer.finish()
         except ArithmeticError:
             reducer.reset()
@@ -398,8 +387,8 @@ def _exception_in_backward(who: str) -> None:
 
 
 @pytest.mark.parametrize("who", ["all", "one rank"])
-def test_reset_gives_up_a_step_that_an_exception_ended(who: str) -> None:
-    run_ranks(2, _exception_in_backward, who)
+def test_reset_gives_up_a_step_that_an_exception_ended(world: Worlds, who: str) -> None:
+    world(2).run(_exception_in_backward, who)
 
 
 def _second_backward_names_the_way_out() -> None:
@@ -410,8 +399,8 @@ def _second_backward_names_the_way_out() -> None:
         module(inputs()).sum().backward()
 
 
-def test_a_second_backward_names_the_way_out() -> None:
-    run_ranks(2, _second_backward_names_the_way_out)
+def test_a_second_backward_names_the_way_out(world: Worlds) -> None:
+    world(2).run(_second_backward_names_the_way_out)
 
 
 # -- what stays -------------------------------------------------------------------------------------------------------
@@ -428,8 +417,8 @@ def _forgotten() -> None:
     assert [reference() for reference in references] == [None] * 3
 
 
-def test_a_reducer_that_is_not_detached_goes_with_its_module() -> None:
-    run_ranks(2, _forgotten)
+def test_a_reducer_that_is_not_detached_goes_with_its_module(world: Worlds) -> None:
+    world(2).run(_forgotten)
 
 
 def _kept_by_the_module() -> None:
@@ -441,8 +430,8 @@ def _kept_by_the_module() -> None:
         module(inputs()).sum().backward()
 
 
-def test_a_reducer_lives_as_long_as_its_module() -> None:
-    run_ranks(2, _kept_by_the_module)
+def test_a_reducer_lives_as_long_as_its_module(world: Worlds) -> None:
+    world(2).run(_kept_by_the_module)
 
 
 def _threads() -> None:
@@ -456,8 +445,8 @@ def _threads() -> None:
         assert threading.active_count() == before
 
 
-def test_measuring_two_levels_leaves_no_thread() -> None:
-    run_ranks(4, _threads)
+def test_measuring_two_levels_leaves_no_thread(world: Worlds) -> None:
+    world(4).run(_threads)
 
 
 def _unsorted_group() -> None:
@@ -469,5 +458,5 @@ def _unsorted_group() -> None:
     dist.barrier()
 
 
-def test_a_group_whose_ranks_do_not_ascend_is_refused() -> None:
-    run_ranks(4, _unsorted_group)
+def test_a_group_whose_ranks_do_not_ascend_is_refused(world: Worlds) -> None:
+    world(4).run(_unsorted_group)

@@ -1,0 +1,50 @@
+"""What the collectives refuse, with the dimension and what would do; ranks that disagree in debug mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_topo import DisagreementError, collectives
+from tests.support.world import Worlds
+
+REFUSED: dict[str, tuple[str, Callable[[torch.Tensor, Any], Any]]] = {
+    "indivisible": (
+        r"dimension 1 of a tensor \[6, 5\] is 5 long.*1 left over",
+        lambda x, group: collectives.scatter(x, group, 1),
+    ),
+    "absent": ("valid are -2 to 1", lambda x, group: collectives.scatter(x, group, 2)),
+    "device": ("on meta", lambda x, group: collectives.copy(x.to("meta"), group)),
+    "no_group": ("None", lambda x, group: collectives.reduce(x, None)),  # type: ignore[arg-type]
+}
+
+
+def _refuse(case: str) -> None:
+    message, call = REFUSED[case]
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(torch.zeros(6, 5), dist.group.WORLD)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_errors_name_the_dimension_and_what_would_do(world: Worlds, case: str) -> None:
+    world(2).run(_refuse, case)
+
+
+def _disagree() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+    shapes = r"(?s)ranks \[0\]: reduce\(tensor \[2\].*ranks \[1\]: reduce\(tensor \[3\]"
+    with collectives.debug(), pytest.raises(DisagreementError, match=shapes):
+        collectives.reduce(torch.zeros(2 + rank), group)
+    with collectives.debug():  # where they agree, backward too
+        y = torch.zeros(6, 5, requires_grad=True)
+        collectives.reduce(collectives.copy(y, group), group).sum().backward()
+    with collectives.debug(), pytest.raises(DisagreementError):
+        collectives.gather(torch.zeros(2, dtype=torch.float32 if rank else torch.float64), group)
+
+
+def test_ranks_that_disagree_are_named_in_debug_mode(world: Worlds) -> None:
+    world(2).run(_disagree)

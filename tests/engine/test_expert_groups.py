@@ -1,0 +1,121 @@
+"""What DeepSpeed is told about expert groups: one registration, taken back, with errors that say what to do."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.moe import mappings
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as deepspeed_groups
+
+from ds_topo import PipelineParallelGrid, groups
+from ds_topo.errors import ExpertGroupError, ExpertSizeError
+from tests.support.fake_world import fake_world
+from tests.support.moe_training import Case, Trainer
+from tests.support.world import Worlds
+
+STRIDED = "model=2,data=2,pipe=2"
+
+
+def test_destroy_restores_every_binding() -> None:
+    def state() -> list[dict[str, Any]]:
+        owners: list[ModuleType | type] = [deepspeed_groups, mappings, DeepSpeedEngine, DeepSpeedZeroOptimizer]
+        return [
+            {name: dict(value) if isinstance(value, dict) else value for name, value in vars(o).items()} for o in owners
+        ]
+
+    before = state()
+    with fake_world(5, 8):
+        grid = PipelineParallelGrid(STRIDED)
+        without_experts = state()
+        first, second = groups.create_expert_groups(grid, 2), groups.create_expert_groups(grid, 4)
+        assert groups.create_expert_groups(grid, 2) is first
+        bound = state()
+        assert all(now != then for now, then in zip(bound, without_experts, strict=True))
+        second.destroy()
+        assert list(deepspeed_groups._EXPERT_PARALLEL_GROUP) == ["ep_size_2"]
+        assert DeepSpeedEngine.clip_fp32_gradients is bound[2]["clip_fp32_gradients"]
+        first.destroy()
+        assert state() == without_experts
+        groups.create_expert_groups(grid, 1, expert_tensor_parallel=True)
+        grid.destroy()
+        assert state() == before
+
+
+def test_one_table_and_one_setting_per_name() -> None:
+    with fake_world(0, 8):
+        with PipelineParallelGrid("data=8") as grid, PipelineParallelGrid("data=4,model=2") as other:
+            groups.create_expert_groups(grid, 2)
+            with pytest.raises(ExpertGroupError, match=r"'ep_size_2' are already registered.*destroy"):
+                groups.create_expert_groups(other, 2)
+            with pytest.raises(ExpertGroupError, match="'ep_size_2' are already registered"):
+                groups.create_expert_groups(grid, 2, use_data_before_expert=True)
+            with pytest.raises(ExpertGroupError, match=r"True for 'ep_size_4', but False for 'ep_size_2'.*choose one"):
+                groups.create_expert_groups(grid, 4, expert_tensor_parallel=True)
+            with pytest.raises(ExpertSizeError, match=r"has no axis 'expert'"):
+                groups.create_expert_groups(grid)
+        with PipelineParallelGrid("data=4,model=2") as grid:
+            assert groups.create_expert_groups(grid, 2, expert_tensor_parallel=True).expert_ranks == [0, 2]
+
+
+def test_layers_of_other_sizes_are_refused_with_what_was_created() -> None:
+    with fake_world(0, 8), PipelineParallelGrid("data=4,pipe=2") as grid:
+        groups.create_expert_groups(grid, 2)
+        layer = MoE(4, torch.nn.Linear(4, 4), num_experts=4, ep_size=4)
+        with pytest.raises(ExpertGroupError, match=r"ep_size=4, but .* \['ep_size_2'\] only: call it with"):
+            layer.set_deepspeed_parallelism()
+        MoE(4, torch.nn.Linear(4, 4), num_experts=4, ep_size=2).set_deepspeed_parallelism()
+        with pytest.raises(AssertionError, match=r"experts \(3\) should be divisible by expert parallel size \(2\)"):
+            MoE(4, torch.nn.Linear(4, 4), num_experts=3, ep_size=2)
+
+
+def test_groups_that_deepspeed_created_before_are_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(0, 8), PipelineParallelGrid("data=8") as grid:
+        monkeypatch.setitem(deepspeed_groups._EXPERT_PARALLEL_GROUP, "ep_size_2", dist.group.WORLD)
+        with pytest.raises(ExpertGroupError, match="already created groups 'ep_size_2' of its own"):
+            groups.create_expert_groups(grid, 2)
+
+
+def test_sizes_that_optimizer_files_cannot_express() -> None:
+    with fake_world(0, 6), PipelineParallelGrid("data=6") as grid:
+        for size in (1, 2, 3):
+            groups.create_expert_groups(grid, size)
+        engine = SimpleNamespace(mpu=grid, zero_optimization=lambda: False)
+        with pytest.raises(ExpertGroupError, match=r"sizes \[2\] do not divide the greatest, 3.*ZeRO stage 1"):
+            DeepSpeedEngine._save_moe_checkpoint(engine, "folder", "tag")  # type: ignore[arg-type]
+
+
+def test_a_rank_joins_only_its_own_groups() -> None:
+    """Two calls among 16,384 ranks, for which DeepSpeed makes every rank call ``new_group`` 2,176 times."""
+    for rank in (0, 9_999):
+        with fake_world(rank, 16_384), PipelineParallelGrid("pipe=16,data=256,model=4") as grid:
+            with mock.patch.object(dist, "new_group", wraps=dist.new_group) as ours:
+                groups.create_expert_groups(grid, 8)
+            assert [rank in call.args[0] for call in ours.call_args_list] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (
+            Case("pipe=2", (0, 0, 0, 1), bf16=True),
+            r"different sizes, \{0: \[\], 1: \['ep_size_1'\]\}.*BF16_Optimizer would hang",
+        ),
+        (
+            Case("data=2", (0, 2), clip=1.0, pipeline=False, bf16=True),
+            r"FP16_UnfusedOptimizer leaves experts out of the norm.*ZeRO stage 1",
+        ),
+        (Case("pipe=2,model=2", (0, 1, 1, 0), bf16=True), r"BF16_Optimizer would fail in the first step.*ZeRO stage 1"),
+    ],
+)
+def test_norms_that_cannot_be_mended_are_refused_on_every_rank(world: Worlds, case: Case, message: str) -> None:
+    for error in world(case.world_size).run(Trainer, case, expect_failure=True):
+        with pytest.raises(ExpertGroupError, match=message):
+            raise error

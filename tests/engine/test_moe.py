@@ -1,0 +1,131 @@
+"""Mixtures of experts train as one process does, in every order of axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from tests.support.moe_training import Case, assert_trains_as_one_process
+from tests.support.world import Worlds
+
+STEPS = 2
+CLIP = 0.05
+"""Far below the norm of gradients in every step."""
+ORDERS = [
+    "pipe=2,data=2,model=2",
+    "pipe=2,model=2,data=2",
+    "data=2,pipe=2,model=2",
+    "model=2,data=2,pipe=2",
+    "data=4,pipe=2",
+]
+
+
+def _sizes(topology: str) -> Iterator[tuple[int, bool]]:
+    """Expert parallel sizes that four ranks of a stage can have, and whether experts are tensor parallel."""
+    yield from ((size, False) for size in (1, 2, 4))
+    if "model" in topology:
+        yield from ((size, True) for size in (1, 2))
+
+
+PIPELINES = [
+    *(
+        Case(topology, (0, size, size, 0), zero, tensor_parallel)
+        for topology, zero in product(ORDERS, (0, 1))
+        for size, tensor_parallel in _sizes(topology)
+    ),
+    Case(ORDERS[1], (0, 2, 2, 0), data_first=True),
+    Case(ORDERS[4], (2, 1, 2, 1)),
+]
+PLAIN_ENGINES = [
+    *(
+        Case(topology, (0, size, size), zero, tensor_parallel, pipeline=False)
+        for topology, zero in product(("data=4", "data=2,model=2", "model=2,data=2"), (0, 1, 2))
+        for size, tensor_parallel in _sizes(topology)
+    ),
+    Case("model=2,data=2", (0, 2), drop_tokens=True, pipeline=False),
+]
+CLIPPED_PIPELINES = [
+    *(Case(topology, (0, 2, 2, 0), zero, clip=CLIP) for topology in ORDERS[1:3] for zero in (0, 1)),
+    *(Case(ORDERS[2], (0, 2, 2, 0), zero, True, clip=CLIP) for zero in (0, 1)),
+]
+SOME_STAGES = [
+    Case(topology, sizes, zero, clip=CLIP, created=created)
+    for topology in (ORDERS[0], ORDERS[4])
+    for sizes, zero, created in (
+        ((0, 0, 0, 2), 0, True),
+        ((0, 0, 2, 1), 1, False),
+        ((4, 2, 0, 2), 1, True),
+    )
+]
+CLIPPED_PLAIN_ENGINES = [
+    *(
+        Case(topology, (0, 2, 1), zero, clip=CLIP, pipeline=False)
+        for topology in ("data=4", "model=2,data=2")
+        for zero in (0, 1, 2)
+    ),
+    *(Case("model=2,data=2", (0, 2), zero, True, clip=CLIP, pipeline=False) for zero in (0, 1, 2)),
+    *(Case("model=2,data=2", (0, 2, 1), zero, clip=CLIP, pipeline=False, offload=True) for zero in (1, 2)),
+]
+REDUCED_PIPELINES = [
+    *(
+        Case(topology, sizes, zero, split, clip=CLIP, reduced=True)
+        for topology in (ORDERS[2], ORDERS[4])
+        for zero in (0, 1)
+        for sizes, split in (
+            ((0, 2, 1, 0), False),
+            ((0, 4, 4, 0), False),
+            ((0, 2, 2, 0), "model" in topology),
+        )
+    ),
+    *(Case(ORDERS[0], (0, 0, 0, 2), zero, clip=CLIP, reduced=True) for zero in (0, 1)),
+]
+REDUCED_PLAIN_ENGINES = [
+    *(
+        Case(topology, sizes, zero, clip=CLIP, pipeline=False, reduced=True)
+        for topology in ("data=4", "model=2,data=2")
+        for zero in (0, 1)
+        for sizes in ((0, 2, 1), (0, 4))
+    ),
+    Case("model=2,data=2", (0, 2), 1, True, clip=CLIP, pipeline=False, reduced=True),
+]
+
+
+def _check(world: Worlds, case: Case) -> None:
+    world(case.world_size).run(assert_trains_as_one_process, case, case.reference(STEPS))
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_pipelines(world: Worlds, case: Case) -> None:
+    _check(world, case)
+
+
+@pytest.mark.parametrize("case", PLAIN_ENGINES)
+def test_plain_engines(world: Worlds, case: Case) -> None:
+    _check(world, case)
+
+
+@pytest.mark.parametrize("case", CLIPPED_PIPELINES)
+def test_pipelines_clip_by_the_norm_of_the_whole_model(world: Worlds, case: Case) -> None:
+    _check(world, case)
+
+
+@pytest.mark.parametrize("case", SOME_STAGES)
+def test_experts_in_some_stages_only(world: Worlds, case: Case) -> None:
+    _check(world, case)
+
+
+@pytest.mark.parametrize("case", CLIPPED_PLAIN_ENGINES)
+def test_plain_engines_clip_by_the_norm_of_the_whole_model(world: Worlds, case: Case) -> None:
+    _check(world, case)
+
+
+@pytest.mark.parametrize("case", REDUCED_PIPELINES)
+def test_our_reducer_in_pipelines(world: Worlds, case: Case) -> None:
+    _check(world, case)
+
+
+@pytest.mark.parametrize("case", REDUCED_PLAIN_ENGINES)
+def test_our_reducer_in_plain_engines(world: Worlds, case: Case) -> None:
+    _check(world, case)

@@ -1,0 +1,119 @@
+"""Options of DeepSpeed's config that assume an order of ranks: refused in others, accepted in theirs."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import deepspeed
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups as deepspeed_groups
+from torch import nn
+
+from ds_topo import EngineOptionError, PipelineParallelGrid, groups
+from ds_topo.engine.options import check_engine
+from tests.support.training import engine_config
+from tests.support.world import Worlds
+
+QUANTIZED = {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}
+SECOND_PARTITION = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
+AUTO_EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}
+AUTO_TENSOR = {"tensor_parallel": {"autotp_size": 2}}
+AUTO_SEQUENCE = {"compile": {"passes": ["autosp"]}, "sequence_parallel_size": 2}
+MESH = {"sequence_parallel_size": 2, "data_parallel_size": 2}
+HYBRID = {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}}
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("data=2,model=2", QUANTIZED, "zero_quantized_gradients .* switch it off"),
+    ("data=2,model=2", SECOND_PARTITION, r"create_zero_partition_groups\(grid, 2\)"),
+    ("seq=2,model=2", SECOND_PARTITION, r"create_zero_partition_groups\(grid, 2\)"),
+    ("pipe=2,data=2", AUTO_EXPERTS, "AutoEP.* different parameters"),
+    ("model=2,data=2", AUTO_TENSOR, "model=2 as the last axis"),
+    ("data=4", AUTO_TENSOR, "model=2 as the last axis"),
+    ("seq=2,data=2", AUTO_SEQUENCE, "AutoSP.* seq=2 as the last axis"),
+    ("data=4", AUTO_SEQUENCE, "AutoSP.* seq=2 as the last axis"),
+    ("seq=2,data=2", MESH, "seq=2 as the last axis"),
+    ("data=4", HYBRID, "model axis of 2"),
+    ("pipe=2,data=2", HYBRID, "model axis of 2"),
+]
+ACCEPTED: list[tuple[str, dict[str, Any]]] = [
+    ("seq=2,data=2", QUANTIZED),
+    ("data=4", SECOND_PARTITION),
+    ("seq=2,data=2", AUTO_EXPERTS),
+    ("data=2,model=2", AUTO_TENSOR),
+    ("data=2,seq=2", AUTO_SEQUENCE),
+    ("data=2,seq=2", MESH),
+    ("model=2,data=2", HYBRID),
+]
+
+
+def _join() -> None:
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+
+
+def _initialize(grid: PipelineParallelGrid, options: dict[str, Any]) -> Any:
+    model = nn.Linear(8, 8)
+    config = engine_config(1, optimizer={"type": "SGD", "params": {"lr": 0.1}}, **options)
+    engine, *_ = deepspeed.initialize(model=model, mpu=grid, config=config, model_parameters=list(model.parameters()))
+    return engine
+
+
+def _refuse(topology: str, options: dict[str, Any], message: str) -> None:
+    _join()
+    untouched = DeepSpeedEngine._do_sanity_check
+    with PipelineParallelGrid(topology) as grid, pytest.raises(EngineOptionError, match=re.compile(message, re.S)):
+        _initialize(grid, options)
+    assert DeepSpeedEngine._do_sanity_check is untouched
+
+
+@pytest.mark.parametrize(("topology", "options", "message"), REFUSED)
+def test_what_assumes_another_order_is_refused(
+    world: Worlds, topology: str, options: dict[str, Any], message: str
+) -> None:
+    world(4).run(_refuse, topology, options, message)
+
+
+def _refuse_long_sequence_training() -> None:
+    """Whose groups are made before there is an engine."""
+    _join()
+    untouched = DeepSpeedEngine._do_sanity_check
+    parallel_state_sp.initialize_sequence_parallel(2)
+    with PipelineParallelGrid("seq=2,data=2") as grid, pytest.raises(EngineOptionError, match="ALST"):
+        _initialize(grid, {})
+    with PipelineParallelGrid("data=2,seq=2") as grid:
+        _initialize(grid, {}).destroy()
+    assert DeepSpeedEngine._do_sanity_check is untouched
+
+
+def test_long_sequence_training_is_refused_in_another_order(world: Worlds) -> None:
+    world(4).run(_refuse_long_sequence_training)
+
+
+def _accept(topology: str, options: dict[str, Any]) -> None:
+    _join()
+    with PipelineParallelGrid(topology) as grid:
+        if options == MESH:
+            shape, names = (2, 2), ("data_parallel", "sequence_parallel")
+            deepspeed_groups.mesh_device = deepspeed.comm.initialize_mesh_device(shape, names)
+        check_engine(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid), grid)
+
+
+@pytest.mark.parametrize(("topology", "options"), ACCEPTED)
+def test_what_assumes_this_order_is_accepted(world: Worlds, topology: str, options: dict[str, Any]) -> None:
+    world(4).run(_accept, topology, options)
+
+
+def _accept_groups_that_were_created() -> None:
+    _join()
+    with PipelineParallelGrid("data=2,model=2") as grid:
+        groups.create_zero_partition_groups(grid, 2)
+        check_engine(DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **SECOND_PARTITION}, grid), grid)
+
+
+def test_a_second_partition_of_created_groups_is_accepted(world: Worlds) -> None:
+    world(4).run(_accept_groups_that_were_created)

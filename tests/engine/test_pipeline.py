@@ -1,0 +1,123 @@
+"""DeepSpeed's pipeline engine on our grid trains as one process does, in every layout."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed.runtime.pipe.module as deepspeed_module
+import pytest
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from ds_topo import DisagreementError, PipelineModule, PipelineParallelGrid, TopologyError
+from tests.support.gpt_training import train_pipeline
+from tests.support.process_groups import number_of_groups
+from tests.support.training import Reference, Run, assert_trained_alike
+from tests.support.world import Worlds
+
+STEPS = 20
+TOPOLOGIES = ["data=4", "pipe=2,data=2", "data=2,pipe=2", "pipe=4", "pipe=2,seq=2", "seq=2,pipe=2"]
+
+
+def _train_and_compare(topology: str, zero: int, expected: Run) -> None:
+    run = train_pipeline(topology, STEPS, zero=zero)
+    assert_trained_alike(run, expected, losses=1e-4, norms=1e-4, elements=(1e-4, 1e-5))
+
+
+@pytest.mark.parametrize("zero", [0, 1], ids="zero{}".format)
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_training_equals_one_process(world: Worlds, layers_alone: Reference, topology: str, zero: int) -> None:
+    world(4).run(_train_and_compare, topology, zero, layers_alone(STEPS))
+
+
+def _tied_layers() -> list[Any]:
+    """Six layers, the first and last of them the same."""
+    ends = partial(TiedLayerSpec, "embedding", nn.Linear, 8, 8)
+    return [ends(), *(LayerSpec(nn.Linear, 8, 8) for _ in range(4)), ends()]
+
+
+def _inspect_construction() -> None:
+    rank = dist.get_rank()
+    stage, base = rank % 4, rank - rank % 4
+    before = {id(value) for value in vars(deepspeed_module).values()}
+    module = PipelineModule(_tied_layers(), topology="seq=2,pipe=4")
+    assert before == {id(value) for value in vars(deepspeed_module).values()}
+    assert module.topology().spec == "seq=2,pipe=4"
+    with module.mpu() as grid:
+        assert isinstance(grid, PipelineParallelGrid)
+        tied = {"embedding": [base, base + 3]} if stage in (0, 3) else {}
+        assert {key: comm["ranks"] for key, comm in module.tied_comms.items()} == tied
+        groups = {key: dist.get_process_group_ranks(comm["group"]) for key, comm in module.tied_comms.items()}
+        assert groups == tied
+        assert [name for name in dir(grid) if name.startswith("get_sequence")] == []
+        # the world, DeepSpeed's copy of it, pipe, seq; the ends also share their tied layers
+        assert number_of_groups() == (5 if stage in (0, 3) else 4)
+
+
+def test_construction_patches_nothing_and_ties_first_and_last_stage(world: Worlds) -> None:
+    world(8).run(_inspect_construction)
+
+
+def _name_of_layer_file() -> str:
+    module = PipelineModule(_tied_layers(), topology="model=2,seq=2")
+    with module.mpu():
+        return Path(module.ckpt_layer_path("", 0)).name
+
+
+def test_checkpoint_names_show_the_model_axis_alone(world: Worlds) -> None:
+    names = [f"layer_00-model_{rank // 2:02d}-model_states.pt" for rank in range(4)]
+    assert world(4).run(_name_of_layer_file) == names
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"train_batch_size": 8, "topology": "data=-1,pipe=2"}, {"topology": {"data": 2, "pipe": 2}}],
+    ids=["file", "mapping"],
+)
+def test_topology_from_the_config(world: Worlds, config: dict[str, Any], tmp_path: Path) -> None:
+    source: Any = config
+    if "train_batch_size" in config:
+        source = tmp_path / "ds_config.json"
+        source.write_text(json.dumps(config))
+    assert world(4).run(_topology_of_config, source) == ["data=2,pipe=2"] * 4
+
+
+def _topology_of_config(source: Any) -> str:
+    module = PipelineModule(_tied_layers(), config=source)
+    with module.mpu():
+        return module.topology().spec
+
+
+def _raise_before_any_group_exists(error: type[TopologyError], message: str, options: dict[str, Any]) -> None:
+    with pytest.raises(error, match=message):
+        PipelineModule(_tied_layers(), **options)
+    assert number_of_groups() == 1, "the world"
+
+
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        ("needs a topology", {}),
+        ("does not divide the world size 4", {"num_stages": 3}),
+        ("topology and config are given", {"topology": "pipe=2", "config": {"topology": "pipe=2"}}),
+    ],
+    ids=["nothing", "indivisible", "both"],
+)
+def test_bad_input_raises_on_every_rank_before_any_group_exists(
+    world: Worlds, message: str, options: dict[str, Any]
+) -> None:
+    world(4).run(_raise_before_any_group_exists, TopologyError, message, options)
+
+
+def _disagree() -> None:
+    topology = "pipe=2,data=2" if dist.get_rank() else "data=2,pipe=2"
+    message = r"(?s)ranks \[0\].*ranks \[1, 2, 3\]"
+    _raise_before_any_group_exists(DisagreementError, message, {"topology": topology})
+
+
+def test_different_topologies_raise_on_every_rank_before_any_group_exists(world: Worlds) -> None:
+    world(4).run(_disagree)

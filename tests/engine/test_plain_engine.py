@@ -1,0 +1,109 @@
+"""``deepspeed.initialize(model=..., mpu=grid)`` without a pipeline: ZeRO 0 to 3, clipping, bf16, save and load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from gpt import Block
+from parallel_layers import Parallel
+
+from ds_topo import PipelineParallelGrid
+from tests.support.gpt_training import BF16, SMALL_BUCKETS, TINY, plain_engine, train
+from tests.support.training import Reference, Run, assert_trained_alike
+from tests.support.world import Worlds
+
+STEPS = 6
+OURS = {"gradient_reducer": SMALL_BUCKETS}
+CASES: dict[str, dict[str, Any]] = {
+    **{f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in (0, 1, 2, 3)},
+    **{f"bf16-zero{stage}": {"zero_optimization": {"stage": stage}, **BF16} for stage in (0, 1)},
+}
+CASES |= {f"{name}-ours": {**CASES[name], **OURS} for name in ("zero0", "zero1", "bf16-zero0", "bf16-zero1")}
+CASES["bf16-zero1-fp32_buffers-ours"] = {**CASES["bf16-zero1-ours"], "data_types": {"grad_accum_dtype": "fp32"}}
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def _train(topology: str, settings: dict[str, Any]) -> Run:
+    with plain_engine(topology, settings) as (engine, grid):
+        return train(engine, grid, range(STEPS))
+
+
+@pytest.fixture(scope="module")
+def engine_alone(world: Worlds) -> Callable[[str], Run]:
+    """``engine_alone(case)``: the same engine on one rank."""
+    return cache(lambda case: world(1).run(_train, "data=1", CASES[case])[0])
+
+
+def _train_and_compare(topology: str, case: str, engine_alone: Run, by_hand: Run) -> None:
+    run, is_bf16 = _train(topology, CASES[case]), "bf16" in case
+    tolerance = 5e-3 if is_bf16 else 1e-4
+    assert_trained_alike(run, engine_alone, losses=tolerance, norms=tolerance)
+    assert_trained_alike(run, by_hand, losses=2e-2 if is_bf16 else 1e-4)
+
+
+@every_case
+@pytest.mark.parametrize("topology", ["data=4", "model=2,data=2"])
+def test_training_equals_one_process(
+    world: Worlds, engine_alone: Callable[[str], Run], module_alone: Reference, topology: str, case: str
+) -> None:
+    world(4).run(_train_and_compare, topology, case, engine_alone(case), module_alone(STEPS))
+
+
+def _train_with_second_partition(expected: Run) -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    assert_trained_alike(_train("data=2,model=2", {"zero_optimization": zero}), expected, losses=1e-4)
+
+
+def test_second_partition_of_zero_3_stays_inside_the_data_group(
+    world: Worlds, engine_alone: Callable[[str], Run]
+) -> None:
+    world(4).run(_train_with_second_partition, engine_alone("zero3"))
+
+
+def _train_and_save(topology: str, case: str, folder: Path) -> list[float]:
+    with plain_engine(topology, CASES[case]) as (engine, grid):
+        train(engine, grid, range(3))
+        engine.save_checkpoint(folder)
+        return train(engine, grid, range(3, STEPS)).losses
+
+
+def _load_and_train(topology: str, case: str, folder: Path) -> list[float]:
+    with plain_engine(topology, CASES[case]) as (engine, grid):
+        path, _ = engine.load_checkpoint(folder)
+        assert path is not None
+        return train(engine, grid, range(3, STEPS)).losses
+
+
+@every_case
+def test_a_fresh_process_set_continues_bit_for_bit(
+    world: Worlds, other_world: Worlds, case: str, tmp_path: Path
+) -> None:
+    saved = world(4).run(_train_and_save, "data=2,model=2", case, tmp_path)
+    loaded = other_world(4).run(_load_and_train, "data=2,model=2", case, tmp_path)
+    assert loaded == saved
+
+
+def _checkpointed_gradients() -> None:
+    deepspeed.init_distributed(verbose=False)
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        deepspeed.checkpointing.configure(grid, partition_activations=True)
+        torch.manual_seed(0)
+        block, inputs = Block(TINY, Parallel(grid.get_group("model"))), torch.randn(2, TINY.context, TINY.width)
+        gradients = []
+        for function in (partial(deepspeed.checkpointing.checkpoint, block), block):
+            leaf = inputs.clone().requires_grad_()
+            function(leaf).square().mean().backward()
+            assert leaf.grad is not None
+            gradients.append(leaf.grad)
+    partitioned, plain = gradients
+    torch.testing.assert_close(partitioned, plain)
+
+
+def test_partitioned_activation_checkpointing_gives_the_same_gradients(world: Worlds) -> None:
+    world(4).run(_checkpointed_gradients)

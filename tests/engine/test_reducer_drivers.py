@@ -1,0 +1,191 @@
+"""The gradient reducer inside DeepSpeed's engines, beside DeepSpeed's own reduction and one process."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec
+from torch import nn
+
+from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
+from tests.support.gpt_training import BF16, SMALL_BUCKETS, train_pipeline
+from tests.support.training import Reference, Run, assert_trained_alike, destroy_engine, engine_config
+from tests.support.world import Worlds
+
+STEPS = 4
+CASES: list[dict[str, Any]] = [
+    {"zero": 0},
+    {"zero": 1},
+    {"zero": 0, "gas": 4, "checkpointed": True},
+    {"zero": 1, "gas": 4, "checkpointed": True},
+    {"zero": 1, **BF16},
+    {"zero": 1, "gas": 4, **BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+    {"zero": 0, "checkpointed": True, **BF16},
+    {"zero": 0, "prescale_gradients": False, "gradient_predivide_factor": 2.0},
+]
+LAYOUTS: list[tuple[str, list[dict[str, Any]]]] = [
+    ("pipe=2,data=2", CASES),
+    ("data=2,pipe=2", CASES),
+    ("pipe=2,seq=2", CASES[:2]),
+    ("data=4", CASES[:2]),
+    ("pipe=4", CASES[1:2]),
+    ("pipe=2,model=2,data=2", [*CASES[:2], {"zero": 1, "sequence": True}]),
+]
+
+
+def _train_both_ways(topology: str, options: dict[str, Any], alone: Run) -> Run:
+    theirs = train_pipeline(topology, STEPS, **options)
+    ours = train_pipeline(topology, STEPS, **options, gradient_reducer=SMALL_BUCKETS)
+    tolerance = 2e-3 if "bf16" in options else 1e-5
+    assert_trained_alike(ours, theirs, losses=tolerance, norms=tolerance, elements=(4 * tolerance, 4 * tolerance))
+    assert ours.parameters.keys() == theirs.parameters.keys()
+    if "bf16" not in options:
+        assert_trained_alike(ours, alone, losses=1e-5, norms=1e-4)
+    assert ours.buckets > 1
+    assert theirs.reductions == 0
+    assert ours.reductions == STEPS * ours.buckets, "once per bucket and step, for any number of micro-batches"
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("topology", "options"), [(topology, options) for topology, cases in LAYOUTS for options in cases]
+)
+def test_pipelines_train_as_one_process_and_as_with_deepspeeds_own_reduction(
+    world: Worlds, layers_alone: Reference, topology: str, options: dict[str, Any]
+) -> None:
+    has_slices = "model" in topology
+    runs = world(8 if has_slices else 4).run(_train_both_ways, topology, options, layers_alone(STEPS))
+    for one in runs if not has_slices else []:
+        for other in runs:
+            for name in one.parameters.keys() & other.parameters.keys():
+                assert torch.equal(one.parameters[name], other.parameters[name]), "replicas are bit-equal"
+
+
+# -- what cannot be served, and the way back ---------------------------------------------------------------------------
+
+
+class TwoOutputs(nn.Linear):
+    """Hands two tensors on, so that the engine calls backward twice per micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, hidden: Any) -> Any:
+        hidden = hidden[0] + hidden[1] if isinstance(hidden, tuple) else hidden
+        return super().forward(hidden).tanh(), hidden
+
+
+def _loss(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs[0] - labels).square().mean()
+
+
+def _settings(**more: Any) -> dict[str, Any]:
+    return engine_config(2, 2, optimizer={"type": "SGD", "params": {"lr": 0.1}}, **more)
+
+
+def _two_outputs(**more: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Parameters after training with a reducer, and after training on without it."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    grid = PipelineParallelGrid("pipe=2,data=2")
+    module = PipelineModule([LayerSpec(TwoOutputs)] * 4, grid=grid, loss_fn=_loss, seed_layers=True)
+    engine, *_ = initialize(model=module, config=_settings(**more))
+    snapshots = []
+    for step in range(6):
+        if step == 3:
+            if engine.gradient_reducer is not None:
+                before = dict(vars(engine))
+                engine.gradient_reducer.detach()
+                assert set(before) - set(vars(engine)) >= {"_INSTRUCTION_MAP", "buffered_allreduce_fallback"}
+            snapshots.append([parameter.detach().clone() for parameter in module.parameters()])
+        generator = torch.Generator().manual_seed(10 * step + grid.get_data_parallel_rank())
+        data = [(torch.randn(2, 4, generator=generator), torch.randn(2, 4, generator=generator)) for _ in range(2)]
+        engine.train_batch(iter(data))
+    snapshots.append([parameter.detach().clone() for parameter in module.parameters()])
+    destroy_engine(engine)
+    grid.destroy()
+    return snapshots[0], snapshots[1]
+
+
+def _two_outputs_both_ways(overlap: bool | None) -> None:
+    for ours, theirs in zip(_two_outputs(gradient_reducer={"overlap": overlap}), _two_outputs(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("overlap", [None, True, False], ids="overlap_{}".format)
+def test_several_backward_calls_per_micro_batch_and_detaching(world: Worlds, overlap: bool | None) -> None:
+    world(4).run(_two_outputs_both_ways, overlap)
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"zero_optimization": {"stage": 2}}, 'ZeRO stage 2 partitions gradients.*"overlap_comm": true'),
+    ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3 partitions gradients"),
+    ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation=false"),
+    ({"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}}, "second data type"),
+    ({"gradient_reducer": {"bucket_byte": 1}}, 'config section "gradient_reducer".*bucket_byte'),
+    ({"gradient_reducer": {"bucket_bytes": 0}}, "bucket_bytes=0"),
+]
+
+
+def _refuse(settings: dict[str, Any], message: str) -> None:
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    with (
+        PipelineParallelGrid("data=2") as grid,
+        pytest.raises(ValueError, match=re.compile(message, re.DOTALL)),
+    ):
+        initialize(model=nn.Linear(4, 4), mpu=grid, config=_settings(**{"gradient_reducer": True, **settings}))
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSALS)
+def test_what_cannot_be_served_is_refused(world: Worlds, settings: dict[str, Any], message: str) -> None:
+    world(2).run(_refuse, settings, message)
+
+
+def _misuse() -> None:
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    with PipelineParallelGrid("data=2") as grid:
+        with pytest.raises(TypeError, match=r"Linear is not what deepspeed\.initialize returns"):
+            GradientReducer.attach(nn.Linear(4, 4))
+        engine, *_ = initialize(model=nn.Linear(4, 4), mpu=grid, config=_settings())
+        assert engine.gradient_reducer is None
+        reducer = GradientReducer.attach(engine)
+        with pytest.raises(RuntimeError, match="already have a GradientReducer"):
+            GradientReducer.attach(engine)
+        with pytest.raises(RuntimeError, match="detach"), engine.coalesce_grad_reduction():
+            pass
+        engine.destroy()
+        assert reducer.state.name == "DETACHED"
+
+
+def test_attaching_twice_or_to_no_engine_raises(world: Worlds) -> None:
+    world(2).run(_misuse)
+
+
+def _reductions_of_a_step() -> None:
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    with PipelineParallelGrid("data=2") as grid:
+        module = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+        config = _settings(gradient_reducer={"bucket_bytes": 500, "first_bucket_bytes": 100})
+        engine, *_ = initialize(model=module, mpu=grid, config=config)
+        for _ in range(2):
+            with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+                for _ in range(2):
+                    engine.backward(engine(torch.ones(2, 8)).sum())
+                    engine.step()
+        buckets = len(engine.gradient_reducer.buckets)
+        assert all_reduce.call_count == buckets + 1, "and one small message in which the ranks compare notes"
+        engine.destroy()
+
+
+def test_deepspeed_reduces_nothing_itself(world: Worlds) -> None:
+    world(2).run(_reductions_of_a_step)

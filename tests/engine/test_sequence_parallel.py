@@ -1,0 +1,124 @@
+"""DeepSpeed-Ulysses over a ``seq`` axis trains as one process does, in every order and ZeRO stage."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.sequence.layer import DistributedAttention
+from torch import nn
+
+from ds_topo import PipelineParallelGrid
+from tests.support.training import (
+    Batch,
+    Run,
+    assert_trained_alike,
+    destroy_engine,
+    engine_config,
+    own_samples,
+    parameters_of,
+    train_by_hand,
+    train_engine,
+)
+from tests.support.world import Worlds
+
+BATCH, POSITIONS, WIDTH, HEADS, STEPS = 4, 8, 16, 4, 3
+DESCENT = {"lr": 0.5, "momentum": 0.9}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2, "reduce_scatter": True},
+    "zero2-all_reduce": {"stage": 2, "reduce_scatter": False},
+    "zero3": {"stage": 3, "reduce_scatter": True},
+    "zero3-all_reduce": {"stage": 3, "reduce_scatter": False},
+    "zero3-small_buckets": {"stage": 3, "reduce_scatter": False, "reduce_bucket_size": 300},
+    "zero3-separate_gradients": {"stage": 3, "reduce_scatter": False, "contiguous_gradients": False},
+}
+
+
+class Model(nn.Module):
+    """One layer of attention, ``[b, s, h]`` -> ``[b, s, h]``; ``attention`` maps three ``[b, s, n, d]`` to one."""
+
+    def __init__(self, attention: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.output = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.attention = attention
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        parts = (part.unflatten(-1, (HEADS, -1)) for part in self.qkv(hidden).chunk(3, dim=-1))
+        attended: torch.Tensor = self.output(self.attention(*parts).flatten(2))
+        return hidden + attended
+
+
+def local_attention(*parts: torch.Tensor) -> torch.Tensor:
+    query, key, value = (part.transpose(1, 2) for part in parts)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
+
+class Ulysses(nn.Module):
+    """The same over a group whose ranks have a part of the positions each."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.distributed = DistributedAttention(local_attention, group, scatter_idx=2, gather_idx=1)
+
+    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+        attended: torch.Tensor = self.distributed(*parts, batch_dim_idx=0)
+        return attended
+
+
+def batch(step: int) -> Batch:
+    """Inputs and targets ``[b, s, h]`` of a step."""
+    inputs = torch.randn(BATCH, POSITIONS, WIDTH, generator=torch.Generator().manual_seed(step))
+    return inputs, inputs.roll(1, dims=1).sin()
+
+
+def _loss(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(module(inputs), targets)
+
+
+@cache
+def _train_alone() -> Run:
+    model = Model(local_attention)
+    return train_by_hand(model, torch.optim.SGD(model.parameters(), **DESCENT), map(batch, range(STEPS)), _loss)
+
+
+def _train_and_compare(topology: str, options: dict[str, Any], alone: Run) -> None:
+    warnings.simplefilter("ignore", FutureWarning)
+    deepspeed.init_distributed(verbose=False)
+    untouched = DeepSpeedEngine._configure_zero_optimizer
+    with PipelineParallelGrid(topology) as grid:
+        pieces = grid.get_sequence_parallel_world_size()
+
+        def own_positions(step: int) -> Batch:
+            own = own_samples(batch(step), grid)
+            inputs, targets = (part.chunk(pieces, 1)[grid.get_sequence_parallel_rank()] for part in own)
+            return inputs, targets
+
+        model = Model(Ulysses(grid.get_sequence_parallel_group()))
+        optimizer = {"type": "SGD", "params": DESCENT}
+        config = engine_config(
+            BATCH // grid.get_data_parallel_world_size(), optimizer=optimizer, zero_optimization=options
+        )
+        parameters = list(model.parameters())
+        engine, *_ = deepspeed.initialize(model=model, mpu=grid, config=config, model_parameters=parameters)
+        run = train_engine(engine, grid, map(own_positions, range(STEPS)), lambda *args: _loss(*args) / pieces)
+        with deepspeed.zero.GatheredParameters(parameters):
+            run.parameters = parameters_of(model)
+        destroy_engine(engine)
+    assert_trained_alike(run, alone, losses=1e-5, tensors=1e-5)
+    assert DeepSpeedEngine._configure_zero_optimizer is untouched
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("topology", ["data=2,seq=2", "seq=2,data=2", "seq=4"])
+def test_attention_over_seq_equals_one_process(world: Worlds, topology: str, options: dict[str, Any]) -> None:
+    world(4).run(_train_and_compare, topology, options, _train_alone())

@@ -1,0 +1,90 @@
+"""The main job and the mixture of experts run as they stand, each in fresh processes, as a user starts them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ranks import run_ranks
+
+
+def _run_main(name: str, *options: str) -> None:
+    sys.argv = [name, "--batch-size", "16", "--context", "16", "--width", "32", "--depth", "2", *options]
+    importlib.import_module(name).main()
+
+
+def _train(name: str, out: Path, *options: str) -> dict[str, Any]:
+    """Run a job on four ranks; return its record."""
+    run_ranks(4, _run_main, name, "--out", str(out), *options)
+    record: dict[str, Any] = json.loads((out / "history.json").read_text())
+    return record
+
+
+# -- the main job ----------------------------------------------------------------------------------------------------
+
+STEPS = ("--topology", "data=2,pipe=2", "--steps", "4")
+
+
+@pytest.fixture(scope="module")
+def through(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Folder and record of the main job without a stop."""
+    out = tmp_path_factory.mktemp("through") / "out"
+    return out, _train("train_gpt", out, *STEPS, "--save-every", "2")
+
+
+def test_the_main_job_saves_and_draws(through: tuple[Path, dict[str, Any]]) -> None:
+    out, record = through
+    assert (out / "loss.png").stat().st_size > 1000
+    assert [row["step"] for row in record["history"]] == [1, 2, 3, 4]
+
+
+def test_the_main_job_resumes(through: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out, whole = through
+    (tmp_path / "global_step2").symlink_to(out / "global_step2")
+    (tmp_path / "latest").write_text("global_step2")
+    second_half = _train("train_gpt", tmp_path, *STEPS, "--resume")
+    assert [row["step"] for row in second_half["history"]] == [3, 4]
+    assert [row["loss"] for row in second_half["history"]] == [row["loss"] for row in whole["history"]][2:]
+    assert second_half["validation_loss"] == whole["validation_loss"]
+
+
+def test_the_main_job_reduces_during_backward(through: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    reduced = _train("train_gpt", tmp_path, *STEPS, "--overlap")
+    assert reduced["validation_loss"] == pytest.approx(through[1]["validation_loss"], rel=1e-5)
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+# -- the mixture of experts ------------------------------------------------------------------------------------------
+
+
+def _train_moe(out: Path, topology: str, *options: str) -> dict[str, Any]:
+    return _train("train_moe", out, "--topology", topology, *options, "--steps", "6")
+
+
+@pytest.fixture(scope="module")
+def first_order(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The record in one order of axes."""
+    return _train_moe(tmp_path_factory.mktemp("moe"), "pipe=2,data=2")
+
+
+def test_the_mixture_of_experts_trains(first_order: dict[str, Any]) -> None:
+    losses = [row["loss"] for row in first_order["history"]]
+    assert losses[-1] < losses[0] - 0.2
+    assert [len(shares) for shares in first_order["expert_load"]] == [4, 4]
+    assert [sum(shares) for shares in first_order["expert_load"]] == pytest.approx([1, 1])
+
+
+@pytest.mark.parametrize("options", [("data=2,model=2",), ("model=2,data=2", "--expert-tensor-parallel")], ids="".join)
+def test_the_mixture_of_experts_trains_alike_in_every_order(
+    first_order: dict[str, Any], options: tuple[str, ...], tmp_path: Path
+) -> None:
+    other = _train_moe(tmp_path, *options)
+    losses = [row["loss"] for row in first_order["history"]]
+    assert [row["loss"] for row in other["history"]] == pytest.approx(losses, rel=1e-4)
+    assert other["validation_loss"] == pytest.approx(first_order["validation_loss"], rel=1e-4)
+    assert other["expert_load"] == [pytest.approx(shares, abs=2e-3) for shares in first_order["expert_load"]]

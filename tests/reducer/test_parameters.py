@@ -1,0 +1,219 @@
+"""Experts, unused, sparse, ignored, shared and stored parameters."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ds_topo import GradientReducer
+from tests.support.reduced_model import (
+    SMALL,
+    assert_close,
+    assert_equal_on_all_ranks,
+    backward,
+    gradients,
+    model,
+    tokens,
+)
+from tests.support.world import Worlds
+
+
+def _experts() -> None:
+    """Four data-parallel ranks, expert parallelism 2: expert peers are ranks {0, 2} and {1, 3}."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    module = nn.ModuleDict({"dense": nn.Linear(2, 2, bias=False), "expert": nn.Linear(2, 2, bias=False)})
+    module["expert"].weight.allreduce, module["expert"].weight.group_name = False, "ep_size_2"
+    with pytest.raises(ValueError, match=r"expert_groups: parameter 'expert.weight'.*'ep_size_2'"):
+        GradientReducer(module)
+    torch.nn.init.constant_(module["expert"].weight, rank)
+    reducer = GradientReducer(module, expert_groups={"ep_size_2": groups[rank % 2]})
+    assert torch.equal(module["expert"].weight, torch.full((2, 2), float(rank % 2))), "equal among expert peers only"
+    inputs = torch.full((1, 2), float(2**rank))
+    (module["dense"](inputs) + module["expert"](inputs)).sum().backward()
+    reducer.finish()
+    assert torch.equal(module["dense"].weight.grad, torch.full((2, 2), 15 / 4))
+    assert torch.equal(module["expert"].weight.grad, torch.full((2, 2), (1 + 4 if rank % 2 == 0 else 2 + 8) / 4))
+
+
+def test_experts_over_their_group_with_the_full_divisor(world: Worlds) -> None:
+    world(4).run(_experts)
+
+
+def _unused() -> None:
+    """Branch 0 on one rank only, branch 1 on the other, branch 2 nowhere."""
+    rank = dist.get_rank()
+    ours = model()
+    theirs = DistributedDataParallel(model(), find_unused_parameters=True)
+    reducer = GradientReducer(ours, find_unused_parameters=True, **SMALL)
+    for step, branch in enumerate((rank, None, 1 - rank, 2)):
+        for module in (ours, theirs):
+            module.zero_grad()
+        ours(tokens(step, rank), branch).backward()
+        reducer.finish()
+        theirs(tokens(step, rank), branch).backward()
+        found = gradients(ours)
+        assert_close(found, gradients(theirs))
+        assert_equal_on_all_ranks(found)
+        assert (found["branches.2.weight"] is None) == (step in (0, 2))
+        assert found["branches.0.weight"] is not None or step == 3
+
+
+def test_unused_parameters_as_ddp_finds_them(world: Worlds) -> None:
+    world(2).run(_unused)
+
+
+def _unused_without_leave() -> None:
+    rank = dist.get_rank()
+    module = model()
+    reducer = GradientReducer(module, **SMALL)
+    module(tokens(0, rank), branch=0 if rank == 0 else None).backward()
+    with pytest.raises(RuntimeError, match=r"'branches.1.weight'.*got no gradient on .*find_unused_parameters=True"):
+        reducer.finish()
+    module.zero_grad()
+    module(tokens(0, rank)).backward()  # the next step is sound again
+    reducer.finish()
+    assert_equal_on_all_ranks(gradients(module))
+
+
+def test_ranks_that_use_different_parameters_raise_instead_of_hanging(world: Worlds) -> None:
+    world(2).run(_unused_without_leave)
+
+
+def _sparse() -> None:
+    rank = dist.get_rank()
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3))
+
+    ours, theirs = build(), DistributedDataParallel(build())
+    reducer = GradientReducer(ours)
+    for step in range(3):
+        for module in (ours, theirs):
+            module.zero_grad()
+            module(tokens(step, rank)).square().mean().backward()
+        reducer.finish()
+        assert ours[0].weight.grad.is_sparse
+        assert_close(gradients(ours), gradients(theirs))
+
+
+def test_sparse_gradients(world: Worlds) -> None:
+    world(2).run(_sparse)
+
+
+def _ignored() -> None:
+    module = model()
+    reducer = GradientReducer(module, ignored_parameters=["hidden.1.weight", module.hidden[2].weight], **SMALL)
+    module(tokens(0, dist.get_rank())).backward()
+    reducer.finish()
+    local = model()
+    local(tokens(0, dist.get_rank())).backward()
+    for layer in (1, 2):
+        assert torch.equal(module.hidden[layer].weight.grad, local.hidden[layer].weight.grad)
+    assert not torch.equal(module.hidden[3].weight.grad, local.hidden[3].weight.grad)
+
+
+def test_ignored_parameters_stay_local(world: Worlds) -> None:
+    world(2).run(_ignored)
+
+
+class Checkpointed(nn.Module):
+    """One layer used twice, each time in a reentrant checkpoint: its gradient arrives twice in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        for _ in range(2):
+            hidden = checkpoint(self.shared, hidden, use_reentrant=True)
+        return hidden.square().mean()
+
+
+def _static_graph() -> None:
+    def inputs(step: int, rank: int) -> torch.Tensor:
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+    torch.manual_seed(0)
+    ours, alone = Checkpointed(), Checkpointed()
+    alone.load_state_dict(ours.state_dict())
+    reducer = GradientReducer(ours, static_graph=True, **SMALL)
+    for step in range(3):
+        for micro_batch in range(2):
+            with reducer.no_sync() if micro_batch == 0 else nullcontext():
+                ours(inputs(2 * step + micro_batch, dist.get_rank())).backward()
+            for rank in range(2):
+                (alone(inputs(2 * step + micro_batch, rank)) / 2).backward()
+        reducer.finish()
+        assert_close(gradients(ours), gradients(alone))
+        ours.zero_grad()
+        alone.zero_grad()
+    ours(inputs(0, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"got more than the 2 gradients of the first step"):
+        ours(inputs(0, 0)).backward()
+    strict = Checkpointed()
+    GradientReducer(strict)
+    with pytest.raises(RuntimeError, match=r"'shared.* got a second gradient .*static_graph=True"):
+        strict(inputs(0, 0)).backward()
+
+
+def test_parameters_that_get_several_gradients_in_onebackward(world: Worlds) -> None:
+    world(2).run(_static_graph)
+
+
+def _stored() -> None:
+    """Gradients accumulate in one flat fp32 buffer of the user's, with a gap in the middle."""
+    rank = dist.get_rank()
+    module = model().bfloat16()
+    flat = torch.full((20_000,), torch.nan)
+    storage, offset = {}, 100
+    for index, parameter in enumerate(parameter for parameter in module.parameters() if parameter.requires_grad):
+        storage[parameter] = flat[offset : offset + parameter.numel()]
+        offset += parameter.numel() + (3 if index == 4 else 0)
+    reducer = GradientReducer(module, grad_buffers=storage, **SMALL | {"bucket_bytes": 2000})
+    twin = model().bfloat16()
+    expected = GradientReducer(twin, accumulation_dtype=torch.float32, **SMALL)
+    for step in range(3):
+        for micro_batch in range(2):
+            for served, by in ((module, reducer), (twin, expected)):
+                with by.no_sync() if micro_batch == 0 else nullcontext():
+                    served(tokens(2 * step + micro_batch, rank)).backward()
+        reducer.finish()
+        expected.finish()
+        for parameter, other in zip(module.parameters(), twin.parameters(), strict=True):
+            if parameter.requires_grad:
+                assert parameter.grad is None
+                torch.testing.assert_close(storage[parameter], other.main_grad.reshape(-1), rtol=1e-6, atol=1e-8)
+        module.zero_grad()
+        twin.zero_grad()
+    assert all(bucket.flat.untyped_storage().data_ptr() == flat.data_ptr() for bucket in reducer._layout.buckets)
+    with pytest.raises(ValueError, match=r"grad_buffers: a tensor \[7\] on cpu for a parameter \[13, 8\]"):
+        GradientReducer(model(), grad_buffers={model().embed.weight: torch.zeros(7)})
+
+
+def test_gradients_in_storage_of_the_users(world: Worlds) -> None:
+    world(2).run(_stored)
+
+
+def test_copies_of_a_module_may_have_their_own_reducer(world: Worlds) -> None:
+    world(1).run(_copied)
+
+
+def _copied() -> None:
+    module = model()
+    first = GradientReducer(module)
+    twin = copy.deepcopy(module)
+    second = GradientReducer(twin)
+    backward(twin)
+    second.finish()
+    with pytest.raises(RuntimeError, match="IDLE"):
+        first.finish()

@@ -1,0 +1,109 @@
+"""What a step cost: the report, the trace, collectives and bytes."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_topo import GradientReducer
+from tests.support.reduced_model import (
+    SMALL,
+    backward,
+    model,
+)
+from tests.support.world import Worlds
+
+
+def _report(path: str) -> tuple[str, int]:
+    module = model()
+    reducer = GradientReducer(module, keep_steps=3, **SMALL)
+    size = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad) * 4
+    for step in range(5):
+        module.zero_grad()
+        backward(module, step)
+        reducer.finish()
+    report = reducer.report()
+    assert [step.step for step in report.steps] == [2, 3, 4]
+    assert sum(row["nbytes"] for row in report.rows()) == size
+    assert 0.0 <= report.hidden_fraction <= 1.0
+    for step in report.steps:
+        for bucket in step.buckets:
+            assert step.started_ns <= bucket.launched_ns <= bucket.done_ns <= step.ended_ns
+    report.save_trace(path.format(dist.get_rank()))
+    return str(report), len(reducer.buckets)
+
+
+def test_report_and_trace(world: Worlds, tmp_path: Any) -> None:
+    for rank, (table, buckets) in enumerate(world(2).run(_report, f"{tmp_path}/trace{{}}.json")):
+        assert len(table.splitlines()) == buckets + 2
+        events = json.loads((tmp_path / f"trace{rank}.json").read_text())["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X" and event["name"].startswith("bucket")]
+        assert len(spans) == 3 * buckets
+        by_thread: dict[int, float] = {}
+        for span in spans:  # spans of one track must not overlap, or viewers stack them wrongly
+            assert span["ts"] >= by_thread.get(span["tid"], 0.0)
+            by_thread[span["tid"]] = span["ts"] + span["dur"]
+
+
+def _collectives_of_a_step() -> dict[str, int]:
+    module = model()
+    reducer = GradientReducer(module, **SMALL)
+    for step in range(2):
+        module.zero_grad()
+        backward(module, step)
+        reducer.finish()
+    before = reducer.reduction_count
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        for micro_batch in range(5):
+            with reducer.no_sync() if micro_batch < 4 else nullcontext():
+                backward(module, micro_batch)
+        reducer.finish()
+    return {
+        "calls": all_reduce.call_count,
+        "reductions": reducer.reduction_count - before,
+        "buckets": len(reducer.buckets),
+    }
+
+
+def test_one_reduction_per_bucket_per_step(world: Worlds) -> None:
+    counted = world(2).run(_collectives_of_a_step)[0]
+    assert counted["reductions"] == counted["buckets"]
+    assert counted["calls"] == counted["buckets"] + 1, "and one small message in which the ranks compare notes"
+
+
+def _peak_gradient_bytes() -> tuple[int, int, int]:
+    """The most bytes that gradients and buckets ever hold, those of the parameters, and of the largest bucket."""
+    module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    reducer = GradientReducer(module, **SMALL | {"bucket_bytes": 40_000})
+    peak = 0
+
+    def look(_: torch.Tensor) -> None:
+        nonlocal peak
+        tensors = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        tensors += [bucket.flat for bucket in reducer._layout.buckets]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        peak = max(peak, sum(storages.values()))
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(look)
+    for _ in range(3):
+        module.zero_grad()
+        module(torch.ones(2, 64)).sum().backward()
+        reducer.finish()
+    reducer.detach()  # the hooks above keep it alive
+    return (
+        peak,
+        sum(parameter.nbytes for parameter in module.parameters()),
+        max(b.nbytes for b in reducer._layout.buckets),
+    )
+
+
+def test_gradients_take_the_parameters_size_and_at_most_one_bucket(world: Worlds) -> None:
+    for peak, parameters, largest_bucket in world(2).run(_peak_gradient_bytes):
+        assert parameters <= peak <= parameters + largest_bucket

@@ -1,0 +1,32 @@
+"""Asserts that show their values in processes that pytest did not start.
+
+pytest rewrites the ``assert`` statements of a module while it imports it, by an import hook of its own process. A rank
+installs the same hook before it imports any test. All that these tests know about pytest's inside is in this file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from _pytest.assertion import util
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--noconftest", "--capture=no"]
+REWRITTEN = ["-o", "python_files=tests/*.py"]
+"""Test modules and their helpers, at any depth (in pytest's own process, ``tests/conftest.py`` names the helpers)."""
+
+
+def show_values_of_asserts() -> None:
+    """Rewrite the asserts of every module below ``tests`` that this process imports from now on."""
+    config = pytest.Config.fromdictargs({}, [*OPTIONS, *REWRITTEN])  # reading the options installs the hook
+
+    def explain(operator: str, left: Any, right: Any) -> str | None:
+        """The first plugin's comparison of two values, as pytest formats it."""
+        for lines in config.hook.pytest_assertrepr_compare(config=config, op=operator, left=left, right=right):
+            if lines:
+                return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%")
+        return None
+
+    util._reprcompare = explain

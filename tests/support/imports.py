@@ -1,0 +1,99 @@
+"""Which modules a source file imports, read from its text."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping
+
+
+def imports_in(source: str, module: str, modules: Collection[str], *, of_types_too: bool = True) -> set[str]:
+    """Absolute names of the modules that a module imports: at any depth, and by ``importlib`` too.
+
+    Args:
+        source: its text.
+        module: its name; that of a package's ``__init__.py`` ends in ``.__init__``.
+        modules: those that there are, which tells ``from package import module`` from ``from module import name``.
+        of_types_too: also what is imported ``if TYPE_CHECKING``.
+
+    Raises:
+        ValueError: something computed is imported, so that nobody can say what.
+
+    >>> modules = ["a", "a.b", "a.b.c", "d"]
+    >>> sorted(imports_in("import d\\ndef f():\\n    from a import b, x\\n    from .. import y", "a.b.c", modules))
+    ['a', 'a.b', 'd']
+    >>> imports_in("from . import c", "a.b.__init__", modules)
+    {'a.b.c'}
+    >>> imports_in("NAME = 'a.b'\\nimport_module(NAME)\\nimportlib.import_module(f'{__name__}.b')", "a", modules)
+    {'a.b'}
+    >>> imports_in("import_module(sys.argv[1])", "a", modules)
+    Traceback (most recent call last):
+    ValueError: a, line 1: what is imported must be a constant, not sys.argv[1]
+    >>> imports_in("if TYPE_CHECKING:\\n    import d", "a", modules, of_types_too=False)
+    set()
+    """
+    tree, package = ast.parse(source), module.rpartition(".")[0]
+    if not of_types_too:
+        tree.body = [node for node in tree.body if not _is_for_types(node)]
+    constants = _constants_of(tree) | {"__name__": module.removesuffix(".__init__")}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            submodules = {f"{base}.{alias.name}" for alias in node.names} & set(modules)
+            found.update(submodules if len(submodules) == len(node.names) else {base, *submodules})
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            found.add(_text_of(node.args[0], constants, f"{module}, line {node.lineno}"))
+    return found
+
+
+def circles_in(imports: Mapping[str, Collection[str]]) -> Iterator[list[str]]:
+    """Modules that import each other, one after the other; at least one circle of each knot.
+
+    >>> list(circles_in({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": []}))
+    [['b', 'c', 'b']]
+    """
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> Iterator[list[str]]:
+        if name in path:
+            yield [*path[path.index(name) :], name]
+        elif name not in done:
+            for imported in imports[name]:
+                yield from visit(imported, [*path, name])
+            done.add(name)
+
+    for name in imports:
+        yield from visit(name, [])
+
+
+def _is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def _constants_of(tree: ast.Module) -> dict[str, str]:
+    """The module's own names of texts."""
+    return {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def _text_of(node: ast.expr, constants: Mapping[str, str], place: str) -> str:
+    """The text of a constant, of a name of one, or of several joined."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in constants:
+        return constants[node.id]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text_of(node.left, constants, place) + _text_of(node.right, constants, place)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text_of(part, constants, place) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return _text_of(node.value, constants, place)
+    raise ValueError(f"{place}: what is imported must be a constant, not {ast.unparse(node)}")

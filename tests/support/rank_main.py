@@ -1,0 +1,127 @@
+"""What a rank does: wait for a function, call it in a fresh ``torch.distributed``, report, tidy up, wait again."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.support.process_state import ProcessState
+
+RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """An order: call a function."""
+
+    number: int
+    """Of this call in this world, so that it has keys of its own in the store."""
+    function: bytes
+    """Pickled: it and its arguments."""
+    timeout: float
+    """Of the process group, in seconds."""
+
+
+@dataclass(frozen=True)
+class Tidy:
+    """An order: put back what the function changed."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came of an order."""
+
+    kind: str
+    """``ok``, ``error``, ``left something behind``; of ranks that cannot say so ``died`` or ``missed the deadline``."""
+    pickled: bytes = b""
+    """The function's result, or its exception."""
+    account: str = ""
+    """What a reader wants to know besides."""
+
+    def value(self) -> Any:
+        """The result or exception."""
+        return pickle.loads(self.pickled)
+
+
+def serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection) -> None:
+    """Follow the orders of the process at the other end of the pipe until it closes that."""
+    _die_with_parent()
+    with open(Path(folder, f"stack{rank}"), "w") as stack, open(Path(folder, f"output{rank}"), "a") as output:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        os.environ.update(RANK_ENVIRONMENT)
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        import torch
+
+        torch.set_num_threads(1)
+        state = ProcessState()
+        while True:
+            try:
+                order: Call | Tidy = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                break
+            if isinstance(order, Call):
+                os.truncate(output.fileno(), 0)
+                report = _call(order, state, rank, world_size, port)
+            else:
+                left = state.put_back()
+                report = Report("left something behind", account="".join(f"\n{what}" for what in left))
+                report = report if left else Report("ok", pickle.dumps(state.is_worn()))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pipe.send_bytes(pickle.dumps(report))
+    # Leave without running destructors: a failed peer must not make this rank wait for it.
+    os._exit(0)
+
+
+def _call(order: Call, state: ProcessState, rank: int, world_size: int, port: int) -> Report:
+    import torch.distributed as dist
+
+    limit = timedelta(seconds=order.timeout)
+    try:
+        function, args = pickle.loads(order.function)  # imports their modules, whose state is noted, too
+        state.note()
+        store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=limit)
+        store = dist.PrefixStore(f"call{order.number}", store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        # send() would share tensors instead of copying them
+        return Report("ok", pickle.dumps(function(*args)))
+    except BaseException as error:
+        return Report("error", _pickled(error), _account_of(error))
+
+
+def _account_of(error: BaseException) -> str:
+    """Its first line, then the traceback from the function on."""
+    if error.__traceback__ is not None:
+        error = error.with_traceback(error.__traceback__.tb_next)
+    summary = "".join(traceback.format_exception_only(error)).splitlines()[0]
+    return f": {summary}\n{''.join(traceback.format_exception(error))}"
+
+
+def _pickled(error: BaseException) -> bytes:
+    """The exception, or one with its text where it cannot travel."""
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        return pickle.dumps(RuntimeError(repr(error)))
+    return pickled
+
+
+def _die_with_parent() -> None:
+    """No rank outlives an interrupted session, even one that hangs in a collective."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,55 @@
+"""Ranks that stay: one function after another on the same processes, each in a fresh ``torch.distributed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from tests.support.ranks import Ranks
+
+TIDY_SECONDS = 30.0
+
+
+class World:
+    """``size`` ranks for many functions, which cost no process start.
+
+    Each call finds what the first one found: ``torch.distributed`` is initialised anew, random numbers start at the
+    same seed, environment, folder, arguments and filters of warnings are put back. The processes are replaced after a
+    failure of any kind, and after a function that left something behind, which is a failure too.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._ranks = Ranks(size)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ranks.end()
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        deadline: float = 120.0,
+        timeout: float = 60.0,
+        expect_failure: bool = False,
+    ) -> list[Any]:
+        """Call ``function(*args)`` on every rank; see :func:`tests.support.ranks.run_ranks`."""
+        __tracebackhide__ = True
+        try:
+            results = self._ranks.call(
+                function, args, deadline=deadline, timeout=timeout, expect_failure=expect_failure
+            )
+            if not expect_failure:
+                self._ranks.tidy(function, TIDY_SECONDS)
+        except BaseException:
+            self._ranks.end()
+            raise
+        if expect_failure:
+            self._ranks.end()
+        return results
+
+
+Worlds: TypeAlias = Callable[[int], World]
+"""What the fixture ``world`` is."""

@@ -1,0 +1,120 @@
+"""Topologies written down: specs, pairs, mappings and config files, and what is wrong with those that are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_topo import ProcessTopology
+from ds_topo.errors import TopologyError, WorldSizeError
+from tests.support.topologies import folded_topologies, named_degrees
+
+
+@given(named_degrees())
+def test_every_form_of_a_spec_reads_back(topology: tuple[list[str], list[int]]) -> None:
+    ours, pairs = ProcessTopology(*topology), list(zip(*topology, strict=True))
+    config = {"train_batch_size": 1, "topology": dict(pairs)}
+    for again in (ours.spec, f" {ours.spec} ".replace("=", " = "), pairs, dict(pairs)):
+        assert ProcessTopology.from_spec(again) == ours
+    assert ProcessTopology.from_config(config) == ProcessTopology.from_config({"topology": pairs}) == ours
+    for axis in ours.axes:
+        left_out = {**dict(pairs), axis: -1}
+        assert ProcessTopology.from_spec(left_out, world_size=ours.world_size()) == ours
+
+
+@settings(deadline=None)
+@given(folded_topologies())
+def test_the_spec_of_any_topology_reads_back(topology: ProcessTopology) -> None:
+    again = ProcessTopology.from_spec(topology.spec, world_size=topology.world_size())
+    assert again == topology
+    assert hash(again) == hash(topology)
+    assert again.mapping == topology.mapping
+    assert (":" in topology.spec) == (topology != ProcessTopology(topology.axes, topology.dims))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("pipe=2:2,data=2", "every axis of a degree above 1 needs them"),
+        ("pipe=2:2,data=2:x", "malformed topology"),
+        ("pipe=2:2,data=2:2", "a factor has size 2 and stride 2, but the smaller factors cover 1 ranks"),
+        ("pipe=2:2,data=2:1*2:4", "axis 'data': strides of .* must fall"),
+        ("pipe=2:2,pipe=2:1", "axis 'pipe' is given twice"),
+        ("pipe=0:1,data=2:1", "degree 0 must be >= 1"),
+    ],
+)
+def test_malformed_strides_say_what_is_wrong(spec: str, message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        ProcessTopology.from_spec(spec)
+
+
+def test_strides_fix_the_world_size() -> None:
+    with pytest.raises(WorldSizeError, match="is for 8 ranks"):
+        ProcessTopology.from_spec("pipe=2:2,data=2:4*2:1", world_size=16)
+
+
+def test_a_config_file_names_the_topology(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"topology": {"data": -1, "pipe": 2}}))
+    assert ProcessTopology.from_config(path, world_size=8) == ProcessTopology.from_spec("data=4,pipe=2")
+    assert ProcessTopology.from_config(str(path), world_size=8).dims == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("pipe=2,pipe=2", "axis 'pipe' is given twice"),
+        ("model=2,tensor=2", "'tensor' is a synonym of 'model'"),
+        ("pipe=0", "axis 'pipe': degree 0 must be >= 1"),
+        ("pipe=-2", "axis 'pipe': degree -2 must be >= 1"),
+        ([("pipe", 2.0)], r"axis 'pipe': degree 2\.0 is not an integer"),
+        ([("pipe", True)], "degree True is not an integer"),
+        ([("pipe", "2")], "degree '2' is not an integer"),
+        ("pipe=two", "malformed topology 'pipe=two' at 'pipe=two': expected \"axis=degree"),
+        ("pipe", "malformed topology"),
+        ("pipe=2,,data=2", "malformed topology"),
+        ("", "malformed topology"),
+        (7, "malformed topology 7"),
+        ([("pipe", 2, 3)], "malformed topology"),
+        ([], "at least one axis"),
+        ([("a b", 2)], "must be a Python identifier"),
+        ([("class", 2)], "must be a Python identifier"),
+        ([("_pipe", 2)], "must be a Python identifier"),
+        ([(3, 2)], "must be a Python identifier"),
+        ("pipe=-1,data=-1", "at most one can be computed"),
+        ("pipe=2,data=-1", "needs world_size="),
+    ],
+)
+def test_a_malformed_spec_says_what_is_wrong(spec: Any, message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        ProcessTopology.from_spec(spec)
+
+
+def test_a_config_without_a_usable_topology_says_so(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{")
+    for config, message in (
+        ({"train_batch_size": 1}, 'has no "topology" section'),
+        (tmp_path / "absent.json", "cannot be read"),
+        (tmp_path / "broken.json", "is not JSON"),
+    ):
+        with pytest.raises(TopologyError, match=message):
+            ProcessTopology.from_config(config)
+
+
+@given(named_degrees(), st.integers(1, 4096))
+def test_a_wrong_product_names_degrees_that_fit(topology: tuple[list[str], list[int]], world_size: int) -> None:
+    ours = ProcessTopology(*topology)
+    if ours.world_size() == world_size:
+        assert ours.check_world_size(world_size) is None
+        return
+    with pytest.raises(WorldSizeError, match=r"Nearest that does: '(.+)'") as caught:
+        ours.check_world_size(world_size)
+    assert isinstance(caught.value, AssertionError), "DeepSpeed fails an assertion"
+    nearest = ProcessTopology.from_spec(str(caught.value).split("'")[-2])
+    assert nearest.axes == ours.axes
+    assert nearest.world_size() == world_size
