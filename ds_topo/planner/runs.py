@@ -21,7 +21,7 @@ from ds_topo.planner.cluster import cluster_of_ranks
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.layout import Job, Layout, layout_problem
 from ds_topo.planner.memory import memory_use
-from ds_topo.planner.model import transformer
+from ds_topo.planner.model import Model, transformer
 from ds_topo.planner.precision import precision_of
 from ds_topo.planner.search import Plan, search
 from ds_topo.planner.software import Recompute, Software, software_of, software_of_year
@@ -234,6 +234,7 @@ def row_metric(row: Row, job: Job) -> Metric:
     ranks, tokens = job.cluster.ranks, job.batch * job.sequence
     causal = tokens * job.model.flops_per_token(job.sequence, causal=True) / ranks / TERA
     full = tokens * job.model.flops_per_token(job.sequence, causal=False) / ranks / TERA
+    again = tokens * recomputed_flops_per_token(job.model, job.sequence) / ranks / TERA
     peak = job.cluster.accelerator.peak(job.precision.products) / TERA
     per_second = {
         "seconds_per_step": 0.0,
@@ -242,9 +243,9 @@ def row_metric(row: Row, job: Job) -> Metric:
         "samples_per_second": float(job.batch),
         "model_tflops_per_gpu": causal,
         "tflops_per_gpu": full,
-        "tflops_per_gpu_with_recomputation": full * 4 / 3,
+        "tflops_per_gpu_with_recomputation": again,
         "mfu": full / peak,
-        "hfu": full * 4 / 3 / peak,
+        "hfu": again / peak,
     }
     key = next((key for key in METRICS if row.content.get(key) is not None), None)
     if key is None:
@@ -255,6 +256,13 @@ def row_metric(row: Row, job: Job) -> Metric:
     if key in ("mfu", "hfu") and value > 1.5:
         value = value / 100  # given in percent
     return Metric(key, float(value), per_second[key])
+
+
+def recomputed_flops_per_token(model: Model, sequence: int) -> float:
+    """Of forward, forward again and backward: ``96 l h^2 (1 + s / 6h + V / 16 l h)`` for a GPT of l layers, whose
+    output layer is not computed again (Narayanan et al., equation 3)."""
+    output = 6.0 * model.hidden * model.vocabulary
+    return (model.flops_per_token(sequence, causal=False) - output) * 4 / 3 + output
 
 
 def row_layouts(row: Row, job: Job) -> Iterator[Layout]:

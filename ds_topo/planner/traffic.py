@@ -83,6 +83,7 @@ class _Counter:
             for message in self._messages(rank, self.kind_of_stage[stage]):
                 traffic.add(message.axis, self._sent(rank, message))
             traffic.add(PIPE, self._sent_along_pipe(rank, stage))
+            traffic.add(MODEL, self._sent_to_gather(rank, stage))
             traffic.add(GRADIENTS, self._sent_for_tied(rank, stage))
         return traffic
 
@@ -127,27 +128,36 @@ class _Counter:
         return message.times * passes * message.size * (len(ranks) - 1) / len(ranks)
 
     def _sent_along_pipe(self, rank: int, stage: int) -> float:
-        """Activations to the next stage and gradients to the one before; chunks wrap around. Peers along ``model``
-        have a part each, and bring it together where it arrives (DeepSpeed: once more before backward)."""
-        layout, topology = self.layout, self.layout.topology
+        """Activations to the next stage and gradients to the one before; chunks wrap around. Peers along ``model`` send
+        a part each."""
+        layout = self.layout
         if layout.pipe == 1:
             return 0.0
-        line = topology.get_axis_ranks(PIPE, rank)
+        line = layout.topology.get_axis_ranks(PIPE, rank)
         size = activation_bytes(self.costs, layout) / layout.model
-        virtual, last = layout.virtual_stages, layout.pipe - 1
-        after = virtual - (1 if stage == last else 0)
-        before = virtual - (1 if stage == 0 else 0)
+        before, after = self._neighbors(stage)
         sent = 0.0
         for times, peer in ((after, line[(stage + 1) % len(line)]), (before, line[stage - 1])):
             if peer // self.slots != rank // self.slots:
                 sent += times * size
-        if layout.model > 1 and not layout.sequence_parallel:
-            # gathered where activations arrive and where gradients do, and by DeepSpeed again before backward
-            gathers = before + after + (after if self.job.software.eager else 0)
-            peers = topology.get_axis_ranks(MODEL, rank)
-            message = _Message(MODEL, "all_gather", size * layout.model, gathers, peers)
-            sent += self._sent(rank, message)
         return sent * self.micro_batches
+
+    def _sent_to_gather(self, rank: int, stage: int) -> float:
+        """Peers along ``model`` bring together what each got from another stage: where activations arrive and where
+        gradients do, and in DeepSpeed activations again before backward."""
+        layout = self.layout
+        if layout.pipe == 1 or layout.model == 1 or layout.sequence_parallel:
+            return 0.0
+        before, after = self._neighbors(stage)
+        gathers = before + after + (after if self.job.software.eager else 0)
+        peers = layout.topology.get_axis_ranks(MODEL, rank)
+        message = _Message(MODEL, "all_gather", activation_bytes(self.costs, layout), gathers, peers)
+        return self._sent(rank, message) * self.micro_batches
+
+    def _neighbors(self, stage: int) -> tuple[int, int]:
+        """Chunks of a stage that get activations from the stage before, and that send them to the one after."""
+        virtual, last = self.layout.virtual_stages, self.layout.pipe - 1
+        return virtual - (stage == 0), virtual - (stage == last)
 
     def _sent_for_tied(self, rank: int, stage: int) -> float:
         """The gradient of a tied embedding, summed between the first stage and the last."""
