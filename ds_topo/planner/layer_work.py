@@ -47,9 +47,9 @@ def block_work(block: Block, share: Share, precision: Precision, software: Softw
     """
     attention = _attention_work(block.attention, share, precision, software, dropout)
     if isinstance(block.mlp, Experts):
-        mlp = _experts_work(block.mlp, share, precision)
+        mlp = _experts_work(block.mlp, share, precision, software)
     else:
-        mlp = _feed_forward_work(block.mlp, share.tokens, share, precision)
+        mlp = _feed_forward_work(block.mlp, share.tokens, share, precision, software)
     around = _around_work(block, share, precision, software, dropout)
     whole = share.tokens * block.hidden * precision.activation_bytes
     kept = attention.kept + mlp.kept + around.kept
@@ -184,8 +184,11 @@ def _attention_work(
     )
 
 
-def _feed_forward_work(layer: FeedForward, tokens: float, share: Share, precision: Precision) -> Work:
-    """Two linear layers and the activation between them."""
+def _feed_forward_work(
+    layer: FeedForward, tokens: float, share: Share, precision: Precision, software: Software
+) -> Work:
+    """Two linear layers and the activation between them, whose result selective recomputation computes again where it
+    has no scores to save."""
     tensor, size = share.tensor, precision.activation_bytes
     forward, backward, casts = _linears(layer.linears, tokens, tensor, precision)
     width = tokens * layer.width / tensor
@@ -193,16 +196,17 @@ def _feed_forward_work(layer: FeedForward, tokens: float, share: Share, precisio
     activation = (before + width) * size
     gradient = (2 * before + width) * size
     kept = before * size
+    whole = kept + width * precision.input_bytes
     return Work(
         forward=Pass(forward, (), activation + casts[0], 3),
         backward=Pass(backward, (), gradient + casts[1], 6),
-        again=Pass((), (), activation, 1),
-        kept=Kept(kept + width * precision.input_bytes, kept),
+        again=Pass((), (), activation, 1) if software.flash_attention else Pass(),
+        kept=Kept(whole, kept if software.flash_attention else whole),
         working=before * size,
     )
 
 
-def _experts_work(experts: Experts, share: Share, precision: Precision) -> Work:
+def _experts_work(experts: Experts, share: Share, precision: Precision, software: Software) -> Work:
     """Routing, the exchange of tokens over the expert group, experts, and shared experts.
 
     Each rank sends its ``T top_k`` rows of ``h`` values (and the rows that pad experts to equal load) out and gets them
@@ -221,10 +225,10 @@ def _experts_work(experts: Experts, share: Share, precision: Precision) -> Work:
     kept = moved + share.tokens * experts.top_k * hidden * size + 2 * scores
     every = Work(routing, routing_back, Pass(), Kept(kept, kept), moved)
     whole = Share(share.micro_batch, share.sequence, 1, share.seq)
-    one = _feed_forward_work(experts.expert, rows / local, whole, precision)
+    one = _feed_forward_work(experts.expert, rows / local, whole, precision, software)
     parts = [_times(one, local)]
     if experts.shared:
-        parts.append(_feed_forward_work(experts.shared, share.tokens, share, precision))
+        parts.append(_feed_forward_work(experts.shared, share.tokens, share, precision, software))
     for part in parts:
         every = Work(
             every.forward + part.forward,

@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def measure(name: str, configs: list[Config], rounds: int) -> tuple[list[list[fl
 def _step(case: Case, config: dict[str, Any], sequence_parallel: bool) -> Callable[[], None]:
     from deepspeed.runtime.pipe import p2p
 
-    grid = PipelineParallelGrid(config["topology"])
+    grid = PipelineParallelGrid(config["topology"], timeout=timedelta(minutes=5))
     parallel = Parallel(grid.get_group("model"), sequence_parallel)
     if sequence_parallel:  # as the example does
         config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}

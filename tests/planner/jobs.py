@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from ds_topo.planner.accelerators import accelerator_of
@@ -34,8 +36,6 @@ def job(
 
 def every_layout(job: Job, wanted: Wanted | None = None) -> list[Layout]:
     """All layouts that a search may look at, in every order of their axes."""
-    from collections import Counter
-
     wanted = wanted or Wanted()
     return [
         candidate
@@ -61,4 +61,9 @@ def jobs_and_layouts(draw: st.DrawFn, software: Software = DEEPSPEED) -> tuple[J
         top_k=min(2, experts),
         software=software,
     )
-    return made, draw(st.sampled_from(every_layout(made)))
+    degrees = draw(st.sampled_from(list(possible_degrees(made, Wanted(), Counter()))))
+    layout = draw(st.sampled_from(list(schedules(made, degrees, Wanted()))))
+    topology = draw(st.sampled_from(list(orders(layout.topology))))
+    layout = replace(layout, topology=topology, zero=draw(st.sampled_from(zero_stages(made, layout))))
+    assume(layout_problem(made, layout) is None)
+    return made, layout
