@@ -145,6 +145,8 @@ def machine_from_json(content: Mapping[str, Any]) -> Machine:
     2
     """
     hosts = content["hosts"]
+    if not hosts:
+        raise ValueError("no hosts")
     ranks = hosts[0]["ranks"]
     links: dict[str, Link | None] = {}
     for name in ("inside", "across"):

@@ -20,9 +20,10 @@ from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.groups import create_expert_groups
 from tests.planner.allocations import Allocations
 from tests.support.gpt_training import PlainGPT
+from tests.support.training import destroy_engine
 
 STEPS_BEFORE = 2
-MODEL = GPTConfig(context=128, width=256, heads=4, depth=4)
+MODEL = GPTConfig(context=64, width=128, heads=4, depth=4)
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,11 @@ class Case:
     experts: int = 0
     model: GPTConfig = MODEL
     micro_batch: int = 8
-    micro_batches: int = 4
+    micro_batches: int = 2
+
+    def __str__(self) -> str:
+        more = [self.precision, *(["recompute"] if self.recompute else []), *(["experts"] if self.experts else [])]
+        return f"{self.topology}-zero{self.zero}-{'-'.join(more)}"
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,10 @@ def count_memory(case: Case, bucket: int) -> Counted:
         allocations.restart_peak()
         step()
         gc.collect()
-        return Counted(between, allocations.peak_bytes, _load(engine))
+        counted = Counted(between, allocations.peak_bytes, _load(engine))
+        destroy_engine(engine)
+        grid.destroy()
+        return counted
 
 
 def config(case: Case, bucket: int) -> dict[str, Any]:
