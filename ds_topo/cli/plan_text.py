@@ -8,6 +8,7 @@ from rich.table import Table
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import (
     Term,
+    bytes_text,
     differences,
     explain_axes,
     explain_memory,
@@ -149,7 +150,7 @@ def _print_explained(console: Console, found: Found) -> None:
     for column in ("axis", "ranks", "hosts", "link", "leave a host per step"):
         table.add_column(column, justify="left" if column in ("axis", "link") else "right")
     for use in explain_axes(costs, best.layout):
-        sent = f"{use.bytes_per_host / 1e6:,.1f} MB" if use.bytes_per_host else "-"
+        sent = bytes_text(use.bytes_per_host) if use.bytes_per_host else "-"
         table.add_row(use.axis, str(use.ranks), str(use.hosts), use.link, sent)
     console.print(table)
     console.print("\n[bold]the same degrees in other orders[/bold]")

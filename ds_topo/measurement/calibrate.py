@@ -19,7 +19,7 @@ from ds_topo.planner.machine import Machine, Speeds
 if TYPE_CHECKING:
     import torch
 
-ROUNDS = 5
+ROUNDS = 15
 MESSAGE_BYTES = 8 << 20
 SMALL_PRODUCT, LARGE_PRODUCT = (512, 512, 64), (512, 512, 1024)
 ATTENTION_SHAPE = (4, 4, 256, 64)

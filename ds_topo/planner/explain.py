@@ -70,7 +70,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         f"{_where(spans[MODEL])}",
         "seq": f"{micro_batches} x {_ms(slowest.messages[SEQ])} that attention does not hide, {_where(spans[SEQ])}",
         "expert": f"{micro_batches} x {_ms(slowest.messages['expert'])} of tokens on their way to experts",
-        "pipe": f"{micro_batches} x 2 sends of {_mb(activation_bytes(costs, layout) / layout.model)} per stage, "
+        "pipe": f"{micro_batches} x 2 sends of {bytes_text(activation_bytes(costs, layout) / layout.model)} per stage, "
         f"{_where(spans[PIPE])}",
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
         "are equal",
@@ -120,10 +120,9 @@ def explain_axes(costs: Costs, layout: Layout) -> list[AxisUse]:
 
 def reason(found: Found) -> str:
     """Why the best is the best: the terms in which the next set of degrees loses most."""
-    best = found.plans[0]
-    if len(found.plans) < 2:
-        return "nothing else fits"
-    other = found.plans[1]
+    best, other = found.best, found.runner_up
+    if other is None:
+        return "no other degrees fit"
     if other.seconds <= best.seconds * 1.001:
         return f"as fast as {other.layout.topology.spec}, with less memory"
     losses = sorted(differences(best, other), key=lambda term: term.value, reverse=True)
@@ -162,8 +161,8 @@ def _gradients_text(costs: Costs, layout: Layout, spans: dict[str, Span]) -> str
             seconds = collective_seconds(operation, size, span, cluster)
             leaving = bytes_leaving(operation, size, span, cluster)
             texts.append(
-                f"{operation} of {_mb(size)} over {span.size} ranks, {_where(span)}"
-                + (f" ({_mb(leaving)} leave a host)" if leaving else "")
+                f"{operation} of {bytes_text(size)} over {span.size} ranks, {_where(span)}"
+                + (f" ({bytes_text(leaving)} leave a host)" if leaving else "")
                 + f", {_ms(seconds)}"
                 + (f" x {times:g}" if times > 1 else "")
             )
@@ -196,6 +195,13 @@ def _ms(seconds: float) -> str:
     return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def _mb(size: float) -> str:
-    """Bytes as MB or GB, three digits."""
-    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+def bytes_text(size: float) -> str:
+    """Bytes as MB, GB or TB, three digits.
+
+    >>> bytes_text(12_345_678), bytes_text(2.5e12)
+    ('12.3 MB', '2.5 TB')
+    """
+    for unit, name in ((1e12, "TB"), (1e9, "GB")):
+        if size >= unit:
+            return f"{size / unit:.3g} {name}"
+    return f"{size / 1e6:.3g} MB"

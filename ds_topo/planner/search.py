@@ -67,10 +67,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class Found:
-    """The best plans, one for each set of degrees, the fastest first."""
+    """The best plans, one for each set of degrees, the fastest first; ``runner_up`` is the second, asked for or not."""
 
     job: Job
     plans: tuple[Plan, ...]
+    runner_up: Plan | None
     tally: Tally
 
     @property
@@ -89,10 +90,11 @@ def search(job: Job, wanted: Wanted | None = None, count: int = 10) -> Found:
     wanted = wanted or Wanted()
     costs, tally = Costs(job), Tally()
     best: list[Plan] = []
+    kept = max(2, count)
     every = possible_degrees(job, wanted, tally.problems)
     nodes = sorted(((_degrees_bound(costs, degrees, wanted), degrees) for degrees in every), key=lambda node: node[0])
     for position, (bound, degrees) in enumerate(nodes):
-        limit = best[count - 1].seconds if len(best) >= count else inf
+        limit = best[kept - 1].seconds if len(best) >= kept else inf
         if bound >= limit:
             tally.bounded += len(nodes) - position
             break
@@ -101,7 +103,7 @@ def search(job: Job, wanted: Wanted | None = None, count: int = 10) -> Found:
             insort(best, plan, key=lambda one: (one.seconds, one.memory.total))
     if not best:
         raise _no_plan(job, wanted, tally)
-    return Found(job, tuple(best[:count]), tally)
+    return Found(job, tuple(best[:count]), best[1] if len(best) > 1 else None, tally)
 
 
 def evaluate(job: Job, layout: Layout) -> Plan:
