@@ -20,7 +20,8 @@ from ds_topo import collectives
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.process_groups.torch_names import job_timeout
-from ds_topo.topology.rank_tables import MODEL, RankGroup
+from ds_topo.topology.axes import MODEL
+from ds_topo.topology.rank_tables import RankGroup
 
 __all__ = [
     "copy",

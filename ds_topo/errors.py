@@ -6,6 +6,39 @@ written against DeepSpeed still catches it.
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Sequence
+
+
+class _Abridged(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:  # Python refuses to print very long ones
+        return super().repr_int(x, level) if x.bit_length() < 1000 else f"<an integer of {x.bit_length()} bits>"
+
+
+_ABRIDGED = _Abridged()
+_ABRIDGED.maxstring = _ABRIDGED.maxother = 100
+_ABRIDGED.maxlist = _ABRIDGED.maxtuple = _ABRIDGED.maxdict = _ABRIDGED.maxset = 12
+_ABRIDGED.maxlevel = 3
+
+
+def abridged(value: object) -> str:
+    """``repr(value)`` for messages: at most a line or so, whatever a person has typed.
+
+    >>> abridged("pipe=2"), len(abridged("x" * 100_000)), len(abridged(10**5000))
+    ("'pipe=2'", 100, 26)
+    """
+    return _ABRIDGED.repr(value)
+
+
+def listed(names: Sequence[str], shown: int = 8) -> str:
+    """Names for a message, not too many.
+
+    >>> listed(["a", "b"]), listed([]), listed([str(number) for number in range(10)])[-18:]
+    ("['a', 'b']", 'none', "'7'] and 2 further")
+    """
+    more = f" and {len(names) - shown} further" if len(names) > shown else ""
+    return f"{list(names[:shown])}{more}" if names else "none"
+
 
 class TopologyError(ValueError):
     """A topology, or a question to one, that cannot be answered: the message says what is wrong and what would do."""

@@ -33,7 +33,7 @@ A_CALL = "one call"
 SANITY_CHECK = Change(
     DeepSpeedEngine,
     "_do_sanity_check",
-    instead="the same after a check of options",
+    instead="the same after checks of options and inputs, which the ranks compare",
     why="hpZ, qgZ, AutoTP, AutoSP, AutoEP, ALST and the hybrid engine lay groups over neighboring ranks, "
     "whatever the mpu",
     during=A_GRID,
@@ -62,7 +62,7 @@ UNFUSED_STEP = Change(
 CONFIGURE_MODEL = Change(
     DeepSpeedEngine,
     "_configure_distributed_model",
-    instead="the same with the engine's own mpu, and a check of its experts' names",
+    instead="the same with the engine's own mpu, after checks of its model, which replicas compare",
     why="an engine without an mpu finds the one of the engine before",
     during=A_GRID,
 )

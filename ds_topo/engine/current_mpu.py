@@ -15,6 +15,12 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine import changes
 from ds_topo.engine.expert_registry import registry
+from ds_topo.engine.inputs import (
+    agree_on_parameters,
+    check_model,
+    check_model_without_mpu,
+    create_missing_expert_groups,
+)
 from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import ExpertGroupError
 from ds_topo.ledger import Change, Make
@@ -41,6 +47,12 @@ def _configured_with_own_mpu(configure: Any) -> Any:
     def configure_distributed_model(engine: DeepSpeedEngine, model: Any) -> None:
         deepspeed_groups.mpu = engine.mpu
         _check_names_of_experts(engine, model)
+        if isinstance(engine.mpu, MpuGrid):
+            check_model(engine, model, engine.mpu)
+            agree_on_parameters(model, engine.mpu)
+            create_missing_expert_groups(engine, model, engine.mpu)
+        elif engine.mpu is None:
+            check_model_without_mpu(model)
         before, registry.serves_current_engine = registry.serves_current_engine, isinstance(engine.mpu, MpuGrid)
         try:
             configure(engine, model)

@@ -12,7 +12,8 @@ from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
 from ds_topo.ledger import always, ledger
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.topology.expert_tables import EXPERT, ExpertPlan, zero_partition_ranks
+from ds_topo.topology.axes import EXPERT
+from ds_topo.topology.expert_tables import ExpertPlan, zero_partition_ranks
 from ds_topo.topology.rank_tables import RankGroup
 
 

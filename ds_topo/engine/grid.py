@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
 from functools import cached_property, partial
@@ -10,13 +10,14 @@ from typing import Any, Generic, TypeVar
 
 import deepspeed
 
-from ds_topo.engine import current_mpu, norms, options
+from ds_topo.engine import current_mpu, inputs, norms, options
 from ds_topo.engine.megatron import MegatronGrid
 from ds_topo.engine.releases import warn_of_defects
 from ds_topo.ledger import ledger
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.grid import AnyTopology
-from ds_topo.topology.rank_tables import SEQ, gradient_axes
+from ds_topo.topology.axes import SEQ
+from ds_topo.topology.rank_tables import gradient_axes
 
 Answer = TypeVar("Answer")
 
@@ -79,15 +80,19 @@ class PipelineParallelGrid(MegatronGrid):
         topology: AnyTopology | None = None,
         process_group: ProcessGroup | None = None,
         *,
-        timeout: timedelta | None = None,
+        timeout: float | timedelta | None = None,
+        extra_axes: Iterable[str] = (),
     ) -> None:
         warn_of_defects(deepspeed.__version__)
-        super().__init__(topology, process_group, timeout=timeout)
+        if inputs.is_world_initialized():
+            deepspeed.init_distributed(dist_init_required=False, verbose=False)
+        super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes)
         with ExitStack() as undo:
             undo.callback(self.destroy)
             for change, make in _WHILE_A_GRID_EXISTS:
                 self.on_destroy(ledger.bind(change, make))
             self.on_destroy(partial(current_mpu.forget, self))
+            inputs.grids.add(self)
             undo.pop_all()
 
     @cached_property

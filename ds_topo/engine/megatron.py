@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from ds_topo.engine.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.topology.rank_tables import MODEL, PIPE, RankGroup
+from ds_topo.topology.axes import MODEL, PIPE
+from ds_topo.topology.rank_tables import RankGroup
 
 
 class MegatronGrid(MpuGrid):

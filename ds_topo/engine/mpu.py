@@ -13,16 +13,8 @@ from typing import Protocol, runtime_checkable
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.grid import ProcessGrid
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.rank_tables import (
-    DATA,
-    MODEL,
-    PIPE,
-    degree,
-    fold_extra_axes,
-    gradient_axes,
-    model_parallel_axes,
-    p2p_pairs,
-)
+from ds_topo.topology.axes import DATA, MODEL, PIPE
+from ds_topo.topology.rank_tables import degree, fold_extra_axes, gradient_axes, model_parallel_axes, p2p_pairs
 
 
 @runtime_checkable

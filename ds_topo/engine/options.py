@@ -18,19 +18,31 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine import changes
+from ds_topo.engine.inputs import agree_on_settings, check_engine_inputs, check_engine_without_mpu, check_mpu
 from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import Change, Make, ledger
+from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.expert_tables import zero_partition_ranks
-from ds_topo.topology.rank_tables import MODEL, PIPE, SEQ
 
 
 def _with_checks(do_sanity_check: Any) -> Any:
     @wraps(do_sanity_check)
     def checked(engine: DeepSpeedEngine) -> None:
-        if isinstance(engine.mpu, MpuGrid):
+        if not isinstance(engine.mpu, MpuGrid):
+            check_mpu(engine.mpu)
+            if engine.mpu is None:
+                check_engine_without_mpu(engine)
+            do_sanity_check(engine)
+            return
+        failure: Exception | None = None
+        try:
             check_engine(engine._config, engine.mpu)
-        do_sanity_check(engine)
+            check_engine_inputs(engine, engine.mpu)
+            do_sanity_check(engine)
+        except Exception as error:
+            failure = error
+        agree_on_settings(engine, engine.mpu, failure)
 
     return checked
 

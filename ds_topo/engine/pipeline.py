@@ -24,7 +24,8 @@ from ds_topo.errors import MissingTopologyError, TopologyError
 from ds_topo.ledger import ledger
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.rank_tables import DATA, PIPE, RankGroup
+from ds_topo.topology.axes import DATA, PIPE
+from ds_topo.topology.rank_tables import RankGroup
 from ds_topo.topology.spec import Spec, read_config
 
 

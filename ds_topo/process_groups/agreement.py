@@ -1,9 +1,13 @@
-"""Agree first: every rank shows the others what it is about to create, through the store, before anything exists.
+"""Agree first: every rank shows the others what it is about to do, through the store, before anything exists.
 
-``torch.distributed.new_group`` with lists that differ between ranks hangs. Here the ranks post a description each, the
-first member compares them, and all read its verdict: they go on together, or raise the same error that names the ranks
-and hosts that differ. The cost is two keys per rank in the store, which are deleted again but for the last verdict, and
-one round trip.
+``torch.distributed.new_group`` with lists that differ between ranks hangs. Here every rank appends one line to a key of
+the store: its number, its host and a digest of what it brings; the last one to come reads them all and writes the
+verdict, which the others wait for. All go on together, or raise the same error that names the ranks and hosts that
+differ. Where ranks do not come, the first one whose patience ends writes the verdict instead, so that no rank is needed
+for the others to hear of it.
+
+A round costs each rank six small requests, and one rank a message of some 40 bytes per member; what is written about a
+disagreement has at most ``MAX_MESSAGE`` characters, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -12,95 +16,218 @@ import hashlib
 import json
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from ds_topo.errors import DisagreementError
-from ds_topo.process_groups.torch_names import Store, default_store
+from ds_topo.errors import DisagreementError, listed
+from ds_topo.process_groups.torch_names import Store, append, default_store
 
-_LEADER_SHARE = 0.8
-"""The first member stops waiting before the others do, so that they still read its verdict in time."""
+MAX_MESSAGE = 4000
+_PATIENCE = 0.8
+"""The share of the timeout after which a rank writes the verdict itself; in the rest the others read it."""
+_SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
+_FAILED = "failed: "
+_COMPARED = 3
+"""How many different plans are compared line by line."""
 
 _rounds: Counter[str] = Counter()
 """How often each set of members has agreed; equal on all members, since they agree together."""
-_verdicts: dict[str, str] = {}
-"""Keys that the first member of a set deletes when all have come to its next round, and so have read them."""
 
 
-def agree(description: str, members: Sequence[int], timeout: timedelta, *, failure: Exception | None = None) -> str:
+def agree(
+    description: str,
+    members: Sequence[int],
+    timeout: timedelta,
+    *,
+    failure: Exception | None = None,
+    subject: str = "the process groups to create",
+    lines: Callable[[], Sequence[str]] | None = None,
+) -> str:
     """Check that all ``members`` (global ranks) bring the same ``description``; return a token unique to this round.
 
     A rank that has already failed passes its ``failure``: the other ranks raise at once instead of waiting for it, and
     the rank itself re-raises it.
 
+    Args:
+        description: what must be equal, or a digest of it.
+        members: ascending; the same on all of them.
+        timeout: of the whole round.
+        failure: why this rank cannot take part.
+        subject: what a disagreement is about, for its message.
+        lines: what the description is a digest of: one representative of each plan is asked for them where plans
+            differ, and the message names the lines.
+
     Raises:
         DisagreementError: descriptions differ, a rank failed, or ranks did not come within ``timeout``. The message
             names ranks and hosts and is the same on every rank.
     """
-    members_key = hashlib.sha1(",".join(map(str, members)).encode(), usedforsecurity=False).hexdigest()[:12]
-    _rounds[members_key] += 1
-    token = f"ds_topo/{members_key}/{_rounds[members_key]}"
+    key = _key_of(members)
+    _rounds[key] += 1
+    token = f"ds_topo/{key}/{_rounds[key]}"
     if dist.get_backend() == "fake" or len(members) == 1:
         if failure is not None:
             raise failure
         return token
-    store, rank = default_store(), dist.get_rank()
-    report = {"host": socket.gethostname(), "plan": description, "error": failure and str(failure)}
-    store.set(f"{token}/{rank}", json.dumps(report))
-    if rank == members[0]:
-        store.set(f"{token}/verdict", _verdict(store, token, members, timeout))
-    try:
-        store.wait([f"{token}/verdict"], timeout)
-        verdict = store.get(f"{token}/verdict").decode()
-    except RuntimeError as error:
-        missing = _missing(store, token, members)
-        verdict = f"rank {members[0]} did not compare the plans within {timeout}; ranks that did not come: {missing}"
-        # Members that are only late must not go on without this rank.
-        store.set(f"{token}/{rank}", json.dumps(report | {"error": report["error"] or verdict}))
-        raise failure or DisagreementError(verdict) from error
+    verdict = _Round(default_store(), token, members, timeout, subject).verdict(
+        f"{_FAILED}{type(failure).__name__}: {failure}" if failure is not None else f"plan: {description}", lines
+    )
     if failure is not None:
         raise failure
     if verdict:
         raise DisagreementError(verdict)
-    _delete_what_was_read(store, token, members_key, rank, rank == members[0])
     return token
 
 
-def _delete_what_was_read(store: Store, token: str, members_key: str, rank: int, is_first: bool) -> None:
-    """After a round in which all came: this rank's report, and the verdict of the round before."""
-    store.delete_key(f"{token}/{rank}")
-    if is_first:
-        if members_key in _verdicts:
-            store.delete_key(_verdicts[members_key])
-        _verdicts[members_key] = f"{token}/verdict"
+def _key_of(members: Sequence[int]) -> str:
+    """A name of a set of ranks; runs, which the largest sets are, cost nothing."""
+    first, last = members[0], members[-1]
+    is_run = isinstance(members, range) and members.step == 1
+    text = f"{first}-{last}" if is_run or last - first + 1 == len(members) else ",".join(map(str, members))
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]
 
 
-def _verdict(store: Store, token: str, members: Sequence[int], timeout: timedelta) -> str:
-    """What is wrong with the reports of all members, or nothing."""
-    try:
-        store.wait([f"{token}/{rank}" for rank in members], timeout * _LEADER_SHARE)
-        missing: list[int] = []
-    except RuntimeError:
-        missing = _missing(store, token, members)
-    hosts_of: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank in members:
-        if rank not in missing:
-            report = json.loads(store.get(f"{token}/{rank}"))
-            outcome = f"failed: {report['error']}" if report["error"] else f"plan: {report['plan']}"
-            hosts_of[outcome][report["host"]].append(rank)
-    problems = []
-    if missing:
-        problems.append(f"ranks {missing} did not come within {timeout * _LEADER_SHARE}")
-    if len(hosts_of) > 1 or any(outcome.startswith("failed") for outcome in hosts_of):
-        for outcome, hosts in hosts_of.items():
-            where = "; ".join(f"ranks {ranks} on {host}" for host, ranks in hosts.items())
-            problems.append(f"{where} -> {outcome}")
-    if not problems:
+@dataclass(frozen=True)
+class _Round:
+    """One agreement of some ranks."""
+
+    store: Store
+    token: str
+    members: Sequence[int]
+    timeout: timedelta
+    subject: str
+
+    def verdict(self, outcome: str, lines: Callable[[], Sequence[str]] | None) -> str:
+        """What is wrong with what the members bring, the same text on all of them; nothing if they agree."""
+        try:
+            is_last = self._report(outcome)
+            if is_last:
+                self._decide()
+            decided = json.loads(self._decided())
+            difference = self._compared(decided["compare"], lines) if lines and decided["compare"] else ""
+        except RuntimeError as error:
+            return f"{self._disagreement()} no verdict within {self.timeout}, or no connection to the store: {error}"
+        return str(decided["text"]) + difference
+
+    def _report(self, outcome: str) -> bool:
+        """Show the others what this rank brings; whether all have done so now."""
+        digest = hashlib.sha1(outcome.encode(), usedforsecurity=False).hexdigest()[:12]
+        if self.store.add(f"{self.token}/bring/{digest}", 1) == 1:
+            self.store.set(f"{self.token}/text/{digest}", _shortened(outcome, _SHOWN_TEXT))
+        append(self.store, f"{self.token}/came", f"{dist.get_rank()} {digest} {socket.gethostname()}\n")
+        return int(self.store.add(f"{self.token}/number", 1)) == len(self.members)
+
+    def _decided(self) -> str:
+        """The verdict once there is one; of the ranks that wait in vain, the first writes it."""
+        try:
+            self.store.wait([f"{self.token}/verdict"], self.timeout * _PATIENCE)
+        except RuntimeError:
+            if self.store.add(f"{self.token}/patience", 1) == 1:
+                self._decide()
+            try:
+                self.store.wait([f"{self.token}/verdict"], self.timeout * (1 - _PATIENCE))
+            except RuntimeError:  # it died over it
+                self._decide()
+        return str(self.store.get(f"{self.token}/verdict").decode())
+
+    def _decide(self) -> None:
+        """Write the verdict, unless another rank has done so."""
+        hosts_of: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        came: set[int] = set()
+        for line in self.store.get(f"{self.token}/came").decode().splitlines():
+            rank, digest, host = line.split(" ", 2)
+            came.add(int(rank))
+            hosts_of[digest][host].append(int(rank))
+        missing = [rank for rank in self.members if rank not in came]
+        outcomes = {digest: self.store.get(f"{self.token}/text/{digest}").decode() for digest in hosts_of}
+        agreed = not missing and len(outcomes) == 1 and not any(map(_is_failure, outcomes.values()))
+        verdict = {"text": "", "compare": []} if agreed else self._problems(hosts_of, outcomes, missing)
+        self.store.compare_set(f"{self.token}/verdict", "", json.dumps(verdict))
+        if agreed:  # nobody can have decided otherwise: all came, none failed
+            self._delete_what_was_read(hosts_of)
+
+    def _problems(
+        self, hosts_of: dict[str, dict[str, list[int]]], outcomes: dict[str, str], missing: list[int]
+    ) -> dict[str, object]:
+        """The message for reports that differ, and the ranks whose plans are to be compared."""
+        size = {digest: sum(map(len, hosts.values())) for digest, hosts in hosts_of.items()}
+        first = {digest: min(map(min, hosts.values())) for digest, hosts in hosts_of.items()}
+        ordered = sorted(hosts_of, key=lambda digest: (-size[digest], first[digest]))
+        problems = [f"ranks {_some(missing)} did not come within {self.timeout * _PATIENCE}"] if missing else []
+        shown = sorted(ordered[:_SHOWN_OUTCOMES], key=first.__getitem__)
+        problems += [f"{_where(hosts_of[digest])} -> {outcomes[digest]}" for digest in shown]
+        if len(ordered) > len(shown):
+            problems.append(f"and {len(ordered) - len(shown)} further plans")
+        planned = [first[digest] for digest in ordered if not _is_failure(outcomes[digest])]
+        compare = planned[:_COMPARED] if len(planned) > 1 else []
+        text = "\n  ".join([self._disagreement(), *problems])
+        return {"text": _shortened(text, MAX_MESSAGE - 1000), "compare": compare}
+
+    def _disagreement(self) -> str:
+        return f"the ranks do not agree on {self.subject}:"
+
+    def _compared(self, ranks: Sequence[int], lines: Callable[[], Sequence[str]]) -> str:
+        """In which lines the plans of these ranks differ: they show theirs, the first one compares."""
+        rank, end = dist.get_rank(), f"{self.token}/difference"
+        with suppress(RuntimeError):  # of a rank that died: the verdict stands without it
+            if rank in ranks:
+                self.store.set(f"{self.token}/lines/{rank}", "\n".join(lines()))
+            if rank == ranks[0]:
+                self.store.wait([f"{self.token}/lines/{other}" for other in ranks], self.timeout)
+                others = [self.store.get(f"{self.token}/lines/{other}").decode() for other in ranks]
+                self.store.set(end, _difference(ranks, [text.split("\n") for text in others]))
+            self.store.wait([end], self.timeout)
+            return str(self.store.get(end).decode())
         return ""
-    return "the ranks do not agree on the process groups to create:\n  " + "\n  ".join(problems)
+
+    def _delete_what_was_read(self, digests: Iterable[str]) -> None:
+        """Once all have come: this round's reports, and the verdict of the round before, which they all have read."""
+        for name in ("came", "number", *(f"{kind}/{digest}" for digest in digests for kind in ("bring", "text"))):
+            self.store.delete_key(f"{self.token}/{name}")
+        base, _, number = self.token.rpartition("/")
+        if int(number) > 1:
+            self.store.delete_key(f"{base}/{int(number) - 1}/verdict")
 
 
-def _missing(store: Store, token: str, members: Sequence[int]) -> list[int]:
-    return [rank for rank in members if not store.check([f"{token}/{rank}"])]
+def _is_failure(outcome: str) -> bool:
+    return outcome.startswith(_FAILED)
+
+
+def _where(hosts: dict[str, list[int]]) -> str:
+    """``ranks [0, 1] on a; ranks [2] on b``, the first few."""
+    parts, left = [], _SHOWN_RANKS
+    for host, ranks in hosts.items():
+        if left > 0:
+            parts.append(f"ranks {sorted(ranks)[:left]} on {host:.64}")
+            left -= len(ranks)
+    total = sum(map(len, hosts.values()))
+    more = f" and {total - _SHOWN_RANKS} more, on {len(hosts)} hosts" if total > _SHOWN_RANKS else ""
+    return "; ".join(parts) + more
+
+
+def _some(ranks: Sequence[int]) -> str:
+    more = len(ranks) - 4 * _SHOWN_RANKS
+    return f"{list(ranks)}" if more <= 0 else f"{list(ranks[: 4 * _SHOWN_RANKS])} and {more} more"
+
+
+def _difference(ranks: Sequence[int], plans: Sequence[Sequence[str]]) -> str:
+    """What distinguishes plans from the first one.
+
+    >>> _difference([0, 3], [["a", "b"], ["a", "c"]])
+    "\\n  only rank 0: ['b']; only rank 3: ['c']"
+    """
+    first = set(plans[0])
+    problems = []
+    for rank, plan in zip(ranks[1:], plans[1:], strict=True):
+        here = set(plan)
+        only_first, only_here = [line for line in plans[0] if line not in here], [x for x in plan if x not in first]
+        text = f"only rank {ranks[0]}: {listed(only_first)}; only rank {rank}: {listed(only_here)}"
+        problems.append(text if only_first or only_here else f"rank {rank}: the same in another order")
+    return "".join(f"\n  {_shortened(problem, 1000 // _COMPARED)}" for problem in problems)
+
+
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 4]} ..."

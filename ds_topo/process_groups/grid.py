@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
-from ds_topo.errors import TopologyError
+from ds_topo.errors import TopologyError, abridged
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.process_groups.device_mesh import default_device_type, mesh_over
-from ds_topo.process_groups.torch_names import job_timeout
+from ds_topo.process_groups.torch_names import timeout_of
 from ds_topo.topology import ProcessTopology
+from ds_topo.topology.axes import check_meanings
 from ds_topo.topology.rank_tables import (
     RankGroup,
     axes_of,
@@ -68,12 +69,16 @@ class ProcessGrid:
         topology: a topology (DeepSpeed's own too) or a spec such as ``"pipe=2,data=-1"``. Without one the world size is
             factorised as DeepSpeed does.
         process_group: the ranks of the job to lay out, all by default.
-        timeout: of agreement and of every group; the job's own (``init_process_group(timeout=)``) by default. A group
-            of all ranks is the world's own group and keeps the job's.
+        timeout: seconds, or a ``timedelta``: of agreement and of every group; the job's own
+            (``init_process_group(timeout=)``) by default. A group of all ranks is the world's own group and keeps the
+            job's.
+        extra_axes: names of axes in the topology, besides ``pipe``, ``data``, ``model``, ``seq`` and ``expert``, along
+            which ranks are replicas; ``"+name=2"`` in a spec says the same.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
         TopologyError: the topology is malformed or not for this number of ranks.
+        UnknownAxisError: an axis without a meaning that is not declared.
         DisagreementError: ranks came with different topologies, or did not come.
 
     >>> import torch.distributed as dist
@@ -92,11 +97,12 @@ class ProcessGrid:
         topology: AnyTopology | None = None,
         process_group: ProcessGroup | None = None,
         *,
-        timeout: timedelta | None = None,
+        timeout: float | timedelta | None = None,
+        extra_axes: Iterable[str] = (),
     ) -> None:
         require_initialized(type(self).__name__)
-        members, timeout = _members_of(process_group), timeout or job_timeout()
-        agreed = _agreed_topology(topology, members, timeout)
+        members, timeout = _members_of(process_group), timeout_of(timeout)
+        agreed = _agreed_topology(topology, extra_axes, members, timeout)
         rank = members.index(dist.get_rank())
         groups = [
             RankGroup(group.axes, tuple(members[rank] for rank in group.ranks)) for group in grid_groups(agreed, rank)
@@ -296,12 +302,15 @@ def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
     return members
 
 
-def _agreed_topology(topology: AnyTopology | None, members: Sequence[int], timeout: timedelta) -> ProcessTopology:
+def _agreed_topology(
+    topology: AnyTopology | None, extra_axes: Iterable[str], members: Sequence[int], timeout: timedelta
+) -> ProcessTopology:
     """The topology for these members; a rank whose own is unusable tells the others before it raises."""
     try:
-        checked = _as_topology(topology, len(members))
+        checked = _as_topology(topology, len(members)).with_extra_axes(extra_axes)
+        check_meanings(checked.axes, checked.extra_axes)
         checked.check_world_size(len(members))
-    except TopologyError as error:
+    except (TopologyError, TypeError) as error:
         agree("", members, timeout, failure=error)
         raise
     return checked
@@ -314,4 +323,9 @@ def _as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopolo
         return topology
     if hasattr(topology, "axes") and hasattr(topology, "dims"):
         return ProcessTopology(topology.axes, topology.dims)
+    if isinstance(topology, (ProcessGrid, type)) or callable(topology) or hasattr(topology, "mpu"):
+        raise TypeError(
+            f"topology={abridged(topology)}: give a topology or a spec such as 'pipe=2,data=-1'"
+            + (", or use that grid itself" if isinstance(topology, ProcessGrid) or hasattr(topology, "mpu") else "")
+        )
     return ProcessTopology.from_spec(topology, world_size)

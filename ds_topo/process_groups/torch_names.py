@@ -31,6 +31,7 @@ GROUP_NAME = Change(
 )
 ROWS: tuple[Change | Reliance, ...] = (
     GROUP_NAME,
+    Reliance(c10d.Store, "append", "ranks write what they bring into one key"),
     Reliance(c10d, "_get_default_store", "ranks compare their plans through the job's store"),
     Reliance(c10d, "_get_default_group", "the job's timeout, which new_group does not inherit"),
     Reliance(c10d, "_world", "whether a group still exists: torch forgets all of them with the world's own"),
@@ -39,9 +40,31 @@ ROWS: tuple[Change | Reliance, ...] = (
 )
 
 
+def append(store: Store, key: str, text: str) -> None:
+    """Add to the text of a key, which many ranks may do at once."""
+    store.append(key, text)  # type: ignore[attr-defined]
+
+
 def default_store() -> Store:
     """The store of the job."""
     return c10d._get_default_store()
+
+
+def timeout_of(given: float | timedelta | None) -> timedelta:
+    """A timeout in seconds or as a ``timedelta``; the job's for None.
+
+    Raises:
+        TypeError: neither.
+        ValueError: not positive.
+    """
+    if given is None:
+        return job_timeout()
+    if isinstance(given, bool) or not isinstance(given, (int, float, timedelta)):
+        raise TypeError(f"timeout={given!r}: give seconds, or a datetime.timedelta")
+    limit = given if isinstance(given, timedelta) else timedelta(seconds=given)
+    if limit <= timedelta():
+        raise ValueError(f"timeout={given!r}: give seconds, or a datetime.timedelta, above 0")
+    return limit
 
 
 def job_timeout() -> timedelta:

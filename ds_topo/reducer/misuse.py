@@ -8,10 +8,10 @@ from typing import TypeAlias
 
 from torch import nn
 
+from ds_topo.errors import listed
 from ds_topo.reducer.copy_in import is_replaced
 from ds_topo.reducer.hooks import GradientHooks
 from ds_topo.reducer.parameter_state import COPIED_IN, ParameterState
-from ds_topo.reducer.parameters import listed
 from ds_topo.reducer.step import ReducerState
 
 _REMEDY = {

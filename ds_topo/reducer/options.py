@@ -156,7 +156,7 @@ class ReductionOptions:
         before = total if self.predivide_factor is None else 1.0 / self.predivide_factor
         return before, total / before
 
-    def summary(self) -> str:
-        """What must be equal on all ranks, as text."""
+    def summary(self) -> list[str]:
+        """What must be equal on all ranks."""
         skipped = {"expert_groups", "ignored_parameters", "keep_steps", "grad_buffers"}
-        return ", ".join(f"{name}={value}" for name, value in vars(self).items() if name not in skipped)
+        return [f"{name}={value}" for name, value in vars(self).items() if name not in skipped]

@@ -5,20 +5,18 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ds_topo.errors import DisagreementError
+from ds_topo.errors import listed
+from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.process_groups.torch_names import job_timeout
 from ds_topo.reducer.options import ReductionOptions
 from ds_topo.reducer.parameter_state import ParameterState, expert_group_name
-
-_SHOWN = 8
-"""How many names an error lists."""
 
 owners: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
 """Which parameters have a reducer; the entry goes with either of them, or with ``detach()``."""
@@ -120,54 +118,22 @@ def agree_on_parameters(
         DisagreementError: they do not; the message names the parameters and options that differ, on every rank.
         Exception: ``failure``, which this rank has had before.
     """
-    lines = [options.summary()] + [_description(state) for state in states]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    mine: tuple[str, str | None] = (digest, None if failure is None else f"{type(failure).__name__}: {failure}")
-    everyone: list[Any] = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    if failure is not None:
-        raise failure
-    ranks = dist.get_process_group_ranks(group)
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in zip(ranks, everyone, strict=True) if text]
-    if failed:
-        raise DisagreementError(
-            "no GradientReducer, because other ranks could not create theirs:\n  " + "\n  ".join(failed)
-        )
-    if len({digest for digest, _ in everyone}) == 1:
-        return
-    lists: list[list[str]] = [lines] * len(ranks)
-    dist.all_gather_object(lists, lines, group=group)
-    raise DisagreementError(_difference(ranks, lists))
+    lines = options.summary() + [_description(state) for state in states]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    agree(
+        f"{len(states)} parameters and options of digest {digest}",
+        sorted(dist.get_process_group_ranks(group)),
+        job_timeout(),
+        failure=failure,
+        subject="what to reduce",
+        lines=lambda: lines,
+    )
 
 
 def _description(state: ParameterState) -> str:
     expert = state.expert_group_name
     details = [str(list(state.parameter.shape)), str(state.parameter.dtype), *(["sparse"] if state.is_sparse else [])]
     return f"{state.name} {' '.join(details)}" + (f" expert of {expert}" if expert is not None else "")
-
-
-def _difference(ranks: Sequence[int], lists: Sequence[list[str]]) -> str:
-    """What distinguishes every rank's list from the first one's."""
-    first = lists[0]
-    problems = []
-    for rank, lines in zip(ranks[1:], lists[1:], strict=True):
-        if lines == first:
-            continue
-        only_first = [line for line in first if line not in lines]
-        only_here = [line for line in lines if line not in first]
-        text = f"only rank {ranks[0]}: {listed(only_first)}; only rank {rank}: {listed(only_here)}"
-        problems.append(text if only_first or only_here else f"rank {rank}: the same parameters in another order")
-    return "the ranks do not agree on what to reduce:\n  " + "\n  ".join(problems)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Names for a message, not too many.
-
-    >>> listed(["a", "b"]), listed([]), listed([str(number) for number in range(10)])[-18:]
-    ("['a', 'b']", 'none', "'7'] and 2 further")
-    """
-    more = f" and {len(names) - _SHOWN} further" if len(names) > _SHOWN else ""
-    return f"{list(names[:_SHOWN])}{more}" if names else "none"
 
 
 def broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ds_topo.errors import ExpertSizeError
+from ds_topo.topology.axes import DATA, EXPERT, MODEL, PIPE
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.rank_tables import DATA, MODEL, PIPE, gradient_axes
-
-EXPERT = "expert"
-"""The axis that, where a topology has it, expert parallel groups run along first."""
+from ds_topo.topology.rank_tables import gradient_axes
 
 
 @dataclass(frozen=True)
@@ -174,13 +172,14 @@ def zero_partition_ranks(topology: ProcessTopology, size: int, rank: int) -> lis
     A run of ``size`` neighbors of the data parallel group, so that all of them hold the same slice of the same stage
     (DeepSpeed takes contiguous ranks of the world, which are neighbors along ``model`` or ``seq`` too).
 
-    >>> zero_partition_ranks(ProcessTopology.from_spec("data=4,model=2"), size=2, rank=5)
-    [5, 7]
+    >>> topology = ProcessTopology.from_spec("data=4,model=2")
+    >>> zero_partition_ranks(topology, size=2, rank=5), zero_partition_ranks(topology, size=1, rank=5)
+    ([5, 7], [5])
 
     Raises:
         ExpertSizeError: a size that does not divide the data parallel group; the message lists those that do.
     """
-    replicas = sorted(topology.get_axis_ranks(gradient_axes(topology), rank))
+    replicas = topology.get_axis_ranks(gradient_axes(topology), rank)
     if size < 1 or len(replicas) % size:
         raise ExpertSizeError(
             f"zero_hpz_partition_size {size} must divide the data parallel group of {topology.spec!r}: "

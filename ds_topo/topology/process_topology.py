@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError
+from ds_topo.topology.axes import canonical_axis, check_declared
 from ds_topo.topology.layout import Factors, Layout, index_along, offset_at, offsets_of
 from ds_topo.topology.spec import (
     Spec,
-    canonical_axis,
     check_axes,
     check_world_size,
     is_strided,
     parse_spec,
     parse_strided_spec,
     read_config,
+    spec_text,
     strided_text,
     whole_number,
 )
@@ -77,8 +78,9 @@ class ProcessTopology:
         names, degrees = check_axes(axes, dims)
         self._set(names, Layout.row_major(degrees))
 
-    def _set(self, names: tuple[str, ...], layout: Layout) -> None:
+    def _set(self, names: tuple[str, ...], layout: Layout, extra_axes: frozenset[str] = frozenset()) -> None:
         self._axes = names
+        self._extra_axes = extra_axes
         self._layout = layout
         self._position = {name: position for position, name in enumerate(names)}
         self.ProcessCoord = coordinate_type(names)
@@ -97,9 +99,10 @@ class ProcessTopology:
         True
         """
         if not is_strided(spec):
-            return ProcessTopology(*parse_spec(spec, world_size))
-        axes, factors = parse_strided_spec(str(spec))
-        topology = cls._laid_out(axes, Layout(factors))
+            axes, degrees, extra_axes = parse_spec(spec, world_size)
+            return ProcessTopology(axes, degrees).with_extra_axes(extra_axes)
+        axes, factors, extra_axes = parse_strided_spec(str(spec))
+        topology = cls._laid_out(axes, Layout(factors)).with_extra_axes(extra_axes)
         if world_size is not None:
             topology.check_world_size(world_size)
         return topology
@@ -129,6 +132,28 @@ class ProcessTopology:
         return list(self._layout.sizes)
 
     @property
+    def extra_axes(self) -> frozenset[str]:
+        """The axes declared to have no meaning but replicas, as grids want it; equal topologies may differ in it."""
+        return self._extra_axes
+
+    def with_extra_axes(self, axes: Iterable[str]) -> ProcessTopology:
+        """The same topology, with these axes declared, too.
+
+        >>> ProcessTopology(["data", "copy"], [2, 2]).with_extra_axes(["copy"])
+        ProcessTopology('data=2,+copy=2')
+
+        Raises:
+            TopologyError: an axis that is not in the topology, or one that has a meaning.
+        """
+        declared = self._extra_axes.union(axes)
+        check_declared(self._axes, declared)
+        if declared == self._extra_axes:
+            return self
+        same = ProcessTopology.__new__(ProcessTopology)
+        same._set(self._axes, self._layout, declared)
+        return same
+
+    @property
     def layout(self) -> Layout:
         """The rank <-> coordinate arithmetic behind this topology."""
         return self._layout
@@ -142,8 +167,8 @@ class ProcessTopology:
         ('data=2,pipe=2,seq=2', 'pipe=2:2,data=2:4*2:1')
         """
         if self._layout.is_row_major:
-            return ",".join(f"{axis}={degree}" for axis, degree in zip(self._axes, self._layout.sizes, strict=True))
-        return strided_text(self._axes, self._layout.axes)
+            return spec_text(self._axes, self._layout.sizes, self._extra_axes)
+        return strided_text(self._axes, self._layout.axes, self._extra_axes)
 
     @property
     def mapping(self) -> dict[Any, int]:
@@ -318,7 +343,7 @@ class ProcessTopology:
         for (new, olds), factors in zip(axes.items(), layout.axes, strict=True):
             if not _ranks_ascend(factors):
                 raise TopologyError(f"fold({new!r}: {list(olds)}) must name the axes of {self._axes} outermost first")
-        return self._laid_out(axes, layout)
+        return self._laid_out(axes, layout).with_extra_axes(self._extra_axes.intersection(axes))
 
     @classmethod
     def _laid_out(cls, axes: Iterable[str], layout: Layout) -> ProcessTopology:
@@ -351,10 +376,10 @@ class ProcessTopology:
         return f"{self!r} of {self._layout.size} ranks"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"axes": self._axes, "layout": self._layout}
+        return {"axes": self._axes, "layout": self._layout, "extra_axes": self._extra_axes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._set(state["axes"], state["layout"])
+        self._set(state["axes"], state["layout"], state["extra_axes"])
 
     # -- checks --------------------------------------------------------------------------------------------------
 

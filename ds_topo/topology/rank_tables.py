@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from math import prod
 
 from ds_topo.errors import TopologyError, UnknownAxisError
+from ds_topo.topology.axes import DATA, DEEPSPEED_AXES, MODEL, PIPE, SEQ, canonical_axis
 from ds_topo.topology.process_topology import PipeDataParallelTopology, ProcessTopology
-from ds_topo.topology.spec import canonical_axis
-
-PIPE, DATA, MODEL, SEQ = "pipe", "data", "model", "seq"
-DEEPSPEED_AXES = (PIPE, DATA, MODEL)
-"""The axes that DeepSpeed knows; a topology without one of them has degree 1 there."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,11 @@ def gradient_axes(topology: ProcessTopology) -> tuple[str, ...]:
 
 
 def sample_axes(topology: ProcessTopology) -> tuple[str, ...]:
-    """The gradient axes along which the input samples differ: all but ``seq``, whose peers share a sample."""
+    """The gradient axes along which the input samples differ: all but ``seq``, whose peers share a sample.
+
+    >>> sample_axes(ProcessTopology.from_spec("seq=2,pipe=2,data=2"))
+    ('data',)
+    """
     return tuple(axis for axis in gradient_axes(topology) if axis != SEQ)
 
 
@@ -69,7 +69,11 @@ def model_parallel_axes(topology: ProcessTopology) -> tuple[str, ...]:
 
 
 def degree(topology: ProcessTopology, axes: Iterable[str]) -> int:
-    """The number of ranks in a group over these axes."""
+    """The number of ranks in a group over these axes; an absent one has degree 1.
+
+    >>> degree(ProcessTopology.from_spec("pipe=2,data=3"), ["data", "pipe", "model"])
+    6
+    """
     return prod(max(1, topology.get_dim(axis)) for axis in axes)
 
 
@@ -116,8 +120,8 @@ def neighbor(topology: ProcessTopology, axis: str, rank: int, step: int) -> int:
 def p2p_pairs(topology: ProcessTopology) -> list[list[int]]:
     """``[rank, rank of the next stage]`` for every rank in order; the last stage wraps around to the first.
 
-    >>> p2p_pairs(ProcessTopology.from_spec("pipe=2,data=2"))
-    [[0, 2], [1, 3], [2, 0], [3, 1]]
+    >>> p2p_pairs(ProcessTopology.from_spec("pipe=3,data=2"))
+    [[0, 2], [1, 3], [2, 4], [3, 5], [4, 0], [5, 1]]
     """
     pairs = [[rank, rank] for rank in range(topology.world_size())]
     for line in topology.get_axis_comm_lists(PIPE):
@@ -139,7 +143,7 @@ def has_two_levels(hosts: Mapping[int, str]) -> bool:
 def two_level_ranks(ranks: Sequence[int], hosts: Mapping[int, str], rank: int) -> tuple[list[int], list[int]]:
     """A group in two levels: the peers of ``rank`` on its own host, and its counterparts, one on every host.
 
-    >>> two_level_ranks([0, 1, 4, 5], {0: "a", 1: "a", 4: "b", 5: "b"}, rank=4)
+    >>> two_level_ranks([5, 1, 4, 0], {0: "a", 1: "a", 4: "b", 5: "b"}, rank=4)
     ([4, 5], [0, 4])
 
     Raises:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-import keyword
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from math import prod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import isqrt, prod
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
-from ds_topo.errors import TopologyError, WorldSizeError
+from ds_topo.errors import TopologyError, WorldSizeError, abridged
+from ds_topo.topology.axes import axis_in_spec, check_declared, checked_name
 from ds_topo.topology.layout import Factors
-
-SYNONYMS = {"tensor": "model"}
-"""Other names of an axis, understood wherever an axis is named."""
 
 Spec: TypeAlias = "str | Mapping[str, int] | Iterable[tuple[str, int]]"
 """``"pipe=2,data=4"``, ``{"pipe": 2, "data": 4}`` or ``[("pipe", 2), ("data", 4)]``."""
 
+MAX_AXES, MAX_DEGREE = 64, 2**31 - 1
+EXTRA_MARK = "+"
+"""Before a name in a spec: an axis that has no meaning for training, along which ranks are replicas."""
 _SPEC_EXAMPLE = 'expected "axis=degree,axis=degree,...", outermost axis first, such as "pipe=2,data=4,model=2"'
-
-
-def canonical_axis(name: str) -> str:
-    """The one name of an axis: ``tensor`` is ``model``, every other name is itself."""
-    return SYNONYMS.get(name, name)
 
 
 def whole_number(value: object) -> int | None:
@@ -39,7 +34,9 @@ def whole_number(value: object) -> int | None:
         return int(value) if isinstance(value, float) and value.is_integer() else None
 
 
-def check_axes(axes: Sequence[str], degrees: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def check_axes(
+    axes: Sequence[str], degrees: Sequence[int], written: Sequence[str] | None = None
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Validate axis names with their degrees; return both in canonical form.
 
     Raises:
@@ -48,58 +45,96 @@ def check_axes(axes: Sequence[str], degrees: Sequence[int]) -> tuple[tuple[str, 
     """
     axes, degrees = list(axes), list(degrees)
     if len(axes) != len(degrees):
-        raise TopologyError(f"{len(axes)} axes {axes} but {len(degrees)} degrees {degrees}: give one degree per axis")
+        raise TopologyError(
+            f"{len(axes)} axes {abridged(axes)} but {len(degrees)} degrees {abridged(degrees)}: give one per axis"
+        )
     if not axes:
         raise TopologyError('a topology needs at least one axis, such as "data=1"')
+    if len(axes) > MAX_AXES:
+        raise TopologyError(f"{len(axes)} axes: a topology has at most {MAX_AXES}")
     names: list[str] = []
     sizes: list[int] = []
-    for given, degree in zip(axes, degrees, strict=True):
-        if not isinstance(given, str) or not given.isidentifier() or keyword.iskeyword(given) or given[0] == "_":
-            raise TopologyError(
-                f"axis {given!r}: a name must be a Python identifier that does not begin with an underscore"
-            )
-        name = canonical_axis(given)
+    written = axes if written is None else list(written)
+    for axis, given, degree in zip(axes, written, degrees, strict=True):
+        name = checked_name(axis)
         if name in names:
-            synonym = "" if given == name else f" ({given!r} is a synonym of {name!r})"
-            raise TopologyError(f"axis {name!r} is given twice in {axes}{synonym}: name every axis once")
-        size = None if isinstance(degree, (bool, float)) else whole_number(degree)
-        if size is None:
-            raise TopologyError(f"axis {given!r}: degree {degree!r} is not an integer; give a whole number >= 1")
-        if size < 1:
-            raise TopologyError(f"axis {given!r}: degree {size} must be >= 1")
+            synonym = "" if given == name else f" ({abridged(given)} is a synonym of {abridged(name)})"
+            raise TopologyError(
+                f"axis {abridged(name)} is given twice in {abridged(axes)}{synonym}: name every axis once"
+            )
         names.append(name)
-        sizes.append(size)
+        sizes.append(_checked_degree(given, degree))
     return tuple(names), tuple(sizes)
 
 
-def parse_spec(spec: Spec, world_size: int | None = None) -> tuple[list[str], list[int]]:
+def _checked_degree(axis: str, degree: object) -> int:
+    size = None if isinstance(degree, (bool, float)) else whole_number(degree)
+    if size is None:
+        raise TopologyError(
+            f"axis {abridged(axis)}: degree {abridged(degree)} is not an integer; give a whole number >= 1"
+        )
+    if not 1 <= size <= MAX_DEGREE:
+        shown = abridged(size) if abs(size) < 10**30 else "with so many digits"
+        rule = "must be >= 1" if size < 1 else f"must be at most {MAX_DEGREE}"
+        raise TopologyError(f"axis {abridged(axis)}: degree {shown} {rule}")
+    return size
+
+
+class ParsedSpec(NamedTuple):
+    """What a spec says."""
+
+    axes: list[str]
+    degrees: list[int]
+    extra_axes: frozenset[str]
+    """Those marked with ``+``."""
+
+
+def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
     """Axes and degrees of a spec; one degree may be -1, "whatever is left of ``world_size``".
 
-    >>> parse_spec("pipe=2, data=-1, tensor=2", world_size=16)
-    (['pipe', 'data', 'tensor'], [2, 4, 2])
+    >>> parse_spec("PP=2, data=-1, tensor=2, +copy=2", world_size=16)
+    ParsedSpec(axes=['pipe', 'data', 'model', 'copy'], degrees=[2, 2, 2, 2], extra_axes=frozenset({'copy'}))
 
     Raises:
         TopologyError: a malformed spec, more than one degree of -1, or -1 without a world size.
         WorldSizeError: the degrees do not make ``world_size``; the message names the nearest that do.
     """
-    axes, degrees = _split_spec(spec)
-    left_out = [axis for axis, degree in zip(axes, degrees, strict=True) if degree == -1]
+    given, degrees = _split_spec(spec)
+    left_out = [position for position, degree in enumerate(degrees) if degree == -1]
+    known_degrees = [1 if degree == -1 else degree for degree in degrees]
+    names, _ = check_axes([_unmarked(axis) for axis in given], known_degrees, given)
     if len(left_out) > 1:
-        raise TopologyError(f"degrees of {left_out} are all left out (-1): at most one can be computed")
-    known = [degree for degree in degrees if degree != -1]
-    check_axes(axes, [1 if degree == -1 else degree for degree in degrees])
+        raise TopologyError(
+            f"degrees of {abridged([given[i] for i in left_out])} are all left out (-1): at most one can be computed"
+        )
     if left_out:
+        known = [degree for degree in degrees if degree != -1]
         if world_size is None:
-            raise TopologyError(f"axis {left_out[0]!r}: degree -1 needs world_size= to be computed from")
+            raise TopologyError(f"axis {given[left_out[0]]!r}: degree -1 needs world_size= to be computed from")
         if world_size % prod(known):
             raise WorldSizeError(
-                f"axis {left_out[0]!r}: degree -1 cannot be computed, the other degrees {known} make {prod(known)}, "
-                f"which does not divide the world size {world_size}"
+                f"axis {given[left_out[0]]!r}: degree -1 cannot be computed, the other degrees {known} make "
+                f"{prod(known)}, which does not divide the world size {world_size}"
             )
-        degrees[degrees.index(-1)] = world_size // prod(known)
+        degrees[left_out[0]] = world_size // prod(known)
     elif world_size is not None:
-        check_world_size(axes, degrees, world_size)
-    return axes, degrees
+        check_world_size(names, degrees, world_size)
+    return ParsedSpec(list(names), degrees, _marked(given, names))
+
+
+def _is_marked(axis: object) -> bool:
+    return isinstance(axis, str) and axis.startswith(EXTRA_MARK)
+
+
+def _unmarked(axis: str) -> str:
+    """The canonical name of an axis as a spec writes it."""
+    return axis.removeprefix(EXTRA_MARK).strip() if _is_marked(axis) else axis_in_spec(axis)
+
+
+def _marked(given: Sequence[str], names: Sequence[str]) -> frozenset[str]:
+    extra = frozenset(name for axis, name in zip(given, names, strict=True) if _is_marked(axis))
+    check_declared(names, extra)
+    return extra
 
 
 def is_strided(spec: Spec) -> bool:
@@ -107,16 +142,16 @@ def is_strided(spec: Spec) -> bool:
     return isinstance(spec, str) and ":" in spec
 
 
-def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...]]:
-    """Axes and their factors, ``axis=size:stride*size:stride,...``, outermost factor first.
+def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...], frozenset[str]]:
+    """Axes, their factors and which are extra: ``axis=size:stride*size:stride,...``, outermost factor first.
 
     >>> parse_strided_spec("pipe=2:2,data=2:4*2:1,model=1")
-    (['pipe', 'data', 'model'], (((2, 2),), ((2, 4), (2, 1)), ()))
+    (['pipe', 'data', 'model'], (((2, 2),), ((2, 4), (2, 1)), ()), frozenset())
 
     Raises:
         TopologyError: a malformed spec.
     """
-    axes: list[str] = []
+    given: list[str] = []
     layouts: list[Factors] = []
     for part in spec.split(","):
         axis, _, text = (word.strip() for word in part.partition("="))
@@ -125,19 +160,37 @@ def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...]]:
             factors = tuple((int(size), int(stride)) for size, stride in pairs)
         except ValueError:
             raise TopologyError(
-                f"malformed topology {spec!r} at {part.strip()!r}: once an axis has strides, every axis of a degree "
-                'above 1 needs them, "axis=size:stride*size:stride", outermost first, such as "pipe=2:2,data=2:4*2:1"'
+                f"malformed topology {abridged(spec)} at {abridged(part.strip())}: once an axis has strides, every "
+                'axis of a degree above 1 needs them, "axis=size:stride*size:stride", outermost first, such as '
+                '"pipe=2:2,data=2:4*2:1"'
             ) from None
-        axes.append(axis)
+        given.append(axis)
         layouts.append(factors)
-    check_axes(axes, [prod(size for size, _ in factors) for factors in layouts])
-    return axes, tuple(layouts)
+    degrees = [
+        prod(_checked_degree(axis, size) for size, _ in factors) for axis, factors in zip(given, layouts, strict=True)
+    ]
+    names, _ = check_axes([_unmarked(axis) for axis in given], degrees, given)
+    return list(names), tuple(layouts), _marked(given, names)
 
 
-def strided_text(axes: Sequence[str], layouts: Sequence[Factors]) -> str:
+def spec_text(axes: Sequence[str], degrees: Sequence[int], extra_axes: Collection[str] = ()) -> str:
+    """The inverse of ``parse_spec``.
+
+    >>> spec_text(["pipe", "copy"], [2, 4], extra_axes={"copy"})
+    'pipe=2,+copy=4'
+    """
+    return _joined(axes, map(str, degrees), extra_axes)
+
+
+def strided_text(axes: Sequence[str], layouts: Sequence[Factors], extra_axes: Collection[str] = ()) -> str:
     """The inverse of ``parse_strided_spec``."""
     texts = ["*".join(f"{size}:{stride}" for size, stride in factors) or "1" for factors in layouts]
-    return ",".join(f"{axis}={text}" for axis, text in zip(axes, texts, strict=True))
+    return _joined(axes, texts, extra_axes)
+
+
+def _joined(axes: Sequence[str], values: Iterable[str], extra_axes: Collection[str]) -> str:
+    marks = [EXTRA_MARK if axis in extra_axes else "" for axis in axes]
+    return ",".join(f"{mark}{axis}={value}" for mark, axis, value in zip(marks, axes, values, strict=True))
 
 
 def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> None:
@@ -147,8 +200,9 @@ def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: in
         return
     nearest = _nearest_degrees(axes, degrees, world_size)
     raise WorldSizeError(
-        f"topology {_spec_text(axes, degrees)} is for {total} ranks ({' x '.join(map(str, degrees))}), but the job has "
-        f"{world_size}: the degrees must multiply to the world size. Nearest that does: {_spec_text(axes, nearest)}"
+        f"topology {spec_text(axes, degrees)!r:.200} is for {total} ranks ({' x '.join(map(str, degrees)):.100}), but "
+        f"the job has {world_size}: the degrees must multiply to the world size. Nearest that does: "
+        f"{spec_text(axes, nearest)!r:.200}"
     )
 
 
@@ -162,8 +216,8 @@ def read_config(config: str | Path | Mapping[str, object]) -> Spec:
             content = json.loads(Path(config).read_text(encoding="utf-8"))
         except OSError as error:
             raise TopologyError(f"config {source!r} cannot be read: {error}") from error
-        except json.JSONDecodeError as error:
-            raise TopologyError(f"config {source!r} is not JSON: {error}") from error
+        except (ValueError, RecursionError) as error:  # of UTF-8 and of numbers too; nested too deeply
+            raise TopologyError(f"config {source!r} is not JSON: {abridged(str(error))}") from error
     if not isinstance(content, Mapping) or "topology" not in content:
         raise TopologyError(
             f'{source} has no "topology" section; add one, such as "topology": {{"pipe": 2, "data": 4, "model": 2}}'
@@ -181,19 +235,15 @@ def _split_spec(spec: Spec) -> tuple[list[str], list[int]]:
             except ValueError:
                 equals = ""
             if not axis or not equals:
-                raise TopologyError(f"malformed topology {spec!r} at {part.strip()!r}: {_SPEC_EXAMPLE}")
+                raise TopologyError(f"malformed topology {abridged(spec)} at {abridged(part.strip())}: {_SPEC_EXAMPLE}")
     else:
         try:
             pairs = [(axis, degree) for axis, degree in (spec.items() if isinstance(spec, Mapping) else spec)]
         except (TypeError, ValueError) as error:
             raise TopologyError(
-                f"malformed topology {spec!r}: {_SPEC_EXAMPLE}, or pairs (axis, degree), or a mapping"
+                f"malformed topology {abridged(spec)}: {_SPEC_EXAMPLE}, or pairs (axis, degree), or a mapping"
             ) from error
     return [axis for axis, _ in pairs], [degree for _, degree in pairs]
-
-
-def _spec_text(axes: Sequence[str], degrees: Sequence[int]) -> str:
-    return repr(",".join(f"{axis}={degree}" for axis, degree in zip(axes, degrees, strict=True)))
 
 
 def _nearest_degrees(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> list[int]:
@@ -207,7 +257,17 @@ def _nearest_degrees(axes: Sequence[str], degrees: Sequence[int], world_size: in
             return nearest
     remaining = world_size
     for axis in order[1:]:
-        nearest[axis] = max(size for size in range(1, degrees[axis] + 1) if remaining % size == 0)
+        nearest[axis] = _largest_divisor(remaining, degrees[axis])
         remaining //= nearest[axis]
     nearest[order[0]] = remaining
     return nearest
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    """In steps of the square root of the number.
+
+    >>> _largest_divisor(48, 13), _largest_divisor(7, 6), _largest_divisor(4, 10**9)
+    (12, 1, 4)
+    """
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return max(size for divisor in small for size in (divisor, number // divisor) if size <= at_most)

@@ -84,10 +84,10 @@ class Ranks:
     ) -> list[Any]:
         """Call ``function(*args)`` on all ranks; see :func:`run_ranks`."""
         __tracebackhide__ = True
-        end = time.monotonic() + deadline
         if not self._is_alive():
             self.end()
             self._start()
+        end = time.monotonic() + deadline
         try:
             self._send(Call(next(self._calls), pickle.dumps((function, args)), timeout))
             reports = self._collect(end, expect_failure)
@@ -198,7 +198,8 @@ class Ranks:
 
     def _read(self, name: str) -> str:
         assert self._folder is not None
-        return Path(self._folder.name, name).read_text(errors="replace")
+        file = Path(self._folder.name, name)
+        return file.read_text(errors="replace") if file.exists() else ""  # a rank that has not started yet
 
     def _remove_shared_memory(self) -> None:
         """66 MiB a rank, which DeepSpeed's CPU communication never gives back; ranks that have it open keep it."""

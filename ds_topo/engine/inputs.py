@@ -1,0 +1,214 @@
+"""What a person hands to an engine that would train something else than meant, hang, or fail in obscure words.
+
+Checked while a grid exists, at the start of every engine, on all its ranks: those that differ are named, and where one
+rank fails all raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from ds_topo.engine.expert_groups import create_expert_groups
+from ds_topo.engine.expert_registry import registry
+from ds_topo.engine.mpu import MpuGrid
+from ds_topo.errors import EngineOptionError, TopologyError, abridged
+from ds_topo.process_groups.agreement import agree
+from ds_topo.process_groups.torch_names import job_timeout
+from ds_topo.topology.axes import MODEL, PIPE
+from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.rank_tables import gradient_axes
+
+TOPOLOGY_SECTION = "topology"
+
+grids: WeakSet[MpuGrid] = WeakSet()
+"""Those that exist; an engine without an mpu may have forgotten one of them."""
+_warned: WeakSet[MpuGrid] = WeakSet()
+
+
+def check_mpu(mpu: Any) -> None:
+    """Refuse what is no mpu but was meant as one.
+
+    Raises:
+        TypeError: a topology, a spec or a class.
+    """
+    if isinstance(mpu, (ProcessTopology, str, Mapping, type)) or (hasattr(mpu, "axes") and hasattr(mpu, "dims")):
+        raise TypeError(
+            f"mpu={abridged(mpu)}: DeepSpeed takes a live grid, such as PipelineParallelGrid('data=2,model=2')"
+        )
+
+
+def check_engine_without_mpu(engine: DeepSpeedEngine) -> None:
+    """An engine of the whole world beside a grid whose ranks hold different parameters: most likely a forgotten mpu.
+
+    Raises:
+        EngineOptionError: its model has tensor-parallel parameters, or its config a topology.
+    """
+    for grid in [grid for grid in grids if grid.is_alive and _splits_models(grid)]:
+        remedy = f"pass mpu=grid ({grid.topology().spec!r}), or mpu=PipelineParallelGrid('data=-1') for a model that"
+        remedy += " all ranks replicate"
+        if TOPOLOGY_SECTION in engine._config._param_dict:
+            raise EngineOptionError(
+                f'config section "{TOPOLOGY_SECTION}" is not read by deepspeed.initialize, which got no mpu: {remedy}; '
+                "ds_topo.initialize reads it"
+            )
+        if grid not in _warned:
+            _warned.add(grid)
+            warnings.warn(
+                f"deepspeed.initialize without mpu= while {grid.topology().spec!r} exists gives every rank the first "
+                f"one's parameters: {remedy}",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+
+
+def check_model_without_mpu(model: nn.Module) -> None:
+    """Refuse slices of a model in an engine that makes all ranks equal.
+
+    Raises:
+        EngineOptionError: a parameter is marked as tensor parallel, as Megatron and DeepSpeed mark them.
+    """
+    if not any(grid.is_alive and _splits_models(grid) for grid in grids):
+        return
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
+            raise EngineOptionError(
+                f"parameter {name!r} is a slice (tensor_model_parallel), but deepspeed.initialize got no mpu= and "
+                "would give every rank the first one's: pass mpu=grid"
+            )
+
+
+def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
+    """Raise for a topology that the engine would not follow.
+
+    Raises:
+        EngineOptionError: a plain engine on several stages.
+        TopologyError: the config's topology is another one.
+    """
+    section = engine._config._param_dict.get(TOPOLOGY_SECTION)
+    if section is not None:
+        wanted = ProcessTopology.from_spec(section, world_size=grid.world_size)
+        if wanted != grid.topology():
+            raise TopologyError(
+                f'config section "{TOPOLOGY_SECTION}" says {wanted.spec!r}, but the mpu is {grid.topology().spec!r}: '
+                "give one of them, or equal ones"
+            )
+
+
+def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
+    """Raise for a model that the topology does not fit.
+
+    Raises:
+        EngineOptionError: one module on all stages of a pipeline.
+    """
+    stages = grid.get_axis_size(PIPE)
+    if stages > 1 and not isinstance(engine, PipelineEngine) and not getattr(model, "is_pipeline_stage", False):
+        raise EngineOptionError(
+            f"a plain engine on {grid.topology().spec!r}: its {stages} stages would train {stages} models that drift "
+            "apart. Build a PipelineModule(layers, grid=grid), take the axis 'pipe' away, or set "
+            "model.is_pipeline_stage = True where your own program passes activations between stages"
+        )
+
+
+def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
+    """Groups for a model's mixtures of experts, as ``PipelineModule`` creates them, where its user has not."""
+    if isinstance(engine, PipelineEngine):
+        return
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    for size, sliced in sorted({(layer.ep_size, layer.enable_expert_tensor_parallelism) for layer in layers}):
+        known = registry.find(f"ep_size_{size}")
+        if known is None:
+            create_expert_groups(grid, size, sliced, engine._config.use_data_before_expert_parallel_)
+
+
+def agree_on_settings(engine: DeepSpeedEngine, grid: MpuGrid, failure: Exception | None) -> None:
+    """Compare what all ranks of an engine must have alike; collective over them.
+
+    Raises:
+        DisagreementError: they have not; the message names the settings, ranks and hosts.
+        Exception: ``failure``, which this rank has had before, and which the others hear of.
+    """
+    axes = [axis for axis in grid.topology().axes if axis != PIPE or isinstance(engine, PipelineEngine)]
+    _agree([] if failure else _settings(engine), grid.get_ranks(axes), "the settings of the engine", failure)
+
+
+def agree_on_parameters(model: nn.Module, grid: MpuGrid) -> None:
+    """Compare the parameters of replicas; collective over them.
+
+    Raises:
+        DisagreementError: they differ; the message names parameters, ranks and hosts.
+    """
+    lines = [
+        f"{name} {list(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        for name, p in model.named_parameters()
+    ]
+    axes = gradient_axes(grid.topology())
+    _agree(lines, grid.get_ranks(axes), f"the parameters of replicas along {axes}", None)
+
+
+def _agree(lines: Sequence[str], members: Sequence[int], subject: str, failure: Exception | None) -> None:
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    text = f"{len(lines)} lines of digest {digest}"
+    agree(text, members, job_timeout(), failure=failure, subject=subject, lines=lambda: lines)
+
+
+def _settings(engine: DeepSpeedEngine) -> list[str]:
+    config = engine._config
+    optimizer = type(engine.client_optimizer).__name__ if engine.client_optimizer else config.optimizer_name
+    module = engine.module if hasattr(engine, "module") else None
+    return [
+        *(f"{name}={getattr(config, name)}" for name in _COMPARED_SETTINGS if hasattr(config, name)),
+        f"optimizer={optimizer}",
+        f"zero stage={config.zero_config.stage}",
+        f"engine={type(engine).__name__}",
+        f"micro batches of={getattr(module, 'micro_batches', None)}",
+        f"torch {torch.__version__}",
+        f"deepspeed {deepspeed.__version__}",
+    ]
+
+
+_COMPARED_SETTINGS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "prescale_gradients",
+    "communication_data_type",
+    "optimizer_params",
+    "scheduler_name",
+)
+"""Of ``DeepSpeedConfig``: those that decide what ranks do together."""
+
+
+def _splits_models(grid: MpuGrid) -> bool:
+    return any(grid.get_axis_size(axis) > 1 for axis in (PIPE, MODEL))
+
+
+def require_grid(name: str, value: Any) -> None:
+    """Refuse what was meant as a grid but is a layout alone, or a pipeline that has one.
+
+    Raises:
+        TypeError: the message says what to pass.
+    """
+    if isinstance(value, MpuGrid):
+        return
+    if isinstance(getattr(value, "mpu", None), MpuGrid) or callable(getattr(value, "mpu", None)):
+        raise TypeError(f"{name}: a {type(value).__name__} is not a grid: pass its grid, module.mpu()")
+    raise TypeError(f"{name}={abridged(value)}: pass a live grid, such as PipelineParallelGrid('pipe=2,data=2')")
+
+
+def is_world_initialized() -> bool:
+    """Whether torch has a world that DeepSpeed does not know yet, as after torch's own ``init_process_group``."""
+    return dist.is_initialized() and dist.get_backend() != "fake" and not deepspeed.comm.is_initialized()
