@@ -24,7 +24,7 @@ from ds_topo.planner.search import Found, Plan, search
 from ds_topo.planner.software import SOFTWARE, Recompute, software_of
 from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import canonical_axis, parse_spec
+from ds_topo.topology.spec import parse_spec
 
 EXAMPLES = """examples:
   ds-topo plan --config llama-3-70b/config.json --hosts 8 --slots 8 --accelerator H100 --batch 128
@@ -246,8 +246,8 @@ def wanted_of(arguments: argparse.Namespace, job: Job) -> Wanted:
 
 
 def _fixed_degrees(spec: str, job: Job) -> tuple[tuple[str, int], ...]:
-    axes, sizes = parse_spec(spec)
-    degrees = tuple((canonical_axis(axis), size) for axis, size in zip(axes, sizes, strict=True))
+    axes, sizes, _ = parse_spec(spec)
+    degrees = tuple(zip(axes, sizes, strict=True))
     unknown = [axis for axis, _ in degrees if axis not in AXES]
     if unknown:
         raise TopologyError(f"--fix {spec!r}: axes {unknown} cannot be planned; choose among {list(AXES)}")

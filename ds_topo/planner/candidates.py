@@ -11,9 +11,9 @@ from typing import TypeAlias
 
 from ds_topo.planner.layout import AXES, Job, Layout, batch_problem, heads_problem
 from ds_topo.planner.software import Recompute
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.rank_tables import DATA, MODEL, PIPE, SEQ
 
 Degrees: TypeAlias = tuple[int, int, int, int]
 """Of pipe, data, seq, model."""

@@ -11,7 +11,7 @@ from ds_topo.planner.memory import BUCKET_PARAMETERS
 from ds_topo.planner.replicas import two_level_pays
 from ds_topo.planner.search import Plan
 from ds_topo.planner.software import Recompute
-from ds_topo.topology.rank_tables import DATA
+from ds_topo.topology.axes import DATA
 
 LEARNING_RATE = 3e-3
 

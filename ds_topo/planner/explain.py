@@ -15,7 +15,7 @@ from ds_topo.planner.software import Recompute
 from ds_topo.planner.spans import Span
 from ds_topo.planner.step_time import activation_bytes, stage_pass
 from ds_topo.planner.traffic import host_traffic
-from ds_topo.topology.rank_tables import MODEL, PIPE, SEQ
+from ds_topo.topology.axes import MODEL, PIPE, SEQ
 
 AXIS_NAMES = {GRADIENTS: "data", EXPERT: "experts"}
 

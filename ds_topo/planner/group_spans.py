@@ -8,8 +8,8 @@ from dataclasses import replace
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.layout import Job, Layout
 from ds_topo.planner.spans import Span, ends_span, factors_of, span_of_factors, split_factors
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.layout import Factors
-from ds_topo.topology.rank_tables import DATA, MODEL, PIPE, SEQ
 
 EXPERT, EXPERT_DATA, GRADIENTS, ENDS = "expert", "expert data", "gradients", "ends"
 """Groups that are no axis: sharers of a layer's experts, replicas of an expert or parameter, first and last stage."""

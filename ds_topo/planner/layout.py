@@ -11,9 +11,9 @@ from ds_topo.planner.model import Model
 from ds_topo.planner.precision import Precision
 from ds_topo.planner.software import Recompute, Software
 from ds_topo.planner.work import Share
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.rank_tables import DATA, MODEL, PIPE, SEQ
 
 AXES = (PIPE, DATA, SEQ, MODEL)
 """Axes that a plan can have, in the order that is tried first: ``model`` peers are neighbors."""

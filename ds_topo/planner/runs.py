@@ -26,9 +26,9 @@ from ds_topo.planner.precision import precision_of
 from ds_topo.planner.search import Plan, search
 from ds_topo.planner.software import Recompute, Software, software_of, software_of_year
 from ds_topo.planner.step_time import step_time
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.rank_tables import DATA, MODEL, PIPE, SEQ
 
 METRICS = (
     "seconds_per_step",

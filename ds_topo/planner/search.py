@@ -35,9 +35,9 @@ from ds_topo.planner.memory import MemoryUse, memory_use
 from ds_topo.planner.smallest import smallest_cluster
 from ds_topo.planner.spans import Span
 from ds_topo.planner.step_time import StepTime, schedule_bound, step_time
+from ds_topo.topology.axes import DATA
 from ds_topo.topology.layout import Factors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.rank_tables import DATA
 
 
 @dataclass(frozen=True)

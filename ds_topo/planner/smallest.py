@@ -11,7 +11,7 @@ from ds_topo.planner.cluster import Cluster
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.layout import Job, layout_problem
 from ds_topo.planner.memory import memory_use
-from ds_topo.topology.rank_tables import DATA
+from ds_topo.topology.axes import DATA
 
 MOST_HOSTS = 1 << 14
 STEPS = 64

@@ -13,7 +13,7 @@ from ds_topo.planner.replicas import optimizer_seconds, replica_seconds
 from ds_topo.planner.software import Recompute, Software
 from ds_topo.planner.spans import Span, span_of_factors
 from ds_topo.planner.work import Cover, Pass
-from ds_topo.topology.rank_tables import MODEL, PIPE, SEQ
+from ds_topo.topology.axes import MODEL, PIPE, SEQ
 
 PIPE_BARE = 0.25
 """Of a send that runs beside another chunk's computing, the share of its time that a stage still waits."""

@@ -12,8 +12,9 @@ from ds_topo.planner.layout import Layout
 from ds_topo.planner.replicas import gradient_messages, reduction_bytes, two_level_pays
 from ds_topo.planner.software import Recompute
 from ds_topo.planner.step_time import activation_bytes
+from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.expert_tables import ExpertPlan
-from ds_topo.topology.rank_tables import MODEL, PIPE, SEQ, gradient_axes
+from ds_topo.topology.rank_tables import gradient_axes
 
 SAMPLED_HOSTS = 64
 

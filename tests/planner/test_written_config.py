@@ -27,7 +27,7 @@ PLANS = {
     "deep": "--topology pipe=4",
     "the best": "",
 }
-IN_CI = ("the best", "sequence parallel")
+IN_CI = ("the best",)
 
 
 @pytest.mark.parametrize("name", PLANS)
