@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ds_topo.engine.mpu import ModelParallelUnit as ModelParallelUnit
     from ds_topo.engine.norms import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
     from ds_topo.engine.pipeline import PipelineModule as PipelineModule
+    from ds_topo.engine.start import init_distributed as init_distributed
     from ds_topo.process_groups.grid import ProcessGrid as ProcessGrid
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ __all__ = [
     "collectives",
     "distributed",
     "groups",
+    "init_distributed",
     "initialize",
     "mark_tensor_parallel_gradients",
 ]
@@ -60,6 +62,7 @@ _LAZY = {
     "PipelineModule": "engine.pipeline",
     "PipelineParallelGrid": "engine.grid",
     "ProcessGrid": "process_groups.grid",
+    "init_distributed": "engine.start",
     "initialize": "engine.initialize",
     "mark_tensor_parallel_gradients": "engine.norms",
 }

@@ -72,5 +72,13 @@ class ExpertGroupError(RuntimeError, ValueError):
     """Expert groups, or an engine that uses them, that do not go together: the message says what would."""
 
 
+class HostError(TopologyError):
+    """Hosts, a hostfile, a filter of hosts or a list of nodes that cannot be used: the message says where and why."""
+
+
+class LaunchError(RuntimeError):
+    """A job that cannot start: nothing launched it, or what it needs to join is missing or does not fit."""
+
+
 class DisagreementError(RuntimeError):
     """Ranks of one job came with different plans, or did not come: the message names ranks and hosts."""

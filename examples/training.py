@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from text import Text, windows
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_topo import PipelineModule, PipelineParallelGrid, initialize
+from ds_topo import PipelineModule, PipelineParallelGrid, init_distributed, initialize
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 DEFAULT_CONFIG = Path(__file__).with_name("train_gpt.json")
@@ -52,7 +52,7 @@ def start(arguments: argparse.Namespace) -> tuple[dict[str, Any], PipelineParall
     """Join the job; return the DeepSpeed config and the grid of the topology."""
     deepspeed.utils.logger.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    deepspeed.init_distributed(verbose=False)
+    init_distributed()
     config: dict[str, Any] = json.loads(arguments.config.read_text())
     return config, PipelineParallelGrid(arguments.topology or config.get("topology"))
 

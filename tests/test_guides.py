@@ -2,7 +2,8 @@
 
 ``<!-- run: 4 ranks -->`` before a block of Python runs it on four ranks; ``<!-- output -->`` before the next block
 holds lines that the ranks print, rank by rank, in this order; ``...`` stands for whatever varies, and in a line of its
-own for other lines. Commands that start an example run too, with a small model and few steps.
+own for other lines. Commands that start an example run too, with a small model and few steps. A block of ``console``
+holds commands, ``$ ds-topo show ...``, each with exactly what it prints in 80 columns.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+from ds_topo.cli import main
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +70,16 @@ def commands() -> list[str]:
     return [command.rpartition("&& ")[2] for command in found]
 
 
+def shown_commands() -> Iterator[Any]:
+    """Commands that are shown with what they print."""
+    for guide in GUIDES:
+        for block in BLOCK.finditer(guide.read_text()):
+            if block["language"] == "console":
+                for part in re.split(r"^\$ ", block["text"], flags=re.MULTILINE)[1:]:
+                    command, _, printed = part.partition("\n")
+                    yield pytest.param(command, printed, id=command)
+
+
 def _run(source: str, name: str) -> str:
     printed = StringIO()
     with redirect_stdout(printed):
@@ -96,9 +108,22 @@ def test_a_command_starts_an_example(command: str, tmp_path: Path) -> None:
     assert (tmp_path / "history.json").exists()
 
 
+@pytest.mark.parametrize(("command", "printed"), list(shown_commands()))
+def test_a_command_prints_what_is_shown(
+    command: str, printed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    program, *arguments = shlex.split(command)
+    assert program == "ds-topo"
+    code = main(arguments)
+    output, errors = capsys.readouterr()
+    assert [line.rstrip() for line in (errors if code else output).splitlines()] == printed.splitlines()
+
+
 def test_the_guides_are_found() -> None:
     assert len(list(snippets())) >= 10
     assert len(commands()) >= 3
+    assert len(list(shown_commands())) >= 5
 
 
 def test_links_between_documents_lead_somewhere() -> None:

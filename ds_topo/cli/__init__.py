@@ -10,15 +10,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_topo.cli import plan
+from ds_topo.cli import check, plan, show
 from ds_topo.errors import TopologyError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0, 1 for a fault that was found, 2 for unusable arguments."""
     parser = argparse.ArgumentParser(prog="ds-topo", description="Show, check and plan layouts of distributed jobs.")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it to every program
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    check.add_parser(subparsers)
     plan.add_parser(subparsers)
+    show.add_parser(subparsers)
     parsed = parser.parse_args(arguments)
     try:
         return int(parsed.run(parsed))

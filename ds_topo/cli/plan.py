@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ds_topo.cli.host_options import add_host_options, host_map_of
 from ds_topo.errors import TopologyError
 from ds_topo.planner.accelerators import ACCELERATORS, GIGA, TERA, Accelerator, Efficiency, accelerator_of
 from ds_topo.planner.candidates import Wanted
@@ -48,6 +49,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_model_options(parser.add_argument_group("model: a config file, or numbers by hand"))
+    add_host_options(parser)
     _add_cluster_options(parser.add_argument_group("cluster"))
     _add_job_options(parser.add_argument_group("job, and what is decided already"))
     _add_output_options(parser.add_argument_group("output"))
@@ -74,17 +76,13 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_cluster_options(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--hosts", type=int, metavar="N")
-    group.add_argument(
-        "--slots", type=int, metavar="M", help="ranks on each host; as they are usually built by default"
-    )
     group.add_argument("--accelerator", metavar="NAME", help=", ".join(ACCELERATORS))
     group.add_argument("--peak-tflops", type=float, help="of its matrix products, for one that is not in the table")
     group.add_argument("--memory-gb", type=float, help="of a device; limits the table's too")
     group.add_argument("--memory-gbps", type=float, help="GB/s of its memory")
     group.add_argument("--link-inside-gbps", type=float, help="GB/s and direction between ranks of a host")
     group.add_argument("--link-across-gbps", type=float, help="GB/s and direction of a rank's share of the network")
-    group.add_argument("--machine", metavar="FILE", help="what --calibrate or `ds-topo check --json` measured")
+    group.add_argument("--machine", metavar="FILE", help="what --calibrate or `ds-topo check --json FILE` measured")
 
 
 def _add_job_options(group: argparse._ArgumentGroup) -> None:
@@ -203,12 +201,8 @@ def model_of(arguments: argparse.Namespace) -> Model:
 
 def cluster_of_arguments(arguments: argparse.Namespace, machine: Machine | None) -> Cluster:
     """Hosts, slots, accelerator and links, measured ones in place of a table's."""
-    hosts, slots = arguments.hosts, arguments.slots
-    if machine is not None:
-        hosts, slots = hosts or machine.hosts, slots or machine.slots
-    if hosts is None:
-        raise TopologyError("hosts are needed: --hosts N [--slots M], or --machine FILE")
     accelerator = _accelerator(arguments, machine)
+    hosts, slots = _hosts_and_slots(arguments, accelerator, machine)
     limit = None
     if arguments.memory_gb:
         limit = USABLE_SHARE * (arguments.memory_gb * GIGA - CONTEXT_BYTES)
@@ -223,6 +217,28 @@ def cluster_of_arguments(arguments: argparse.Namespace, machine: Machine | None)
     if across:
         cluster = replace(cluster, across=Link(across * GIGA * cluster.slots, cluster.across.latency))
     return cluster
+
+
+def _hosts_and_slots(
+    arguments: argparse.Namespace, accelerator: Accelerator, machine: Machine | None
+) -> tuple[int, int]:
+    """How many hosts, and how many slots each has."""
+    if machine is not None and not (arguments.hosts or arguments.hostfile or arguments.slurm):
+        return machine.hosts, arguments.slots or machine.slots
+    if arguments.hosts and arguments.slots is None:
+        arguments = argparse.Namespace(**{**vars(arguments), "slots": machine.slots if machine else accelerator.slots})
+    host_map = host_map_of(arguments)
+    if host_map is None:
+        raise TopologyError("hosts are needed: --hosts N [--slots M], --hostfile FILE, --slurm or --machine FILE")
+    counts = set(host_map.hosts.counts)
+    if len(counts) > 1:
+        raise TopologyError(
+            f"hosts have between {min(counts)} and {max(counts)} slots; a plan needs as many on each: use the first "
+            f"{min(counts)} of each with --num-gpus {min(counts)}, or leave hosts out with --exclude"
+        )
+    if host_map.host_indices != tuple(sorted(host_map.host_indices)):
+        raise TopologyError("ranks are not numbered host by host; a plan needs that: use Slurm's block distribution")
+    return len(host_map.hosts), host_map.hosts.counts[0]
 
 
 def wanted_of(arguments: argparse.Namespace, job: Job) -> Wanted:

@@ -84,8 +84,6 @@ class PipelineParallelGrid(MegatronGrid):
         extra_axes: Iterable[str] = (),
     ) -> None:
         warn_of_defects(deepspeed.__version__)
-        if inputs.is_world_initialized():
-            deepspeed.init_distributed(dist_init_required=False, verbose=False)
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes)
         with ExitStack() as undo:
             undo.callback(self.destroy)

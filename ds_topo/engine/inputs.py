@@ -14,7 +14,6 @@ from weakref import WeakSet
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -207,8 +206,3 @@ def require_grid(name: str, value: Any) -> None:
     if isinstance(getattr(value, "mpu", None), MpuGrid) or callable(getattr(value, "mpu", None)):
         raise TypeError(f"{name}: a {type(value).__name__} is not a grid: pass its grid, module.mpu()")
     raise TypeError(f"{name}={abridged(value)}: pass a live grid, such as PipelineParallelGrid('pipe=2,data=2')")
-
-
-def is_world_initialized() -> bool:
-    """Whether torch has a world that DeepSpeed does not know yet, as after torch's own ``init_process_group``."""
-    return dist.is_initialized() and dist.get_backend() != "fake" and not deepspeed.comm.is_initialized()

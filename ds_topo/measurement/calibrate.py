@@ -19,7 +19,7 @@ from ds_topo.planner.machine import Machine, Speeds
 if TYPE_CHECKING:
     import torch
 
-ROUNDS = 15
+ROUNDS, MESSAGE_ROUNDS = 15, 5
 MESSAGE_BYTES = 8 << 20
 SMALL_PRODUCT, LARGE_PRODUCT = (512, 512, 64), (512, 512, 1024)
 ATTENTION_SHAPE = (4, 4, 256, 64)
@@ -87,10 +87,10 @@ def measure_speeds(device: torch.device, processors: float) -> Speeds:
 # -- one device ----------------------------------------------------------------------------------------------------
 
 
-def _best(device: torch.device, work: Callable[[], object], calls: int = 1) -> float:
+def _best(device: torch.device, work: Callable[[], object], calls: int = 1, rounds: int = ROUNDS) -> float:
     """Seconds of the fastest of a few rounds, per call."""
     times = []
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         _synchronize(device)
         started = time.perf_counter()
         for _ in range(calls):
@@ -283,9 +283,9 @@ def _link(device: torch.device, peer: int | None, together: int) -> Link:
         return once
 
     dist.barrier()
-    latency = _slowest(_best(device, exchange(small), calls=10))
+    latency = _slowest(_best(device, exchange(small), 10, MESSAGE_ROUNDS))
     dist.barrier()
-    seconds = _slowest(_best(device, exchange(large)))
+    seconds = _slowest(_best(device, exchange(large), 1, MESSAGE_ROUNDS))
     return Link(together * MESSAGE_BYTES / max(seconds - latency, 1e-9), latency)
 
 
@@ -306,7 +306,7 @@ def _start_seconds(device: torch.device, inside: Link | None, across: Link | Non
         dist.all_reduce(value)
 
     dist.barrier()
-    added = _slowest(_best(device, both, calls=20)) - _slowest(_best(device, compute, calls=20))
+    added = _slowest(_best(device, both, 20, MESSAGE_ROUNDS)) - _slowest(_best(device, compute, 20, MESSAGE_ROUNDS))
     ranks = dist.get_world_size()
     hops = (across.latency if across else 0.0) * 2 + (inside.latency if inside else 0.0) * max(0, ranks - 2)
     return max(added - hops, 0.0)

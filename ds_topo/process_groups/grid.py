@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import Self
 
 from ds_topo.errors import TopologyError, abridged
+from ds_topo.launch.identity import export_coordinates
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.process_groups.device_mesh import default_device_type, mesh_over
@@ -63,6 +64,9 @@ class ProcessGrid:
     joins only the groups that it belongs to, each distinct set of ranks once: one for each axis, data parallel (the
     replicas of a parameter: all axes but ``pipe`` and ``model``) and model parallel (``pipe`` x ``model``).
 
+    A grid of the whole job exports this rank's coordinate as variables of the environment, ``DS_TOPO_PIPE=1``, ...,
+    until ``destroy()`` (:mod:`ds_topo.launch.identity`).
+
     ``PipelineParallelGrid`` adds the answers that DeepSpeed and Megatron-style code want of an ``mpu``.
 
     Args:
@@ -109,6 +113,8 @@ class ProcessGrid:
         ]
         created = ProcessGroups(f"grid {agreed.spec}, timeout {timeout}", groups, members, timeout)
         self._core = _Core(agreed, members, rank, created)
+        if len(members) == dist.get_world_size():
+            self.on_destroy(export_coordinates(agreed, rank))
 
     @classmethod
     def over(cls, grid: ProcessGrid) -> Self:

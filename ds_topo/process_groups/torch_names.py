@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeAlias
@@ -29,8 +29,16 @@ GROUP_NAME = Change(
     "and hang",
     during="the creation of one group",
 )
+DEFAULT_TIMEOUT = Change(
+    c10d,
+    "_get_default_timeout",
+    instead="the job's own timeout, while there is a job",
+    why="new_group without a timeout, as DeepSpeed calls it, takes torch's 30 minutes (NCCL: 10) whatever the job's is",
+    during="the process has joined its job through ds_topo",
+)
 ROWS: tuple[Change | Reliance, ...] = (
     GROUP_NAME,
+    DEFAULT_TIMEOUT,
     Reliance(c10d.Store, "append", "ranks write what they bring into one key"),
     Reliance(c10d, "_get_default_store", "ranks compare their plans through the job's store"),
     Reliance(c10d, "_get_default_group", "the job's timeout, which new_group does not inherit"),
@@ -83,6 +91,19 @@ def job_timeout() -> timedelta:
         stacklevel=3,
     )
     return dist.default_pg_timeout
+
+
+def inherit_timeout() -> None:
+    """Give groups that are created without a timeout the job's, from now on. Idempotent."""
+    if DEFAULT_TIMEOUT not in ledger.in_force():
+        ledger.bind(DEFAULT_TIMEOUT, _job_timeout_or)
+
+
+def _job_timeout_or(original: Callable[[str], timedelta]) -> Callable[[str], timedelta]:
+    def default_timeout(backend: str) -> timedelta:
+        return job_timeout() if dist.is_initialized() else original(backend)
+
+    return default_timeout
 
 
 def devices_of(group: dist.ProcessGroup) -> list[str]:

@@ -112,9 +112,12 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
         if world_size is None:
             raise TopologyError(f"axis {given[left_out[0]]!r}: degree -1 needs world_size= to be computed from")
         if world_size % prod(known):
+            others = [position for position in range(len(names)) if position != left_out[0]]
+            nearest = _rounded_down(degrees, [left_out[0], *others], world_size)
             raise WorldSizeError(
                 f"axis {given[left_out[0]]!r}: degree -1 cannot be computed, the other degrees {known} make "
-                f"{prod(known)}, which does not divide the world size {world_size}"
+                f"{prod(known)}, which does not divide the world size {world_size}. Nearest that does: "
+                f"{spec_text(names, nearest)!r}"
             )
         degrees[left_out[0]] = world_size // prod(known)
     elif world_size is not None:
@@ -255,6 +258,12 @@ def _nearest_degrees(axes: Sequence[str], degrees: Sequence[int], world_size: in
         if world_size % others == 0:
             nearest[axis] = world_size // others
             return nearest
+    return _rounded_down(degrees, order, world_size)
+
+
+def _rounded_down(degrees: Sequence[int], order: Sequence[int], world_size: int) -> list[int]:
+    """Each degree as large as still divides what is left, in this order of axes; the first axis gets the rest."""
+    nearest = list(degrees)
     remaining = world_size
     for axis in order[1:]:
         nearest[axis] = _largest_divisor(remaining, degrees[axis])

@@ -153,7 +153,7 @@ def main() -> None:
     arguments = parser.parse_args()
     case, slots = CASES[arguments.model], arguments.slots
     with Cluster(HOSTS, arguments.rate) as cluster:
-        machine = cluster.run_ranks(calibrated, ranks_per_host=slots)[0]
+        machine = cluster.run_ranks(calibrated, ranks_per_host=slots, timeout=300)[0]
         print(json.dumps(machine.as_json()))
         job = job_of(case, slots, machine)
         plans = plans_of(job, slots)

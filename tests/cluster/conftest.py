@@ -16,11 +16,15 @@ REQUIRE = "DS_TOPO_REQUIRE_CLUSTER"
 
 @pytest.fixture
 def start_cluster() -> Iterator[Callable[..., Cluster]]:
-    """``start_cluster(hosts=2, rate="1gbit")``: a running cluster, which ends with the test."""
-    reason = missing_requirement(["pdsh"])
-    if reason and os.environ.get(REQUIRE) == "1":
-        pytest.fail(f"{REQUIRE}=1, but {reason}")
-    if reason:
-        pytest.skip(reason)
+    """``start_cluster(hosts=2, rate="1gbit", tools=["srun"])``: a running cluster, which ends with the test."""
     with ExitStack() as stack:
-        yield lambda hosts=2, rate=None: stack.enter_context(Cluster(hosts, rate))
+
+        def start(hosts: int = 2, rate: str | None = None, tools: tuple[str, ...] = ("pdsh",)) -> Cluster:
+            reason = missing_requirement(tools)
+            if reason and os.environ.get(REQUIRE) == "1":
+                pytest.fail(f"{REQUIRE}=1, but {reason}")
+            if reason:
+                pytest.skip(reason)
+            return stack.enter_context(Cluster(hosts, rate))
+
+        yield start

@@ -9,9 +9,15 @@ import sys
 from collections.abc import Iterable
 from functools import lru_cache
 
+import pytest
+
 TOOLS = ("hostname", "ip", "mount", "nsenter", "setpriv", "ssh", "ssh-keygen", "sshd", "tc", "unshare")
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
 """Where the tools are looked for: sshd, ip and tc are often in folders that a user's PATH leaves out."""
+
+ON_DEMAND = "DS_TOPO_EVERY_LAUNCHER"
+"""Set to 1, this environment variable adds every launcher, signal and fault to the few that always run."""
+on_demand = pytest.mark.skipif(os.environ.get(ON_DEMAND) != "1", reason=f"on demand: {ON_DEMAND}=1")
 
 _PROBE = """set -e
 ip link add bridge type bridge
@@ -24,7 +30,8 @@ def missing_requirement(more_tools: Iterable[str] = ()) -> str | None:
     """Why a cluster cannot run here, or None if it can."""
     absent = [tool for tool in (*TOOLS, *more_tools) if shutil.which(tool, path=SEARCH_PATH) is None]
     if absent:
-        return f"virtual hosts need {', '.join(absent)} (Debian: iproute2 openssh-server pdsh util-linux)"
+        packages = "iproute2 openssh-server pdsh util-linux; for some tests slurm-wlm, faketime, openmpi-bin"
+        return f"virtual hosts need {', '.join(absent)} (Debian: {packages})"
     return _missing_permission()
 
 

@@ -104,12 +104,13 @@ class Host:
     ) -> subprocess.Popen[Any]:
         """Start a command on this host; killing the returned process kills the command too.
 
-        ``env`` is added to the caller's environment, ``cwd`` is the caller's folder unless given, and ``options`` are
-        Popen's.
+        ``env`` is added to the caller's environment, but for its ``GLOO_SOCKET_IFNAME``, which is of another host;
+        ``cwd`` is the caller's folder unless given, and ``options`` are Popen's.
         """
         enter = ["nsenter", "--target", str(self.pid), *_NAMESPACES, "--", *_DIE_WITH_PARENT]
         folder = ["env", "-C", str(cwd or Path.cwd())]
-        environment = {**os.environ, "PATH": SEARCH_PATH, **(env or {})}
+        callers = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+        environment = {**callers, "PATH": SEARCH_PATH, **(env or {})}
         return subprocess.Popen([*enter, *folder, *command], env=environment, **options)
 
     def run(
@@ -221,11 +222,16 @@ class Cluster:
 
     def set_rate(self, rate: str | None) -> None:
         """Shape both ends of every host's link to ``rate``, or take the limit away."""
-        discipline = ["tbf", "rate", rate, "burst", BURST, "latency", LATENCY] if rate else ["noqueue"]
-        for index, host in enumerate(self.hosts):
-            self._in_network_of(host.pid, "tc", "qdisc", "replace", "dev", "eth0", "root", *discipline)
-            self._in_network_of(self._switch_pid, "tc", "qdisc", "replace", "dev", f"port{index}", "root", *discipline)
+        for index in range(len(self.hosts)):
+            self.set_rate_of(index, rate)
         self.rate = rate
+
+    def set_rate_of(self, index: int, rate: str | None) -> None:
+        """Shape both ends of one host's link."""
+        discipline = ["tbf", "rate", rate, "burst", BURST, "latency", LATENCY] if rate else ["noqueue"]
+        shape = ["tc", "qdisc", "replace", "dev"]
+        self._in_network_of(self.hosts[index].pid, *shape, "eth0", "root", *discipline)
+        self._in_network_of(self._switch_pid, *shape, f"port{index}", "root", *discipline)
 
     def bytes_sent(self) -> list[int]:
         """Bytes that each host has sent to others so far."""

@@ -30,6 +30,7 @@ from ds_topo import ledger as ledger_module
 from ds_topo.engine import changes
 from ds_topo.engine.__main__ import ROWS, page
 from ds_topo.ledger import Change, Reliance, exists, ledger
+from ds_topo.process_groups.torch_names import inherit_timeout
 from tests.support.moe_training import Case, Trainer
 from tests.support.ranks import run_ranks
 
@@ -295,6 +296,7 @@ def _calls_of_a_job(folder: str) -> set[tuple[str, str]]:
         return replace(owner, change, lambda original: counting(change, make(original)))
 
     with mock.patch.object(ledger_module, "_replace", replace_and_count):
+        inherit_timeout()
         plain(zero_optimization={"stage": 1})
         plain(**BF16)
         pipeline(**BF16, zero_optimization={"stage": 1}, data_types={"grad_accum_dtype": "fp32"})

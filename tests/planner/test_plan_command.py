@@ -139,11 +139,13 @@ def test_a_layout_that_needs_the_seq_axis_and_experts(capsys: pytest.CaptureFixt
     ("options", "text"),
     [
         ([], "a model is needed: --config FILE, or its numbers; --layers --hidden --heads --vocab --sequence missing"),
-        (GPT, "hosts are needed: --hosts N [--slots M], or --machine FILE"),
+        (GPT, "--accelerator NAME is missing"),
         ([*GPT, "--hosts", "1"], "--accelerator NAME is missing"),
         ([*GPT, "--hosts", "1", "--accelerator", "A10"], "'A10' is not in the table: choose one of ['V100-16GB'"),
         ([*GPT, "--hosts", "1", "--accelerator", "A100"], "--batch is missing"),
-        ([*GPT, *["--hosts", "0", "--accelerator", "A100", "--batch", "8"]], "at least one host with one slot"),
+        ([*GPT, "--accelerator", "A100"], "hosts are needed: --hosts N [--slots M], --hostfile FILE, --slurm"),
+        ([*JOB, "--hostfile", "absent"], "--hostfile and --hosts both say which hosts there are"),
+        ([*GPT, *["--hosts", "0", "--accelerator", "A100", "--batch", "8"]], "0 hosts with 8 slots: both must be >= 1"),
         ([*JOB, "--micro-batch", "5"], "x micro-batch 5; choose a micro-batch among [1, 2, 4,"),
         ([*JOB, "--micro-batch", "0"], "--micro-batch 0: give a number from 1 on"),
         (
@@ -188,6 +190,28 @@ def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
     hosts = int(match[3])
     assert hosts > 2
     plan(capsys, *JOB, *f"--layers 96 --hidden 12288 --heads 96 --hosts {hosts}".split())
+
+
+def test_hosts_of_a_hostfile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "hosts"
+    job = [*GPT, "--accelerator", "A100", "--batch", "64", "--json", "--hostfile", str(path)]
+    path.write_text("node1 slots=4\nnode2 slots=4\n")
+    content = json.loads(plan(capsys, *job))
+    assert (content["job"]["hosts"], content["job"]["slots"]) == (2, 4)
+    path.write_text("node1 slots=4\nnode2 slots=2\n")
+    assert "between 2 and 4 slots; a plan needs as many on each: use the first 2" in refused(capsys, *job)
+    content = json.loads(plan(capsys, *job, "--num-gpus", "2"))
+    assert (content["job"]["hosts"], content["job"]["slots"]) == (2, 2)
+
+
+def test_hosts_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    job = [*GPT, "--slurm", "--accelerator", "A100", "--batch", "64", "--json"]
+    content = json.loads(plan(capsys, *job))
+    assert (content["job"]["hosts"], content["job"]["slots"]) == (2, 4)
+    monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic")
+    assert "ranks are not numbered host by host" in refused(capsys, *job)
 
 
 def test_numbers_in_place_of_a_known_accelerator(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,49 @@
+"""The first call of a training program: join the job under any launcher, DeepSpeed included."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+
+from ds_topo.launch.joining import as_timeout, join
+from ds_topo.launch.launchers import Launch
+
+
+def init_distributed(
+    timeout: float | timedelta | None = None,
+    backend: str | None = None,
+    *,
+    end_with_launcher: bool = True,
+    verbose: bool = True,
+) -> Launch:
+    """Join the job; in place of ``deepspeed.init_distributed`` and ``torch.distributed.init_process_group``.
+
+    The same program then runs under ``deepspeed`` (pdsh, openmpi, mpich, impi, slurm, ``--no_ssh``), ``torchrun``,
+    ``srun`` and ``mpirun``: rank, world, local rank and master come from whatever started it. All groups that are
+    created later without a timeout of their own, DeepSpeed's among them, have this one. See
+    :func:`ds_topo.launch.joining.join`, which does the same without DeepSpeed, for the arguments and what is raised.
+
+    Args:
+        timeout: seconds, or a ``timedelta``: of joining and of every group. Unless given, 10 minutes, or the minutes in
+            ``DEEPSPEED_TIMEOUT``.
+        backend: of torch; that of DeepSpeed's accelerator unless given.
+        end_with_launcher: end this rank when its launcher has ended, so that killing the launcher leaves none behind.
+        verbose: rank 0 writes a line to standard error that says which launcher it found.
+
+    Returns:
+        What the launcher says of this rank: ``rank``, ``world_size``, ``local_rank``, ...
+
+    Raises:
+        LaunchError: no launcher, variables that are missing or contradict each other, a master that cannot be reached.
+        DisagreementError: ranks that did not come within the timeout; the message names them.
+        ValueError: a timeout that is not positive.
+    """
+    backend = backend or get_accelerator().communication_backend_name()
+    launch = join(timeout, backend, end_with_launcher=end_with_launcher, verbose=verbose)
+    # torch is initialised: DeepSpeed takes it over
+    deepspeed.init_distributed(
+        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=as_timeout(timeout)
+    )
+    return launch

@@ -1,0 +1,286 @@
+"""What is wrong, from reports: versions, clocks, wrong results, slow links; each names host and rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_topo.check.faults import (
+    Anomaly,
+    RankReport,
+    disagreements,
+    slow_hosts,
+    slow_ranks,
+    wrong_clocks,
+    wrong_ranks,
+)
+from ds_topo.check.links import Hosts, PairTimes
+from ds_topo.check.results import pairs_of
+from ds_topo.check.summary import Summary, link_summary
+from ds_topo.check.tournament import opponent, order_of_rounds, rounds
+from ds_topo.cli.check import rate
+from ds_topo.errors import TopologyError
+from ds_topo.topology import ProcessTopology
+
+
+def reports(hosts: int = 3, slots: int = 2) -> list[RankReport]:
+    return [
+        RankReport(
+            rank, f"h{rank // slots}", f"kernel{rank // slots}", rank % slots, slots, "data=6", {"torch": "2.13"}
+        )
+        for rank in range(hosts * slots)
+    ]
+
+
+# -- tournaments -------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.integers(0, 70))
+def test_everybody_meets_everybody_once_and_nobody_twice_at_a_time(players: int) -> None:
+    met = set()
+    for number in range(rounds(players)):
+        for player in range(players):
+            other = opponent(player, number, players)
+            if other is not None:
+                assert other != player
+                assert opponent(other, number, players) == player
+                met.add((player, other))
+    assert len(met) == players * (players - 1)
+    assert sorted(order_of_rounds(players)) == list(range(rounds(players)))
+
+
+def test_2048_hosts_meet_in_2047_rounds() -> None:
+    assert rounds(2048) == 2047
+    assert sorted(opponent(player, 1000, 2048) or 0 for player in range(2048)) == list(range(2048))
+
+
+# -- versions and hosts ------------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_agree_have_no_fault() -> None:
+    assert disagreements(reports()) == []
+
+
+def test_another_version_is_named_with_its_host_and_ranks() -> None:
+    given_reports = reports()
+    for rank in (2, 3):
+        given_reports[rank] = replace(given_reports[rank], versions={"torch": "2.12"})
+    [fault] = disagreements(given_reports)
+    assert (fault.kind, fault.hosts, fault.ranks) == ("version", ("h1",), (2, 3))
+    assert fault.message == "torch is 2.13 on most ranks, but 2.12 on h1 (ranks 2-3)"
+
+
+def test_rank_0_decides_a_tie() -> None:
+    given_reports = reports(hosts=2)
+    for rank in (2, 3):
+        given_reports[rank] = replace(given_reports[rank], topology="pipe=2,data=2")
+    [fault] = disagreements(given_reports)
+    assert (fault.kind, fault.ranks) == ("topology", (2, 3))
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    given_reports = [replace(report, versions={**report.versions, "deepspeed": "0.19"}) for report in reports()]
+    given_reports[5] = replace(given_reports[5], versions={"torch": "2.13"})
+    [fault] = disagreements(given_reports)
+    assert "deepspeed is 0.19 on most ranks, but not installed on h2 (rank 5)" in fault.message
+
+
+def test_mixed_up_hosts_are_named() -> None:
+    twins = [replace(report, host="localhost") for report in reports()]
+    [fault] = disagreements(twins)
+    assert "3 machines call themselves localhost" in fault.message
+    doubled = [replace(report, local_rank=0) if report.rank == 3 else report for report in reports()]
+    [fault] = disagreements(doubled)
+    assert (fault.hosts, fault.ranks) == (("h1",), (2, 3))
+    assert "local rank 0" in fault.message
+    short = reports()[:-1]
+    [fault] = disagreements(short)
+    assert "h2 has 1 ranks, but its launcher says 2" in fault.message
+
+
+# -- clocks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_that_is_off_is_named() -> None:
+    [fault] = wrong_clocks({"a": 0.0, "b": 0.002, "c": -300.2}, tolerance=1.0)
+    assert (fault.hosts, fault.message) == (("c",), "c's clock is 300.2 s behind the others'")
+    # even if it is rank 0's, which all others are compared with
+    [fault] = wrong_clocks({"a": 0.0, "b": 300.0, "c": 300.1}, tolerance=1.0)
+    assert fault.hosts == ("a",)
+    [fault] = wrong_clocks({"a": 0.0, "b": 300.0}, tolerance=1.0)
+    assert fault.hosts == ("b",)
+    assert wrong_clocks({"a": 0.0, "b": 0.9}, tolerance=1.0) == []
+
+
+# -- wrong results -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> tuple[ProcessTopology, int]:
+    """A topology whose every axis has two ranks or more, two axes at least, and a rank."""
+    dims = draw(st.lists(st.integers(2, 4), min_size=2, max_size=3))
+    topology = ProcessTopology(["pipe", "data", "model"][: len(dims)], dims)
+    return topology, draw(st.integers(0, topology.world_size() - 1))
+
+
+@settings(deadline=None)
+@given(worlds(), st.sampled_from(["sends", "receives", "adds", "adds for all"]))
+def test_the_rank_behind_wrong_results_is_found(world: tuple[ProcessTopology, int], does: str) -> None:
+    topology, wrong = world
+    anomalies = []
+    for axis in topology.axes:
+        ranks = tuple(topology.get_axis_ranks(axis, wrong))
+        operation = f"a collective over {axis}"
+        others = [rank for rank in ranks if rank != wrong]
+        if does == "sends":
+            anomalies += [Anomaly(rank, operation, tuple(sorted((rank, wrong)))) for rank in others]
+        elif does == "receives":
+            anomalies += [Anomaly(wrong, operation, tuple(sorted((rank, wrong)))) for rank in others]
+        elif does == "adds":
+            anomalies.append(Anomaly(wrong, operation, ranks))
+        else:
+            anomalies += [Anomaly(rank, operation, ranks) for rank in ranks]
+    host_of = {rank: f"h{rank // 2}" for rank in range(topology.world_size())}
+    [fault] = wrong_ranks(anomalies, host_of)
+    assert (fault.ranks, fault.hosts) == ((wrong,), (f"h{wrong // 2}",))
+    assert f"rank {wrong} on h{wrong // 2} gives wrong results" in fault.message
+
+
+def test_of_two_ranks_both_are_named() -> None:
+    [fault] = wrong_ranks([Anomaly(0, "all_gather over data", (0, 1))], {0: "a", 1: "b"})
+    assert fault.ranks == (0, 1)
+    assert "rank 0 on a or rank 1 on b" in fault.message
+    assert wrong_ranks([], {}) == []
+
+
+@settings(deadline=None)
+@given(st.integers(3, 12), st.data())
+def test_pairs_tell_who_of_a_group_is_wrong(size: int, data: st.DataObject) -> None:
+    ranks = tuple(range(0, 2 * size, 2))
+    wrong = data.draw(st.sampled_from(ranks))
+    of_group = [Anomaly(rank, "all_reduce over data", ranks) for rank in ranks]
+    host_of = dict.fromkeys(ranks, "a")
+    assert [fault.ranks for fault in wrong_ranks(of_group, host_of)] == [ranks]
+    of_pairs = [Anomaly(rank, "all_reduce over pairs", pair) for rank in ranks for pair in pairs_of(ranks, rank)]
+    seen = [anomaly for anomaly in of_pairs if wrong in anomaly.suspects]
+    assert [fault.ranks for fault in wrong_ranks([*of_group, *seen], host_of)] == [(wrong,)]
+
+
+def test_two_wrong_ranks_are_two_faults() -> None:
+    anomalies = [Anomaly(seen, "all_gather", tuple(sorted((seen, wrong)))) for wrong in (1, 6) for seen in (0, 3, 5)]
+    faults = wrong_ranks(anomalies, dict.fromkeys(range(8), "a"))
+    assert sorted(fault.ranks for fault in faults) == [(1,), (6,)]
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+def rates_of(hosts: int, slow: dict[tuple[str, str], float] | None = None) -> dict[tuple[str, str], float]:
+    names = [f"h{index}" for index in range(hosts)]
+    return dict.fromkeys(permutations(names, 2), 100000000.0) | (slow or {})
+
+
+@settings(deadline=None)
+@given(st.integers(3, 9), st.data())
+def test_a_host_with_a_slow_link_is_named(hosts: int, data: st.DataObject) -> None:
+    bad = f"h{data.draw(st.integers(0, hosts - 1))}"
+    ends = data.draw(st.sampled_from([(0,), (1,), (0, 1)]))
+    rates = {
+        pair: 10e6 if any(pair[end] == bad for end in ends) else data.draw(st.floats(80e6, 120e6))
+        for pair in rates_of(hosts)
+    }
+    [fault] = slow_hosts(rates, slow=0.5)
+    assert (fault.kind, fault.hosts) == ("link", (bad,))
+    verb = {(0,): "link sends", (1,): "link receives", (0, 1): "link carries"}[ends]
+    assert fault.message.startswith(f"{bad}'s {verb} at most 10.0 MB/s, 0.")
+
+
+def test_a_slow_pair_of_good_hosts_is_named() -> None:
+    [fault] = slow_hosts(rates_of(4, {("h1", "h3"): 10e6}), slow=0.5)
+    assert fault.hosts == ("h1", "h3")
+    assert fault.message == "h1 -> h3 carries 10.0 MB/s, 0.10 of what both reach with others"
+
+
+def test_many_slow_pairs_are_counted() -> None:
+    slow = {(f"h{a}", f"h{b}"): 10e6 for a in range(6) for b in range(6, 12)}
+    faults = slow_hosts(rates_of(12, slow), slow=0.5)
+    assert len(faults) == 17
+    assert faults[-1].message == "20 more pairs of hosts are slow"
+
+
+def test_equal_links_are_no_fault() -> None:
+    for hosts in (2, 3, 8):
+        assert slow_hosts(rates_of(hosts), slow=0.5) == []
+
+
+def test_of_two_hosts_one_way_is_compared_with_the_other_or_with_what_is_expected() -> None:
+    [fault] = slow_hosts(rates_of(2, {("h0", "h1"): 10e6}), slow=0.5)
+    assert fault.message == "h0 -> h1 carries 10.0 MB/s, 0.10 of the other way (100.0 MB/s)"
+    both = rates_of(2, {("h0", "h1"): 10e6, ("h1", "h0"): 10e6})
+    assert slow_hosts(both, slow=0.5) == []
+    faults = slow_hosts(both, slow=0.5, expected=100e6)
+    assert [fault.hosts for fault in faults] == [("h0",), ("h1",)]
+    assert faults[0].message == "h0's link carries 10.0 MB/s, 0.10 of the expected 100.0 MB/s"
+
+
+def test_a_slow_rank_is_named_unless_its_host_is() -> None:
+    host_of = {rank: f"h{rank // 2}" for rank in range(6)}
+    rates = {rank: 10.0 if rank == 3 else 100.0 for rank in range(6)}
+    [fault] = slow_ranks("receives", rates, 0.25, host_of)
+    assert (fault.hosts, fault.ranks) == (("h1",), (3,))
+    assert slow_ranks("receives", rates, 0.25, host_of, ignored_hosts=["h1"]) == []
+
+
+# -- what travels, and what is written ---------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.booleans())
+def test_hosts_travel_unchanged(counts: list[int], shuffled: bool) -> None:
+    order = [host for host, count in enumerate(counts) for _ in range(count)]
+    if shuffled:
+        order = order[::-1]
+    ranks = tuple(tuple(rank for rank, on in enumerate(order) if on == host) for host in range(len(counts)))
+    hosts = Hosts(ranks)
+    assert Hosts.from_json(hosts.as_json()) == hosts
+    for rank in range(len(order)):
+        host, place = hosts.place(rank)
+        assert hosts.ranks[host][place] == rank
+
+
+def test_times_travel_unchanged() -> None:
+    times = PairTimes()
+    times.add(3, 0.5, 100.0, 200.0)
+    times.add(1, 0.25, 1.0, 2.0)
+    assert PairTimes.from_json(times.as_json()) == times
+
+
+def test_json_is_in_the_planner_s_units() -> None:
+    summary = Summary("data=2", "gloo", 2, {"a": (0,), "b": (1,)})
+    rates = {("a", "b"): 1e6, ("b", "a"): 3e6}
+    summary.across = link_summary(dict.fromkeys(rates, 1e-4), rates)
+    content = summary.as_json()
+    assert content["across"]["bandwidth"] == 2e6
+    assert content["across"]["latency"] == 1e-4
+    assert content["across"]["slowest"][0] == ("a", "b", 1e6)
+    assert content["hosts"] == [{"name": "a", "ranks": [0]}, {"name": "b", "ranks": [1]}]
+    assert content["inside"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_second"),
+    [("1gbit", 125e6), ("200mbit", 25e6), ("25GB/s", 25e9), ("1.5 Gb/s", 187.5e6), ("800 kbps", 1e5), ("7B", 7.0)],
+)
+def test_rates_are_read(text: str, bytes_per_second: float) -> None:
+    assert rate(text) == pytest.approx(bytes_per_second)
+
+
+@pytest.mark.parametrize("text", ["", "fast", "10", "gbit", "-1gbit", "1 xbit", "1e9bit"])
+def test_other_rates_are_refused(text: str) -> None:
+    with pytest.raises(TopologyError, match="expected a number with a unit"):
+        rate(text)

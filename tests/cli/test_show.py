@@ -1,0 +1,333 @@
+"""``ds-topo show``: what it prints, in terminals of any width, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ds_topo import ProcessTopology
+from ds_topo.cli import main
+from ds_topo.cli.layout_picture import draw
+from ds_topo.cli.layout_view import LayoutView
+from ds_topo.placement import Host, HostMap, Hosts
+
+SEED = {
+    *(f"group pipe, ranks: [{rank}, {rank + 8}]" for rank in range(8)),
+    *(f"group tensor, ranks: [{rank}, {rank + 4}]" for first in (0, 8) for rank in range(first, first + 4)),
+    *(f"group data, ranks: [{rank}, {rank + 1}, {rank + 2}, {rank + 3}]" for rank in (0, 4, 8, 12)),
+    *(f"group model, ranks: [{rank}, {rank + 4}, {rank + 8}, {rank + 12}]" for rank in range(4)),
+}
+"""What TorchDistPackage's README prints for this layout."""
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["show", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["show", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+
+
+def test_the_groups_of_the_seed_s_example(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(capsys, "pipe=2,tensor=2,data=4", "--groups").splitlines()
+    printed = [line for line in lines if line.startswith("group ") and "ranks: [" in line]
+    assert len(printed) == len(SEED) == 24
+    assert set(printed) == SEED
+
+
+def test_hosts_slots_and_coordinates(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        line.rstrip() for line in run(capsys, "pipe=2,data=2,model=2", "--hosts", "2", "--slots", "4").splitlines()
+    ]
+    assert lines[0] == "pipe=2,data=2,model=2: 8 ranks on 2 hosts (4 slots each)"
+    assert "host0  0 0,0,0  1 0,0,1  2 0,1,0  3 0,1,1" in lines
+    assert "host1  4 1,0,0  5 1,0,1  6 1,1,0  7 1,1,1" in lines
+    cells = {line.split()[0]: line.split()[1:] for line in lines if re.match(r"(pipe|data|model) +\d", line)}
+    assert cells["pipe"] == ["4", "2", "2", "4", "of", "4", "4", "of", "4"]
+    assert cells["data"] == ["4", "2", "1", "none", "none"]
+
+
+def test_a_hostfile_with_filters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("a slots=2\nb slots=4  # the big one\n")
+    out = run(capsys, "data=-1", "--hostfile", str(hostfile), "--include", "b:1,3@a")
+    assert out.startswith("data=4: 4 ranks on 2 hosts (2 slots each)")
+    assert run(capsys, "data=-1", "--hostfile", str(hostfile), "--exclude", "a:0").startswith(
+        "data=5: 5 ranks on 2 hosts"
+    )
+    assert run(capsys, "data=-1", "-H", str(hostfile), "--num-nodes", "1").startswith("data=2: 2 ranks on 1 host (")
+
+
+def test_a_slurm_job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not inside a Slurm job" in fail(capsys, "data=-1", "--slurm")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    assert "the Slurm job has no tasks" in fail(capsys, "data=-1", "--slurm")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2,1")
+    monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic")
+    content = json.loads(run(capsys, "data=-1", "--slurm", "--json"))
+    assert [entry["host"] for entry in content["ranks"]] == ["n1", "n2", "n1"]
+
+
+def test_a_config_says_its_topology(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    for section in ("data=2,pipe=2", {"data": 2, "pipe": 2}):
+        config.write_text(json.dumps({"train_batch_size": 8, "topology": section}))
+        assert run(capsys, str(config)).startswith("data=2,pipe=2: 4 ranks")
+
+
+def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "pipe=2,data=2,model=2", "--hosts", "2", "--slots", "4", "--rank", "5")
+    assert out.startswith("rank 5: pipe=1, data=0, model=1 on host1, slot 1\n")
+    assert re.search(r"pipe x model +\[0, 1, 4, 5\] +host0, host1 +3", out)
+    assert "along pipe: previous rank 1, next rank 1" in out
+    assert "It creates 4 process groups besides the world's: pipe, data, model, pipe x model." in out
+    # the one axis is the whole world
+    assert "It creates 0 process groups besides the world's." in run(capsys, "data=4", "--rank", "1")
+
+
+def test_two_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(capsys, "pipe=2,data=4", "data=4,pipe=2", "--hosts", "2", "--slots", "4")
+    assert "6 of 8 ranks change their coordinate, 2 keep it." in out
+    assert "4 of 8 coordinates, and the shards stored there, move to another host." in out
+    assert re.search(r"pipe +2 +2 -> 1 +4 of 4 -> none", out)
+    rows = [line.split() for line in out.splitlines() if re.match(r"\d+ +host", line)]
+    assert rows == [
+        *(["1", "host0", "0,1", "0,1"], ["2", "host0", "0,2", "1,0"], ["3", "host0", "0,3", "1,1"]),
+        *(["4", "host1", "1,0", "2,0"], ["5", "host1", "1,1", "2,1"], ["6", "host1", "1,2", "3,0"]),
+    ]
+    assert "Nothing moves" in run(capsys, "data=4", "data=4,pipe=1")
+    both = json.loads(run(capsys, "pipe=2,data=4", "data=4,pipe=2", "--hosts", "2", "--slots", "4", "--json"))
+    assert both["ranks_that_change"] == [1, 2, 3, 4, 5, 6]
+    assert both["shards_to_other_hosts"] == 4
+
+
+def test_json_has_every_rank_and_group(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = "pipe=2,tensor=2,data=4"
+    content = json.loads(run(capsys, spec, "--hosts", "n[1-2]", "--slots", "8", "--json", "--groups"))
+    topology = ProcessTopology.from_spec(spec)
+    assert content["world_size"] == 16
+    assert [axis["name"] for axis in content["axes"]] == ["pipe", "tensor", "data"]
+    for entry in content["ranks"]:
+        assert topology.get_rank(**entry["coordinate"]) == entry["rank"]
+        assert (entry["host"], entry["slot"]) == (f"n{entry['rank'] // 8 + 1}", entry["rank"] % 8)
+    kinds = {kind["name"]: kind for kind in content["groups"]}
+    assert kinds["tensor"]["ranks"] == topology.get_axis_comm_lists("model")
+    assert kinds["pipe"]["pairs_across_hosts"] == 8
+    assert kinds["model"]["axes"] == ["pipe", "tensor"]
+
+
+def test_many_hosts_are_summarised(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = "pipe=16,data=128,model=8"
+    lines = run(capsys, spec, "--hosts", "n[0001-2048]", "--slots", "8", "--groups").splitlines()
+    assert len(lines) < 50
+    assert re.match(r"n\[0129-0256\] +1 +0-127 +0-7 +128 +1024-2047", lines[4])
+    assert any(line.startswith("2,048 hosts hold, each: 1 of 16 pipe, 1 of 128 data, 8 of 8 model.") for line in lines)
+    other = run(capsys, "data=128,pipe=16,model=8", "--hosts", "2048", "--slots", "8").splitlines()
+    assert len(other) < 25
+    assert "... 122 more" in [line.strip() for line in other]
+    moved = run(capsys, spec, "data=128,pipe=16,model=8", "--hosts", "2048", "--slots", "8")
+    assert "16,368 of 16,384 ranks change their coordinate" in moved
+    assert len(moved.splitlines()) < 20
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 12), st.sampled_from([40, 60, 80, 200]))
+@example([2, 4], 8, 60)
+def test_no_table_is_wider_than_the_terminal(degrees: list[int], slots: int, width: int) -> None:
+    from io import StringIO
+
+    from rich.console import Console
+
+    from ds_topo.cli import layout_text
+
+    axes = ["pipe", "data", "model"][: len(degrees)]
+    topology = ProcessTopology(axes, degrees)
+    full, rest = divmod(topology.world_size(), slots)
+    counts = [*[slots] * full, *([rest] if rest else [])]
+    hosts = Hosts(tuple(Host.of(f"h{index}", count) for index, count in enumerate(counts)))
+    view = LayoutView.of(topology.spec, HostMap.block(hosts))
+    out = StringIO()
+    console = Console(file=out, width=width, color_system=None)
+    layout_text.print_layout(console, view)
+    table = out.getvalue().split("\n\n")[1].splitlines()[1:-1]
+    if layout_text.is_large(view):
+        assert len(table) < layout_text.MOST_ROWS + 4
+        return
+    assert all(len(line) <= width for line in table)
+    shown = re.findall(r"(\d+) ([\d,]+)", "\n".join(re.sub(r"^h\d+ ", "", line) for line in table))
+    assert shown == [(str(rank), view.coordinate(rank)) for rank in range(topology.world_size())]
+
+
+def in_terminal(*arguments: str, **variables: str) -> str:
+    """What the command writes to a terminal of 80 columns."""
+    controller, terminal = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color", **variables}
+    environment = {name: value for name, value in environment.items() if value}
+    command = [sys.executable, "-m", "ds_topo", "show", *arguments]
+    process = subprocess.Popen(command, stdout=terminal, stderr=subprocess.PIPE, env=environment)
+    os.close(terminal)
+    written = b""
+    while True:
+        try:
+            chunk = os.read(controller, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not chunk:
+            break
+        written += chunk
+    os.close(controller)
+    assert (process.communicate(timeout=60)[1], process.returncode) == (b"", 0)
+    return written.decode()
+
+
+def test_colours_are_for_terminals_that_want_them(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("pipe=2,data=2", "--hosts", "2", "--slots", "2")
+    colourful = in_terminal(*arguments, NO_COLOR="")
+    assert "\x1b[36m0 0,0" in colourful  # stage 0
+    assert "\x1b[35m2 1,0" in colourful  # stage 1
+    plain = in_terminal(*arguments, NO_COLOR="1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", plain)
+    piped = run(capsys, *arguments)
+    assert "\x1b" not in piped
+    without_codes = [re.sub(r"\x1b\[[0-9;]*m", "", text).replace("\r", "") for text in (colourful, plain)]
+    assert without_codes == [piped.replace("pipe,data.", "pipe,data; a colour for each pipe."), piped]
+
+
+def test_a_closed_pipe_ends_it_quietly(tmp_path: Path) -> None:
+    picture = tmp_path / "layout.png"
+    command = f"{sys.executable} -m ds_topo show data=64,pipe=2 --groups --png {picture} | head -1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert result.stdout.startswith("data=64,pipe=2: 128 ranks")
+    assert result.stderr == f"picture: {picture}\n"
+    assert picture.exists()
+
+
+def test_it_needs_no_torch() -> None:
+    code = (
+        "import sys; from ds_topo.cli import main\n"
+        "main(['show', 'pipe=2,data=-1', '--hosts', '2', '--slots', '4', '--groups'])\n"
+        "main(['show', 'pipe=2,data=-1', '--hosts', '2', '--slots', '4', '--json'])\n"
+        "sys.exit([name for name in ('torch', 'deepspeed', 'numpy', 'matplotlib') if name in sys.modules] or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_help_imports_next_to_nothing() -> None:
+    code = (
+        "import sys; from ds_topo.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "sys.exit([name for name in ('torch', 'deepspeed', 'numpy', 'rich') if name in sys.modules] or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "show" in result.stdout
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+def test_pictures_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    svg, png = tmp_path / "a.svg", tmp_path / "a.png"
+    where = ("--hosts", "2", "--slots", "4")
+    run(capsys, "pipe=2,data=4", *where, "--svg", str(svg), "--png", str(png), "--links", "pipe")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    words = "".join(ElementTree.parse(svg).getroot().itertext())
+    for text in ("pipe=2,data=4 on 2 hosts", "host0", "host1", "1,3", "lines: pipe groups"):
+        assert text in words
+    again = tmp_path / "b.svg"
+    run(capsys, "pipe=2,data=4", *where, "--svg", str(again), "--links", "pipe")
+    assert again.read_bytes() == svg.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("spec", "hosts", "slots", "axis", "inside", "across"),
+    [
+        ("pipe=2,data=4", 2, 4, "pipe", 0, 4),
+        ("pipe=2,data=4", 2, 4, "data", 6, 0),
+        ("data=4,pipe=2", 2, 4, "data", 4, 2),
+        # with many ranks rank 0's group alone
+        ("pipe=4,data=128", 64, 8, "pipe", 0, 3),
+    ],
+)
+def test_the_links_of_an_axis_are_drawn(spec: str, hosts: int, slots: int, axis: str, inside: int, across: int) -> None:
+    from matplotlib.collections import LineCollection
+
+    view = LayoutView.of(spec, HostMap.block(Hosts.uniform(hosts, slots)))
+    [plot] = draw(view, axis).axes
+    drawn = [len(item.get_paths()) for item in plot.collections if isinstance(item, LineCollection)]
+    assert drawn == [inside, across]
+
+
+def test_ranks_are_coloured_by_stage() -> None:
+    from matplotlib.collections import PolyCollection
+
+    [plot] = draw(LayoutView.of("data=2,pipe=2", None), "pipe").axes
+    boxes = [item for item in plot.collections if isinstance(item, PolyCollection)][-1]
+    colors: Any = boxes.get_facecolors()
+    assert [tuple(color) for color in colors[:2]] == [tuple(color) for color in colors[2:]]
+    assert tuple(colors[0]) != tuple(colors[1])
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["pipe=2,pipe=2"], "axis 'pipe' is given twice"),
+        (["pipe=2,data=-1"], "pipe=2,data=-1: one degree is -1, what is left of the slots: give --hostfile FILE"),
+        (["pipe=2,data=8", "--hosts", "2", "--slots", "4"], "Nearest that does: 'pipe=2,data=4'"),
+        (["data=2", "--hosts", "2"], "--hosts 2 needs --slots M"),
+        (["data=2", "--slots", "2"], "--slots needs hosts"),
+        (["data=2", "--include", "a"], "--include needs hosts"),
+        (["data=2", "--hosts", "1", "--slots", "2", "--slurm"], "--hosts and --slurm both say"),
+        (["data=2", "--hosts", "n[1-", "--slots", "2"], "a bracket is not closed"),
+        (["data=2", "--hosts", "n1,n1", "--slots", "1"], "host 'n1' is named twice"),
+        (["data=2", "--hosts", "0", "--slots", "1"], "both must be >= 1"),
+        (["data=2", "--hosts", "a.invalid,b.invalid", "--slots", "1", "--resolve"], "'a.invalid' cannot be resolved"),
+        (["data=4", "--hosts", "2", "--slots", "2", "--include", "host0", "--exclude", "host1"], "give one of them"),
+        (["data=4", "--hosts", "2", "--slots", "2", "--include", "host0", "--num-nodes", "1"], "do not go with"),
+        (["data=4", "--hosts", "2", "--slots", "2", "--include", "host7"], "host 'host7' is not among"),
+        (["data=2", "--hostfile", "/nowhere/hosts"], "hostfile '/nowhere/hosts' cannot be read"),
+        (["data=2", "--rank", "2"], "rank 2 is out of range"),
+        (["pip=2,data=2"], "axis 'pip' has no meaning here: did you mean 'pipe'?"),
+        (["data=2", "--links", "expert"], "axis 'expert' is not in the topology"),
+        (["data=2", "--links", "pipe"], "axis 'pipe' is not in the topology"),
+        (["data=2", "pipe=4"], "only layouts of as many ranks can be compared: data=2 has 2, pipe=4 has 4"),
+        (["data=2", "data=2", "data=2"], "one is shown, two are compared"),
+        (["data=2", "--png", "/nowhere/a.png"], "picture '/nowhere/a.png' cannot be written"),
+        (["nowhere.json"], "config 'nowhere.json' cannot be read"),
+    ],
+)
+def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert message in fail(capsys, *arguments)
+
+
+def test_pictures_say_what_they_need(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert 'pip install "ds_topo[plot]"' in fail(capsys, "data=2", "--png", "a.png")

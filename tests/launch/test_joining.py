@@ -1,0 +1,77 @@
+"""A job of one rank, in a process of its own: what joining leaves behind, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from ds_topo.launch.joining import as_timeout
+
+NOT_INHERITED = ("SLURM_", "OMPI_", "PMI_", "MPI_", "TORCHELASTIC_", "CROSS_", "LOCAL_")
+
+
+def run_rank(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program as the one rank of a job whose variables are set by hand."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
+    of_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**inherited, **of_rank, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_one_timeout_for_every_group_deepspeed_s_included() -> None:
+    result = run_rank(
+        "import torch, torch.distributed as dist, ds_topo\n"
+        "def timeout(group): return group._get_backend(torch.device('cpu')).options._timeout\n"
+        "launch = ds_topo.init_distributed(timeout=77)\n"
+        "import deepspeed.comm\n"
+        "groups = [dist.group.WORLD, dist.new_group([0]), deepspeed.comm.new_group([0])]\n"
+        "print(*(int(timeout(group).total_seconds()) for group in groups), launch.world_size)\n"
+        "again = ds_topo.init_distributed()\n"
+        "print(again == launch)\n"
+    )
+    assert result.stdout.splitlines()[-2:] == ["77 77 77 1", "True"], result.stderr[-3000:]
+    assert "ds_topo: 1 rank, by variables of the environment, master 127.0.0.1:" in result.stderr
+
+
+def test_a_grid_says_who_this_rank_is() -> None:
+    result = run_rank(
+        "import os, warnings; from ds_topo.launch.joining import join\n"
+        "from ds_topo.process_groups.grid import ProcessGrid\n"
+        "join(timeout=60, backend='gloo', verbose=False)\n"
+        "said = lambda: sorted(name for name in os.environ if name.startswith('DS_TOPO_'))\n"
+        "grid = ProcessGrid('pipe=1,data=1')\n"
+        "print(*said())\n"
+        "grid.destroy()\n"
+        "print(*said())\n"
+    )
+    assert result.stdout.splitlines() == ["DS_TOPO_COORDINATE DS_TOPO_DATA DS_TOPO_PIPE", ""], result.stderr[-3000:]
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = run_rank("from ds_topo.launch.joining import join; join(timeout=10, backend='gloo')", MASTER_PORT=port)
+    assert result.returncode == 1
+    assert f"LaunchError: port {port} is taken on {socket.gethostname()}: another job runs there" in result.stderr
+
+
+@pytest.mark.parametrize(("timeout", "variable"), [(0, "10"), (-1.0, "10"), (None, "0"), (None, "ten")])
+def test_timeouts_are_positive(timeout: float | None, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", variable)
+    with pytest.raises(ValueError, match=r"timeout=|DEEPSPEED_TIMEOUT="):
+        as_timeout(timeout)
