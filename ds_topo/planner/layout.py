@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from ds_topo.errors import TopologyError
 from ds_topo.planner.cluster import Cluster
 from ds_topo.planner.model import Model
 from ds_topo.planner.precision import Precision
@@ -120,13 +119,6 @@ class Layout:
         if self.expert_parallel > 1:
             parts.append(f"experts over {self.expert_parallel}")
         return ", ".join(parts)
-
-
-def check_layout(job: Job, layout: Layout) -> None:
-    """Raise ``TopologyError`` with the rule that a layout breaks: heads, batch, stages, software."""
-    problem = layout_problem(job, layout)
-    if problem:
-        raise TopologyError(f"layout {layout}: {problem}")
 
 
 def layout_problem(job: Job, layout: Layout) -> str | None:

@@ -26,7 +26,6 @@ class Software:
     Args:
         name: for tables.
         flash_attention: scores never reach memory (Dao et al., arXiv:2205.14135).
-        fused: norms, dropout, residuals and activations are one kernel each and keep what they need alone.
         recompute: the kinds that it offers.
         sequence_parallel: between tensor-parallel layers each rank may have some positions (Korthikanti et al.).
         virtual_stages: how many stages a rank may have at most (Narayanan et al., section 2.2).
@@ -34,7 +33,6 @@ class Software:
         seq: whether attention may work on a split sequence, without and with a pipeline.
         seq_exchange: how attention sees a split sequence: ``ring`` sends keys and values around (Liu et al.,
             arXiv:2310.01889), ``all_to_all`` trades positions for heads (Jacobs et al., arXiv:2309.14509).
-        experts_tensor_parallel: whether experts, too, are split along the model axis.
         accumulation_bytes: of an accumulated gradient in mixed precision.
         reduction_bytes: of a gradient on the wire in mixed precision.
         reduces_whole: ZeRO stages whose gradients every rank gets whole (an all_reduce in place of a reduce_scatter).
@@ -54,14 +52,12 @@ class Software:
 
     name: str
     flash_attention: bool = True
-    fused: bool = True
     recompute: tuple[Recompute, ...] = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
     sequence_parallel: bool = True
     virtual_stages: int = 1000
     zero: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((0, 1, 2, 3), (0, 1), (0, 1))
     seq: tuple[bool, bool] = (True, True)
     seq_exchange: str = "ring"
-    experts_tensor_parallel: bool = False
     accumulation_bytes: int = 4
     reduction_bytes: int = 4
     reduces_whole: tuple[int, ...] = (0,)

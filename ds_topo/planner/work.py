@@ -155,9 +155,3 @@ class Work:
     kept: Kept = field(default_factory=Kept)
     working: float = 0.0
     output: float = 0.0
-
-    def again_under(self, recompute: Recompute) -> Pass:
-        """What backward computes again."""
-        if recompute is Recompute.NONE:
-            return Pass()
-        return self.again if recompute is Recompute.SELECTIVE else self.forward
