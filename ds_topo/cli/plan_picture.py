@@ -19,6 +19,7 @@ COLORS = {
     "gradients": "#e45756",
     "parameters": "#ff9da6",
     "optimizer": "#72b7b2",
+    "agreement": "#9d755d",
     "sharing": "#bab0ac",
     "weights": "#4c78a8",
     "activations": "#f58518",

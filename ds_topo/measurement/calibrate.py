@@ -290,23 +290,13 @@ def _link(device: torch.device, peer: int | None, together: int) -> Link:
 
 
 def _start_seconds(device: torch.device, inside: Link | None, across: Link | None) -> float:
-    """What a small all_reduce adds to ranks that compute, without its hops; collective."""
+    """What a small all_reduce over all ranks takes beside its hops; collective."""
     import torch
     import torch.distributed as dist
 
     value = torch.ones(1, device=device)
-    matrix = torch.ones(256, 256, device=device)
-
-    def compute() -> None:
-        for _ in range(4):
-            torch.mm(matrix, matrix)
-
-    def both() -> None:
-        compute()
-        dist.all_reduce(value)
-
     dist.barrier()
-    added = _slowest(_best(device, both, 20, MESSAGE_ROUNDS)) - _slowest(_best(device, compute, 20, MESSAGE_ROUNDS))
+    seconds = _slowest(_best(device, lambda: dist.all_reduce(value), 20, MESSAGE_ROUNDS))
     ranks = dist.get_world_size()
     hops = (across.latency if across else 0.0) * 2 + (inside.latency if inside else 0.0) * max(0, ranks - 2)
-    return max(added - hops, 0.0)
+    return max(seconds - hops, 0.0)

@@ -77,6 +77,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         "gradients": _gradients_text(costs, layout, spans),
         "parameters": f"ZeRO {layout.zero} gathers what is sharded over {layout.replicas} ranks",
         "optimizer": f"Adam on {_owned(costs, layout) / 1e6:,.1f} M parameters, bound by memory",
+        "agreement": f"{job.software.agreements} small collectives about losses, norms and overflows",
         "sharing": f"ranks share {job.cluster.processors:g} processors",
     }
     return [Term(name, seconds, texts[name]) for name, seconds in plan.time.parts().items() if seconds > 0]

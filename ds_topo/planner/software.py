@@ -47,6 +47,7 @@ class Software:
         balances_parameters: stages get layers by their parameters (DeepSpeed's default), not by their number.
         choice: how the degrees of its published runs were chosen.
         regathers: inputs that were split along the sequence are kept split, and gathered again for backward.
+        agreements: small collectives of every step, about losses, norms and overflows.
         overlaps_pipe: activations travel while the next micro-batch is computed (with virtual stages).
     """
 
@@ -70,6 +71,7 @@ class Software:
     overlaps_model: bool = False
     overlaps_model_backward: bool = True
     regathers: bool = True
+    agreements: int = 3
     balances_parameters: bool = False
     choice: str = "the source does not say how degrees were chosen"
 
@@ -98,6 +100,7 @@ DEEPSPEED = Software(
     overlaps_pipe=False,
     overlaps_model_backward=False,
     regathers=False,
+    agreements=5,
     balances_parameters=True,
 )
 """DeepSpeed's engines with this package's reducer. (Its bf16 pipelines shard the optimizer without ZeRO, too; so stage

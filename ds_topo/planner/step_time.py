@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_topo.planner.communication import collective_seconds, send_seconds
+from ds_topo.planner.communication import collective_seconds, latency_seconds, send_seconds
 from ds_topo.planner.costs import Costs, Messages, PieceCost, StageKind
-from ds_topo.planner.group_spans import EXPERT, layout_spans, taking_turns
+from ds_topo.planner.group_spans import EXPERT, GRADIENTS, layout_spans, taking_turns
 from ds_topo.planner.layout import Layout
 from ds_topo.planner.replicas import optimizer_seconds, replica_seconds
 from ds_topo.planner.software import Recompute, Software
@@ -34,6 +34,7 @@ class StepTime:
         gradients: their reduction, as far as backward does not hide it.
         parameters: gathering of sharded parameters, as far as it is not hidden.
         optimizer: the update.
+        agreement: small collectives about losses, norms and overflows.
         sharing: what ranks that share processors wait for them, where that is more than for each other.
     """
 
@@ -47,6 +48,7 @@ class StepTime:
     gradients: float
     parameters: float
     optimizer: float
+    agreement: float
     sharing: float = 0.0
 
     @property
@@ -134,6 +136,7 @@ def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = N
         gradients=reduced,
         parameters=gathered,
         optimizer=update,
+        agreement=_agreement_seconds(costs, spans),
         sharing=max(0.0, _shared_seconds(costs, layout, kinds, passes, update) - own),
     )
 
@@ -148,6 +151,13 @@ def _pipe_waits(layout: Layout, software: Software) -> float:
     if layout.virtual_stages == 1:
         return 2 * (layout.pipe - 1) / layout.pipe
     return 2 * layout.virtual_stages * (PIPE_BARE if software.overlaps_pipe else 1.0)
+
+
+def _agreement_seconds(costs: Costs, spans: Mapping[str, Span]) -> float:
+    """Seconds of a step's collectives that carry next to nothing, each over the axis where that takes longest."""
+    axes = [spans[axis] for axis in (PIPE, MODEL, GRADIENTS) if spans[axis].size > 1]
+    longest = max((latency_seconds("all_reduce", span, costs.job.cluster) for span in axes), default=0.0)
+    return costs.job.software.agreements * longest
 
 
 def _shared_seconds(
