@@ -30,7 +30,7 @@ def abridged(value: object) -> str:
     return _ABRIDGED.repr(value)
 
 
-def listed(names: Sequence[str], shown: int = 8) -> str:
+def listed(names: Sequence[object], shown: int = 8) -> str:
     """Names for a message, not too many.
 
     >>> listed(["a", "b"]), listed([]), listed([str(number) for number in range(10)])[-18:]

@@ -9,7 +9,8 @@ import deepspeed
 import torch
 
 from ds_topo.engine import changes
-from ds_topo.ledger import Change, Reliance, exists
+from ds_topo.engine.releases import is_missing
+from ds_topo.ledger import Change, Reliance
 from ds_topo.process_groups import torch_names
 from ds_topo.reducer import torch_names as reducer_names
 
@@ -27,14 +28,14 @@ def page(rows: Sequence[Change | Reliance] = ROWS) -> str:
     parts += ["Relied on", ""]
     for reliance in relied_on:
         parts += [_title(reliance), _line("for", reliance.use)]
-    missing = [str(row) for row in rows if not exists(row)]
+    missing = [str(row) for row in rows if is_missing(row)]
     parts += ["", f"{len(bound)} changes, {len(relied_on)} reliances; missing here: {', '.join(missing) or 'none'}"]
     return "\n".join(parts)
 
 
 def _title(row: Change | Reliance) -> str:
     limits = "" if row.releases == "all" else f"  ({row.releases})"
-    return f"{row}{limits}{'' if exists(row) else '  MISSING'}"
+    return f"{row}{limits}{'  MISSING' if is_missing(row) else ''}"
 
 
 def _line(label: str, text: str) -> str:

@@ -190,7 +190,6 @@ COALESCE = Change(
     instead="a refusal",
     why="it would reduce once more what the reducer has reduced",
     during=REDUCER,
-    releases=">=0.19.2",
 )
 REDUCE_FALLBACK = Change(
     DeepSpeedEngine,
@@ -306,5 +305,5 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(DeepSpeedZeroOptimizer, "params_in_partition", "their parameters"),
     Reliance(DeepSpeedZeroOptimizer, "norm_for_param_grads", "norms of offloaded gradients"),
     Reliance(DeepSpeedZeroOptimizer, "get_param_id", "the key of those norms"),
-    Reliance(DeepSpeedZeroOptimizer, "_zero_padding", "what of the partition is no gradient", releases=">=0.19.5"),
+    Reliance(DeepSpeedZeroOptimizer, "_zero_padding", "what of the partition is no gradient", releases=">=0.19.7"),
 )

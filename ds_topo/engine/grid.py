@@ -9,10 +9,11 @@ from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
 
 import deepspeed
+import torch
 
 from ds_topo.engine import current_mpu, inputs, norms, options
 from ds_topo.engine.megatron import MegatronGrid
-from ds_topo.engine.releases import warn_of_defects
+from ds_topo.engine.releases import is_due, warn_of_releases
 from ds_topo.ledger import ledger
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.grid import AnyTopology
@@ -83,12 +84,13 @@ class PipelineParallelGrid(MegatronGrid):
         timeout: float | timedelta | None = None,
         extra_axes: Iterable[str] = (),
     ) -> None:
-        warn_of_defects(deepspeed.__version__)
+        warn_of_releases(deepspeed.__version__, torch.__version__)
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes)
         with ExitStack() as undo:
             undo.callback(self.destroy)
             for change, make in _WHILE_A_GRID_EXISTS:
-                self.on_destroy(ledger.bind(change, make))
+                if is_due(change):
+                    self.on_destroy(ledger.bind(change, make))
             self.on_destroy(partial(current_mpu.forget, self))
             inputs.grids.add(self)
             undo.pop_all()

@@ -55,8 +55,7 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid) -> None:
     """
     if config.zero_config.zero_quantized_gradients:
         check_exchange_between_all_ranks("zero_quantized_gradients", grid)
-    experts = getattr(config, "expert_parallel_config", None)  # not in DeepSpeed 0.19.0
-    if experts is not None and experts.enabled:
+    if config.expert_parallel_config.enabled:
         check_exchange_between_all_ranks("expert_parallel (AutoEP)", grid)
     if config.zero_config.zero_hpz_partition_size > 1:
         _check_second_partition(config.zero_config.zero_hpz_partition_size, grid)

@@ -12,17 +12,20 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
-from deepspeed.pipe import TiedLayerSpec
+from torch import nn
 
 from ds_topo.engine import changes
 from ds_topo.engine.expert_groups import create_expert_groups
 from ds_topo.engine.expert_registry import registry
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
+from ds_topo.engine.inputs import require_grid
 from ds_topo.engine.norms import count_each_parameter_once
-from ds_topo.errors import MissingTopologyError, TopologyError
+from ds_topo.errors import MissingTopologyError, TopologyError, abridged
 from ds_topo.ledger import ledger
 from ds_topo.process_groups.creation import require_initialized
+from ds_topo.process_groups.grid import ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import DATA, PIPE
 from ds_topo.topology.rank_tables import RankGroup
@@ -37,28 +40,29 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
 
     Args:
         layers: modules, ``LayerSpec``, ``TiedLayerSpec`` or functions, in order.
-        num_stages: the degree of ``pipe``; the rest of the world is ``data``. Instead of ``topology``.
+        num_stages: the degree of ``pipe``; the rest of the world is ``data``. Instead of ``topology``. (Or a spec.)
         topology: a topology, or a spec such as ``"data=-1,pipe=2"``.
         config: a DeepSpeed config (path or mapping) whose ``"topology"`` section is used. Instead of ``topology``.
         grid: a grid that exists already, for layers that need one of its groups. Instead of ``topology``.
-        timeout: of agreement and process groups; the job's by default.
+        timeout: seconds, or a ``timedelta``: of agreement and process groups; the job's by default.
         **options: DeepSpeed's, unchanged: ``loss_fn``, ``partition_method``, ``activation_checkpoint_interval``, ...
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised, or ``LOCAL_RANK`` is not set.
-        TopologyError: no topology or more than one, or not one for this number of ranks.
+        TopologyError: no topology or more than one, not one for this number of ranks, or fewer layers than stages.
+        TypeError, ValueError: layers that cannot be.
         DisagreementError: ranks came with different topologies, or did not come.
     """
 
     def __init__(
         self,
         layers: Iterable[Any],
-        num_stages: int | None = None,
+        num_stages: int | str | None = None,
         topology: ProcessTopology | Spec | None = None,
         *args: Any,
         config: str | Path | Mapping[str, object] | None = None,
         grid: PipelineParallelGrid | None = None,
-        timeout: timedelta | None = None,
+        timeout: float | timedelta | None = None,
         **options: Any,
     ) -> None:
         require_initialized("PipelineModule")
@@ -68,7 +72,11 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
             raise RuntimeError(
                 "PipelineModule needs the environment variable LOCAL_RANK: start the job with deepspeed or torchrun"
             )
+        layers = _checked_layers(layers)
+        if isinstance(num_stages, str):  # a spec in the place of the number
+            topology, num_stages = topology or num_stages, None
         layout = _one_layout(num_stages, topology, config, grid)
+        _check_stages(num_stages, layout, len(layers))
         if isinstance(layout, PipelineParallelGrid):
             engine_grid = PipelineEngineGrid.over(layout)
         else:
@@ -153,6 +161,49 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         return {key: sorted(owners) for key, owners in stages.items()}
 
 
+def _checked_layers(layers: Iterable[Any]) -> list[Any]:
+    """Layers that a stage can build or call.
+
+    Raises:
+        ValueError: none.
+        TypeError: something else, such as a class without its arguments.
+    """
+    if isinstance(layers, (str, type)) or not isinstance(layers, Iterable):
+        raise TypeError(f"layers={abridged(layers)}: give a list of modules, LayerSpec, TiedLayerSpec or functions")
+    checked = list(layers)
+    if not checked:
+        raise ValueError("layers is empty: a pipeline needs at least one layer per stage")
+    for index, layer in enumerate(checked):
+        if isinstance(layer, type):
+            raise TypeError(
+                f"layer {index} is the class {layer.__name__}: give LayerSpec({layer.__name__}, ...) or a module"
+            )
+        if not isinstance(layer, (nn.Module, LayerSpec)) and not callable(layer):
+            raise TypeError(
+                f"layer {index} is {abridged(layer)}: give a module, LayerSpec, TiedLayerSpec or a function"
+            )
+    return checked
+
+
+def _check_stages(num_stages: object, layout: PipelineParallelGrid | ProcessTopology | Spec, layers: int) -> None:
+    """Refuse a number of stages that is not the topology's, or above that of layers; other mistakes are the grid's.
+
+    Raises:
+        TopologyError: the message has both numbers.
+    """
+    try:
+        topology = layout.topology() if isinstance(layout, ProcessGrid) else as_topology(layout, dist.get_world_size())
+    except (TopologyError, TypeError):
+        return  # the grid says so on all ranks
+    stages = max(1, topology.get_dim(PIPE))
+    if num_stages is not None and num_stages != stages:
+        raise TopologyError(f"num_stages={abridged(num_stages)}, but {topology.spec!r} has {stages}: give one of them")
+    if layers < stages:
+        raise TopologyError(
+            f"{layers} layers for the {stages} stages of {topology.spec!r}: give every stage at least one"
+        )
+
+
 def _one_layout(
     num_stages: int | None,
     topology: ProcessTopology | Spec | None,
@@ -167,6 +218,8 @@ def _one_layout(
     if config is not None:
         spec: Spec = read_config(config)
         return spec
+    if grid is not None:
+        require_grid("grid", grid)
     layout = topology if grid is None else grid
     if layout is not None:
         return layout

@@ -84,8 +84,7 @@ class EngineDriver:
         owner, reduction = self._gradients.reduction
         self._replace(reduction, lambda _: self._reduce_with(reducer), owner)
         self._replace(changes.DESTROY_ENGINE, lambda destroy: _after(reducer.detach, destroy))
-        if hasattr(self.engine, changes.COALESCE.name):
-            self._replace(changes.COALESCE, lambda _: _refuse_coalescing)
+        self._replace(changes.COALESCE, lambda _: _refuse_coalescing)
         self._replace(changes.TAKE_STEP, lambda step: _after(partial(_require_reduced, reducer, reduction), step))
         self._watch_for_exceptions(reducer)
 

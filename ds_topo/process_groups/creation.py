@@ -14,6 +14,7 @@ from typing import TypeAlias, cast
 
 import torch.distributed as dist
 
+from ds_topo.errors import listed
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.torch_names import is_known, job_timeout, next_group_named
 from ds_topo.topology.rank_tables import RankGroup
@@ -53,6 +54,7 @@ class ProcessGroups:
         self._token = agree(description, members, self.timeout)
         self._by_axes: dict[tuple[str, ...], ProcessGroup] = {}
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
+        self._ranks_of_axes: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._created: list[ProcessGroup] = []
         self._callbacks = ExitStack()
         self._destroyed = False
@@ -103,6 +105,7 @@ class ProcessGroups:
                 self._destroyed = True
                 self._by_axes.clear()
                 self._by_ranks.clear()
+                self._ranks_of_axes.clear()
                 while self._created:
                     group = self._created.pop()
                     if is_known(group):  # torch forgets all groups with the world's own
@@ -126,8 +129,18 @@ class ProcessGroups:
         """Raise ``RuntimeError`` after ``destroy()``."""
         if self._destroyed:
             raise RuntimeError("these process groups were destroyed; build a new grid")
+        if not self.has_its_world:
+            raise RuntimeError(
+                "torch.distributed was destroyed after this grid was built, and these process groups with it: join the "
+                "job again, and build a new grid"
+            )
 
     def _ensure(self, group: RankGroup) -> ProcessGroup:
+        known = self._ranks_of_axes.setdefault(group.axes, group.ranks)
+        if known != group.ranks:
+            raise ValueError(
+                f"group {group.name!r} has ranks {listed(known)}, not {listed(group.ranks)}: name it otherwise"
+            )
         if group.ranks not in self._by_ranks:
             self._by_ranks[group.ranks] = self._create(group.ranks, group.name)
         return self._by_axes.setdefault(group.axes, self._by_ranks[group.ranks])

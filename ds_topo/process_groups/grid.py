@@ -313,7 +313,7 @@ def _agreed_topology(
 ) -> ProcessTopology:
     """The topology for these members; a rank whose own is unusable tells the others before it raises."""
     try:
-        checked = _as_topology(topology, len(members)).with_extra_axes(extra_axes)
+        checked = as_topology(topology, len(members)).with_extra_axes(extra_axes)
         check_meanings(checked.axes, checked.extra_axes)
         checked.check_world_size(len(members))
     except (TopologyError, TypeError) as error:
@@ -322,12 +322,18 @@ def _agreed_topology(
     return checked
 
 
-def _as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopology:
+def as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopology:
+    """A topology, another class's, a spec for so many ranks, or DeepSpeed's default one.
+
+    Raises:
+        TopologyError: a malformed one.
+        TypeError: something else.
+    """
     if topology is None:
         return factorized_topology(world_size)
     if isinstance(topology, ProcessTopology):
         return topology
-    if hasattr(topology, "axes") and hasattr(topology, "dims"):
+    if hasattr(topology, "axes") and hasattr(topology, "dims") and not isinstance(topology, type):
         return ProcessTopology(topology.axes, topology.dims)
     if isinstance(topology, (ProcessGrid, type)) or callable(topology) or hasattr(topology, "mpu"):
         raise TypeError(

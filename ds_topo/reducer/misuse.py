@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from typing import TypeAlias
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from ds_topo.errors import listed
+from ds_topo.errors import abridged, listed
 from ds_topo.reducer.copy_in import is_replaced
 from ds_topo.reducer.hooks import GradientHooks
 from ds_topo.reducer.parameter_state import COPIED_IN, ParameterState
 from ds_topo.reducer.step import ReducerState
+
+
+def check_module(module: object) -> None:
+    """Refuse what is no module, and modules whose gradients torch reduces already.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: torch's DDP, or a module in one.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={abridged(module)}: give a torch.nn.Module")
+    if isinstance(module, DistributedDataParallel) or _is_in_ddp(module):
+        raise ValueError(
+            "module is wrapped by torch's DistributedDataParallel, which reduces its gradients already: use one of them"
+        )
+
+
+def _is_in_ddp(module: nn.Module) -> bool:
+    """Whether a DDP that exists holds the module; whatever holds it does so in its dictionary of submodules."""
+    return any(
+        isinstance(owner, DistributedDataParallel) or (isinstance(owner, dict) and "ddp_uneven_inputs_config" in owner)
+        for holder in gc.get_referrers(module)
+        if isinstance(holder, dict) and holder.get("module") is module
+        for owner in gc.get_referrers(holder)
+    )
+
 
 _REMEDY = {
     ReducerState.IDLE: "no gradient arrived since the last finish(); call it once per step, after a backward outside "

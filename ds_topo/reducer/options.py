@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import nn
 
+from ds_topo.errors import abridged
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.planning import MIB, BucketSizes
 
@@ -35,6 +37,51 @@ class ReductionArguments(TypedDict, total=False):
     broadcast_at_start: bool
     two_level: bool | None
     keep_steps: int
+
+
+_SWITCHES = (
+    "find_unused_parameters",
+    "zero_unused_parameters",
+    "static_graph",
+    "allow_late_gradients",
+    "broadcast_at_start",
+)
+_OPTIONAL_SWITCHES = ("overlap", "two_level")
+_WHOLE_NUMBERS = ("first_bucket_bytes", "last_bucket_bytes", "keep_steps")
+_DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "torch.float32"), torch.float32),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16", "torch.float16"), torch.float16),
+    **dict.fromkeys(("fp64", "float64", "torch.float64"), torch.float64),
+}
+_NOT_IN_JSON = ("grad_buffers", "expert_groups")
+
+
+def arguments_from_config(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments as JSON writes them, data types by name; checked as if they had been given directly.
+
+    >>> arguments_from_config({"bucket_bytes": 1000, "communication_dtype": "bf16"})
+    {'bucket_bytes': 1000, 'communication_dtype': torch.bfloat16}
+    >>> arguments_from_config({"bucket_byte": 1000})
+    Traceback (most recent call last):
+    ValueError: 'bucket_byte' is no option: did you mean 'bucket_bytes'? Options are bucket_bytes, ...
+
+    Raises:
+        ValueError, TypeError: an option that there is not, or a value that cannot be.
+    """
+    names = [name for name in ReductionArguments.__annotations__ if name not in _NOT_IN_JSON]
+    arguments = dict(section)
+    for name, value in section.items():
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            question = f": did you mean {near[0]!r}?" if near else "."
+            raise ValueError(f"{abridged(name)} is no option{question} Options are {', '.join(names)}")
+        if name.endswith("_dtype") and value is not None:
+            if not isinstance(value, str) or value not in _DTYPES:
+                raise ValueError(f"{name}={abridged(value)}: choose one of {', '.join(_DTYPES)}")
+            arguments[name] = _DTYPES[value]
+    ReductionOptions(**arguments)
+    return arguments
 
 
 @dataclass(frozen=True)
@@ -102,6 +149,7 @@ class ReductionOptions:
     keep_steps: int = 16
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.op not in ("average", "sum"):
             raise ValueError(f"op={self.op!r}: choose 'average' or 'sum'")
         for name in ("divisor", "predivide_factor"):
@@ -112,7 +160,7 @@ class ReductionOptions:
             raise ValueError(f"divisor={self.divisor} with op='sum': a sum is not divided; use op='average'")
         for name in ("communication_dtype", "accumulation_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not dtype.is_floating_point:
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(
                     f"{name}={dtype}: choose a floating-point type such as torch.float32 or torch.bfloat16"
                 )
@@ -132,6 +180,25 @@ class ReductionOptions:
                     "the same device"
                 )
         self.bucket_sizes(MIB)
+
+    def _check_types(self) -> None:
+        """Python takes ``"false"`` for true, and 1.5 bytes for a number."""
+        for names, kinds, choices in (
+            (_SWITCHES, (bool,), "True or False"),
+            (_OPTIONAL_SWITCHES, (bool, type(None)), "True, False or None"),
+            (_WHOLE_NUMBERS, (int,), "a whole number"),
+            (("bucket_bytes",), (int, type(None)), "a whole number of bytes, or None"),
+            (("divisor", "predivide_factor"), (int, float, type(None)), "a number, or None"),
+            (("grad_buffers", "expert_groups"), (Mapping,), "a mapping"),
+        ):
+            for name in names:
+                value = getattr(self, name)
+                if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                    raise TypeError(f"{name}={abridged(value)}: give {choices}")
+        if isinstance(self.ignored_parameters, (str, nn.Parameter)):
+            raise TypeError(
+                f"ignored_parameters={abridged(self.ignored_parameters)}: give a collection of names or parameters"
+            )
 
     def bucket_sizes(self, suitable_bytes: int) -> BucketSizes:
         """The capacities of the buckets, with that of a bucket where none was given."""

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
+from ds_topo.errors import abridged
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
 from ds_topo.reducer.copy_in import accumulate, copy_in, copy_in_at_once, is_copied_at_once, late_gradient
 from ds_topo.reducer.driver import StepDriver, TrainingLoop
@@ -41,6 +42,7 @@ from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go
 from ds_topo.reducer.layout import BucketLayout
 from ds_topo.reducer.misuse import (
     Changes,
+    check_module,
     missing_gradients,
     unequal_repetition,
     unexpected_gradient,
@@ -105,6 +107,7 @@ class BucketReducer:
         **options: Unpack[ReductionArguments],
     ) -> None:
         require_initialized("GradientReducer")
+        check_module(module)
         self.module = module
         self.group = _data_parallel_group(grid, process_group)
         self.driver: StepDriver = driver or TrainingLoop()
@@ -557,6 +560,13 @@ def _with_former_names(arguments: ReductionArguments) -> ReductionArguments:
 def _data_parallel_group(grid: HasDataParallelGroup | None, process_group: ProcessGroup | None) -> ProcessGroup:
     if grid is not None and process_group is not None:
         raise ValueError("grid and process_group: give one of them")
+    if grid is not None and not hasattr(grid, "get_data_parallel_group"):
+        raise TypeError(
+            f"grid={abridged(grid)}: give a grid or another mpu, which has get_data_parallel_group(), such as "
+            "PipelineParallelGrid('data=2,model=2')"
+        )
+    if process_group is not None and not isinstance(process_group, ProcessGroup):
+        raise TypeError(f"process_group={abridged(process_group)}: give a torch.distributed process group, or a grid")
     group = grid.get_data_parallel_group() if grid is not None else process_group or _all_ranks()
     if dist.get_rank() not in dist.get_process_group_ranks(group):
         raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks")

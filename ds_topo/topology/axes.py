@@ -12,6 +12,7 @@ from ds_topo.errors import TopologyError, UnknownAxisError, abridged
 PIPE, DATA, MODEL, SEQ, EXPERT = "pipe", "data", "model", "seq", "expert"
 DEEPSPEED_AXES = (PIPE, DATA, MODEL)
 """The axes that DeepSpeed knows; a topology without one of them has degree 1 there."""
+MAX_NAME = 64
 MEANINGS = {
     PIPE: "pipeline stages",
     DATA: "replicas with other samples",
@@ -44,7 +45,9 @@ def axis_in_spec(name: str) -> str:
     >>> [axis_in_spec(name) for name in ("pp", "DP", "Tensor", "cp", "rows")]
     ['pipe', 'data', 'model', 'seq', 'rows']
     """
-    lower = name.lower() if isinstance(name, str) else name
+    if not isinstance(name, str):
+        return name
+    lower = name.lower()
     return lower if lower in MEANINGS else SPEC_SYNONYMS.get(lower, name)
 
 
@@ -55,9 +58,10 @@ def checked_name(name: object) -> str:
         TopologyError: the name is not an identifier, or one that Python reserves.
     """
     normal = unicodedata.normalize("NFKC", name) if isinstance(name, str) else ""
-    if not normal.isidentifier() or keyword.iskeyword(normal) or normal[0] == "_":
+    if not normal.isidentifier() or keyword.iskeyword(normal) or normal[0] == "_" or len(normal) > MAX_NAME:
         raise TopologyError(
-            f"axis {abridged(name)}: a name must be a Python identifier that does not begin with an underscore"
+            f"axis {abridged(name)}: a name must be a Python identifier of at most {MAX_NAME} letters that does not "
+            "begin with an underscore"
         )
     return canonical_axis(normal)
 

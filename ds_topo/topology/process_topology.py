@@ -6,6 +6,7 @@ different hosts), the last is innermost (its peers are adjacent ranks).
 
 from __future__ import annotations
 
+import os
 from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -21,6 +22,7 @@ from ds_topo.topology.spec import (
     check_axes,
     check_world_size,
     is_strided,
+    leaves_out_a_degree,
     parse_spec,
     parse_strided_spec,
     read_config,
@@ -111,13 +113,18 @@ class ProcessTopology:
     def from_config(cls, config: str | Path | Mapping[str, object], world_size: int | None = None) -> ProcessTopology:
         """A topology from the ``"topology"`` section of a DeepSpeed config, a path or the loaded mapping.
 
+        A degree of -1 is computed from ``world_size``, or from the job's, which launchers put into ``WORLD_SIZE``.
+
         >>> ProcessTopology.from_config({"train_batch_size": 8, "topology": "data=2,pipe=2"})
         ProcessTopology('data=2,pipe=2')
 
         Raises:
             TopologyError: no such section, or a malformed one.
         """
-        return cls.from_spec(read_config(config), world_size)
+        spec, launched = read_config(config), os.environ.get("WORLD_SIZE", "")
+        if world_size is None and launched.isdecimal() and leaves_out_a_degree(spec):
+            world_size = int(launched)
+        return cls.from_spec(spec, world_size)
 
     # -- the topology as a whole ---------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import json
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import isqrt, prod
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -145,6 +146,11 @@ def is_strided(spec: Spec) -> bool:
     return isinstance(spec, str) and ":" in spec
 
 
+def leaves_out_a_degree(spec: Spec) -> bool:
+    """Whether a degree of -1 is to be computed."""
+    return not is_strided(spec) and -1 in _split_spec(spec)[1]
+
+
 def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...], frozenset[str]]:
     """Axes, their factors and which are extra: ``axis=size:stride*size:stride,...``, outermost factor first.
 
@@ -211,6 +217,8 @@ def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: in
 
 def read_config(config: str | Path | Mapping[str, object]) -> Spec:
     """The ``topology`` section of a DeepSpeed config (a path or the loaded mapping): a spec in any form."""
+    if not isinstance(config, (str, PathLike, Mapping)):
+        raise TopologyError(f"config {abridged(config)}: give a path, or the loaded mapping")
     if isinstance(config, Mapping):
         source, content = "the config", config
     else:
@@ -218,12 +226,13 @@ def read_config(config: str | Path | Mapping[str, object]) -> Spec:
         try:
             content = json.loads(Path(config).read_text(encoding="utf-8"))
         except OSError as error:
-            raise TopologyError(f"config {source!r} cannot be read: {error}") from error
+            raise TopologyError(f"config {abridged(source)} cannot be read: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:  # of UTF-8 and of numbers too; nested too deeply
-            raise TopologyError(f"config {source!r} is not JSON: {abridged(str(error))}") from error
+            raise TopologyError(f"config {abridged(source)} is not JSON: {abridged(str(error))}") from error
     if not isinstance(content, Mapping) or "topology" not in content:
         raise TopologyError(
-            f'{source} has no "topology" section; add one, such as "topology": {{"pipe": 2, "data": 4, "model": 2}}'
+            f'{source:.200} has no "topology" section; add one, such as '
+            '"topology": {"pipe": 2, "data": 4, "model": 2}'
         )
     return cast("Spec", content["topology"])
 

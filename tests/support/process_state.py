@@ -89,6 +89,13 @@ def _destroy_process_groups() -> None:
     else:
         dist.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        _forget_sharding()  # it holds meshes of the groups that are gone, which equal meshes would get
 
-        _clear_sharding_prop_cache()  # it holds meshes of the groups that are gone, which equal meshes would get
+
+def _forget_sharding() -> None:
+    from torch.distributed.tensor import DTensor, debug
+
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is None:  # older torch has one cache, and no name for this
+        clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+    clear()
