@@ -40,7 +40,8 @@ def deepspeed_config(job: Job, plan: Plan) -> dict[str, Any]:
     if job.precision.name in ("bf16", "fp16"):
         config[job.precision.name] = {"enabled": True}
     if layout.recompute is Recompute.FULL:
-        config["pipeline"] = {"activation_checkpoint_interval": 1}
+        # the reentrant kind loses the gradients of a first layer whose inputs are token ids
+        config["pipeline"] = {"activation_checkpoint_interval": 1, "use_reentrant": False}
     return config
 
 

@@ -76,6 +76,8 @@ def test_a_config_of_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert config["bf16"] == {"enabled": True}
     assert "train with: torchrun --nnodes 2 --nproc-per-node 4 examples/train_gpt.py" in out
     assert "cannot be written" in refused(capsys, *JOB, "--write", str(tmp_path / "absent" / "x.json"))
+    plan(capsys, *JOB, "--write", str(path), "--fix", "pipe=2", "--recompute", "full")
+    assert json.loads(path.read_text())["pipeline"] == {"activation_checkpoint_interval": 1, "use_reentrant": False}
 
 
 @pytest.mark.parametrize(

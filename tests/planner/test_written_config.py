@@ -23,7 +23,7 @@ PLANS = {
     "data outermost": "--topology data=2,pipe=2 --zero 1",
     "model": "--topology pipe=2,model=2 --micro-batch 4",
     "sequence parallel": "--topology data=2,model=2 --sequence-parallel",
-    "recomputed": "--topology pipe=2,data=2 --recompute full --zero 0",
+    "recomputed": "--topology pipe=2,model=2 --recompute full --zero 0 --sequence-parallel",
     "deep": "--topology pipe=4",
     "the best": "",
 }
