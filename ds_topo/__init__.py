@@ -13,6 +13,11 @@ from ds_topo.errors import (
     CoordinateError,
     DisagreementError,
     EngineOptionError,
+    ExpertGroupError,
+    ExpertSizeError,
+    HostError,
+    LaunchError,
+    MissingTopologyError,
     TopologyError,
     UnknownAxisError,
     WorldSizeError,
@@ -25,7 +30,9 @@ if TYPE_CHECKING:
     from ds_topo.engine.initialize import initialize as initialize
     from ds_topo.engine.mpu import ModelParallelUnit as ModelParallelUnit
     from ds_topo.engine.norms import mark_tensor_parallel_gradients as mark_tensor_parallel_gradients
+    from ds_topo.engine.pipeline import LayerSpec as LayerSpec
     from ds_topo.engine.pipeline import PipelineModule as PipelineModule
+    from ds_topo.engine.pipeline import TiedLayerSpec as TiedLayerSpec
     from ds_topo.engine.start import init_distributed as init_distributed
     from ds_topo.process_groups.grid import ProcessGrid as ProcessGrid
 
@@ -37,7 +44,13 @@ __all__ = [
     "CoordinateError",
     "DisagreementError",
     "EngineOptionError",
+    "ExpertGroupError",
+    "ExpertSizeError",
     "GradientReducer",
+    "HostError",
+    "LaunchError",
+    "LayerSpec",
+    "MissingTopologyError",
     "ModelParallelUnit",
     "PipeDataParallelTopology",
     "PipeModelDataParallelTopology",
@@ -45,6 +58,7 @@ __all__ = [
     "PipelineParallelGrid",
     "ProcessGrid",
     "ProcessTopology",
+    "TiedLayerSpec",
     "TopologyError",
     "UnknownAxisError",
     "WorldSizeError",
@@ -58,10 +72,12 @@ __all__ = [
 
 _LAZY = {
     "GradientReducer": "engine.gradient_reducer",
+    "LayerSpec": "engine.pipeline",
     "ModelParallelUnit": "engine.mpu",
     "PipelineModule": "engine.pipeline",
     "PipelineParallelGrid": "engine.grid",
     "ProcessGrid": "process_groups.grid",
+    "TiedLayerSpec": "engine.pipeline",
     "init_distributed": "engine.start",
     "initialize": "engine.initialize",
     "mark_tensor_parallel_gradients": "engine.norms",
@@ -82,4 +98,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
+    return sorted({*__all__, "__version__"})

@@ -10,6 +10,7 @@ binds, the last one restores.
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -71,7 +72,7 @@ def name_of(owner: type | ModuleType) -> str:
 
 
 def exists(row: Change | Reliance) -> bool:
-    """Whether the installed release has the name: as an attribute, or somewhere in the source of the class.
+    """Whether the installed release has the name: as an attribute, or assigned somewhere in the class.
 
     >>> exists(Reliance(dict, "keys", "")), exists(Reliance(dict, "absent", ""))
     (True, False)
@@ -79,7 +80,8 @@ def exists(row: Change | Reliance) -> bool:
     if hasattr(row.owner, row.name):
         return True
     kinds = inspect.getmro(row.owner) if isinstance(row.owner, type) else ()
-    return any(f".{row.name}" in _source(kind) for kind in kinds)
+    assigned = re.compile(rf"\.{row.name}\b\s*(:[^=\n]+)?=(?!=)|\.{row.name}\b\s*[,)].*=")
+    return any(row.name in vars(kind).get("__annotations__", ()) or assigned.search(_source(kind)) for kind in kinds)
 
 
 @dataclass(eq=False)
@@ -161,7 +163,8 @@ def _replace(owner: Any, change: Change, make: Make) -> Release:
     if not is_there and (owner is change.owner or not exists(change)):  # an instance may get it later
         raise RuntimeError(
             f"{change} does not exist in the installed release, but ds_topo replaces it by {change.instead}: "
-            f"{change.why}. Use a release that README.md names"
+            f"{change.why}. Use the newest release that README.md names; python -m ds_topo.engine shows what else is "
+            "missing"
         )
     original = own[change.name] if was_own else getattr(owner, change.name, None)
     replacement = make(original)

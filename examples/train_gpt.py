@@ -16,7 +16,17 @@ import torch.distributed as dist
 from gpt import gpt_layers
 from parallel_layers import Parallel
 from text import Text, standard_library
-from training import argument_parser, build_engine, model_config, resume, start, train, validate, write_history
+from training import (
+    argument_parser,
+    build_engine,
+    model_config,
+    resume,
+    start,
+    told_once,
+    train,
+    validate,
+    write_history,
+)
 
 from ds_topo import PipelineParallelGrid
 from ds_topo.collectives import gather
@@ -69,4 +79,5 @@ def continuation(
 
 
 if __name__ == "__main__":
-    main()
+    with told_once():
+        main()

@@ -17,7 +17,17 @@ from gpt import FIRST_BLOCK, Block, gpt_layers
 from mixture import Mixture
 from parallel_layers import Parallel
 from text import standard_library
-from training import argument_parser, build_engine, model_config, resume, start, train, validate, write_history
+from training import (
+    argument_parser,
+    build_engine,
+    model_config,
+    resume,
+    start,
+    told_once,
+    train,
+    validate,
+    write_history,
+)
 
 from ds_topo import PipelineParallelGrid
 from ds_topo.groups import create_expert_groups
@@ -78,4 +88,5 @@ def load_table(load: list[list[float]]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    with told_once():
+        main()

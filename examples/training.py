@@ -6,10 +6,12 @@ import argparse
 import json
 import logging
 import math
+import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +23,48 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from text import Text, windows
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_topo import PipelineModule, PipelineParallelGrid, init_distributed, initialize
+from ds_topo import (
+    DisagreementError,
+    LaunchError,
+    PipelineModule,
+    PipelineParallelGrid,
+    TopologyError,
+    init_distributed,
+    initialize,
+)
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 DEFAULT_CONFIG = Path(__file__).with_name("train_gpt.json")
 VALIDATION_STEPS = 8
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """The description as it is written, and every default."""
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """Mistakes of a person are a sentence of rank 0, not a traceback of every rank."""
+    try:
+        yield
+    except (TopologyError, DisagreementError, LaunchError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+
+
 def argument_parser(description: str | None, out: str) -> argparse.ArgumentParser:
     """The options of every example; ``out`` is where it writes unless told otherwise."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=_HelpFormatter)
     parser.add_argument("--topology", help='axes, outermost first, such as "pipe=2,data=-1"; else from the config')
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="DeepSpeed config file")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="steps to train, those before --resume included")
     parser.add_argument("--batch-size", type=int, default=32, help="sequences per step, over all ranks")
     parser.add_argument("--context", type=int, default=128, help="bytes per sequence")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--width", type=int, default=128, help="features of a token")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads; must divide --width")
+    parser.add_argument("--depth", type=int, default=4, help="transformer blocks")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters and samples")
     parser.add_argument("--overlap", action="store_true", help="reduce gradients during backward, and show a report")
     parser.add_argument("--out", type=Path, default=Path(out), help="folder of checkpoints, curve and history")
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; the last is always saved")
@@ -53,12 +78,30 @@ def start(arguments: argparse.Namespace) -> tuple[dict[str, Any], PipelineParall
     deepspeed.utils.logger.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     init_distributed()
-    config: dict[str, Any] = json.loads(arguments.config.read_text())
-    return config, PipelineParallelGrid(arguments.topology or config.get("topology"))
+    config = _read_config(arguments.config)
+    if arguments.topology:
+        config["topology"] = arguments.topology
+    grid = PipelineParallelGrid(config.get("topology"))
+    if grid.topology().get_dim("seq") > 1:
+        raise TopologyError(
+            f"--topology {grid.topology().spec}: this model does not split sequences; use model or data"
+        )
+    return config, grid
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise TopologyError(f"--config {path}: {error}") from error
+    config.setdefault("gradient_accumulation_steps", 1)
+    return config
 
 
 def model_config(arguments: argparse.Namespace) -> GPTConfig:
     """The shape of the model that the arguments ask for."""
+    if arguments.width % arguments.heads:
+        raise TopologyError(f"--heads {arguments.heads} must divide --width {arguments.width}")
     return GPTConfig(arguments.context, arguments.width, arguments.heads, arguments.depth)
 
 
@@ -104,7 +147,7 @@ def micro_batch_size(arguments: argparse.Namespace, config: dict[str, Any], grid
     """Sequences that one rank takes at a time."""
     pieces = grid.get_sample_world_size() * config["gradient_accumulation_steps"]
     if arguments.batch_size % pieces:
-        raise SystemExit(
+        raise TopologyError(
             f"--batch-size {arguments.batch_size} must be a multiple of {pieces}: {grid.get_sample_world_size()} ranks "
             f"with samples of their own x {config['gradient_accumulation_steps']} micro-batches"
         )
@@ -159,7 +202,9 @@ def resume(engine: Any, arguments: argparse.Namespace) -> int:
     """Load the newest checkpoint; return the number of steps that it has behind it."""
     path, state = engine.load_checkpoint(str(arguments.out))
     if path is None:
-        raise SystemExit(f"--resume: no checkpoint in {arguments.out}")
+        raise TopologyError(f"--resume: no checkpoint in {arguments.out}")
+    if state["step"] >= arguments.steps and engine.global_rank == 0:
+        print(f"{state['step']} steps are done, and --steps {arguments.steps} asks for no more")
     return int(state["step"])
 
 
@@ -176,17 +221,25 @@ def progress_bar(grid: PipelineParallelGrid) -> Any:
     )
 
 
+def _earlier_history(path: Path, history: list[dict[str, float]]) -> list[dict[str, float]]:
+    """What was written before, up to the first of the steps that came now."""
+    earlier: list[dict[str, float]] = json.loads(path.read_text())["history"] if path.exists() else []
+    return [row for row in earlier if not history or row["step"] < history[0]["step"]]
+
+
 def write_history(
     history: list[dict[str, float]], validation_loss: float, arguments: argparse.Namespace, **more: Any
 ) -> None:
     """Keep losses and whatever ``more`` as JSON and, where matplotlib is installed, the losses as a picture."""
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.resume:
+        history = [*_earlier_history(arguments.out / "history.json", history), *history]
     record = {"validation_loss": validation_loss, "history": history, **more}
     (arguments.out / "history.json").write_text(json.dumps(record))
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print('no loss curve: install matplotlib with pip install "ds_topo[plot]"')
+        print('no loss curve: install matplotlib, with pip install -e ".[plot]" in a checkout')
         return
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot(xlabel="step", ylabel="nats per byte", title="GPT on Python's standard library")

@@ -7,37 +7,51 @@ result anyway. All results are new tensors; nothing here writes to its input.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _functional = torch.ops._c10d_functional
+_HINT = "ds_topo.collectives.debug() names ranks of a group that call different collectives, or with different shapes"
+
+
+def _wait(result: Tensor) -> Tensor:
+    """The result once it is there; what goes wrong is most often that ranks differ."""
+    if torch.compiler.is_compiling():
+        return cast("Tensor", _functional.wait_tensor(result))
+    try:
+        return cast("Tensor", _functional.wait_tensor(result))
+    except RuntimeError as error:
+        error.args = (f"{error} ({_HINT})",)
+        raise
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks: ``[...] -> [...]``."""
     total = _functional.all_reduce(_contiguous_real(x), "sum", group.group_name)
-    return _like(_functional.wait_tensor(total), x)
+    return _like(_wait(total), x)
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Concatenate over ranks: ``[..., d, ...] -> [..., n * d, ...]``."""
     shard, n = _contiguous_real(x), group.size()
-    shards = _functional.wait_tensor(_functional.all_gather_into_tensor(shard, n, group.group_name))
+    shards = _wait(_functional.all_gather_into_tensor(shard, n, group.group_name))
     return _like(_merge(shards.view(n, *shard.shape), dim), x)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks, one part each: ``[..., d, ...] -> [..., d / n, ...]``."""
     parts, n = _split(_contiguous_real(x), dim, group.size()), group.size()
-    total: Tensor = _functional.wait_tensor(_functional.reduce_scatter_tensor(parts, "sum", n, group.group_name))
+    total: Tensor = _wait(_functional.reduce_scatter_tensor(parts, "sum", n, group.group_name))
     return _like(total.squeeze(0), x)
 
 
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
     """Part ``i`` of ``split_dim`` goes to rank ``i``; what comes is concatenated along ``concat_dim``."""
     parts, each = _split(_contiguous_real(x), split_dim, group.size()), [1] * group.size()
-    received = _functional.wait_tensor(_functional.all_to_all_single(parts, each, each, group.group_name))
+    received = _wait(_functional.all_to_all_single(parts, each, each, group.group_name))
     return _like(_merge(received, concat_dim), x)
 
 

@@ -31,6 +31,8 @@ from ds_topo.topology.axes import DATA, PIPE
 from ds_topo.topology.rank_tables import RankGroup
 from ds_topo.topology.spec import Spec, read_config
 
+__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
+
 
 class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
     """DeepSpeed's ``PipelineModule`` on a ``PipelineParallelGrid`` of any topology, extra axes included.

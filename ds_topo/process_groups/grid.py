@@ -109,7 +109,9 @@ class ProcessGrid:
         agreed = _agreed_topology(topology, extra_axes, members, timeout)
         rank = members.index(dist.get_rank())
         groups = [
-            RankGroup(group.axes, tuple(members[rank] for rank in group.ranks)) for group in grid_groups(agreed, rank)
+            RankGroup(group.axes, tuple(members[rank] for rank in group.ranks))
+            for group in grid_groups(agreed, rank)
+            if len(group.ranks) > 1  # one rank's own group is made when it is asked for, by that rank alone
         ]
         created = ProcessGroups(f"grid {agreed.spec}, timeout {timeout}", groups, members, timeout)
         self._core = _Core(agreed, members, rank, created)

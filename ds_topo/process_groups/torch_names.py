@@ -43,6 +43,7 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(c10d, "_get_default_store", "ranks compare their plans through the job's store"),
     Reliance(c10d, "_get_default_group", "the job's timeout, which new_group does not inherit"),
     Reliance(c10d, "_world", "whether a group still exists: torch forgets all of them with the world's own"),
+    Reliance(dist.ProcessGroup, "bound_device_id", "taken away while a group is created by its members alone"),
     Reliance(dist.ProcessGroup, "_device_types", "the devices that a group serves"),
     Reliance(dist.ProcessGroup, "_get_backend", "the job's timeout"),
 )
@@ -118,6 +119,16 @@ def is_known(group: dist.ProcessGroup) -> bool:
 
 @contextmanager
 def next_group_named(name: str) -> Iterator[None]:
-    """Give the group that is created inside this name."""
-    with ledger.bound(GROUP_NAME, lambda _: lambda ranks, use_hashed_name: name):
-        yield
+    """Give the group that is created inside this name, and a communicator of its own.
+
+    Where the job is bound to a device, as DeepSpeed binds it on GPUs, torch would split the world's communicator, which
+    is collective over the world: members alone would wait for the others for ever.
+    """
+    world = c10d._get_default_group()
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        with ledger.bound(GROUP_NAME, lambda _: lambda ranks, use_hashed_name: name):
+            yield
+    finally:
+        world.bound_device_id = bound

@@ -17,6 +17,7 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.torch_names import job_timeout
 from ds_topo.reducer.options import ReductionOptions
 from ds_topo.reducer.parameter_state import ParameterState, expert_group_name
+from ds_topo.reducer.torch_names import broadcast_coalesced
 
 owners: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
 """Which parameters have a reducer; the entry goes with either of them, or with ``detach()``."""
@@ -138,16 +139,7 @@ def _description(state: ParameterState) -> str:
 
 def broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
     """Give every rank of the group its first rank's values, in place; collective."""
-    source = dist.get_process_group_ranks(group)[0]
-    sent = []
-    for tensor in tensors:
-        payload = tensor.detach()
-        payload = payload if payload.is_contiguous() else payload.contiguous()
-        sent.append((tensor.detach(), payload, dist.broadcast(payload, source, group=group, async_op=True)))
-    for tensor, payload, work in sent:
-        work.wait()
-        if payload.data_ptr() != tensor.data_ptr():
-            tensor.copy_(payload)
+    broadcast_coalesced([tensor.detach() for tensor in tensors], group)
 
 
 def make_equal(module: nn.Module, options: ReductionOptions, group: ProcessGroup) -> None:

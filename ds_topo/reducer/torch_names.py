@@ -30,9 +30,12 @@ ROWS: tuple[Change | Reliance, ...] = (
     ZERO_GRAD_OF_OPTIMIZERS,
     Reliance(torch, "_foreach_copy_", "gradients into a bucket, many at a time"),
     Reliance(torch, "_foreach_mul_", "gradients of a bucket, scaled at once"),
+    Reliance(dist, "_broadcast_coalesced", "parameters at the start, many at a time"),
     Reliance(dist, "_make_nccl_premul_sum", "NCCL multiplies while it sums", releases="builds with NCCL"),
 )
 
+_BROADCAST_BYTES = 250 << 20
+"""How much goes at once, as in DDP."""
 ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 
 
@@ -40,3 +43,9 @@ def premultiplied_sum(factor: float) -> ReduceOp:
     """NCCL's ``ReduceOp`` that multiplies by ``factor`` while it sums."""
     op: ReduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
     return op
+
+
+def broadcast_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give every rank of the group its first rank's values, in place; collective."""
+    if tensors:
+        dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]

@@ -26,8 +26,8 @@ SYNONYMS = {"tensor": MODEL}
 SPEC_SYNONYMS = {
     **SYNONYMS,
     **dict.fromkeys(("pp", "pipeline"), PIPE),
-    **dict.fromkeys(("dp", "replica"), DATA),
-    **dict.fromkeys(("tp", "mp", "slice"), MODEL),
+    **{"dp": DATA},
+    **dict.fromkeys(("tp", "mp"), MODEL),
     **dict.fromkeys(("sp", "cp", "sequence", "context"), SEQ),
     **dict.fromkeys(("ep", "experts"), EXPERT),
 }

@@ -61,7 +61,7 @@ def check_axes(
         if name in names:
             synonym = "" if given == name else f" ({abridged(given)} is a synonym of {abridged(name)})"
             raise TopologyError(
-                f"axis {abridged(name)} is given twice in {abridged(axes)}{synonym}: name every axis once"
+                f"axis {abridged(name)} is given twice in {abridged(written)}{synonym}: name every axis once"
             )
         names.append(name)
         sizes.append(_checked_degree(given, degree))

@@ -24,7 +24,7 @@ SPECS_OF_64_RANKS = [
     "seq=4,pipe=2,data=4,model=2",
     "data=2,seq=2,model=4,pipe=4",
     "pipe=8,seq=8",
-    "expert=2,pipe=2,replica=2,data=2,model=2,seq=2",
+    "expert=2,pipe=2,+replica=2,data=2,model=2,seq=2",
     "pipe=1,data=64,model=1",
 ]
 

@@ -16,6 +16,7 @@ from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
 from ds_topo import PipelineParallelGrid
+from ds_topo.engine import changes
 from tests.support.training import (
     Batch,
     Run,
@@ -94,7 +95,7 @@ def _train_alone() -> Run:
 def _train_and_compare(topology: str, options: dict[str, Any], alone: Run) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     deepspeed.init_distributed(verbose=False)
-    untouched = DeepSpeedEngine._configure_zero_optimizer
+    untouched = getattr(DeepSpeedEngine, changes.CONFIGURE_ZERO.name)
     with PipelineParallelGrid(topology) as grid:
         pieces = grid.get_sequence_parallel_world_size()
 
@@ -115,7 +116,7 @@ def _train_and_compare(topology: str, options: dict[str, Any], alone: Run) -> No
             run.parameters = parameters_of(model)
         destroy_engine(engine)
     assert_trained_alike(run, alone, losses=1e-5, tensors=1e-5)
-    assert DeepSpeedEngine._configure_zero_optimizer is untouched
+    assert getattr(DeepSpeedEngine, changes.CONFIGURE_ZERO.name) is untouched
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

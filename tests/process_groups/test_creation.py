@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -137,3 +138,37 @@ def _timeouts(timeout: timedelta | None, expected: timedelta) -> None:
 def test_the_jobs_timeout_reaches_every_group(world: Worlds, own: float | None) -> None:
     timeout = None if own is None else timedelta(seconds=own)
     world(4).run(_timeouts, timeout, timedelta(seconds=own or 37.0), timeout=37.0)
+
+
+def _create_while_bound_to_a_device() -> None:
+    """As DeepSpeed binds a job on GPUs: torch would split the world's communicator, which all ranks must call."""
+    world = dist.group.WORLD
+    world.bound_device_id = torch.device("cpu", 0)
+    try:
+        with (
+            mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=AssertionError("a split")),
+            PipelineParallelGrid("pipe=4") as grid,
+        ):
+            if grid.is_rank_in_embedding_group():
+                assert sum_of_ranks(grid.get_embedding_group()) == 3
+            assert world.bound_device_id == torch.device("cpu", 0)
+    finally:
+        world.bound_device_id = None
+
+
+def test_members_alone_create_a_group_where_the_job_is_bound_to_a_device(world: Worlds) -> None:
+    world(4).run(_create_while_bound_to_a_device)
+
+
+def _only_what_is_asked_for() -> None:
+    with (
+        mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group,
+        PipelineParallelGrid("data=4") as grid,
+    ):
+        assert not new_group.called, "the world's own group is the only one of several ranks"
+        assert dist.get_process_group_ranks(grid.get_model_parallel_group()) == [dist.get_rank()]
+        assert new_group.call_count == 1
+
+
+def test_groups_of_one_rank_are_made_when_they_are_asked_for(world: Worlds) -> None:
+    world(4).run(_only_what_is_asked_for)
