@@ -40,7 +40,7 @@ def main() -> None:
     text = standard_library()
     parallel = Parallel(grid.get_group("model"), arguments.sequence_parallel)
     if arguments.sequence_parallel:  # DeepSpeed would split activations that are already split
-        config["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
+        config.setdefault("pipeline", {}).update(pipe_partitioned=False, grad_partitioned=False)
     engine = build_engine(arguments, config, grid, parallel, gpt_layers(model_config(arguments), parallel))
 
     first_step = resume(engine, arguments) if arguments.resume else 0

@@ -15,8 +15,8 @@ from tests.support.imports import circles_in, imports_in
 
 PACKAGE = Path(ds_topo.__file__).parent
 LAYERS: dict[int, set[str]] = {
-    0: {"errors", "ledger", "placement", "topology"},
-    1: {"launch", "process_groups"},
+    0: {"errors", "ledger", "placement", "planner", "topology"},
+    1: {"launch", "measurement", "process_groups"},
     2: {"check", "collectives", "reducer"},
     3: {"engine"},
     4: {"groups", "distributed"},

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_topo.cli import check, show
+from ds_topo.cli import check, plan, show
 from ds_topo.errors import TopologyError
 
 
@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it to every program
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     check.add_parser(subparsers)
+    plan.add_parser(subparsers)
     show.add_parser(subparsers)
     parsed = parser.parse_args(arguments)
     try:

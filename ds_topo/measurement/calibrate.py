@@ -1,0 +1,302 @@
+"""Measure what the planner needs to know of the machine at hand: products, attention, memory, update, links.
+
+torch is imported inside the functions. Under a launcher every rank takes part: all compute at the same time, so that
+ranks which share processors measure their share, and the links between hosts are measured too.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from ds_topo.planner.cluster import Link
+from ds_topo.planner.machine import Machine, Speeds
+
+if TYPE_CHECKING:
+    import torch
+
+ROUNDS, MESSAGE_ROUNDS = 15, 5
+MESSAGE_BYTES = 8 << 20
+SMALL_PRODUCT, LARGE_PRODUCT = (512, 512, 64), (512, 512, 1024)
+ATTENTION_SHAPE = (4, 4, 256, 64)
+VECTOR = 1 << 21
+UPDATED_PARAMETERS = 1 << 21
+
+
+def calibrate() -> Machine:
+    """Measure; collective over the process group where there is one, which every rank then knows the result of."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if not dist.is_initialized():
+        slots = torch.cuda.device_count() if device.type == "cuda" else 1
+        cores = float(os.cpu_count() or 1)
+        return Machine(1, slots, measure_speeds(device, slots if device.type == "cuda" else cores))
+    hosts = _hosts()
+    slots = len(next(iter(hosts.values())))
+    alone = _one_after_the_other(lambda: _product_seconds(device, LARGE_PRODUCT, torch.float32))
+    together = _slowest(_product_seconds(device, LARGE_PRODUCT, torch.float32))
+    ranks = dist.get_world_size()
+    processors = min(float(ranks), ranks * alone / together)
+    # speeds of a rank that has a processor for itself: one after the other where they would share
+    measure: Callable[[], Speeds] = lambda: measure_speeds(device, processors)  # noqa: E731
+    speeds = _from_first(measure()) if processors > 0.9 * ranks else _alone_on_first(measure)
+    inside, across = _links(device, hosts)
+    return Machine(len(hosts), slots, speeds, inside, across, _start_seconds(device, inside, across))
+
+
+def measure_speeds(device: torch.device, processors: float) -> Speeds:
+    """What this process's device does."""
+    import torch
+    import torch.distributed as dist
+
+    formats = {"fp32": torch.float32}
+    if device.type == "cuda":
+        formats |= {"bf16": torch.bfloat16, "fp16": torch.float16}
+    flops: dict[str, float] = {}
+    depth = 0
+    for name, dtype in formats.items():
+        small, large = (_product_rate(device, shape, dtype) for shape in (SMALL_PRODUCT, LARGE_PRODUCT))
+        # rate(k) = rate k / (k + depth) at two depths
+        shallow, deep = SMALL_PRODUCT[2], LARGE_PRODUCT[2]
+        depth = max(0, round((large / small - 1) / (1 / shallow - large / small / deep))) if small < large else 0
+        flops[name] = large * (deep + depth) / deep
+    bandwidth = _memory_bandwidth(device)
+    update = _update_seconds(device) * bandwidth / UPDATED_PARAMETERS
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _host_memory()
+    backend = dist.get_backend() if dist.is_initialized() else "gloo"
+    return Speeds(
+        torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "nccl" if device.type == "cuda" and backend != "gloo" else "gloo",
+        flops,
+        depth,
+        _attention_flops(device, formats.get("bf16", torch.float32)),
+        bandwidth,
+        _kernel_seconds(device),
+        update,
+        memory,
+        processors,
+    )
+
+
+# -- one device ----------------------------------------------------------------------------------------------------
+
+
+def _best(device: torch.device, work: Callable[[], object], calls: int = 1, rounds: int = ROUNDS) -> float:
+    """Seconds of the fastest of a few rounds, per call."""
+    times = []
+    for _ in range(rounds + 1):
+        _synchronize(device)
+        started = time.perf_counter()
+        for _ in range(calls):
+            work()
+        _synchronize(device)
+        times.append((time.perf_counter() - started) / calls)
+    return min(times[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def _product_seconds(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+    import torch
+
+    rows, columns, depth = shape
+    left = torch.randn(rows, depth, device=device).to(dtype)
+    right = torch.randn(columns, depth, device=device).to(dtype)
+    return _best(device, lambda: torch.nn.functional.linear(left, right), calls=4)
+
+
+def _product_rate(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+    if device.type == "cuda":  # a GPU needs more to fill it
+        shape = (16 * shape[0], 16 * shape[1], 4 * shape[2])
+    rows, columns, depth = shape
+    return 2.0 * rows * columns * depth / _product_seconds(device, shape, dtype)
+
+
+def _attention_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    import torch
+
+    batch, heads, length, width = ATTENTION_SHAPE
+    query = torch.randn(ATTENTION_SHAPE, device=device).to(dtype).requires_grad_()
+
+    def forward() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+
+    gradient = torch.ones_like(forward())
+    ahead = _best(device, forward)
+    both = _best(device, lambda: torch.autograd.grad(forward(), query, gradient))
+    flops = 2.0 * batch * heads * length * length * width
+    return flops / ahead, 2.5 * flops / max(both - ahead, ahead)
+
+
+def _memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second of what a block does beside products: a norm, an activation, a sum."""
+    import torch
+
+    vector = torch.ones(VECTOR // 256, 256, device=device)
+    weight = torch.ones(256, device=device)
+
+    def pointwise() -> None:
+        torch.nn.functional.layer_norm(vector, (256,), weight, weight)
+        torch.nn.functional.gelu(vector)
+        torch.add(vector, vector)
+
+    return (8 + 8 + 12) * VECTOR / _best(device, pointwise)
+
+
+def _kernel_seconds(device: torch.device) -> float:
+    """Of an operation on next to nothing, half of them in backward."""
+    import torch
+
+    start = torch.ones(4, device=device, requires_grad=True)
+
+    def chain() -> None:
+        value = start
+        for _ in range(100):
+            value = value * 1.0
+        value.sum().backward()
+
+    return _best(device, chain) / 200
+
+
+def _update_seconds(device: torch.device) -> float:
+    """Of torch's AdamW for ``UPDATED_PARAMETERS``, with the norm of the gradients."""
+    import torch
+
+    parameters = [torch.nn.Parameter(torch.ones(UPDATED_PARAMETERS // 8, device=device)) for _ in range(8)]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    return _best(device, update)
+
+
+def _host_memory() -> float:
+    """Bytes of this machine's memory."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+# -- all ranks -----------------------------------------------------------------------------------------------------
+
+
+def _hosts() -> dict[str, list[int]]:
+    """The ranks on every host; collective."""
+    import torch.distributed as dist
+
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    hosts: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        hosts.setdefault(name, []).append(rank)
+    return hosts
+
+
+def _slowest(seconds: float) -> float:
+    """The median over ranks of what each measured; collective."""
+    import torch.distributed as dist
+
+    everyone: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(everyone, seconds)
+    return median(everyone)
+
+
+def _one_after_the_other(measure: Callable[[], float]) -> float:
+    """The median of what the first ranks of a few measure while all others wait; collective."""
+    import torch.distributed as dist
+
+    times = []
+    for rank in range(min(2, dist.get_world_size())):
+        dist.barrier()
+        value = [measure() if dist.get_rank() == rank else 0.0]
+        dist.broadcast_object_list(value, src=rank)
+        times.append(value[0])
+    return median(times)
+
+
+def _alone_on_first(measure: Callable[[], Speeds]) -> Speeds:
+    """What rank 0 measures while all others wait; collective."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    return _from_first(measure() if dist.get_rank() == 0 else None)
+
+
+def _from_first(speeds: Speeds | None) -> Speeds:
+    import torch.distributed as dist
+
+    value: list[Any] = [speeds]
+    dist.broadcast_object_list(value, src=0)
+    result: Speeds = value[0]
+    return result
+
+
+def _links(device: torch.device, hosts: dict[str, list[int]]) -> tuple[Link | None, Link | None]:
+    """Of a rank to a peer on its host, and of a host to another with all ranks at work; collective."""
+    import torch.distributed as dist
+
+    rank, teams = dist.get_rank(), list(hosts.values())
+    slots = len(teams[0])
+    place = {member: (index, team.index(member)) for index, team in enumerate(teams) for member in team}
+    mine, local = place[rank]
+    inside = across = None
+    if slots > 1:
+        peer = local ^ 1
+        inside = _link(device, teams[mine][peer] if peer < len(teams[mine]) else None, 1)
+    if len(teams) > 1:
+        other = mine ^ 1
+        across = _link(device, teams[other][local] if other < len(teams) and local < len(teams[other]) else None, slots)
+    return inside, across
+
+
+def _link(device: torch.device, peer: int | None, together: int) -> Link:
+    """Pairs exchange messages both ways, all pairs at the same time; ``together`` pairs share a link."""
+    import torch
+    import torch.distributed as dist
+
+    large = torch.ones(MESSAGE_BYTES // 4, device=device)
+    small = torch.ones(1, device=device)
+
+    def exchange(message: torch.Tensor) -> Callable[[], None]:
+        came = torch.empty_like(message)
+
+        def once() -> None:
+            if peer is not None:
+                sent = dist.isend(message, peer)
+                dist.recv(came, peer)
+                if sent is not None:
+                    sent.wait()
+
+        return once
+
+    dist.barrier()
+    latency = _slowest(_best(device, exchange(small), 10, MESSAGE_ROUNDS))
+    dist.barrier()
+    seconds = _slowest(_best(device, exchange(large), 1, MESSAGE_ROUNDS))
+    return Link(together * MESSAGE_BYTES / max(seconds - latency, 1e-9), latency)
+
+
+def _start_seconds(device: torch.device, inside: Link | None, across: Link | None) -> float:
+    """What a small all_reduce over all ranks takes beside its hops; collective."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.ones(1, device=device)
+    dist.barrier()
+    seconds = _slowest(_best(device, lambda: dist.all_reduce(value), 20, MESSAGE_ROUNDS))
+    ranks = dist.get_world_size()
+    hops = (across.latency if across else 0.0) * 2 + (inside.latency if inside else 0.0) * max(0, ranks - 2)
+    return max(seconds - hops, 0.0)

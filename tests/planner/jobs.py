@@ -1,0 +1,69 @@
+"""Jobs and layouts for tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from ds_topo.planner.accelerators import accelerator_of
+from ds_topo.planner.candidates import Wanted, orders, possible_degrees, schedules, zero_stages
+from ds_topo.planner.cluster import cluster_of
+from ds_topo.planner.layout import Job, Layout, layout_problem
+from ds_topo.planner.model import transformer
+from ds_topo.planner.precision import BF16, Precision
+from ds_topo.planner.software import DEEPSPEED, Software
+
+
+def job(
+    *,
+    hosts: int = 2,
+    slots: int = 4,
+    batch: int = 16,
+    precision: Precision = BF16,
+    software: Software = DEEPSPEED,
+    accelerator: str = "A100",
+    **model: Any,
+) -> Job:
+    """A small GPT on a small cluster, but for what is said otherwise."""
+    shape = {"layers": 8, "hidden": 512, "heads": 8, "vocabulary": 1024, "sequence": 256} | model
+    cluster = cluster_of(accelerator_of(accelerator), hosts, slots)
+    return Job(transformer(**shape), cluster, batch, shape["sequence"], precision, software)
+
+
+def every_layout(job: Job, wanted: Wanted | None = None) -> list[Layout]:
+    """All layouts that a search may look at, in every order of their axes."""
+    wanted = wanted or Wanted()
+    return [
+        candidate
+        for degrees in possible_degrees(job, wanted, Counter())
+        for layout in schedules(job, degrees, wanted)
+        for topology in orders(layout.topology)
+        for zero in zero_stages(job, layout)
+        if layout_problem(job, candidate := replace(layout, topology=topology, zero=zero)) is None
+    ]
+
+
+@st.composite
+def jobs_and_layouts(draw: st.DrawFn, software: Software = DEEPSPEED) -> tuple[Job, Layout]:
+    """Any layout of a job on 1 to 4 hosts."""
+    hosts, slots = draw(st.sampled_from([(1, 4), (2, 2), (2, 4), (4, 2), (3, 2)]))
+    experts = draw(st.sampled_from([0, 0, 4]))
+    made = job(
+        hosts=hosts,
+        slots=slots,
+        batch=draw(st.sampled_from([12, 24])),
+        layers=draw(st.sampled_from([4, 7])),
+        experts=experts,
+        top_k=min(2, experts),
+        software=software,
+    )
+    degrees = draw(st.sampled_from(list(possible_degrees(made, Wanted(), Counter()))))
+    layout = draw(st.sampled_from(list(schedules(made, degrees, Wanted()))))
+    topology = draw(st.sampled_from(list(orders(layout.topology))))
+    layout = replace(layout, topology=topology, zero=draw(st.sampled_from(zero_stages(made, layout))))
+    assume(layout_problem(made, layout) is None)
+    return made, layout

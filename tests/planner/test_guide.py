@@ -1,0 +1,37 @@
+"""Every ``ds-topo plan`` of the guide prints what the guide says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ds_topo.cli import main
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "examples/plan.md"
+SHOWN = re.compile(r"```bash\n(ds-topo plan [^\n]*)\n```\n\n<!-- output -->\n```\n(.*?)```", re.DOTALL)
+EXAMPLES = [(match[1], match[2]) for match in SHOWN.finditer(GUIDE.read_text())]
+
+
+@pytest.mark.parametrize(("command", "output"), EXAMPLES, ids=[str(number) for number in range(len(EXAMPLES))])
+def test_the_guide_is_true(
+    command: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command)[1:]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert printed == output.splitlines()
+
+
+def test_the_guide_has_examples() -> None:
+    assert len(EXAMPLES) == 3
+
+
+def test_the_guide_names_every_module_that_has_a_formula() -> None:
+    text = GUIDE.read_text()
+    for name in ("compute", "communication", "layer_work", "memory", "replicas", "spans", "step_time"):
+        assert (ROOT / "ds_topo/planner" / f"{name}.py").exists()
+        assert f"`{name}`" in text

@@ -1,0 +1,92 @@
+"""Files of measurements: of ``plan --calibrate``, and of ``check --json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ds_topo.cli import main
+from ds_topo.measurement.calibrate import calibrate
+from ds_topo.planner.machine import Machine, machine_from_json, read_machine
+from tests.support.world import Worlds
+
+CHECKED: dict[str, Any] = {
+    "topology": "pipe=2,data=2",
+    "backend": "gloo",
+    "world_size": 4,
+    "hosts": [{"name": "node1", "ranks": [0, 1]}, {"name": "node2", "ranks": [2, 3]}],
+    "inside": {"bandwidth": 2e9, "latency": 1e-4, "slowest": [], "pairs": []},
+    "across": {"bandwidth": 125e6, "latency": 2e-4, "slowest": [], "pairs": []},
+    "faults": [],
+}
+MODEL = ["--layers", "4", "--hidden", "128", "--heads", "4", "--vocab", "256", "--sequence", "128"]
+JOB = [*MODEL, "--batch", "32", "--json"]
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    assert main(["plan", *JOB, *options]) == 0
+    content: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return content
+
+
+def test_links_of_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seconds = {}
+    for name, across in (("slow", 12.5e6), ("fast", 12.5e9)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(CHECKED | {"across": {"bandwidth": across, "latency": 1e-4}}))
+        content = _plan(capsys, "--machine", str(path), "--accelerator", "A100", "--topology", "data=4")
+        assert (content["job"]["hosts"], content["job"]["slots"]) == (2, 2)
+        seconds[name] = content["plans"][0]["seconds"]
+    assert seconds["slow"] > 2 * seconds["fast"]
+
+
+def test_one_host_has_no_link_across() -> None:
+    machine = machine_from_json(CHECKED | {"hosts": [{"name": "a", "ranks": [0, 1]}], "across": None})
+    assert machine.across is None
+    assert machine.inside is not None
+    assert machine.inside.bandwidth == 2e9
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "is neither of `ds-topo plan --calibrate` nor of `ds-topo check --json`"),
+        (json.dumps({"hosts": []}), "is neither of"),
+        (json.dumps({"hosts": [{"ranks": 2}]}), "no links and no speeds"),
+    ],
+)
+def test_other_files_are_refused(content: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(content)
+    assert main(["plan", *JOB, "--machine", str(path)]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_this_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "machine.json"
+    assert main(["plan", "--calibrate", str(path)]) == 0
+    machine = read_machine(path)
+    assert machine.speeds is not None
+    assert 1e8 < machine.speeds.product_flops["fp32"] < 1e15
+    assert machine_from_json(machine.as_json()) == machine
+    content = _plan(capsys, "--machine", str(path), "--hosts", "1", "--slots", "2")
+    assert content["job"]["precision"] == "fp32"
+    assert content["plans"]
+
+
+def _calibrated() -> tuple[Machine, int]:
+    return calibrate(), dist.get_rank()
+
+
+def test_all_ranks_know_the_same_speeds_and_links(world: Worlds) -> None:
+    (first, _), (second, _) = world(2).run(_calibrated)
+    assert first == second
+    assert (first.hosts, first.slots) == (1, 2)
+    assert first.inside is not None
+    assert first.inside.bandwidth > 1e6
+    assert first.across is None

@@ -1,0 +1,278 @@
+"""Parameters, exact to the last one, and floating-point operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ds_topo.errors import TopologyError
+from ds_topo.planner.families import model_from_config
+from ds_topo.planner.layers import Block, FeedForward
+from ds_topo.planner.model import Model, transformer
+from ds_topo.planner.runs import recomputed_flops_per_token
+
+Config = dict[str, Any]
+
+
+def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, **more: Any) -> Config:
+    """A config of Llama's kin."""
+    return {
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 4096,
+        **more,
+    }
+
+
+def gpt2(layers: int, hidden: int, heads: int) -> Config:
+    return {
+        "model_type": "gpt2",
+        "n_layer": layers,
+        "n_embd": hidden,
+        "n_head": heads,
+        "vocab_size": 50257,
+        "n_positions": 1024,
+    }
+
+
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+DEEPSEEK = {
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+}
+
+# sums of numel() over the parameters of transformers' models, as their cards and safetensors indexes say
+TOTALS: dict[str, tuple[Config, int]] = {
+    "gpt2": (gpt2(12, 768, 12), 124_439_808),
+    "gpt2-medium": (gpt2(24, 1024, 16), 354_823_168),
+    "gpt2-large": (gpt2(36, 1280, 20), 774_030_080),
+    "gpt2-xl": (gpt2(48, 1600, 25), 1_557_611_200),
+    "llama-2-7b": (llama(32, 4096, 32, 32, 11008, 32000), 6_738_415_616),
+    "llama-2-13b": (llama(40, 5120, 40, 40, 13824, 32000), 13_015_864_320),
+    "llama-2-70b": (llama(80, 8192, 64, 8, 28672, 32000), 68_976_648_192),
+    "llama-3-8b": (llama(32, 4096, 32, 8, 14336, 128256), 8_030_261_248),
+    "llama-3-70b": (llama(80, 8192, 64, 8, 28672, 128256), 70_553_706_496),
+    "llama-3.1-405b": (llama(126, 16384, 128, 8, 53248, 128256), 405_853_388_800),
+    "mistral-7b": (llama(32, 4096, 32, 8, 14336, 32000, model_type="mistral"), 7_241_732_096),
+    "mixtral-8x7b": (llama(32, 4096, 32, 8, 14336, 32000, **MIXTRAL), 46_702_792_704),
+    "mixtral-8x22b": (llama(56, 6144, 48, 8, 16384, 32768, **MIXTRAL), 140_630_071_296),
+    "qwen2-7b": (llama(28, 3584, 28, 4, 18944, 152064, model_type="qwen2"), 7_615_616_512),
+    "qwen2.5-0.5b": (
+        llama(24, 896, 14, 2, 4864, 151936, model_type="qwen2", tie_word_embeddings=True),
+        494_032_768,
+    ),
+    "qwen1.5-moe-a2.7b": (
+        llama(
+            24,
+            2048,
+            16,
+            16,
+            5632,
+            151936,
+            model_type="qwen2_moe",
+            num_experts=60,
+            num_experts_per_tok=4,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632,
+        ),
+        14_315_784_192,
+    ),
+    "qwen3-0.6b": (
+        llama(28, 1024, 16, 8, 3072, 151936, model_type="qwen3", head_dim=128, tie_word_embeddings=True),
+        596_049_920,
+    ),
+    "qwen3-8b": (llama(36, 4096, 32, 8, 12288, 151936, model_type="qwen3", head_dim=128), 8_190_735_360),
+    "qwen3-30b-a3b": (llama(48, 2048, 32, 4, 6144, 151936, **QWEN3_MOE), 30_532_122_624),
+    "deepseek-v2-lite": (
+        llama(
+            27,
+            2048,
+            16,
+            16,
+            10944,
+            102400,
+            **{**DEEPSEEK, "model_type": "deepseek_v2"},
+            n_routed_experts=64,
+            num_experts_per_tok=6,
+            moe_intermediate_size=1408,
+            n_shared_experts=2,
+        ),
+        15_706_484_224,
+    ),
+    "deepseek-v3": (
+        llama(
+            61,
+            7168,
+            128,
+            128,
+            18432,
+            129280,
+            **{**DEEPSEEK, "model_type": "deepseek_v3", "q_lora_rank": 1536, "first_k_dense_replace": 3},
+            n_routed_experts=256,
+            num_experts_per_tok=8,
+            moe_intermediate_size=2048,
+            n_shared_experts=1,
+        ),
+        671_026_404_352,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_published_totals(name: str) -> None:
+    config, total = TOTALS[name]
+    assert model_from_config(config).parameters == total
+
+
+def test_active_parameters_of_a_mixture() -> None:
+    assert model_from_config(TOTALS["mixtral-8x7b"][0]).active_parameters == 12_879_925_248
+
+
+class GPTBlock(nn.Module):
+    """GPT-2's layer, by torch's own modules."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
+        self.linears = nn.ModuleList(
+            nn.Linear(*shape) for shape in ((hidden, 3 * hidden), (hidden, hidden), (hidden, ffn), (ffn, hidden))
+        )
+
+
+class LlamaBlock(nn.Module):
+    """Llama's layer."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int) -> None:
+        super().__init__()
+        width = hidden // heads
+        shapes = [(hidden, hidden), (hidden, kv_heads * width), (hidden, kv_heads * width), (hidden, hidden)]
+        shapes += [(hidden, ffn), (hidden, ffn), (ffn, hidden)]
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
+        self.linears = nn.ModuleList(nn.Linear(*shape, bias=False) for shape in shapes)
+
+
+def count(*modules: nn.Module) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 8), st.integers(3, 5), st.integers(1, 300))
+def test_a_gpt_has_the_parameters_of_its_modules(
+    layers: int, heads: int, width: int, times: int, vocabulary: int
+) -> None:
+    hidden, sequence = heads * width, 16
+    with torch.device("meta"):
+        blocks = nn.ModuleList(GPTBlock(hidden, times * hidden) for _ in range(layers))
+        rest = (nn.Embedding(vocabulary, hidden), nn.Embedding(sequence, hidden), nn.LayerNorm(hidden))
+    model = transformer(
+        layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, sequence=sequence, ffn=times * hidden
+    )
+    assert model.parameters == count(blocks, *rest)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 4), st.integers(1, 8), st.integers(1, 64))
+def test_a_llama_has_the_parameters_of_its_modules(
+    layers: int, kv_heads: int, shared: int, width: int, ffn: int
+) -> None:
+    heads = kv_heads * shared
+    hidden = heads * width
+    with torch.device("meta"):
+        blocks = nn.ModuleList(LlamaBlock(hidden, heads, kv_heads, ffn) for _ in range(layers))
+        rest = (nn.Embedding(100, hidden), nn.Linear(hidden, 100, bias=False), nn.RMSNorm(hidden))
+    model = transformer(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocabulary=100, sequence=16
+    )
+    assert model.parameters == count(blocks, *rest)
+
+
+@given(st.sampled_from([1, 2, 4]), st.booleans())
+def test_tensor_parallel_ranks_hold_all_of_it_together(tensor: int, gated: bool) -> None:
+    model = transformer(layers=2, hidden=64, heads=4, vocabulary=96, sequence=16, gated=gated)
+    block = model.blocks[0]
+    assert isinstance(block, Block)
+    assert isinstance(block.mlp, FeedForward)
+    whole = (*block.attention.linears, *block.mlp.linears)
+    weights = sum(linear.inputs * linear.outputs for linear in whole)
+    biases = block.parameters() - weights
+    assert weights + biases <= tensor * block.parameters(tensor) <= weights + tensor * biases
+
+
+@given(st.integers(1, 128), st.integers(1, 64), st.integers(1, 16), st.integers(1, 8192), st.integers(1, 100_000))
+def test_flops_are_those_of_narayanan_et_al(
+    layers: int, width: int, heads: int, sequence: int, vocabulary: int
+) -> None:
+    """The SC 2021 paper's equation 3, with recomputation: 96 B s l h^2 (1 + s / 6h + V / 16 l h)."""
+    hidden = width * heads
+    model = transformer(layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, sequence=sequence)
+    blocks = 72 * layers * hidden**2 * (1 + sequence / (6 * hidden))
+    assert model.flops_per_token(sequence, causal=False) == pytest.approx(blocks + 6 * hidden * vocabulary)
+    formula = 96 * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden))
+    assert recomputed_flops_per_token(model, sequence) == pytest.approx(formula)
+
+
+@pytest.mark.parametrize(("config", "tokens", "tflops"), [("llama-3-8b", 14451, 744), ("llama-3.1-405b", 292, 737)])
+def test_model_flops_of_published_throughputs(config: str, tokens: int, tflops: int) -> None:
+    """Megatron-Bridge's TFLOP/s per GPU at its tokens/s are a causal mask's."""
+    model = model_from_config(TOTALS[config][0])
+    assert tokens * model.flops_per_token(8192) / 1e12 == pytest.approx(tflops, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"hidden": 65}, "--heads 4 must divide --hidden 65"),
+        ({"kv_heads": 3}, "--kv-heads 3 must divide --heads 4"),
+        ({"layers": 0}, "--layers 0: a model needs at least 1"),
+        ({"experts": 4}, "--experts 4 --top-k 0: give both"),
+        ({"experts": 2, "top_k": 3}, "1 <= top-k <= experts"),
+    ],
+)
+def test_numbers_that_do_not_go_together(change: dict[str, int], text: str) -> None:
+    numbers = {"layers": 2, "hidden": 64, "heads": 4, "vocabulary": 96, "sequence": 16} | change
+    with pytest.raises(TopologyError, match=text.replace("(", r"\(")):
+        transformer(**numbers)
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"model_type": "bert"}, "'bert' is not a family .*give its numbers by hand with --layers --hidden"),
+        ({}, "None is not a family"),
+        (llama(2, 64, 4, 4, 128, 96, hidden_size=None), "'hidden_size' is missing"),
+        (llama(2, 64, 4, 4, 128, 96, vocab_size="many"), "'vocab_size' is 'many'"),
+        (llama(2, 64, 5, 5, 128, 96), "5 attention heads must divide the hidden size 64"),
+    ],
+)
+def test_configs_that_cannot_be_read(config: Config, text: str) -> None:
+    with pytest.raises(TopologyError, match=text):
+        model_from_config(config)
+
+
+def test_a_model_is_the_same_by_hand_and_by_config() -> None:
+    by_hand: Model = transformer(
+        layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256, sequence=8192
+    )
+    by_config = model_from_config(TOTALS["llama-3-8b"][0])
+    assert (by_hand.parameters, by_hand.blocks) == (by_config.parameters, by_config.blocks)

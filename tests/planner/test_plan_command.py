@@ -1,0 +1,227 @@
+"""``ds-topo plan`` as it is typed: what it prints and writes, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_topo.cli import main
+from ds_topo.topology.process_topology import ProcessTopology
+
+GPT = ["--layers", "8", "--hidden", "512", "--heads", "8", "--vocab", "1024", "--sequence", "256"]
+JOB = [*GPT, *["--hosts", "2", "--slots", "4", "--accelerator", "A100", "--batch", "64"]]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["plan", *options]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["plan", *options]) == 2
+    return capsys.readouterr().err
+
+
+def found(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(plan(capsys, *JOB, "--json", *options))
+    return content
+
+
+def test_a_table_of_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = plan(capsys, *JOB, "--top", "3").splitlines()
+    assert lines[0].startswith("8 layers of 512: 25,875,456 parameters; 2 x 4 A100-80GB")
+    assert len(lines) == 6
+    assert lines[-1].startswith("first because ")
+    assert [line.split()[0].count("=") > 0 for line in lines[2:5]] == [True] * 3
+
+
+def test_everything_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    content = found(capsys, "--compare", "pipe=2,data=2,model=2")
+    best = content["plans"][0]
+    assert best["seconds"] == pytest.approx(sum(best["seconds_by_term"].values()))
+    assert best["memory_bytes"] == pytest.approx(sum(best["memory_by_term"].values()))
+    assert ProcessTopology.from_spec(best["topology"]).world_size() == 8
+    assert len({plan["topology"] for plan in content["plans"]}) == len(content["plans"])
+    lost = content["compared"]["seconds"] - best["seconds"]
+    assert sum(term["value"] for term in content["compared"]["loses"]) == pytest.approx(lost)
+    assert content["search"]["timed"] > 0
+
+
+def test_every_term_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, *JOB, "--explain", "--compare", "pipe=8,data=1")
+    for title in ("seconds of ", "bytes of the fullest rank", "axes on hosts", "the rest", "pipe=8,data=1"):
+        assert title in out
+    assert re.search(r"bubble +\+\d", out)
+
+
+def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, start in (("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")):
+        plan(capsys, *JOB, "--picture", str(tmp_path / name))
+        assert (tmp_path / name).read_bytes().startswith(start)
+    assert "cannot be written" in refused(capsys, *JOB, "--picture", str(tmp_path / "absent" / "plan.png"))
+
+
+def test_a_config_of_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds_config.json"
+    out = plan(capsys, *JOB, "--write", str(path), "--fix", "pipe=2,model=2")
+    config = json.loads(path.read_text())
+    topology = ProcessTopology.from_config(path)
+    assert dict(zip(topology.axes, topology.dims, strict=True)) == {"pipe": 2, "data": 2, "model": 2}
+    data, micro = 2, config["train_micro_batch_size_per_gpu"]
+    assert config["train_batch_size"] == 64 == data * micro * config["gradient_accumulation_steps"]
+    assert config["bf16"] == {"enabled": True}
+    assert "train with: torchrun --nnodes 2 --nproc-per-node 4 examples/train_gpt.py" in out
+    assert "cannot be written" in refused(capsys, *JOB, "--write", str(tmp_path / "absent" / "x.json"))
+    plan(capsys, *JOB, "--write", str(path), "--fix", "pipe=2", "--recompute", "full")
+    assert json.loads(path.read_text())["pipeline"] == {"activation_checkpoint_interval": 1, "use_reentrant": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--fix", "model=4"], {"model": 4}),
+        (["--fix", "tensor=2,pipe=2"], {"model": 2, "pipe": 2}),
+        (["--topology", "model=2,data=-1"], {"model": 2, "data": 4}),
+    ],
+)
+def test_decided_degrees(options: list[str], expected: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
+    for one in found(capsys, *options)["plans"]:
+        topology = ProcessTopology.from_spec(one["topology"])
+        assert {axis: topology.get_dim(axis) for axis in expected} == expected
+
+
+def test_decided_details(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--micro-batch", "2", "--zero", "1", "--recompute", "full", "--no-sequence-parallel", "--fix", "pipe=1"]
+    for one in found(capsys, *options)["plans"]:
+        assert (one["micro_batch"], one["zero"], one["recompute"], one["sequence_parallel"]) == (2, 1, "full", False)
+
+
+def test_a_config_file_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 32000,
+        "max_position_embeddings": 4096,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    job = [
+        "--config",
+        str(tmp_path),
+        *["--hosts", "8", "--accelerator", "H100", "--batch", "64", "--json", "--top", "3"],
+    ]
+    content = json.loads(plan(capsys, *job))
+    assert content["job"]["parameters"] == 46_702_792_704
+    assert content["job"]["active_parameters"] == 12_879_925_248
+    assert all(one["memory_bytes"] <= content["job"]["memory_limit"] for one in content["plans"])
+    assert "give one of them" in refused(capsys, *job, "--layers", "3")
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    text = refused(capsys, *job)
+    assert "'bert' is not a family that the planner knows (deepseek_v2" in text
+    assert "give its numbers by hand with --layers --hidden --heads --kv-heads --ffn --vocab --sequence" in text
+
+
+def test_a_layout_that_needs_the_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    content = found(capsys, "--experts", "4", "--top-k", "2", "--fix", "seq=2")
+    assert all("seq=2" in one["topology"] for one in content["plans"])
+    assert {one["expert_parallel"] for one in content["plans"]} <= {1, 2, 4}
+    assert content["job"]["active_parameters"] < content["job"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ([], "a model is needed: --config FILE, or its numbers; --layers --hidden --heads --vocab --sequence missing"),
+        (GPT, "--accelerator NAME is missing"),
+        ([*GPT, "--hosts", "1"], "--accelerator NAME is missing"),
+        ([*GPT, "--hosts", "1", "--accelerator", "A10"], "'A10' is not in the table: choose one of ['V100-16GB'"),
+        ([*GPT, "--hosts", "1", "--accelerator", "A100"], "--batch is missing"),
+        ([*GPT, "--accelerator", "A100"], "hosts are needed: --hosts N [--slots M], --hostfile FILE, --slurm"),
+        ([*JOB, "--hostfile", "absent"], "--hostfile and --hosts both say which hosts there are"),
+        ([*GPT, *["--hosts", "0", "--accelerator", "A100", "--batch", "8"]], "0 hosts with 8 slots: both must be >= 1"),
+        ([*JOB, "--micro-batch", "5"], "x micro-batch 5; choose a micro-batch among [1, 2, 4,"),
+        ([*JOB, "--micro-batch", "0"], "--micro-batch 0: give a number from 1 on"),
+        (
+            [*JOB, "--batch", "7", "--fix", "data=4"],
+            "batch of 7 sequences (a batch of 4 or 8 would do)",
+        ),
+        ([*JOB, "--fix", "model=5"], "5 does not divide the 8 ranks (2 hosts x 4 slots)"),
+        ([*JOB, "--fix", "row=2"], "axes ['row'] cannot be planned; choose among ['pipe', 'data', 'seq', 'model']"),
+        (
+            [*JOB, "--heads", "4", "--topology", "model=8"],
+            "model=8 does not divide the 4 attention heads; choose one of",
+        ),
+        ([*JOB, "--heads", "3"], "--heads 3 must divide --hidden 512"),
+        ([*JOB, "--topology", "pipe=3,data=3"], "is for 9 ranks (3 x 3), but the job has 8"),
+        ([*JOB, "--compare", "pipe=3,data=-1"], "[3] make 3, which does not divide the world size 8"),
+        ([*JOB, "--topology", "pipe=8", "--zero", "3"], "deepspeed has no ZeRO 3 with a pipeline, only [1]"),
+        ([*JOB, "--topology", "pipe=2,seq=4"], "deepspeed cannot split sequences in a pipeline"),
+        ([*JOB, "--virtual-stages", "2", "--fix", "pipe=2"], "no 2 virtual stages"),
+        ([*JOB, "--memory-gb", "1"], "3 GB of it are no tensors'"),
+        ([*JOB, "--expert-load", "0.5"], "the fullest expert has at least the mean"),
+        ([*JOB, "--precision", "fp8"], "accelerator A100-80GB has no fp8: choose one of"),
+        (["--runs", "absent.json"], "runs 'absent.json' cannot be read"),
+        (["--runs", __file__], "is not JSON"),
+        (["--machine", "absent.json", *JOB], "machine file 'absent.json' cannot be read"),
+    ],
+)
+def test_bad_input_is_answered(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert text in refused(capsys, *options)
+
+
+@pytest.mark.parametrize("share", ["0", "-5%", "many"])
+def test_a_bound_must_be_a_share(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Path(__file__).with_name("published_runs.json")
+    assert "give a positive share such as 15%" in refused(capsys, "--runs", str(runs), f"--within={share}")
+
+
+def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, *JOB, *["--layers", "96", "--hidden", "12288", "--heads", "96"])
+    match = re.search(r"needs ([\d.]+) GB per rank, ([\d.]+) GB more than the 78.7 GB there are; (\d+) hosts", text)
+    assert match is not None, text
+    assert float(match[1]) - float(match[2]) == pytest.approx(78.7, abs=0.11)
+    hosts = int(match[3])
+    assert hosts > 2
+    plan(capsys, *JOB, *f"--layers 96 --hidden 12288 --heads 96 --hosts {hosts}".split())
+
+
+def test_hosts_of_a_hostfile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "hosts"
+    job = [*GPT, "--accelerator", "A100", "--batch", "64", "--json", "--hostfile", str(path)]
+    path.write_text("node1 slots=4\nnode2 slots=4\n")
+    content = json.loads(plan(capsys, *job))
+    assert (content["job"]["hosts"], content["job"]["slots"]) == (2, 4)
+    path.write_text("node1 slots=4\nnode2 slots=2\n")
+    assert "between 2 and 4 slots; a plan needs as many on each: use the first 2" in refused(capsys, *job)
+    content = json.loads(plan(capsys, *job, "--num-gpus", "2"))
+    assert (content["job"]["hosts"], content["job"]["slots"]) == (2, 2)
+
+
+def test_hosts_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
+    job = [*GPT, "--slurm", "--accelerator", "A100", "--batch", "64", "--json"]
+    content = json.loads(plan(capsys, *job))
+    assert (content["job"]["hosts"], content["job"]["slots"]) == (2, 4)
+    monkeypatch.setenv("SLURM_DISTRIBUTION", "cyclic")
+    assert "ranks are not numbered host by host" in refused(capsys, *job)
+
+
+def test_numbers_in_place_of_a_known_accelerator(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["--hosts", "1", "--slots", "4", "--batch", "64", "--json"]
+    numbers = [*job, "--peak-tflops", "100", "--memory-gb", "40", "--memory-gbps", "1000"]
+    slow, fast = (
+        json.loads(plan(capsys, *GPT, *numbers, "--topology", "model=4", "--link-inside-gbps", speed))
+        for speed in ("1", "100")
+    )
+    assert slow["plans"][0]["seconds"] > fast["plans"][0]["seconds"]
+    assert slow["job"]["memory_limit"] == pytest.approx(0.96 * 37e9)

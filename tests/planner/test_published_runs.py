@@ -1,0 +1,105 @@
+"""Predictions beside published runs: the rows that constants were chosen by, and rows that they were not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from ds_topo.cli import main
+from ds_topo.errors import TopologyError
+from ds_topo.planner.runs import AVAILABLE, Judgement, judge_rows, read_rows
+
+FOLDER = Path(__file__).parent
+FILES = ["published_runs.json", "more_published_runs.json"]
+
+
+@pytest.fixture(scope="module", params=FILES)
+def judged(request: pytest.FixtureRequest) -> Judgement:
+    return judge_rows(read_rows(FOLDER / request.param), 0.15)
+
+
+def test_every_row_is_within_15_percent_and_the_median_within_7(judged: Judgement) -> None:
+    errors = {verdict.row.name: verdict.error for verdict in judged.verdicts}
+    assert {name: error for name, error in errors.items() if abs(error) > 0.15} == {}
+    assert median(map(abs, errors.values())) <= 0.07
+    assert len(judged.verdicts) >= 15
+
+
+def test_every_row_fits_its_memory(judged: Judgement) -> None:
+    assert [str(verdict.plan.layout) for verdict in judged.verdicts if not verdict.fits] == []
+
+
+def test_the_published_layout_is_near_the_best_or_the_note_says_what_the_best_has(judged: Judgement) -> None:
+    for verdict in judged.verdicts:
+        assert verdict.best is not None
+        far = verdict.plan.seconds > AVAILABLE * verdict.best.seconds
+        assert bool(verdict.note) == far
+        assert not far or "->" in verdict.note
+    near = [verdict for verdict in judged.verdicts if not verdict.note]
+    assert len(near) >= 0.7 * len(judged.verdicts)
+
+
+def test_more_compute_takes_longer_than_less(judged: Judgement) -> None:
+    """Full recomputation computes a third more."""
+    for verdict in judged.verdicts:
+        if verdict.plan.layout.recompute.value == "full":
+            assert verdict.plan.time.recompute == pytest.approx(verdict.plan.time.compute / 3, rel=0.1)
+
+
+def _rows(path: Path, **change: object) -> str:
+    [row, *_] = json.loads((FOLDER / FILES[0]).read_text())
+    path.write_text(json.dumps([row | change]))
+    return str(path)
+
+
+def test_a_row_beyond_the_bound_is_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = _rows(tmp_path / "good.json")
+    bad = _rows(tmp_path / "bad.json", tflops_per_gpu_with_recomputation=250)
+    assert main(["plan", "--runs", good, "--within", "15%"]) == 0
+    assert "0 beyond 15%" in capsys.readouterr().out
+    assert main(["plan", "--runs", bad]) == 1
+    assert "1 beyond 15%" in capsys.readouterr().out
+    assert main(["plan", "--runs", good, "--within", "0.01%"]) == 1
+
+
+def test_rows_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--json", "--runs", _rows(tmp_path / "row.json")]) == 0
+    content = json.loads(capsys.readouterr().out)
+    [row] = content["rows"]
+    assert row["published"] == 137
+    assert row["predicted"] == pytest.approx(137, rel=0.05)
+    assert sum(row["seconds"].values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"gpus": 33}, "tensor=1 x pipe=1 x context=1 x data=32 are not 33|not a multiple"),
+        ({"accelerator": "abacus"}, "'abacus' is not in the table"),
+        ({"layers": None}, "'layers' is None; it must be a whole number"),
+        ({"tflops_per_gpu_with_recomputation": None}, "reports nothing: give one of"),
+        ({"tflops_per_gpu_with_recomputation": -1}, "must be a positive number"),
+        ({"data": 5}, "data=5 are not 32 GPUs"),
+        ({"precision": "int4"}, "precision 'int4' is not known"),
+        ({"software": "abacus"}, "software 'abacus' is not known"),
+    ],
+)
+def test_rows_that_cannot_be_judged(
+    change: dict[str, object], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--runs", _rows(tmp_path / "row.json", **change)]) == 2
+    with pytest.raises(TopologyError, match=text):
+        raise TopologyError(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("content", "text"), [("[]", "must be a JSON list of objects"), ("{", "is not JSON")])
+def test_files_of_runs_that_cannot_be_read(content: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "runs.json"
+    path.write_text(content)
+    with pytest.raises(TopologyError, match=text):
+        read_rows(path)
+    with pytest.raises(TopologyError, match="cannot be read"):
+        read_rows(tmp_path / "absent.json")

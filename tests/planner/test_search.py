@@ -1,0 +1,150 @@
+"""The search against all layouts one by one, its bounds, and what faster machines must bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from ds_topo.errors import TopologyError
+from ds_topo.planner.candidates import Wanted
+from ds_topo.planner.cluster import Cluster
+from ds_topo.planner.costs import Costs
+from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
+from ds_topo.planner.layout import Job, Layout
+from ds_topo.planner.memory import memory_use
+from ds_topo.planner.search import evaluate, orders_of, search
+from ds_topo.planner.smallest import smallest_cluster
+from ds_topo.planner.software import DEEPSPEED, MEGATRON, Software
+from ds_topo.planner.step_time import schedule_bound, step_time
+from ds_topo.topology.process_topology import ProcessTopology
+from tests.planner.jobs import every_layout, job, jobs_and_layouts
+
+
+@pytest.mark.parametrize("software", [DEEPSPEED, MEGATRON])
+@pytest.mark.parametrize(
+    "change", [{}, {"layers": 6, "batch": 12}, {"experts": 2, "top_k": 1, "slots": 2}, {"memory": 0.6e9}]
+)
+def test_the_search_finds_the_best_of_all_layouts(software: Software, change: dict[str, float]) -> None:
+    memory = change.get("memory")
+    made = job(software=software, **{key: int(value) for key, value in change.items() if key != "memory"})
+    if memory:
+        made = replace(made, cluster=replace(made.cluster, memory_limit=memory))
+    costs = Costs(made)
+    fitting = [layout for layout in every_layout(made) if memory_use(costs, layout).total <= made.cluster.memory_limit]
+    assert fitting
+    best = min(step_time(costs, layout).total for layout in fitting)
+    found = search(made, count=3)
+    assert found.best.seconds == pytest.approx(best)
+    assert [plan.seconds for plan in found.plans] == sorted(plan.seconds for plan in found.plans)
+    assert found.best.layout in fitting
+
+
+@settings(deadline=None, max_examples=60)
+@given(jobs_and_layouts())
+def test_nothing_beats_a_bound(made: tuple[Job, Layout]) -> None:
+    task, layout = made
+    costs = Costs(task)
+    seconds = step_time(costs, layout).total
+    assert schedule_bound(costs, layout) <= seconds * (1 + 1e-9)
+
+
+def _link(cluster: Cluster, name: str, **change: float) -> Cluster:
+    return replace(cluster, **{name: replace(getattr(cluster, name), **change)})
+
+
+BETTER: dict[str, Callable[[Cluster], Cluster]] = {
+    "bandwidth across": lambda one: _link(one, "across", bandwidth=2 * one.across.bandwidth),
+    "bandwidth inside": lambda one: _link(one, "inside", bandwidth=2 * one.inside.bandwidth),
+    "latency across": lambda one: _link(one, "across", latency=one.across.latency / 2),
+    "latency inside": lambda one: _link(one, "inside", latency=one.inside.latency / 2),
+    "peak": lambda one: replace(
+        one,
+        accelerator=replace(
+            one.accelerator, peak_flops={name: 2 * peak for name, peak in one.accelerator.peak_flops.items()}
+        ),
+    ),
+    "memory bandwidth": lambda one: replace(
+        one, accelerator=replace(one.accelerator, memory_bandwidth=2 * one.accelerator.memory_bandwidth)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BETTER)
+@settings(deadline=None, max_examples=40)
+@given(made=jobs_and_layouts())
+def test_a_better_machine_is_never_slower(name: str, made: tuple[Job, Layout]) -> None:
+    task, layout = made
+    better = replace(task, cluster=BETTER[name](task.cluster))
+    worse, faster = (step_time(Costs(one), layout).total for one in (task, better))
+    assert faster <= worse * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=40)
+@given(jobs_and_layouts())
+def test_explanations_add_up(made: tuple[Job, Layout]) -> None:
+    task, layout = made
+    costs, plan = Costs(task), evaluate(task, layout)
+    assert sum(term.value for term in explain_time(costs, plan)) == pytest.approx(plan.seconds)
+    assert sum(term.value for term in explain_memory(costs, plan)) == pytest.approx(plan.memory.total)
+    assert all(term.text for term in (*explain_time(costs, plan), *explain_memory(costs, plan)))
+    axes = explain_axes(costs, layout)
+    assert {use.axis for use in axes} <= {"pipe", "data", "seq", "experts", "model"}
+    for other in orders_of(task, plan):
+        lost = sum(term.value for term in differences(plan, other))
+        assert lost == pytest.approx(other.seconds - plan.seconds, abs=1e-12)
+
+
+def test_the_bubble_of_equal_stages() -> None:
+    """(p - 1) / (v m) of the time without it (Narayanan et al., section 2.2), sends aside."""
+    made = job(hosts=1, slots=4, layers=16, batch=32, vocabulary=1, software=MEGATRON)
+    for virtual in (1, 2, 4):
+        time = step_time(Costs(made), Layout(ProcessTopology.from_spec("pipe=4"), 1, virtual_stages=virtual))
+        assert time.bubble / (time.compute + time.recompute) == pytest.approx(3 / (virtual * 32), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("slow_across", "inner"),
+    [(True, "data"), (False, "model")],
+)
+def test_the_order_puts_what_sends_most_inside(slow_across: bool, inner: str) -> None:
+    # few tokens and many parameters: gradients outweigh activations; the other way round
+    shape = {"batch": 4, "sequence": 16, "hidden": 1024} if slow_across else {"batch": 64, "sequence": 1024}
+    made = job(hosts=2, slots=2, layers=4, **shape)
+    made = replace(made, cluster=_link(made.cluster, "across", bandwidth=1e9))
+    found = search(made, Wanted(degrees=(("data", 2), ("model", 2), ("pipe", 1), ("seq", 1))))
+    assert found.best.layout.topology.axes[-1] == inner
+
+
+def test_what_is_decided_stays() -> None:
+    made = job()
+    wanted = Wanted(degrees=(("model", 4), ("pipe", 1)), micro_batch=2, zero=2)
+    for plan in search(made, wanted).plans:
+        assert (plan.layout.model, plan.layout.pipe, plan.layout.micro_batch, plan.layout.zero) == (4, 1, 2, 2)
+    topology = ProcessTopology.from_spec("model=2,data=4")
+    assert search(made, Wanted(topology=topology)).best.layout.topology == topology
+
+
+def test_reasons_name_the_next_best() -> None:
+    found = search(job())
+    assert found.plans[1].layout.topology.spec in reason(found)
+
+
+def test_what_fits_nowhere_says_by_how_much_and_which_cluster_would_do() -> None:
+    made = job(hosts=1, slots=1, hidden=8192, layers=32, heads=64, batch=64)
+    with pytest.raises(TopologyError, match=r"GB more than the .* there are; (\d+) hosts with 1 slots .* would do"):
+        search(made)
+    enough = smallest_cluster(made, Wanted())
+    assert enough is not None
+    search(replace(made, cluster=enough))
+    with pytest.raises(TopologyError, match="fits nowhere"):
+        search(replace(made, cluster=replace(enough, hosts=enough.hosts - 1)))
+
+
+def test_what_no_number_of_hosts_holds() -> None:
+    made = job(hosts=1, slots=1, batch=1)
+    made = replace(made, cluster=replace(made.cluster, memory_limit=1e5))
+    with pytest.raises(TopologyError, match="more hosts alone would not do"):
+        search(made)
