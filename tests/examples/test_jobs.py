@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
 
 
 def _run_main(name: str, *options: str) -> None:
@@ -51,6 +56,40 @@ def test_the_main_job_resumes(through: tuple[Path, dict[str, Any]], tmp_path: Pa
     assert [row["step"] for row in second_half["history"]] == [3, 4]
     assert [row["loss"] for row in second_half["history"]] == [row["loss"] for row in whole["history"]][2:]
     assert second_half["validation_loss"] == whole["validation_loss"]
+
+
+def test_a_resumed_job_goes_on_with_its_record(through: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(through[0], out)
+    (out / "latest").write_text("global_step2")
+    again = _train("train_gpt", out, *STEPS, "--resume")
+    assert again["history"][:2] == through[1]["history"][:2], "what was written before"
+    assert [row["step"] for row in again["history"]] == [1, 2, 3, 4]
+    assert [row["loss"] for row in again["history"]] == [row["loss"] for row in through[1]["history"]]
+    done = _train("train_gpt", out, *STEPS, "--resume")
+    assert done["history"] == again["history"], "nothing was left to do"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--topology", "pip=2,data=2"), "did you mean 'pipe'?"),
+        (("--heads", "3"), "--heads 3 must divide --width"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_told_once(options: tuple[str, ...], message: str) -> None:
+    launcher = Path(sys.executable).with_name("torchrun")
+    command = [launcher, "--nproc-per-node", "4", ROOT / "examples/train_gpt.py", "--steps", "1", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        list(map(str, command)), env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    told = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.returncode != 0
+    assert len(told) == 1, result.stderr
+    assert message in told[0]
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in result.stderr
 
 
 def test_the_main_job_reduces_during_backward(through: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

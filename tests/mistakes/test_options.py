@@ -1,0 +1,100 @@
+"""What people get wrong in options of the reducer and in sections of the config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ds_topo import (
+    initialize,
+)
+from ds_topo.reducer import ReductionOptions
+from ds_topo.reducer.options import arguments_from_config
+
+OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"bucket_bytes": 0}, ValueError, "at least 1"),
+    ({"bucket_bytes": -4}, ValueError, "bucket_bytes=-4"),
+    ({"bucket_bytes": 1.5}, TypeError, "bucket_bytes=1.5: give a whole number of bytes"),
+    ({"bucket_bytes": "25MB"}, TypeError, "bucket_bytes='25MB'"),
+    ({"bucket_bytes": True}, TypeError, "bucket_bytes=True"),
+    ({"first_bucket_bytes": None}, TypeError, "first_bucket_bytes=None: give a whole number"),
+    ({"last_bucket_bytes": 0}, ValueError, "at least 1"),
+    ({"op": "mean"}, ValueError, "choose 'average' or 'sum'"),
+    ({"op": None}, ValueError, "choose 'average' or 'sum'"),
+    ({"op": "sum", "divisor": 2.0}, ValueError, "a sum is not divided"),
+    ({"divisor": 0}, ValueError, "must be positive"),
+    ({"divisor": -1.0}, ValueError, "must be positive"),
+    ({"divisor": "4"}, TypeError, "divisor='4': give a number, or None"),
+    ({"predivide_factor": 0.0}, ValueError, "must be positive"),
+    ({"predivide_factor": float("nan")}, ValueError, "must be positive"),
+    ({"communication_dtype": "bf16"}, ValueError, "choose a floating-point type such as"),
+    ({"communication_dtype": torch.int32}, ValueError, "choose a floating-point type such as"),
+    ({"accumulation_dtype": torch.bool}, ValueError, "choose a floating-point type such as"),
+    ({"overlap": "false"}, TypeError, "overlap='false': give True, False or None"),
+    ({"overlap": 0}, TypeError, "overlap=0"),
+    ({"two_level": "auto"}, TypeError, "two_level='auto'"),
+    ({"find_unused_parameters": "yes"}, TypeError, "give True or False"),
+    ({"find_unused_parameters": True, "zero_unused_parameters": True}, ValueError, "choose one of them"),
+    ({"allow_late_gradients": True}, ValueError, "set static_graph"),
+    ({"static_graph": 1}, TypeError, "static_graph=1"),
+    ({"broadcast_at_start": None}, TypeError, "broadcast_at_start=None"),
+    ({"keep_steps": 0}, ValueError, "at least 1 step"),
+    ({"keep_steps": 2.5}, TypeError, "keep_steps=2.5"),
+    ({"ignored_parameters": "weight"}, TypeError, "give a collection of names or parameters"),
+    ({"expert_groups": []}, TypeError, "give a mapping"),
+    ({"grad_buffers": 4}, TypeError, "give a mapping"),
+    ({"bucket_byte": 4}, TypeError, "bucket_byte"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), OPTIONS)
+def test_options_of_the_reducer(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as caught:
+        ReductionOptions(**options)
+    assert message in str(caught.value)
+
+
+SECTIONS: list[tuple[Any, str]] = [
+    ("false", "is neither true, false nor a mapping of options"),
+    (4194304, "is neither true, false nor a mapping"),
+    ([1], "is neither true, false nor a mapping"),
+    (None, "is neither true, false nor a mapping"),
+    ({"enabled": "false"}, "\"enabled\" is 'false', neither true nor false"),
+    ({"enabled": 0}, "neither true nor false"),
+    ({"bucket_byte": 4}, "did you mean 'bucket_bytes'? Options are bucket_bytes"),
+    ({"nonsense": 4}, "is no option. Options are bucket_bytes"),
+    ({"grad_buffers": {}}, "'grad_buffers' is no option"),
+    ({"bucket_bytes": "4 MB"}, "bucket_bytes='4 MB'"),
+    ({"communication_dtype": "int8"}, "choose one of fp32"),
+    ({"communication_dtype": 16}, "choose one of fp32"),
+    ({"overlap": "false"}, "give True, False or None"),
+    ({"op": "max"}, "choose 'average' or 'sum'"),
+]
+
+
+@pytest.mark.parametrize(("section", "message"), SECTIONS)
+def test_a_section_of_the_config(section: Any, message: str) -> None:
+    with pytest.raises(ValueError, match='config section "gradient_reducer"') as caught:
+        initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, "gradient_reducer": section})
+    assert message in str(caught.value)
+
+
+def test_types_have_names_in_json() -> None:
+    assert arguments_from_config({"communication_dtype": "bf16", "accumulation_dtype": None}) == {
+        "communication_dtype": torch.bfloat16,
+        "accumulation_dtype": None,
+    }
+
+
+@pytest.mark.parametrize("name", ["gradient_reducers", "Gradient_Reducer", "gradientreducer", "topolgy", "Topology"])
+def test_a_section_that_is_nearly_ours(name: str) -> None:
+    with pytest.raises(ValueError, match=f"config section '{name}': did you mean"):
+        initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, name: "pipe=2"})
+
+
+def test_a_config_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"config 'absent\.json' cannot be read"):
+        initialize(model=nn.Linear(2, 2), config="absent.json")
