@@ -11,10 +11,16 @@ import torch
 from ds_topo.engine import changes
 from ds_topo.engine.releases import is_missing
 from ds_topo.ledger import Change, Reliance
+from ds_topo.measurement import torch_names as measurement_names
 from ds_topo.process_groups import torch_names
 from ds_topo.reducer import torch_names as reducer_names
 
-ROWS: tuple[Change | Reliance, ...] = (*changes.ROWS, *torch_names.ROWS, *reducer_names.ROWS)
+ROWS: tuple[Change | Reliance, ...] = (
+    *changes.ROWS,
+    *torch_names.ROWS,
+    *reducer_names.ROWS,
+    *measurement_names.ROWS,
+)
 
 
 def page(rows: Sequence[Change | Reliance] = ROWS) -> str:

@@ -35,7 +35,8 @@ def check_module(module: object) -> None:
 def _is_in_ddp(module: nn.Module) -> bool:
     """Whether a DDP that exists holds the module; whatever holds it does so in its dictionary of submodules."""
     return any(
-        isinstance(owner, DistributedDataParallel) or (isinstance(owner, dict) and "ddp_uneven_inputs_config" in owner)
+        isinstance(owner, DistributedDataParallel)
+        or (isinstance(owner, dict) and "require_backward_grad_sync" in owner)
         for holder in gc.get_referrers(module)
         if isinstance(holder, dict) and holder.get("module") is module
         for owner in gc.get_referrers(holder)

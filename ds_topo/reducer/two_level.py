@@ -8,10 +8,12 @@ inside the host the shares are gathered again. With n ranks on each of h hosts a
 from __future__ import annotations
 
 import enum
+import hashlib
 import queue
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -42,7 +44,8 @@ class TwoLevelReduction:
     def __init__(self, hosts: Mapping[int, str], timeout: timedelta | None = None) -> None:
         inner, outer = two_level_ranks(list(hosts), hosts, dist.get_rank())
         groups = [RankGroup(("inside host",), tuple(inner)), RankGroup(("across hosts",), tuple(outer))]
-        self._groups = ProcessGroups(f"two levels over {dict(hosts)}", groups, sorted(hosts), timeout)
+        table = hashlib.sha256(repr(sorted(hosts.items())).encode()).hexdigest()[:16]
+        self._groups = ProcessGroups(f"two levels over hosts of digest {table}", groups, sorted(hosts), timeout)
         self._inner = _existing(self._groups.get(("inside host",)))
         self._outer = _existing(self._groups.get(("across hosts",)))
         self.inner_size = len(inner)
@@ -68,8 +71,10 @@ class TwoLevelReduction:
             done.set_result(time.perf_counter_ns())
             return done
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="ds_topo two-level reduction", daemon=True)
+            worker = _Worker(self._jobs, self._inner, self._outer)
+            self._thread = threading.Thread(target=worker.run, name="ds_topo two-level reduction", daemon=True)
             self._thread.start()
+            weakref.finalize(self, self._jobs.put, _Mark.END)  # of one that nobody destroys, too
         self._jobs.put(_Sum(tensor, done))
         return done
 
@@ -87,33 +92,6 @@ class TwoLevelReduction:
             self._thread.join()
             self._thread = None
         self._groups.destroy()
-
-    def _work(self) -> None:
-        crossing: _Crossing | None = None
-        job: _Job = _Mark.FLUSH
-        while job is not _Mark.END:
-            job = self._jobs.get()
-            following = self._scatter(job) if isinstance(job, _Sum) else None
-            if crossing is not None:
-                self._gather(crossing)
-            crossing = following
-
-    def _scatter(self, job: _Sum) -> _Crossing | None:
-        try:
-            share = _reduce_scatter(job.tensor, self._inner)
-            work = dist.all_reduce(share, group=self._outer, async_op=True)
-        except BaseException as error:  # handed to whoever waits for the tensor
-            job.done.set_exception(error)
-            return None
-        return _Crossing(job.tensor, share, work, job.done)
-
-    def _gather(self, crossing: _Crossing) -> None:
-        try:
-            crossing.work.wait()
-            dist.all_gather_into_tensor(crossing.tensor, crossing.share, group=self._inner)
-            crossing.done.set_result(time.perf_counter_ns())
-        except BaseException as error:  # handed to whoever waits for the tensor
-            crossing.done.set_exception(error)
 
     def _queue_on_stream(self, tensor: torch.Tensor) -> None:
         if self._stream is None:
@@ -153,6 +131,42 @@ class _Crossing:
     share: torch.Tensor
     work: dist.Work
     done: Future[int]
+
+
+@dataclass(frozen=True, eq=False)
+class _Worker:
+    """What the thread does; it does not keep the reduction alive."""
+
+    jobs: queue.SimpleQueue[_Job]
+    inner: ProcessGroup
+    outer: ProcessGroup
+
+    def run(self) -> None:
+        crossing: _Crossing | None = None
+        job: _Job = _Mark.FLUSH
+        while job is not _Mark.END:
+            job = self.jobs.get()
+            following = self._scatter(job) if isinstance(job, _Sum) else None
+            if crossing is not None:
+                self._gather(crossing)
+            crossing = following
+
+    def _scatter(self, job: _Sum) -> _Crossing | None:
+        try:
+            share = _reduce_scatter(job.tensor, self.inner)
+            work = dist.all_reduce(share, group=self.outer, async_op=True)
+        except BaseException as error:  # handed to whoever waits for the tensor
+            job.done.set_exception(error)
+            return None
+        return _Crossing(job.tensor, share, work, job.done)
+
+    def _gather(self, crossing: _Crossing) -> None:
+        try:
+            crossing.work.wait()
+            dist.all_gather_into_tensor(crossing.tensor, crossing.share, group=self.inner)
+            crossing.done.set_result(time.perf_counter_ns())
+        except BaseException as error:  # handed to whoever waits for the tensor
+            crossing.done.set_exception(error)
 
 
 def _reduce_scatter(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import deepspeed
@@ -33,6 +34,7 @@ from ds_topo import (
     initialize,
 )
 from ds_topo.errors import CoordinateError, ExpertSizeError, MissingTopologyError
+from ds_topo.process_groups.torch_names import default_store
 from tests.support.world import Worlds
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
@@ -399,7 +401,8 @@ def _reduce_on_one_rank() -> None:
         if dist.get_rank() == 0:
             with pytest.raises(RuntimeError, match=r"ds_topo\.collectives\.debug\(\) names"):
                 collectives.reduce(torch.ones(4), group)
-        dist.barrier()
+            default_store().set("raised", "")
+        default_store().wait(["raised"], timedelta(seconds=30))
 
 
 def test_collectives_that_differ_point_to_the_debug_mode(world: Worlds) -> None:
