@@ -8,18 +8,21 @@ from typing import Any, TypeAlias
 from tests.support.ranks import Ranks
 
 TIDY_SECONDS = 30.0
+FUNCTIONS = 20
+"""Of one process: torch and DeepSpeed were not made to be torn down hundreds of times, and native code may break then."""
 
 
 class World:
     """``size`` ranks for many functions, which cost no process start.
 
     Each call finds what the first one found: ``torch.distributed`` is initialised anew, random numbers start at the
-    same seed, environment, folder, arguments and filters of warnings are put back. The processes are replaced after a
-    failure of any kind, and after a function that left something behind, which is a failure too.
+    same seed, environment, folder, arguments and filters of warnings are put back. The processes are replaced after
+    some functions, after a failure of any kind, and after a function that left something behind, which is one too.
     """
 
     def __init__(self, size: int) -> None:
         self._ranks = Ranks(size)
+        self._functions = 0
 
     def __enter__(self) -> World:
         return self
@@ -46,7 +49,8 @@ class World:
         except BaseException:
             self._ranks.end()
             raise
-        if expect_failure:
+        self._functions += 1
+        if expect_failure or self._functions % FUNCTIONS == 0:
             self._ranks.end()
         return results
 
