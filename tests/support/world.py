@@ -9,7 +9,7 @@ from tests.support.ranks import Ranks
 
 TIDY_SECONDS = 30.0
 FUNCTIONS = 20
-"""Of one process: torch and DeepSpeed were not made to be torn down hundreds of times, and native code may break then."""
+"""Of one process: torch and DeepSpeed are not made to be torn down hundreds of times; native code may break then."""
 
 
 class World:
