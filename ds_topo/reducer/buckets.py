@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_topo.reducer.parameter_state import ParameterState
+from ds_topo.reducer.parameter_state import PENDING, ParameterState
 
 
 class GradientBucket:
@@ -58,8 +58,10 @@ class GradientBucket:
     def reset(self) -> None:
         """Expect every gradient anew."""
         self.pending = len(self.members)
-        for member in self.members:
-            member.reset()
+        for member in self.members:  # each of them at each step: no calls
+            member.contribution = PENDING
+            member.holds_sum = False
+            member.arrived = 0
 
     def _memory(self, multiple_of: int) -> torch.Tensor:
         """New memory, or what the members' buffers make up together."""

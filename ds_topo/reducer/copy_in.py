@@ -10,6 +10,7 @@ from torch import nn
 from ds_topo.reducer.hooks import detached
 from ds_topo.reducer.parameter_state import COPIED_IN, ParameterState
 
+_STRIDED = torch.strided
 _LARGE_NUMEL = 1 << 14
 """From here on a gradient is better scaled into its bucket at once, while caches hold it, than together with others."""
 
@@ -70,8 +71,10 @@ def copy_in(members: Sequence[ParameterState]) -> list[ParameterState]:
         elif gradient is state.view:
             in_place.append(gradient)
         else:
+            if gradient.requires_grad or gradient.layout is not _STRIDED:
+                gradient = _dense(gradient, state)
             views.append(state.view)
-            gradients.append(_dense(gradient, state))
+            gradients.append(gradient)
             parameter.grad = state.view
         if state.repeats:
             parameter.grad = None  # a further gradient must not be added to what is in flight

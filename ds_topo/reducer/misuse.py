@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from typing import TypeAlias
+from itertools import chain
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -121,11 +122,26 @@ class Changes:
         self._ignored = ignored
         self._known = {name: id(parameter) for name, parameter in self._named()}
         self._frozen = [(name, parameter) for name, parameter in self._named() if not parameter.requires_grad]
-        self._parts = _parts_of(module)
+        self._note_parts()
+
+    def _note_parts(self) -> None:
+        """Every part of the module: its parameters, buffers aside, and its own parts."""
+        parts = list(self._module.modules())
+        self._holders: list[dict[str, Any]] = [part._parameters for part in parts]
+        self._holders += [part._modules for part in parts]
+        self._held = self._held_now()
+
+    def _held_now(self) -> list[nn.Parameter | nn.Module | None]:
+        return list(chain.from_iterable([holder.values() for holder in self._holders]))
+
+    def _has_same_parts(self) -> bool:
+        """Whether every part still has the same ones; cheaper than listing parameters by name."""
+        now = self._held_now()
+        return len(now) == len(self._held) and all(map(operator.is_, now, self._held))
 
     def problem(self) -> str | None:
         """What has changed in parameters, or in gradients that are in their buckets; None if nothing has."""
-        if not all(_is_as_before(*part) for part in self._parts):
+        if not self._has_same_parts():
             named = dict(self._named())
             new = [name for name, parameter in named.items() if self._known.get(name) != id(parameter)]
             new = [name for name in new if id(named[name]) not in self._known.values()]
@@ -136,19 +152,24 @@ class Changes:
             ):
                 if names:
                     return _changed(names, how)
-            self._parts = _parts_of(self._module)
+            self._note_parts()
         absent = [state for state in self._states if not state.arrived]
-        lost = [state.name for state in absent if self._hooks.are_lost(state.parameter)]
+        lost = [state for state in absent if self._hooks.are_lost(state.parameter)]
         if lost:
-            return _changed(lost, "moved or cast")
+            for state in lost:
+                state.note_type()  # the step is ended as well as can be
+            return _changed([state.name for state in lost], "moved or cast")
         frozen = [state.name for state in absent if not state.parameter.requires_grad]
         if frozen and not self._may_miss:
             return _changed(frozen, "frozen")
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
         if unfrozen:
             return _changed(unfrozen, "unfrozen")
-        copied_in = (state for state in self._states if state.contribution is COPIED_IN)
-        replaced = [state.name for state in copied_in if is_replaced(state)]
+        replaced = [
+            state.name
+            for state in self._states
+            if state.contribution is COPIED_IN and state.parameter.grad is not state.view and is_replaced(state)
+        ]
         if replaced:
             return (
                 f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "
@@ -162,26 +183,6 @@ class Changes:
             for name, parameter in self._module.named_parameters()
             if id(parameter) not in self._ignored
         )
-
-
-Part: TypeAlias = "tuple[nn.Module, tuple[nn.Parameter | None, ...], tuple[nn.Module | None, ...]]"
-
-
-def _parts_of(module: nn.Module) -> list[Part]:
-    """Every part of a module with its own parameters and parts."""
-    return [(part, tuple(part._parameters.values()), tuple(part._modules.values())) for part in module.modules()]
-
-
-def _is_as_before(
-    part: nn.Module, parameters: tuple[nn.Parameter | None, ...], modules: tuple[nn.Module | None, ...]
-) -> bool:
-    """Whether a part still has the same ones; cheaper than listing parameters by name."""
-    return (
-        len(part._parameters) == len(parameters)
-        and len(part._modules) == len(modules)
-        and all(map(operator.is_, part._parameters.values(), parameters))
-        and all(map(operator.is_, part._modules.values(), modules))
-    )
 
 
 def _changed(names: Sequence[str], how: str) -> str:

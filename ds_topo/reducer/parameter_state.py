@@ -49,6 +49,9 @@ class ParameterState:
     grad_buffer: torch.Tensor | None = None
     """Where the user wants its gradient to accumulate: contiguous, ``numel`` elements."""
 
+    is_apart: bool = field(init=False)
+    """Whether the view cannot be ``parameter.grad``: it has another data type, or a buffer of the user's."""
+
     # -- set by its route, and by the first step
     scale: float = 1.0
     """What its gradient is multiplied by before it is reduced."""
@@ -67,6 +70,13 @@ class ParameterState:
     holds_sum: bool = False
     """Whether a view apart from ``parameter.grad`` holds the sum of earlier micro-batches."""
 
+    def __post_init__(self) -> None:
+        self.note_type()
+
+    def note_type(self) -> None:
+        """Look at the parameter's type, which a cast changes."""
+        self.is_apart = self.grad_buffer is not None or self.dtype != self.parameter.dtype
+
     @property
     def is_expert(self) -> bool:
         """Whether it has replicas on its expert-data group alone: DeepSpeed marks experts ``allreduce = False``."""
@@ -76,11 +86,6 @@ class ParameterState:
     def expert_group_name(self) -> str | None:
         """The ``group_name`` of an expert, None for any other parameter."""
         return expert_group_name(self.parameter)
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether the view cannot be ``parameter.grad``: it has another data type, or a buffer of the user's."""
-        return self.grad_buffer is not None or self.dtype != self.parameter.dtype
 
     @property
     def holds_live_view(self) -> bool:
@@ -99,12 +104,6 @@ class ParameterState:
         self.holds_sum = False
         if self.is_apart and hasattr(self.parameter, "main_grad"):
             del self.parameter.main_grad
-
-    def reset(self) -> None:
-        """Expect the next step's gradients."""
-        self.contribution = PENDING
-        self.holds_sum = False
-        self.arrived = 0
 
 
 def expert_group_name(parameter: torch.Tensor) -> str | None:

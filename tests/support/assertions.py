@@ -14,8 +14,10 @@ from _pytest.assertion import util
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--noconftest", "--capture=no"]
-REWRITTEN = ["-o", "python_files=tests/*.py"]
-"""Test modules and their helpers, at any depth (in pytest's own process, ``tests/conftest.py`` names the helpers)."""
+REWRITTEN = ["-o", "python_files=tests/[!b]*.py"]
+"""Test modules and their helpers, at any depth (in pytest's own process, ``tests/conftest.py`` names the helpers).
+
+Not benchmarks: each is a program, which its ranks run again, and pytest's hook cannot do that."""
 
 
 def show_values_of_asserts() -> None:
