@@ -7,6 +7,7 @@ rank fails all raise.
 from __future__ import annotations
 
 import hashlib
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +20,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-import ds_topo
 from ds_topo.engine.expert_groups import create_expert_groups
 from ds_topo.engine.expert_registry import registry
 from ds_topo.engine.mpu import MpuGrid
@@ -175,7 +175,7 @@ def _settings(engine: DeepSpeedEngine) -> list[str]:
         f"micro batches of={getattr(module, 'micro_batches', None)}",
         f"torch {torch.__version__}",
         f"deepspeed {deepspeed.__version__}",
-        f"ds_topo {ds_topo.__version__}",
+        f"ds_topo {sys.modules['ds_topo'].__version__}",
     ]
 
 
