@@ -138,7 +138,7 @@ def time_messages(peer: int, device: Device) -> float:
 
 
 def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None) -> Speed | None:
-    """Latency and bandwidth between this rank and a peer, both ways at the same time.
+    """Latency and bandwidth between this rank and a peer, one way after the other.
 
     Sizes grow until a transfer takes long enough, so that a slow link costs no more time than a fast one. With a
     ``team``, the ranks of this rank's host, all of them start each transfer together and take the slowest one's time:
@@ -163,14 +163,31 @@ def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None
     return Speed(latency, size / min(came for came, _ in times), size / min(went for _, went in times))
 
 
+def _one_way_each(peer: int, outgoing: Tensor, incoming: Tensor, device: Device) -> float:
+    """Send to a peer, then receive from it, or first receive; return the seconds that the receiving took.
+
+    Not at the same time: gloo's one connection of a pair then sometimes carries one way after the other.
+    """
+    took = 0.0
+    for sends in (dist.get_rank() < peer, dist.get_rank() > peer):
+        exchange(peer, device.number(1.0), device.number(0.0), device)  # start together
+        if sends:
+            dist.send(outgoing[: len(outgoing) // 8], peer)
+            dist.send(outgoing, peer)
+        else:
+            dist.recv(incoming[: len(incoming) // 8], peer)  # whatever lets a burst through at once has nothing left
+            start = device.now()
+            dist.recv(incoming, peer)
+            took = device.now() - start
+    return took
+
+
 def _time_step(peer: int | None, size: int, device: Device, team: ProcessGroup | None) -> tuple[float, float]:
     """Seconds until all of this side's data had come, and all of the other side's."""
     largest(0.0, team, device)
     theirs, took = device.number(0.0), 0.0
     if peer is not None:
-        # start together, when whatever lets a burst through at once has nothing left
-        exchange(peer, device.outgoing[: size // 16], device.incoming[: size // 16], device)
-        took = exchange(peer, device.outgoing[: size // 4], device.incoming[: size // 4], device)
+        took = _one_way_each(peer, device.outgoing[: size // 4], device.incoming[: size // 4], device)
     took = largest(took, team, device)
     if peer is not None:
         exchange(peer, device.number(took), theirs, device)
