@@ -16,6 +16,7 @@ from torch import nn
 from ds_topo.engine.gradient_reducer import GradientReducer
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.inputs import TOPOLOGY_SECTION, check_mpu
+from ds_topo.engine.start import init_distributed
 from ds_topo.errors import abridged
 from ds_topo.reducer.options import arguments_from_config
 
@@ -53,6 +54,7 @@ def initialize(
     Raises:
         ValueError: a section, an argument or a value that cannot be; the message lists those that can.
         TopologyError: a topology that does not fit, or is not the mpu's.
+        LaunchError: a topology is to be built, and nothing has started this rank.
     """
     check_mpu(mpu)
     content = _content_of(config if config is not None else config_params, args)
@@ -60,7 +62,7 @@ def initialize(
     reduction = _reduction_of(content)
     if mpu is None and TOPOLOGY_SECTION in content and not isinstance(model, DeepSpeedPipelineModule):
         if not torch.distributed.is_initialized():
-            deepspeed.init_distributed(verbose=False)
+            init_distributed(verbose=False)
         mpu = PipelineParallelGrid(content[TOPOLOGY_SECTION])
     given = {
         "args": args,

@@ -93,7 +93,6 @@ def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
     """Raise for a topology that the engine would not follow.
 
     Raises:
-        EngineOptionError: a plain engine on several stages.
         TopologyError: the config's topology is another one.
     """
     section = engine._config._param_dict.get(TOPOLOGY_SECTION)

@@ -144,12 +144,17 @@ class Round:
             came.add(int(rank))
             hosts_of[digest][host].append(int(rank))
         missing = [rank for rank in self.members if rank not in came]
-        outcomes = {digest: self.store.get(f"{self.token}/text/{digest}").decode() for digest in hosts_of}
+        outcomes = {digest: self._outcome(digest) for digest in hosts_of}
         agreed = not missing and len(outcomes) == 1 and not any(map(_is_failure, outcomes.values()))
         verdict = {"text": "", "compare": []} if agreed else self._problems(hosts_of, outcomes, missing)
         self.store.compare_set(f"{self.token}/verdict", "", json.dumps(verdict))
         if agreed:  # nobody can have decided otherwise: all came, none failed
             self._delete_what_was_read(hosts_of)
+
+    def _outcome(self, digest: str) -> str:
+        """The text of what was brought; the rank that was to write it may have died before it did."""
+        key = f"{self.token}/text/{digest}"
+        return self.store.get(key).decode() if self.store.check([key]) else f"something of digest {digest}"
 
     def _problems(
         self, hosts_of: dict[str, dict[str, list[int]]], outcomes: dict[str, str], missing: list[int]

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, ProcessTopology
 from ds_topo.errors import DisagreementError, TopologyError
+from ds_topo.process_groups.agreement import Round
+from ds_topo.process_groups.torch_names import append
 from tests.support.process_groups import number_of_groups
 from tests.support.world import Worlds
 
@@ -92,3 +94,13 @@ def _ask_alone() -> None:
 
 def test_a_group_that_its_peers_do_not_ask_for_names_them(world: Worlds) -> None:
     world(8).run(_ask_alone)
+
+
+def test_a_rank_that_died_before_it_showed_its_plan_holds_nobody_up() -> None:
+    """Its line is there, the text that another rank with the same plan was about to write is not."""
+    store = dist.HashStore()
+    append(store, "ds_topo/x/1/came", "1 abc host1\n")
+    taking_part = Round(store, "ds_topo/x/1", 0, range(3), timedelta(seconds=1), "a test")
+    verdict = taking_part.verdict("plan: mine", None)
+    assert "ranks [2] did not come within" in verdict
+    assert "ranks [1] on host1 -> something of digest abc" in verdict
