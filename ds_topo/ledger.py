@@ -100,7 +100,7 @@ class Ledger:
     def __init__(self) -> None:
         self._in_force: dict[tuple[int, str], _InForce] = {}
 
-    def bind(self, change: Change, make: Make, owner: Any = None) -> Release:
+    def bind(self, change: Change, make: Make, owner: object = None) -> Release:
         """Put a change in force; return what takes it back.
 
         Args:
@@ -139,7 +139,7 @@ class Ledger:
         return _once(release)
 
     @contextmanager
-    def bound(self, change: Change, make: Make, owner: Any = None) -> Iterator[None]:
+    def bound(self, change: Change, make: Make, owner: object = None) -> Iterator[None]:
         """A change in force inside a ``with`` statement."""
         release = self.bind(change, make, owner)
         try:

@@ -6,16 +6,19 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from ds_topo.engine.gradient_reducer import GradientReducer
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.inputs import TOPOLOGY_SECTION, check_mpu
+from ds_topo.engine.mpu import ModelParallelUnit
 from ds_topo.engine.start import init_distributed
 from ds_topo.errors import abridged
 from ds_topo.reducer.options import arguments_from_config
@@ -32,13 +35,13 @@ def initialize(
     training_data: torch.utils.data.Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     distributed_port: int | None = None,
-    mpu: Any = None,
+    mpu: ModelParallelUnit | ModuleType | None = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
     config: str | Path | dict[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | dict[str, Any] | None = None,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """``deepspeed.initialize``, which reads two more sections of the config.
 
     ``"topology"`` (a spec or a mapping) becomes the engine's grid where neither ``mpu`` nor a ``PipelineModule`` brings
