@@ -66,7 +66,7 @@ def save_picture(view: LayoutView, axis: str, path: Path, kind: str) -> None:
     try:
         figure = draw(view, axis)
     except ImportError as error:
-        raise TopologyError('pictures need matplotlib: pip install "ds_topo[plot]"') from error
+        raise TopologyError("pictures need matplotlib: pip install matplotlib") from error
     from matplotlib import rc_context
 
     try:

@@ -20,7 +20,7 @@ from ds_topo.placement.summary import (
     moves,
     named_coordinate,
 )
-from ds_topo.topology.rank_tables import RankGroup, grid_groups, neighbor
+from ds_topo.topology.rank_tables import RankGroup, created_groups, grid_groups, neighbor
 
 MOST_ROWS = 32
 """Hosts that are shown one by one; more are summarised."""
@@ -62,7 +62,7 @@ def print_axes(console: Console, view: LayoutView) -> None:
         table.add_row(*cells)
     console.print(table)
     console.print()
-    own = len({group.ranks for group in grid_groups(view.topology, 0)} - {tuple(range(view.topology.world_size()))})
+    own = len(created_groups(view.topology, 0))
     say(console, f"Each rank creates {counted(own, 'process group')} besides the world's.")
     if view.host_map is None:
         say(console, "Give --hostfile FILE, --hosts N --slots M or --slurm to see what crosses hosts.")
@@ -108,7 +108,7 @@ def print_rank(console: Console, view: LayoutView, rank: int) -> None:
         if size > 1:
             before, after = (neighbor(topology, axis, rank, step) for step in (-1, 1))
             say(console, f"along {view.names[axis]}: previous rank {before}, next rank {after}")
-    say(console, _communicators(view, grid_groups(topology, rank)))
+    say(console, _communicators(view, created_groups(topology, rank)))
 
 
 def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None:
@@ -266,13 +266,8 @@ def _group_line(view: LayoutView, name: str, ranks: Sequence[int]) -> str:
 
 def _communicators(view: LayoutView, groups: Sequence[RankGroup]) -> str:
     """What this rank creates: each distinct set of ranks once, the world's own group not again."""
-    world = view.topology.world_size()
-    own: dict[tuple[int, ...], str] = {}
-    for group in groups:
-        if len(group.ranks) < world and group.axes:
-            own.setdefault(group.ranks, view.label(group.axes))
-    listed = f": {', '.join(own.values())}" if own else ""
-    return f"It creates {counted(len(own), 'process group')} besides the world's{listed}."
+    listed = f": {', '.join(view.label(group.axes) for group in groups)}" if groups else ""
+    return f"It creates {counted(len(groups), 'process group')} besides the world's{listed}."
 
 
 def table_of(*left: str, right: Iterable[str] = ()) -> Table:

@@ -38,18 +38,18 @@ def save_picture(found: Found, path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise TopologyError('a picture needs matplotlib: pip install "ds_topo[plot]"') from error
+        raise TopologyError("a picture needs matplotlib: pip install matplotlib") from error
     plans = found.plans
     figure = Figure(figsize=(13, 1.9 + 0.42 * len(plans)), layout="constrained")
     seconds, memory = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
     labels = [_label(plan) for plan in plans]
     unit, name = (1.0, "s") if plans[0].seconds >= 1 else (1e3, "ms")
-    _bars(seconds, [dict(plan.time.parts()) for plan in plans], labels, COLORS, unit)
+    _bars(seconds, [dict(plan.time.parts()) for plan in plans], labels, COLORS, unit, legend_columns=6)
     for row, plan in enumerate(plans):
-        seconds.text(plan.seconds * unit, row, f" {plan.seconds * unit:.3g}", va="center", fontsize=8)
+        seconds.text(plan.seconds * unit, row, f" {_three_digits(plan.seconds * unit)}", va="center", fontsize=8)
     seconds.set_xlim(0, 1.1 * unit * max(plan.seconds for plan in plans))
     seconds.set_xlabel(f"{name} per step")
-    _bars(memory, [dict(plan.memory.parts()) for plan in plans], labels, MEMORY_COLORS, 1e-9)
+    _bars(memory, [dict(plan.memory.parts()) for plan in plans], labels, MEMORY_COLORS, 1e-9, legend_columns=3)
     limit = found.job.cluster.memory_limit / 1e9
     largest = max(plan.memory.total for plan in plans) / 1e9
     if limit < 4 * largest:
@@ -78,7 +78,19 @@ def _label(plan: Plan) -> str:
     return f"{layout.topology.spec}\n{', '.join(details)}"
 
 
-def _bars(axes: Any, rows: list[dict[str, float]], labels: list[str], colors: dict[str, str], unit: float) -> None:
+def _three_digits(value: float) -> str:
+    """The same number of digits behind the point for values of one kind: 17.5 and 19.0."""
+    return f"{value:.1f}" if 10 <= value < 100 else f"{value:.3g}"
+
+
+def _bars(
+    axes: Any,
+    rows: list[dict[str, float]],
+    labels: list[str],
+    colors: dict[str, str],
+    unit: float,
+    legend_columns: int,
+) -> None:
     """Stacked horizontal bars, one per row, the first on top."""
     left = [0.0] * len(rows)
     whole = max(sum(row.values()) for row in rows)
@@ -90,4 +102,4 @@ def _bars(axes: Any, rows: list[dict[str, float]], labels: list[str], colors: di
     axes.set_yticks(range(len(rows)), labels, fontsize=7)
     axes.set_ylim(len(rows) - 0.4, -1.1)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=7, ncols=6, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False)
+    axes.legend(fontsize=7, ncols=legend_columns, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False)

@@ -108,6 +108,21 @@ def grid_groups(topology: ProcessTopology, rank: int) -> list[RankGroup]:
     return [RankGroup(span, tuple(topology.get_axis_ranks(span, rank))) for span in dict.fromkeys(spans)]
 
 
+def created_groups(topology: ProcessTopology, rank: int) -> list[RankGroup]:
+    """Those of ``grid_groups`` that a grid creates at the start: each set of ranks once, several and not all of them.
+
+    The world's own group is there already, and that of one rank is made when it is asked for.
+
+    >>> [group.name for group in created_groups(ProcessTopology.from_spec("pipe=1,data=2,model=2"), 0)]
+    ['data', 'model']
+    """
+    by_ranks: dict[tuple[int, ...], RankGroup] = {}
+    for group in grid_groups(topology, rank):
+        if 1 < len(group.ranks) < topology.world_size():
+            by_ranks.setdefault(group.ranks, group)
+    return list(by_ranks.values())
+
+
 def neighbor(topology: ProcessTopology, axis: str, rank: int, step: int) -> int:
     """The rank ``step`` places further along ``axis``, wrapping around.
 
