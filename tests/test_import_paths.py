@@ -83,7 +83,7 @@ def test_a_former_path_warns_and_says_where_to_look() -> None:
 
 
 def test_a_former_option_warns_and_works() -> None:
-    from ds_topo.reducer.reducer import _with_former_names
+    from ds_topo.reducer.inputs import _with_former_names
 
     with pytest.warns(DeprecationWarning, match="storage= is now grad_buffers="):
         assert _with_former_names({"storage": {}}) == {"grad_buffers": {}}  # type: ignore[typeddict-unknown-key]

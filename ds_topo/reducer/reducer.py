@@ -27,18 +27,17 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
-from ds_topo.errors import abridged
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
-from ds_topo.reducer.copy_in import accumulate, copy_in, copy_in_at_once, is_copied_at_once, late_gradient
+from ds_topo.reducer.copy_in import accumulate, copy_in, copy_in_at_once, is_copied_at_once
 from ds_topo.reducer.driver import StepDriver, TrainingLoop
 from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go
+from ds_topo.reducer.inputs import HasDataParallelGroup, agreed_inputs, data_parallel_group
 from ds_topo.reducer.layout import BucketLayout
 from ds_topo.reducer.misuse import (
     Changes,
@@ -50,24 +49,17 @@ from ds_topo.reducer.misuse import (
     wrong_moment,
 )
 from ds_topo.reducer.optimizers import watch
-from ds_topo.reducer.options import ReductionArguments, ReductionOptions
+from ds_topo.reducer.options import ReductionArguments
 from ds_topo.reducer.parameter_state import COPIED_IN, READY, ParameterState
-from ds_topo.reducer.parameters import agree_on_parameters, find_parameters, ignored_identities, make_equal, owners
+from ds_topo.reducer.parameters import ignored_identities, make_equal, owners
 from ds_topo.reducer.reductions import launch
 from ds_topo.reducer.report import GradientReport, StepTiming
+from ds_topo.reducer.results import add_late_gradients, hand_out
 from ds_topo.reducer.routes import CommHook, assign_routes
 from ds_topo.reducer.step import ReducerState, Step
 from ds_topo.reducer.used_parameters import Counts, UsedParameters
 
 IDLE, ACCUMULATING, REDUCING = ReducerState.IDLE, ReducerState.ACCUMULATING, ReducerState.REDUCING
-
-
-class HasDataParallelGroup(Protocol):
-    """A grid, or any mpu."""
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        """All replicas of a parameter."""
-        ...
 
 
 class BucketReducer:
@@ -109,11 +101,13 @@ class BucketReducer:
         require_initialized("GradientReducer")
         check_module(module)
         self.module = module
-        self.group = _data_parallel_group(grid, process_group)
+        self.group = data_parallel_group(grid, process_group)
         self.driver: StepDriver = driver or TrainingLoop()
         self._given = frozenset(options)
         """Names of the options that are the user's, not the driver's."""
-        self.options, self._states = self._agreed({**self.driver.options(), **options}, may_be_empty=driver is not None)
+        self.options, self._states = agreed_inputs(
+            module, {**self.driver.options(), **options}, self.group, may_be_empty=driver is not None
+        )
         self._by_parameter: dict[torch.Tensor, ParameterState] = {state.parameter: state for state in self._states}
         self._device = self._states[0].parameter.device if self._states else torch.device("cpu")
         self._dense, self._routes = assign_routes(self._states, self.options, self.group, self._device)
@@ -185,7 +179,7 @@ class BucketReducer:
                 raise RuntimeError(problem)
             unused, late = self._read(told)
             self._reduce_late(late)
-            self._hand_out(without, unused)
+            hand_out(self._states, self.options, without, unused)
             self._layout.learn(self.group)
         finally:
             timing.ended_ns = time.perf_counter_ns()
@@ -491,36 +485,10 @@ class BucketReducer:
             raise unequal_repetition([state.name for state in counts.late_anywhere])
 
     def _reduce_late(self, late: list[ParameterState]) -> None:
-        """Add what came after parameters were copied in, and expect as much in later steps."""
-        before, after = self.options.scales(self._dense.size)
-        for state in sorted(late, key=lambda state: state.index):
-            gradient = late_gradient(state)
-            gradient = gradient.coalesce() if state.is_sparse else gradient
-            gradient.mul_(before)
-            dist.all_reduce(gradient, group=self._routes[state.index].group)
-            state.view = state.view.add_(gradient.mul_(after))
+        groups = [self._routes[state.index].group for state in late]
+        add_late_gradients(late, groups, self.options.scales(self._dense.size))
         for state in self._step.late.values():
             state.expected = max(state.expected, state.arrived)
-
-    def _hand_out(self, without: list[ParameterState], unused: list[ParameterState]) -> None:
-        """Give parameters gradients that are not yet theirs; those that no rank used keep what they have."""
-        keep = {state.index for state in unused}
-        for state in self._states if self.options.allow_late_gradients else without:
-            if state.index not in keep and not state.is_apart and state.parameter.requires_grad:
-                state.parameter.grad = state.view
-        for state in self._states:
-            if not (state.is_apart or state.is_sparse):
-                continue
-            parameter = state.parameter
-            if state.grad_buffer is not None:
-                parameter.grad = None
-            elif state.index in keep:
-                continue
-            elif state.is_sparse:
-                parameter.grad = state.view
-            else:
-                setattr(parameter, "main_grad", state.view)  # noqa: B010
-                parameter.grad = state.view.to(parameter.dtype)
 
     def _reset(self) -> None:
         self.step_count += 1
@@ -529,51 +497,3 @@ class BucketReducer:
         self._step = Step(self._step.timing)
         self._is_unreduced = False
         self._state = IDLE
-
-    # -- construction ------------------------------------------------------------------------------------------------
-
-    def _agreed(
-        self, arguments: ReductionArguments, may_be_empty: bool
-    ) -> tuple[ReductionOptions, list[ParameterState]]:
-        """Options and parameters, compared between ranks; a rank that fails tells the others."""
-        failure: Exception | None = None
-        options, states = ReductionOptions(), []
-        try:
-            options = ReductionOptions(**_with_former_names(arguments))
-            states = find_parameters(self.module, options, may_be_empty)
-        except (TypeError, ValueError, RuntimeError) as error:
-            failure = error
-        agree_on_parameters(states, options, self.group, failure)
-        return options, states
-
-
-def _with_former_names(arguments: ReductionArguments) -> ReductionArguments:
-    """``grad_buffers`` was called ``storage``."""
-    if "storage" in arguments:
-        warnings.warn("storage= is now grad_buffers=", DeprecationWarning, stacklevel=4)
-        renamed = dict(arguments)
-        renamed["grad_buffers"] = renamed.pop("storage")
-        return cast("ReductionArguments", renamed)
-    return arguments
-
-
-def _data_parallel_group(grid: HasDataParallelGroup | None, process_group: ProcessGroup | None) -> ProcessGroup:
-    if grid is not None and process_group is not None:
-        raise ValueError("grid and process_group: give one of them")
-    if grid is not None and not hasattr(grid, "get_data_parallel_group"):
-        raise TypeError(
-            f"grid={abridged(grid)}: give a grid or another mpu, which has get_data_parallel_group(), such as "
-            "PipelineParallelGrid('data=2,model=2')"
-        )
-    if process_group is not None and not isinstance(process_group, ProcessGroup):
-        raise TypeError(f"process_group={abridged(process_group)}: give a torch.distributed process group, or a grid")
-    group = grid.get_data_parallel_group() if grid is not None else process_group or _all_ranks()
-    if dist.get_rank() not in dist.get_process_group_ranks(group):
-        raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks")
-    return group
-
-
-def _all_ranks() -> ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
