@@ -21,6 +21,7 @@ from ds_topo.engine.inputs import TOPOLOGY_SECTION, check_mpu
 from ds_topo.engine.mpu import ModelParallelUnit
 from ds_topo.engine.start import init_distributed
 from ds_topo.errors import abridged
+from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.reducer.options import arguments_from_config
 
 CONFIG_SECTION = "gradient_reducer"
@@ -60,6 +61,7 @@ def initialize(
         LaunchError: a topology is to be built, and nothing has started this rank.
     """
     check_mpu(mpu)
+    remove_abandoned_locks()
     content = _content_of(config if config is not None else config_params, args)
     _check_names_of_sections(content)
     reduction = _reduction_of(content)

@@ -23,6 +23,7 @@ from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.inputs import require_grid
 from ds_topo.engine.norms import count_each_parameter_once
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
+from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.ledger import ledger
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.grid import ProcessGrid, as_topology
@@ -69,6 +70,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
     ) -> None:
         require_initialized("PipelineModule")
         if not deepspeed.comm.is_initialized():
+            remove_abandoned_locks()
             deepspeed.init_distributed(dist_init_required=False)
         if "LOCAL_RANK" not in os.environ:
             raise RuntimeError(

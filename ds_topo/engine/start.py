@@ -10,6 +10,7 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.launch.joining import as_timeout, join
 from ds_topo.launch.launchers import Launch
 
@@ -45,6 +46,7 @@ def init_distributed(
     """
     backend = backend or get_accelerator().communication_backend_name()
     launch = join(timeout, backend, end_with_launcher=end_with_launcher, verbose=verbose)
+    remove_abandoned_locks()
     # torch is initialised: DeepSpeed takes it over
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=as_timeout(timeout)

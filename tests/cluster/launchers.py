@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ LAUNCHERS = ("pdsh", "no_ssh", "torchrun", "srun", "openmpi", "slurm")
 SLURM_LAUNCHERS = ("srun", "slurm")
 VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 """What every rank needs on a CPU; ``GLOO_SOCKET_IFNAME`` is not among it."""
+_FORWARDED = ("PATH", "HOME", "PYTHONPATH", "TORCH_EXTENSIONS_DIR")
 _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -69,19 +70,27 @@ def start_job(
 
 def finish(processes: Sequence[subprocess.Popen[Any]], timeout: float = 240.0) -> str:
     """Wait for the end of a job; return what it wrote. RuntimeError with that if it failed or did not end."""
-    deadline = threading.Timer(timeout, lambda: [process.kill() for process in processes])
-    deadline.start()
-    output = "".join(process.communicate()[0] for process in processes)
-    deadline.cancel()
+    end = time.monotonic() + timeout
+    output = "".join(_output_until(end, process) for process in processes)
     codes = [process.returncode for process in processes]
     if any(codes):
-        raise RuntimeError(f"exit codes {codes}\n{output[-8000:]}")
+        raise RuntimeError(f"exit codes {codes} within {timeout:.0f} s\n{output[-8000:]}")
     return output
+
+
+def _output_until(end: float, process: subprocess.Popen[Any]) -> str:
+    """What it wrote until it ended, or until then: ranks may outlive a launcher and keep its output open."""
+    try:
+        return str(process.communicate(timeout=max(0.1, end - time.monotonic()))[0])
+    except subprocess.TimeoutExpired as late:
+        process.kill()
+        process.wait()
+        return (late.output or b"").decode(errors="replace")
 
 
 def _write_files(hosts: Sequence[Host], folder: Path, slots: int, env: Mapping[str, str]) -> None:
     (folder / "hosts").write_text("".join(f"{host.name} slots={slots}\n" for host in hosts))
     # pdsh forwards few variables; DeepSpeed exports those of this file on every host.
-    paths = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
+    paths = {name: os.environ[name] for name in _FORWARDED if name in os.environ}
     exports = {**VARIABLES, **paths, **env}
     (folder / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in exports.items()))

@@ -23,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ds_topo.launch.extension_locks import remove_abandoned_locks
 from tests.support.rank_main import RANK_ENVIRONMENT, Call, Report, Tidy, serve
 
 GRACE_SECONDS = 5.0
@@ -213,4 +214,5 @@ def _compile_cpu_extension() -> None:
     if importlib.util.find_spec("deepspeed") is not None:
         from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 
+        remove_abandoned_locks()  # else this would wait without limit for a build that was killed
         ShareMemCommBuilder().load()

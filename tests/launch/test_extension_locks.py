@@ -1,0 +1,96 @@
+"""A lock that a killed build left is removed; one that is held, by whomever, is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from ds_topo.launch import extension_locks
+from ds_topo.launch.extension_locks import OLD_SECONDS, remove_abandoned_locks
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="leases are Linux's")
+BUILD = "from torch.utils.file_baton import FileBaton; import sys, time; assert FileBaton(sys.argv[1]).try_acquire(); "
+
+OTHER_PROCESSES = ["unshare", "--pid", "--mount", "--fork", "--kill-child=KILL", "--mount-proc"]
+"""Of a container: this process sees none of them."""
+
+
+@linux
+def test_the_lock_of_a_killed_build_is_removed_and_the_next_build_goes_on(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    subprocess.run([sys.executable, "-c", f"{BUILD} import os; os.kill(os.getpid(), 9)", str(lock)], check=False)
+    assert lock.exists()
+    with pytest.warns(UserWarning, match=r"removed .*lock: a process that was killed while it compiled"):
+        assert remove_abandoned_locks([tmp_path]) == [lock]
+    baton = FileBaton(str(lock))
+    assert baton.try_acquire()
+    baton.release()
+
+
+@linux
+@pytest.mark.parametrize(
+    "namespaces", [[], ["unshare", "--pid", "--mount", "--fork", "--kill-child=KILL", "--mount-proc"]]
+)
+def test_a_lock_that_is_held_stays(namespaces: list[str], tmp_path: Path) -> None:
+    if namespaces and os.geteuid() != 0:
+        pytest.skip("namespaces need root")
+    lock = tmp_path / "lock"
+    script = f"{BUILD} print('held', flush=True); time.sleep(60)"
+    command = [*namespaces, sys.executable, "-c", script, str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as builder:
+        assert builder.stdout is not None
+        assert builder.stdout.readline() == "held\n"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert remove_abandoned_locks([tmp_path]) == []
+        assert lock.exists()
+        builder.kill()
+
+
+@linux
+def test_ranks_that_look_at_the_same_time_remove_it_once(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    look = "from ds_topo.launch.extension_locks import remove_abandoned_locks; import sys; "
+    script = f"{look} print(len(remove_abandoned_locks(sys.argv[1:])))"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(4)
+    ]
+    assert sum(int(rank.communicate(timeout=60)[0]) for rank in ranks) == 1
+
+
+def test_an_old_lock_of_which_nobody_knows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension_locks, "_is_held", lambda _: None)
+    lock = tmp_path / "lock"
+    lock.touch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert remove_abandoned_locks([tmp_path]) == []
+    long_ago = time.time() - 2 * OLD_SECONDS
+    os.utime(lock, (long_ago, long_ago))
+    with pytest.warns(UserWarning, match="is 20 minutes old"):
+        assert remove_abandoned_locks([tmp_path]) == []
+    assert lock.exists()
+
+
+def test_torchs_own_folder_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "fused_adam").mkdir()
+    (tmp_path / "fused_adam" / "lock").touch()
+    (tmp_path / "cpu_adam").mkdir()
+    assert extension_locks._build_folders() == [tmp_path / "fused_adam"]
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build = tmp_path / "torch_extensions" / "py311_cpu" / "cpu_adam"
+    build.mkdir(parents=True)
+    (build / "lock").touch()
+    assert extension_locks._build_folders() == [build]
