@@ -17,7 +17,6 @@ from ds_topo.launch.extension_locks import OLD_SECONDS, remove_abandoned_locks
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="leases are Linux's")
 BUILD = "from torch.utils.file_baton import FileBaton; import sys, time; assert FileBaton(sys.argv[1]).try_acquire(); "
-
 OTHER_PROCESSES = ["unshare", "--pid", "--mount", "--fork", "--kill-child=KILL", "--mount-proc"]
 """Of a container: this process sees none of them."""
 
@@ -35,9 +34,7 @@ def test_the_lock_of_a_killed_build_is_removed_and_the_next_build_goes_on(tmp_pa
 
 
 @linux
-@pytest.mark.parametrize(
-    "namespaces", [[], ["unshare", "--pid", "--mount", "--fork", "--kill-child=KILL", "--mount-proc"]]
-)
+@pytest.mark.parametrize("namespaces", [[], OTHER_PROCESSES])
 def test_a_lock_that_is_held_stays(namespaces: list[str], tmp_path: Path) -> None:
     if namespaces and os.geteuid() != 0:
         pytest.skip("namespaces need root")
