@@ -12,6 +12,7 @@ from ds_topo._moved import install as _install_moved_modules
 from ds_topo.errors import (
     CoordinateError,
     DisagreementError,
+    EndOfSamplesError,
     EngineOptionError,
     ExpertGroupError,
     ExpertSizeError,
@@ -43,6 +44,7 @@ _install_moved_modules()
 __all__ = [
     "CoordinateError",
     "DisagreementError",
+    "EndOfSamplesError",
     "EngineOptionError",
     "ExpertGroupError",
     "ExpertSizeError",

@@ -80,5 +80,9 @@ class LaunchError(RuntimeError):
     """A job that cannot start: nothing launched it, or what it needs to join is missing or does not fit."""
 
 
+class EndOfSamplesError(RuntimeError, StopIteration):
+    """A step of a pipeline that no rank starts, because one has too few samples (DeepSpeed: ``StopIteration``)."""
+
+
 class DisagreementError(RuntimeError):
     """Ranks of one job came with different plans, or did not come: the message names ranks and hosts."""

@@ -19,6 +19,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ds_topo.ledger import Change, Reliance
 
@@ -80,9 +81,17 @@ ENTRIES_OF_ENGINES = tuple(
         (DeepSpeedEngine, "step"),
         (DeepSpeedEngine, "save_checkpoint"),
         (DeepSpeedEngine, "load_checkpoint"),
-        (PipelineEngine, "train_batch"),
-        (PipelineEngine, "eval_batch"),
     )
+)
+STEPS_OF_PIPELINES = tuple(
+    Change(
+        PipelineEngine,
+        name,
+        instead="the same with the engine's own mpu, on all ranks or on none",
+        why="where one rank's samples end within a step, the others wait for its activations",
+        during=A_GRID,
+    )
+    for name in ("train_batch", "eval_batch")
 )
 SECOND_PARTITION = Change(
     deepspeed_groups,
@@ -272,6 +281,7 @@ INSTRUCTIONS = Change(
 ROWS: tuple[Change | Reliance, ...] = (
     *(row for row in list(globals().values()) if isinstance(row, Change)),
     *ENTRIES_OF_ENGINES,
+    *STEPS_OF_PIPELINES,
     Reliance(deepspeed_groups, "_EXPERT_PARALLEL_GROUP", "where MoE layers find groups; entries by name"),
     Reliance(deepspeed_groups, "_EXPERT_PARALLEL_GROUP_RANKS", "entries by name"),
     Reliance(deepspeed_groups, "_EXPERT_DATA_PARALLEL_GROUP", "entries by name"),
@@ -292,6 +302,8 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(pipe_module.PipelineModule, "_synchronize_tied_weights", "overridden: without a warning"),
     Reliance(pipe_module.PipelineModule, "_index_tied_modules", "overridden: groups of the stages that share a layer"),
     Reliance(parallel_state_sp, "_SEQUENCE_PARALLEL_GROUP", "whether ALST made groups of its own"),
+    Reliance(_BaseDataLoaderIter, "_dataset", "whether its length is known"),
+    Reliance(_BaseDataLoaderIter, "_num_yielded", "how many batches it has left"),
     Reliance(DeepSpeedEngine, "inside_no_sync_ctxt", "which backward is the last one"),
     Reliance(DeepSpeedEngine, "gate_modules", "gates that get PAD_CAPACITY"),
     Reliance(BF16_Optimizer, "bf16_groups", "the parameters behind the buffers"),

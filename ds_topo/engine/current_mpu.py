@@ -21,6 +21,7 @@ from ds_topo.engine.inputs import (
     check_model_without_mpu,
     create_missing_expert_groups,
 )
+from ds_topo.engine.micro_batches import with_enough_micro_batches
 from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import ExpertGroupError
 from ds_topo.ledger import Change, Make
@@ -40,6 +41,10 @@ def _with_own_mpu(method: Any) -> Any:
         return method(engine, *args, **options)
 
     return with_own_mpu
+
+
+def _steps_with_own_mpu(method: Any) -> Any:
+    return _with_own_mpu(with_enough_micro_batches(method))
 
 
 def _configured_with_own_mpu(configure: Any) -> Any:
@@ -78,4 +83,5 @@ def _check_names_of_experts(engine: DeepSpeedEngine, model: Any) -> None:
 WHILE_A_GRID_EXISTS: tuple[tuple[Change, Make], ...] = (
     (changes.CONFIGURE_MODEL, _configured_with_own_mpu),
     *((change, _with_own_mpu) for change in changes.ENTRIES_OF_ENGINES),
+    *((change, _steps_with_own_mpu) for change in changes.STEPS_OF_PIPELINES),
 )

@@ -18,12 +18,13 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from torch import nn
 
 from ds_topo.engine.expert_groups import create_expert_groups
 from ds_topo.engine.expert_registry import registry
 from ds_topo.engine.mpu import MpuGrid
-from ds_topo.errors import EngineOptionError, TopologyError, abridged
+from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.torch_names import job_timeout
 from ds_topo.topology.axes import MODEL, PIPE
@@ -143,7 +144,7 @@ def agree_on_settings(engine: DeepSpeedEngine, grid: MpuGrid, failure: Exception
 
 
 def agree_on_parameters(model: nn.Module, grid: MpuGrid) -> None:
-    """Compare the parameters of replicas; collective over them.
+    """Compare the parameters of replicas; collective over them, and of a pipeline over all stages.
 
     Raises:
         DisagreementError: they differ; the message names parameters, ranks and hosts.
@@ -152,8 +153,18 @@ def agree_on_parameters(model: nn.Module, grid: MpuGrid) -> None:
         f"{name} {list(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
         for name, p in model.named_parameters()
     ]
+    if isinstance(model, DeepSpeedPipelineModule) and model.stage_id == model.num_stages - 1:
+        lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
     axes = gradient_axes(grid.topology())
-    _agree(lines, grid.get_ranks(axes), f"the parameters of replicas along {axes}", None)
+    failure: Exception | None = None
+    try:
+        _agree(lines, grid.get_ranks(axes), f"the parameters of replicas along {axes}", None)
+    except DisagreementError as error:
+        failure = error
+    if isinstance(model, DeepSpeedPipelineModule) and grid.get_axis_size(PIPE) > 1:
+        _agree([], grid.get_ranks(grid.topology().axes), "the stages of the pipeline", failure)
+    elif failure is not None:
+        raise failure
 
 
 def _agree(lines: Sequence[str], members: Sequence[int], subject: str, failure: Exception | None) -> None:

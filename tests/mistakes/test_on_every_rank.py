@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import (
     DisagreementError,
+    EndOfSamplesError,
     EngineOptionError,
     GradientReducer,
     PipelineModule,
@@ -82,6 +83,24 @@ def _after(what: str) -> Any:
     if what == "destroy":
         grid.destroy()
     return grid
+
+
+def _train_on(samples: Any, spec: str = "pipe=4", **options: Any) -> None:
+    """One step of a pipeline, on what this function returns."""
+    module = _pipeline(topology=spec, **{"loss_fn": nn.MSELoss(), **options})
+    engine = _engine(module, config={**PIPELINE, "train_micro_batch_size_per_gpu": 2})
+    try:
+        engine.train_batch(data_iter=samples())
+    finally:
+        engine.destroy()
+
+
+_SAMPLE = (torch.ones(2, 4), torch.ones(2, 4))
+
+
+def _ends_badly() -> Any:
+    yield _SAMPLE
+    raise OSError("disk on fire")
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -258,6 +277,41 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a mistyped stage axis": (lambda: _pipeline(topology="pip=2,data=2"), UnknownAxisError, "did you mean 'pipe'?"),
     "a config that is absent": (lambda: _pipeline(config="absent.json"), TopologyError, "cannot be read"),
     "a config without a topology": (lambda: _pipeline(config={"a": 1}), TopologyError, 'no "topology" section'),
+    "an iterator that is too short": (
+        lambda: _train_on(lambda: iter([_SAMPLE])),
+        EndOfSamplesError,
+        "rank 0 (pipe=0) has 1 of the 2 micro-batches",
+    ),
+    "a generator that is too short on the last stage": (
+        lambda: _train_on(lambda: (_SAMPLE for _ in range(_on_rank(3, 1, 2)))),
+        EndOfSamplesError,
+        "rank 3 (pipe=3) has 1 of the 2 micro-batches",
+    ),
+    "an iterator that is too short along data": (
+        lambda: _train_on(lambda: iter([_SAMPLE] * _on_rank(2, 1, 2)), "data=4"),
+        EndOfSamplesError,
+        "rank 2 (data=2) has 1 of the 2 micro-batches",
+    ),
+    "no iterator on the last stage": (
+        lambda: _train_on(lambda: _on_rank(3, None, iter([_SAMPLE] * 2))),
+        EndOfSamplesError,
+        "rank 3 (pipe=3) has no data iterator",
+    ),
+    "a list as iterator on the first stage": (
+        lambda: _train_on(lambda: _on_rank(0, [_SAMPLE] * 2, iter([_SAMPLE] * 2))),
+        Exception,
+        "pass iter(...) of it|rank 0 (pipe=0) failed to read samples",
+    ),
+    "samples that cannot be read on the first stage": (
+        lambda: _train_on(lambda: _on_rank(0, _ends_badly(), iter([_SAMPLE] * 2))),
+        Exception,
+        "disk on fire|rank 0 (pipe=0) failed to read samples",
+    ),
+    "no loss function on one last stage": (
+        lambda: _train_on(lambda: iter([_SAMPLE] * 2), "pipe=2,data=2", loss_fn=_on_rank(3, None, nn.MSELoss())),
+        DisagreementError,
+        "loss function=none",
+    ),
     # reducers
     "a spec as the reducer's grid": (lambda: GradientReducer(nn.Linear(4, 4), grid="data=4"), TypeError, "give a grid"),
     "a topology as the reducer's grid": (
