@@ -10,11 +10,14 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from statistics import median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from ds_topo.measurement.block import LARGE, block_step, rate, with_blocks_measured
 from ds_topo.planner.cluster import Link
 from ds_topo.planner.machine import Machine, Speeds
+from ds_topo.process_groups.grid import ProcessGrid
+from ds_topo.topology.rank_tables import RankGroup
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +42,12 @@ def calibrate() -> Machine:
         return Machine(1, slots, measure_speeds(device, slots if device.type == "cuda" else cores))
     hosts = _hosts()
     slots = len(next(iter(hosts.values())))
-    alone = _one_after_the_other(lambda: _product_seconds(device, LARGE_PRODUCT, torch.float32))
-    together = _slowest(_product_seconds(device, LARGE_PRODUCT, torch.float32))
+    step = block_step(LARGE, device)
+    alone = _one_after_the_other(lambda: rate(step, device, 0.2))
+    dist.barrier()
+    together = fmean(_of_all(rate(step, device, 1.0)))
     ranks = dist.get_world_size()
-    processors = min(float(ranks), ranks * alone / together)
+    processors = min(float(ranks), ranks * together / alone)
     # speeds of a rank that has a processor for itself: one after the other where they would share
     measure: Callable[[], Speeds] = lambda: measure_speeds(device, processors)  # noqa: E731
     speeds = _from_first(measure()) if processors > 0.9 * ranks else _alone_on_first(measure)
@@ -70,18 +75,19 @@ def measure_speeds(device: torch.device, processors: float) -> Speeds:
     update = _update_seconds(device) * bandwidth / UPDATED_PARAMETERS
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _host_memory()
     backend = dist.get_backend() if dist.is_initialized() else "gloo"
-    return Speeds(
+    kernels = Speeds(
         torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "nccl" if device.type == "cuda" and backend != "gloo" else "gloo",
         flops,
         depth,
         _attention_flops(device, formats.get("bf16", torch.float32)),
         bandwidth,
-        _kernel_seconds(device),
+        0.0,
         update,
         memory,
         processors,
     )
+    return with_blocks_measured(kernels, device)
 
 
 # -- one device ----------------------------------------------------------------------------------------------------
@@ -154,21 +160,6 @@ def _memory_bandwidth(device: torch.device) -> float:
     return (8 + 8 + 12) * VECTOR / _best(device, pointwise)
 
 
-def _kernel_seconds(device: torch.device) -> float:
-    """Of an operation on next to nothing, half of them in backward."""
-    import torch
-
-    start = torch.ones(4, device=device, requires_grad=True)
-
-    def chain() -> None:
-        value = start
-        for _ in range(100):
-            value = value * 1.0
-        value.sum().backward()
-
-    return _best(device, chain) / 200
-
-
 def _update_seconds(device: torch.device) -> float:
     """Of torch's AdamW for ``UPDATED_PARAMETERS``, with the norm of the gradients."""
     import torch
@@ -205,13 +196,13 @@ def _hosts() -> dict[str, list[int]]:
     return hosts
 
 
-def _slowest(seconds: float) -> float:
-    """The median over ranks of what each measured; collective."""
+def _of_all(value: float) -> list[float]:
+    """What each rank measured; collective."""
     import torch.distributed as dist
 
     everyone: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyone, seconds)
-    return median(everyone)
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def _one_after_the_other(measure: Callable[[], float]) -> float:
@@ -253,40 +244,45 @@ def _links(device: torch.device, hosts: dict[str, list[int]]) -> tuple[Link | No
     place = {member: (index, team.index(member)) for index, team in enumerate(teams) for member in team}
     mine, local = place[rank]
     inside = across = None
-    if slots > 1:
-        peer = local ^ 1
-        inside = _link(device, teams[mine][peer] if peer < len(teams[mine]) else None, 1)
-    if len(teams) > 1:
-        other = mine ^ 1
-        across = _link(device, teams[other][local] if other < len(teams) and local < len(teams[other]) else None, slots)
+    with ProcessGrid("data=-1") as grid:
+        if slots > 1:
+            peer = local ^ 1
+            inside = _link(device, grid, teams[mine][peer] if peer < len(teams[mine]) else None, 1)
+        if len(teams) > 1:
+            team = teams[mine ^ 1] if mine ^ 1 < len(teams) else []
+            across = _link(device, grid, team[local] if local < len(team) else None, slots)
     return inside, across
 
 
-def _link(device: torch.device, peer: int | None, together: int) -> Link:
-    """Pairs exchange messages both ways, all pairs at the same time; ``together`` pairs share a link."""
+def _link(device: torch.device, grid: ProcessGrid, peer: int | None, together: int) -> Link:
+    """Latency of messages of the first pair alone; bandwidth of sums of all pairs at the same time, as most bytes of a
+    step are those of all_reduces. ``together`` pairs share a link."""
     import torch
     import torch.distributed as dist
 
-    large = torch.ones(MESSAGE_BYTES // 4, device=device)
-    small = torch.ones(1, device=device)
+    rank = dist.get_rank()
+    pair = None
+    if peer is not None:
+        pair = grid.create_group(RankGroup(("pair",), (min(rank, peer), max(rank, peer))))
+    large, small = torch.ones(MESSAGE_BYTES // 4, device=device), torch.ones(1, device=device)
 
-    def exchange(message: torch.Tensor) -> Callable[[], None]:
-        came = torch.empty_like(message)
-
-        def once() -> None:
-            if peer is not None:
-                sent = dist.isend(message, peer)
-                dist.recv(came, peer)
-                if sent is not None:
-                    sent.wait()
-
-        return once
+    def there_and_back() -> None:
+        assert peer is not None
+        if rank < peer:
+            dist.send(small, peer)
+            dist.recv(small, peer)
+        else:
+            dist.recv(small, peer)
+            dist.send(small, peer)
 
     dist.barrier()
-    latency = _slowest(_best(device, exchange(small), 10, MESSAGE_ROUNDS))
+    is_first = peer is not None and min(rank, peer) == 0
+    latency = _best(device, there_and_back, 20, MESSAGE_ROUNDS) / 2 if is_first else 0.0
+    latency = max(_of_all(latency))
     dist.barrier()
-    seconds = _slowest(_best(device, exchange(large), 1, MESSAGE_ROUNDS))
-    return Link(together * MESSAGE_BYTES / max(seconds - latency, 1e-9), latency)
+    seconds = 0.0 if pair is None else _best(device, lambda: dist.all_reduce(large, group=pair), 1, MESSAGE_ROUNDS)
+    seconds = median(number for number in _of_all(seconds) if number)
+    return Link(together * MESSAGE_BYTES / max(seconds - 2 * latency, 1e-9), latency)
 
 
 def _start_seconds(device: torch.device, inside: Link | None, across: Link | None) -> float:
@@ -296,7 +292,7 @@ def _start_seconds(device: torch.device, inside: Link | None, across: Link | Non
 
     value = torch.ones(1, device=device)
     dist.barrier()
-    seconds = _slowest(_best(device, lambda: dist.all_reduce(value), 20, MESSAGE_ROUNDS))
+    seconds = median(_of_all(_best(device, lambda: dist.all_reduce(value), 20, MESSAGE_ROUNDS)))
     ranks = dist.get_world_size()
     hops = (across.latency if across else 0.0) * 2 + (inside.latency if inside else 0.0) * max(0, ranks - 2)
     return max(seconds - hops, 0.0)

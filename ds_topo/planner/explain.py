@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ds_topo.planner.communication import bytes_leaving, collective_seconds
 from ds_topo.planner.costs import Costs
-from ds_topo.planner.group_spans import EXPERT, GRADIENTS, layout_spans, taking_turns
+from ds_topo.planner.group_spans import EXPERT, GRADIENTS, layout_spans
 from ds_topo.planner.layout import Layout
 from ds_topo.planner.memory import chunks_in_flight, stage_memory
 from ds_topo.planner.replicas import gradient_messages, two_level_pays
 from ds_topo.planner.search import Found, Plan, Tally
 from ds_topo.planner.software import Recompute
 from ds_topo.planner.spans import Span
-from ds_topo.planner.step_time import activation_bytes, stage_pass
+from ds_topo.planner.step_time import activation_bytes, shared_spans, stage_pass
 from ds_topo.planner.traffic import host_traffic
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 
@@ -54,7 +55,7 @@ class AxisUse:
 def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     """Every term of the step's seconds."""
     layout, job = plan.layout, costs.job
-    spans = taking_turns(layout_spans(costs, layout), layout, job)
+    spans = shared_spans(costs, layout)
     micro_batches = layout.micro_batches(job.batch)
     kinds = costs.stage_kinds(layout)
     passes = [stage_pass(costs, kind, layout, spans) for kind in kinds]
@@ -153,7 +154,7 @@ def rejections(tally: Tally) -> list[str]:
     return lines
 
 
-def _gradients_text(costs: Costs, layout: Layout, spans: dict[str, Span]) -> str:
+def _gradients_text(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> str:
     kind = max(costs.stage_kinds(layout), key=lambda one: costs.parameters(one, layout).dense)
     span, cluster = spans[GRADIENTS], costs.job.cluster
     texts = []

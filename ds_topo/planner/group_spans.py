@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ds_topo.planner.costs import Costs
-from ds_topo.planner.layout import Job, Layout
+from ds_topo.planner.layout import Layout
 from ds_topo.planner.spans import Span, ends_span, factors_of, span_of_factors, split_factors
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.layout import Factors
 
 EXPERT, EXPERT_DATA, GRADIENTS, ENDS = "expert", "expert data", "gradients", "ends"
 """Groups that are no axis: sharers of a layer's experts, replicas of an expert or parameter, first and last stage."""
+_OF_A_PASS = (MODEL, SEQ, EXPERT)
+"""Axes whose messages a stage waits for within a pass."""
 
 
 def layout_spans(costs: Costs, layout: Layout) -> dict[str, Span]:
@@ -39,23 +41,38 @@ def spans_of_factors(
     return spans
 
 
-def taking_turns(spans: Mapping[str, Span], layout: Layout, job: Job) -> dict[str, Span]:
-    """The spans with the edges that are busy at the same time, where several stages of a pipeline share a host's link.
+def stages_on_one_link(spans: Mapping[str, Span]) -> int:
+    """How many stages of a pipeline send their collectives over one host's link; 1 where none leaves it."""
+    if not any(spans[axis].crosses for axis in _OF_A_PASS if axis in spans):
+        return 1
+    return spans[PIPE].size // spans[PIPE].hosts
 
-    While a stage works on m micro-batches, another one that comes d later works on m - d of them; on average over k
-    stages of one host d is (k + 1) / 3. With one micro-batch the stages take turns, and each has the link alone.
-    """
-    pipe = spans[PIPE]
-    together = pipe.size // pipe.hosts
-    if together == 1:
-        return dict(spans)
-    overlap = max(0.0, 1 - (together + 1) / 3 / (layout.micro_batches(job.batch) * layout.virtual_stages))
-    share = 1 / together + (1 - 1 / together) * overlap
+
+def with_link_shared(spans: Mapping[str, Span], share: float) -> dict[str, Span]:
+    """The spans with a share of the edges over hosts: those that are busy at the same time."""
     busy = {
         axis: replace(
             spans[axis], ring_edges=spans[axis].ring_edges * share, remote_pairs=spans[axis].remote_pairs * share
         )
-        for axis in (MODEL, SEQ, EXPERT)
+        for axis in _OF_A_PASS
         if axis in spans and spans[axis].crosses
     }
     return {**spans, **busy}
+
+
+def share_of_turns(stages: int, computing: float, sending: float, passes: int) -> float:
+    """Of the edges of all stages on a link, those that are busy while one stage sends.
+
+    Each stage computes so long, then sends so long if it has the link alone. A closed queueing network says how long
+    it takes when they share it (exact mean value analysis: Reiser and Lavenberg, 1980). While a stage works on m
+    passes, one that comes d later works on m - d of them; on average over k stages d is (k + 1) / 3.
+
+    >>> round(share_of_turns(2, computing=0.0, sending=1.0, passes=10**6), 3), share_of_turns(2, 1.0, 0.0, 8)
+    (1.0, 0.5)
+    """
+    response = waiting = 0.0
+    for number in range(1, stages + 1):
+        response = 1 + waiting
+        waiting = number * response * sending / (computing + response * sending) if sending else 0.0
+    overlap = max(0.0, 1 - (stages + 1) / 3 / passes)
+    return (1 + (response - 1) * overlap) / stages

@@ -29,6 +29,7 @@ class Speeds:
         update_bytes: memory traffic of Adam's update per parameter, at that bandwidth.
         memory_bytes: of the device.
         processors: how many ranks work at full speed at the same time.
+        block_share: what a block of layers reaches of the speeds above, which are those of single kernels.
     """
 
     name: str
@@ -41,21 +42,22 @@ class Speeds:
     update_bytes: float
     memory_bytes: float
     processors: float
+    block_share: float = 1.0
 
     def accelerator(self) -> Accelerator:
         """As the planner's table has them: what was measured is the peak."""
-        products = dict(self.product_flops)
+        products, share = dict(self.product_flops), self.block_share
         fastest = max(products.values())
         efficiency = Efficiency(
-            dict.fromkeys(products, 1.0),
+            dict.fromkeys(products, share),
             processors=0,
             product_depth=self.depth,
-            attention_forward=self.attention_flops[0] / fastest,
-            attention_backward=self.attention_flops[1] / fastest,
+            attention_forward=share * self.attention_flops[0] / fastest,
+            attention_backward=share * self.attention_flops[1] / fastest,
             attention_length=0,
-            memory=1.0,
+            memory=share,
             kernel_seconds=self.kernel_seconds,
-            update_bytes=self.update_bytes,
+            update_bytes=self.update_bytes * share,
             links=(1.0, 1.0),
         )
         return Accelerator(

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from ds_topo.planner.communication import collective_seconds, latency_seconds, send_seconds
 from ds_topo.planner.costs import Costs, Messages, PieceCost, StageKind
-from ds_topo.planner.group_spans import EXPERT, GRADIENTS, layout_spans, taking_turns
+from ds_topo.planner.group_spans import (
+    EXPERT,
+    GRADIENTS,
+    layout_spans,
+    share_of_turns,
+    stages_on_one_link,
+    with_link_shared,
+)
 from ds_topo.planner.layout import Layout
 from ds_topo.planner.replicas import optimizer_seconds, replica_seconds
 from ds_topo.planner.software import Recompute, Software
@@ -112,7 +119,7 @@ def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = N
     and v virtual stages (Narayanan et al., section 2.2: a bubble of ``(p - 1) / (v m)`` where stages are equal).
     """
     job, software = costs.job, costs.job.software
-    spans = taking_turns(spans or layout_spans(costs, layout), layout, job)
+    spans = shared_spans(costs, layout, spans)
     micro_batches, virtual = layout.micro_batches(job.batch), layout.virtual_stages
     kinds = costs.stage_kinds(layout)
     passes = [stage_pass(costs, kind, layout, spans) for kind in kinds]
@@ -139,6 +146,21 @@ def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = N
         agreement=_agreement_seconds(costs, spans),
         sharing=max(0.0, _shared_seconds(costs, layout, kinds, passes, update) - own),
     )
+
+
+def shared_spans(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = None) -> Mapping[str, Span]:
+    """The spans of a layout's axes, where stages of a pipeline share a host's link with the edges that are busy at the
+    same time."""
+    spans = spans or layout_spans(costs, layout)
+    stages = stages_on_one_link(spans)
+    if stages == 1:
+        return spans
+    alone = with_link_shared(spans, 1 / stages)
+    passes = [stage_pass(costs, kind, layout, alone) for kind in costs.stage_kinds(layout)]
+    slowest = max(passes, key=lambda one: one.total)
+    sending = sum(seconds for axis, seconds in slowest.messages.items() if axis in alone and alone[axis].crosses)
+    turns = layout.micro_batches(costs.job.batch) * layout.virtual_stages
+    return with_link_shared(spans, share_of_turns(stages, slowest.total - sending, sending, turns))
 
 
 def _pipe_waits(layout: Layout, software: Software) -> float:

@@ -31,5 +31,5 @@ def mesh_over(
 
 def default_device_type(group: ProcessGroup) -> str:
     """The accelerator that is there and that the group's backend serves, else ``cpu``."""
-    others = (device for device in devices_of(group) if device != "cpu")
-    return next((device for device in others if torch.get_device_module(device).is_available()), "cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None and accelerator.type in devices_of(group) else "cpu"

@@ -54,7 +54,8 @@ class _Core:
     rank: int
     """This process's rank in the topology."""
     groups: ProcessGroups
-    meshes: dict[str, DeviceMesh] = field(default_factory=dict)
+    meshes: dict[str | None, DeviceMesh] = field(default_factory=dict)
+    """By the type of device that was asked for, or None for the default."""
 
 
 class ProcessGrid:
@@ -248,12 +249,12 @@ class ProcessGrid:
         Args:
             device_type: ``"cpu"``, ``"cuda"``, ...; by default the accelerator that the groups serve, else the CPU.
         """
-        topology = self._core.topology
-        groups = [self.get_group(axis) for axis in topology.axes]
-        device_type = device_type or default_device_type(groups[0])
-        if device_type not in self._core.meshes:
-            self._core.meshes[device_type] = mesh_over(topology, self._core.members, groups, device_type)
-        return self._core.meshes[device_type]
+        meshes, topology = self._core.meshes, self._core.topology
+        if device_type not in meshes:
+            groups = [self.get_group(axis) for axis in topology.axes]
+            wanted = device_type or default_device_type(groups[0])
+            meshes[device_type] = meshes.get(wanted) or mesh_over(topology, self._core.members, groups, wanted)
+        return meshes[device_type]
 
     # -- life cycle --------------------------------------------------------------------------------------------------
 

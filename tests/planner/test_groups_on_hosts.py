@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo.planner.costs import Costs
-from ds_topo.planner.group_spans import layout_spans, taking_turns
+from ds_topo.planner.group_spans import layout_spans, share_of_turns
 from ds_topo.planner.layout import Job, Layout
 from ds_topo.planner.precision import FP32
 from ds_topo.planner.replicas import gradient_messages
 from ds_topo.planner.software import DEEPSPEED
 from ds_topo.planner.spans import span_of
+from ds_topo.planner.step_time import shared_spans
 from ds_topo.planner.traffic import host_traffic
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.planner.jobs import job, jobs_and_layouts
@@ -107,6 +110,28 @@ def test_stages_on_one_host_take_turns_with_one_micro_batch() -> None:
     edges = {}
     for micro_batch in (32, 8, 1):
         layout = Layout(topology, micro_batch)
-        edges[micro_batch] = taking_turns(layout_spans(costs, layout), layout, made)["model"].ring_edges
+        edges[micro_batch] = shared_spans(costs, layout)["model"].ring_edges
     assert edges[32] == 1
     assert edges[32] < edges[8] < edges[1] < 4
+
+
+@pytest.mark.parametrize(("computing", "sending"), [(1.0, 1.0), (3.0, 1.0), (1.0, 5.0)])
+def test_stages_share_a_link_as_they_do_in_a_simulation(computing: float, sending: float) -> None:
+    """Two stages that compute and send in turn, for times that vary as a queueing network's do."""
+    random = Random(0)
+    clock, left, done = 0.0, [(False, random.expovariate(1 / computing))] * 2, 0
+    while done < 40_000:
+        users = sum(sends for sends, _ in left)
+        spans = [work * users if sends else work for sends, work in left]
+        step = min(spans)
+        clock += step
+        advanced = []
+        for (sends, work), span in zip(left, spans, strict=True):
+            if span > step:
+                advanced.append((sends, work - step / (users if sends else 1)))
+            else:
+                done += sends
+                advanced.append((not sends, random.expovariate(1 / (computing if sends else sending))))
+        left = advanced
+    share = share_of_turns(2, computing, sending, passes=10**9)
+    assert 2 * clock / done == pytest.approx(computing + 2 * share * sending, rel=0.02)
