@@ -106,6 +106,8 @@ class ProcessGrid:
         extra_axes: Iterable[str] = (),
     ) -> None:
         require_initialized(type(self).__name__)
+        # the job's own may differ by what passed between the starts of two ranks; what was given must not
+        given = "the job's timeout" if timeout is None else f"timeout {timeout_of(timeout)}"
         members, timeout = _members_of(process_group), timeout_of(timeout)
         agreed = _agreed_topology(topology, extra_axes, members, timeout)
         rank = members.index(dist.get_rank())
@@ -114,7 +116,7 @@ class ProcessGrid:
             for group in grid_groups(agreed, rank)
             if len(group.ranks) > 1  # one rank's own group is made when it is asked for, by that rank alone
         ]
-        created = ProcessGroups(f"grid {agreed.spec}, timeout {timeout}", groups, members, timeout)
+        created = ProcessGroups(f"grid {agreed.spec}, {given}", groups, members, timeout)
         self._core = _Core(agreed, members, rank, created)
         if len(members) == dist.get_world_size():
             self.on_destroy(export_coordinates(agreed, rank))

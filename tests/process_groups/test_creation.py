@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_topo import PipelineParallelGrid
+from ds_topo import DisagreementError, PipelineParallelGrid
+from ds_topo.process_groups import torch_names
 from tests.support.process_groups import number_of_groups, sum_of_ranks
 from tests.support.ranks import run_ranks
 from tests.support.world import Worlds
@@ -172,3 +173,19 @@ def _only_what_is_asked_for() -> None:
 
 def test_groups_of_one_rank_are_made_when_they_are_asked_for(world: Worlds) -> None:
     world(4).run(_only_what_is_asked_for)
+
+
+def _timeouts_that_differ(given: bool) -> None:
+    own = timedelta(seconds=30, milliseconds=dist.get_rank())
+    if given:
+        with pytest.raises(DisagreementError, match=r"ranks \[1\] on .* timeout 0:00:30.001000"):
+            PipelineParallelGrid("data=2", timeout=own)
+    else:
+        with mock.patch.object(torch_names, "job_timeout", return_value=own), PipelineParallelGrid("data=2"):
+            pass
+
+
+def test_timeouts_that_were_given_must_agree_and_the_jobs_own_need_not(world: Worlds) -> None:
+    """Programs that join with what is left of their time have one that differs by milliseconds."""
+    world(2).run(_timeouts_that_differ, False)
+    world(2).run(_timeouts_that_differ, True)
