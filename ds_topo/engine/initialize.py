@@ -24,6 +24,8 @@ from ds_topo.errors import abridged
 from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.reducer.options import arguments_from_config
 
+_deepspeed_initialize = deepspeed.initialize
+"""Its own, even where a program puts ours in its place."""
 CONFIG_SECTION = "gradient_reducer"
 _SECTIONS = (CONFIG_SECTION, TOPOLOGY_SECTION)
 
@@ -84,7 +86,7 @@ def initialize(
         "mesh_param": mesh_param,
         "config_params": config_params,
     }
-    engine, *others = deepspeed.initialize(**{name: value for name, value in given.items() if value is not None})
+    engine, *others = _deepspeed_initialize(**{name: value for name, value in given.items() if value is not None})
     engine.gradient_reducer = None if reduction is None else GradientReducer.attach(engine, **reduction)
     return (engine, *others)
 

@@ -43,9 +43,9 @@ def calibrate() -> Machine:
     hosts = _hosts()
     slots = len(next(iter(hosts.values())))
     step = block_step(LARGE, device)
-    alone = _one_after_the_other(lambda: rate(step, device, 0.2))
+    alone = _best_alone(lambda: rate(step, device, 0.5))
     dist.barrier()
-    together = fmean(_of_all(rate(step, device, 1.0)))
+    together = fmean(_of_all(rate(step, device, 2.0)))
     ranks = dist.get_world_size()
     processors = min(float(ranks), ranks * together / alone)
     # speeds of a rank that has a processor for itself: one after the other where they would share
@@ -205,8 +205,8 @@ def _of_all(value: float) -> list[float]:
     return everyone
 
 
-def _one_after_the_other(measure: Callable[[], float]) -> float:
-    """The median of what the first ranks of a few measure while all others wait; collective."""
+def _best_alone(measure: Callable[[], float]) -> float:
+    """The largest of what the first ranks measure one by one, while all others wait; collective."""
     import torch.distributed as dist
 
     times = []
@@ -215,7 +215,7 @@ def _one_after_the_other(measure: Callable[[], float]) -> float:
         value = [measure() if dist.get_rank() == rank else 0.0]
         dist.broadcast_object_list(value, src=rank)
         times.append(value[0])
-    return median(times)
+    return max(times)
 
 
 def _alone_on_first(measure: Callable[[], Speeds]) -> Speeds:
@@ -263,7 +263,8 @@ def _link(device: torch.device, grid: ProcessGrid, peer: int | None, together: i
     rank = dist.get_rank()
     pair = None
     if peer is not None:
-        pair = grid.create_group(RankGroup(("pair",), (min(rank, peer), max(rank, peer))))
+        ends = (min(rank, peer), max(rank, peer))
+        pair = grid.create_group(RankGroup((f"ranks {ends[0]} and {ends[1]}",), ends))
     large, small = torch.ones(MESSAGE_BYTES // 4, device=device), torch.ones(1, device=device)
 
     def there_and_back() -> None:
@@ -280,7 +281,8 @@ def _link(device: torch.device, grid: ProcessGrid, peer: int | None, together: i
     latency = _best(device, there_and_back, 20, MESSAGE_ROUNDS) / 2 if is_first else 0.0
     latency = max(_of_all(latency))
     dist.barrier()
-    seconds = 0.0 if pair is None else _best(device, lambda: dist.all_reduce(large, group=pair), 1, MESSAGE_ROUNDS)
+    # the mean, not the best: a round in which other pairs pause has the link alone
+    seconds = 0.0 if pair is None else 1 / rate(lambda: dist.all_reduce(large, group=pair), device, 0.0, MESSAGE_ROUNDS)
     seconds = median(number for number in _of_all(seconds) if number)
     return Link(together * MESSAGE_BYTES / max(seconds - 2 * latency, 1e-9), latency)
 

@@ -13,7 +13,11 @@ from ds_topo.topology import ProcessTopology
 
 
 def mesh_over(
-    topology: ProcessTopology, members: Sequence[int], groups: Sequence[ProcessGroup], device_type: str
+    topology: ProcessTopology,
+    members: Sequence[int],
+    groups: Sequence[ProcessGroup],
+    device_type: str,
+    names: Sequence[str],
 ) -> DeviceMesh:
     """A mesh with one dimension per axis of ``topology``, in its order, whose groups are ``groups``.
 
@@ -21,12 +25,13 @@ def mesh_over(
         members: the global rank of each rank of the topology.
         groups: this rank's group over each axis.
         device_type: ``"cpu"``, ``"cuda"``, ...
+        names: of its dimensions.
     """
     if len(groups) == 1:  # torch wants no list here
-        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=tuple(topology.axes))
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=tuple(names))
     ranks = [members[rank] for rank in topology.layout.offsets(range(len(groups)))]
     mesh = torch.tensor(ranks, dtype=torch.int).view(topology.dims)
-    return DeviceMesh.from_group(list(groups), device_type, mesh=mesh, mesh_dim_names=tuple(topology.axes))
+    return DeviceMesh.from_group(list(groups), device_type, mesh=mesh, mesh_dim_names=tuple(names))
 
 
 def default_device_type(group: ProcessGroup) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -19,7 +19,7 @@ from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require
 from ds_topo.process_groups.device_mesh import default_device_type, mesh_over
 from ds_topo.process_groups.torch_names import timeout_of
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import check_meanings
+from ds_topo.topology.axes import canonical_axis, check_meanings
 from ds_topo.topology.rank_tables import (
     RankGroup,
     axes_of,
@@ -54,8 +54,8 @@ class _Core:
     rank: int
     """This process's rank in the topology."""
     groups: ProcessGroups
-    meshes: dict[str | None, DeviceMesh] = field(default_factory=dict)
-    """By the type of device that was asked for, or None for the default."""
+    meshes: dict[tuple[str | None, tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
+    """By the type of device that was asked for, or None for the default, and the names of the dimensions."""
 
 
 class ProcessGrid:
@@ -242,7 +242,7 @@ class ProcessGrid:
         """
         return self._core.groups.extend_all(description, groups, self._core.members, failure)
 
-    def device_mesh(self, device_type: str | None = None) -> DeviceMesh:
+    def device_mesh(self, device_type: str | None = None, names: Mapping[str, str] | None = None) -> DeviceMesh:
         """The same layout as a torch ``DeviceMesh``: one dimension per axis, over this grid's own process groups.
 
         For ``parallelize_module``, ``DTensor``, ``fully_shard`` and ``torch.distributed.checkpoint``; slice it by axis,
@@ -250,13 +250,23 @@ class ProcessGrid:
 
         Args:
             device_type: ``"cpu"``, ``"cuda"``, ...; by default the accelerator that the groups serve, else the CPU.
+            names: other names for some axes, such as ``{"model": "tp", "data": "dp"}``.
+
+        Raises:
+            UnknownAxisError: another name for an axis that is not there.
         """
         meshes, topology = self._core.meshes, self._core.topology
-        if device_type not in meshes:
+        names = {canonical_axis(axis): name for axis, name in (names or {}).items()}
+        axes_of(topology, names)
+        dimensions = tuple(names.get(axis, axis) for axis in topology.axes)
+        if (device_type, dimensions) not in meshes:
             groups = [self.get_group(axis) for axis in topology.axes]
             wanted = device_type or default_device_type(groups[0])
-            meshes[device_type] = meshes.get(wanted) or mesh_over(topology, self._core.members, groups, wanted)
-        return meshes[device_type]
+            if (wanted, dimensions) not in meshes:
+                made = mesh_over(topology, self._core.members, groups, wanted, dimensions)
+                meshes[wanted, dimensions] = made
+            meshes[device_type, dimensions] = meshes[wanted, dimensions]
+        return meshes[device_type, dimensions]
 
     # -- life cycle --------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ def check_axes(
 
 
 def _checked_degree(axis: str, degree: object) -> int:
-    size = None if isinstance(degree, (bool, float)) else whole_number(degree)
+    size = None if isinstance(degree, bool) else whole_number(degree)  # 2.0, too: programs divide, world_size / stages
     if size is None:
         raise TopologyError(
             f"axis {abridged(axis)}: degree {abridged(degree)} is not an integer; give a whole number >= 1"

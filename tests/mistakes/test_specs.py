@@ -67,7 +67,7 @@ SPECS: list[tuple[Any, type[Exception], str]] = [
     ([1, 2], TopologyError, "or pairs (axis, degree), or a mapping"),
     ([("pipe", 2, 3)], TopologyError, "malformed topology"),
     (["pipe", "data"], TopologyError, "malformed topology"),
-    ([("pipe", 2.0)], TopologyError, "degree 2.0 is not an integer"),
+    ([("pipe", 2.5)], TopologyError, "degree 2.5 is not an integer"),
     ([("pipe", "2")], TopologyError, "degree '2' is not an integer"),
     ([("pipe", True)], TopologyError, "degree True is not an integer"),
     ([("pipe", None)], TopologyError, "degree None is not an integer"),

@@ -16,11 +16,24 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ds_topo import PipelineParallelGrid
+from ds_topo import PipelineParallelGrid, UnknownAxisError
+from tests.support.fake_world import fake_world
 from tests.support.gpt_training import TINY, PlainGPT, batch, loss_of, optimizer_of
 from tests.support.process_groups import number_of_groups
 from tests.support.training import Run, assert_trained_alike, train_by_hand
 from tests.support.world import Worlds
+
+
+def test_dimensions_can_have_other_names_and_meshes_are_kept() -> None:
+    with fake_world(5, 8), PipelineParallelGrid("pipe=2,data=2,model=2") as grid:
+        mesh = grid.device_mesh()
+        assert mesh is grid.device_mesh("cpu") is grid.device_mesh(names={})
+        assert (mesh.device_type, mesh.mesh_dim_names) == ("cpu", ("pipe", "data", "model"))
+        renamed = grid.device_mesh(names={"tensor": "tp", "data": "dp"})
+        assert renamed.mesh_dim_names == ("pipe", "dp", "tp")
+        assert renamed["tp"].get_group() is mesh["model"].get_group()
+        with pytest.raises(UnknownAxisError, match="'rows'"):
+            grid.device_mesh(names={"rows": "tp"})
 
 
 def _inspect(topology: str) -> None:
