@@ -40,8 +40,13 @@ class GradientBucket:
                 continue
             parameter, buffer = member.parameter, member.grad_buffer
             # Strides as autograd lays gradients out, but for a user's buffer, which is plain memory.
-            like = torch.empty_like(parameter, device="meta") if buffer is None else buffer.view(parameter.shape)
-            view = self.flat.as_strided(parameter.shape, like.stride(), self.flat.storage_offset() + offset)
+            if buffer is not None:
+                stride = buffer.view(parameter.shape).stride()
+            elif parameter.is_contiguous():
+                stride = parameter.stride()
+            else:
+                stride = torch.empty_like(parameter, device="meta").stride()
+            view = self.flat.as_strided(parameter.shape, stride, self.flat.storage_offset() + offset)
             offset += parameter.numel()
             if member.holds_live_view and buffer is None:
                 view.copy_(member.view)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+import gc
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -28,18 +30,18 @@ class GradientHooks:
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[nn.Parameter, Node] = {}
+        self._nodes: dict[int, Node] = {}
         self._handles: list[RemovableHandle] = []
 
-    def add(self, parameter: nn.Parameter, on_gradient: OnGradient) -> None:
-        """Call ``on_gradient`` whenever a gradient of ``parameter`` has been accumulated."""
-        node = get_gradient_edge(parameter).node
-        self._nodes[parameter] = node
-        self._handles.append(node.register_hook(on_gradient))
+    def add(self, parameters: Sequence[nn.Parameter], on_gradient: Sequence[OnGradient]) -> None:
+        """Call ``on_gradient[i]`` whenever a gradient of ``parameters[i]`` has been accumulated."""
+        for parameter, node, call in zip(parameters, _accumulating_nodes(parameters), on_gradient, strict=True):
+            self._nodes[id(parameter)] = node
+            self._handles.append(node.register_hook(call))
 
     def are_lost(self, parameter: nn.Parameter) -> bool:
         """Whether torch has given the parameter another node: its data has another type or device now."""
-        return parameter.requires_grad and get_gradient_edge(parameter).node is not self._nodes[parameter]
+        return parameter.requires_grad and get_gradient_edge(parameter).node is not self._nodes[id(parameter)]
 
     def remove(self) -> None:
         """Call nothing any more. Idempotent."""
@@ -47,6 +49,43 @@ class GradientHooks:
             handle.remove()
         self._handles.clear()
         self._nodes.clear()
+
+
+class _AllOf(torch.autograd.Function):
+    """An operation on any number of tensors, for the graph's sake."""
+
+    @staticmethod
+    def forward(ctx: object, *tensors: torch.Tensor) -> torch.Tensor:
+        return tensors[0].new_empty(0)
+
+
+def _accumulating_nodes(parameters: Sequence[nn.Parameter]) -> list[Node]:
+    """The nodes that accumulate their gradients, of all at once: a tenth of ``get_gradient_edge``'s time for each."""
+    if not parameters:
+        return []
+    with torch.enable_grad():
+        result: torch.Tensor = _AllOf.apply(*parameters)  # type: ignore[no-untyped-call]
+    assert result.grad_fn is not None
+    return [node for node, _ in result.grad_fn.next_functions if node is not None]
+
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def without_collections(function: Function) -> Function:
+    """What makes so many lasting objects at once that the garbage collector would look through them all, in vain."""
+
+    @wraps(function)
+    def uninterrupted(*args: Any, **options: Any) -> object:
+        was_on = gc.isenabled()
+        gc.disable()
+        try:
+            return function(*args, **options)
+        finally:
+            if was_on:
+                gc.enable()
+
+    return cast("Function", uninterrupted)
 
 
 class _Kept:

@@ -10,7 +10,7 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.buckets import GradientBucket
 from ds_topo.reducer.parameter_state import ParameterState
 from ds_topo.reducer.parameters import broadcast
-from ds_topo.reducer.planning import BucketSizes, plan_parameters
+from ds_topo.reducer.planning import BucketSizes, ParameterPlan
 from ds_topo.reducer.routes import Route
 
 
@@ -27,12 +27,13 @@ class BucketLayout:
     """
 
     def __init__(self, states: Sequence[ParameterState], routes: Sequence[Route], sizes: BucketSizes) -> None:
-        self._states, self._routes, self._sizes = states, routes, sizes
+        self._states, self._routes = states, routes
+        self._planner = ParameterPlan(states, routes, sizes)
         self.buckets: list[GradientBucket] = []
         """In the order of reduction."""
         self.arrivals: list[int] | None = []
         """Parameters as their gradients became ready in the first step; None from then on."""
-        self._plan = self._planned(range(len(states) - 1, -1, -1))
+        self._plan = self._planner.buckets(range(len(states) - 1, -1, -1))
         self._next_plan: list[tuple[int, ...]] | None = None
         self._lay_out()
 
@@ -48,7 +49,7 @@ class BucketLayout:
         agreed = torch.tensor(order, device=self._states[0].parameter.device)
         broadcast([agreed], group)
         self.arrivals = None
-        plan = self._planned(agreed.tolist())
+        plan = self._planner.buckets(agreed.tolist())
         if plan != self._plan:
             self._next_plan = plan
 
@@ -57,9 +58,6 @@ class BucketLayout:
         if self._next_plan is not None:
             self._plan, self._next_plan = self._next_plan, None
             self._lay_out()
-
-    def _planned(self, order: Sequence[int]) -> list[tuple[int, ...]]:
-        return plan_parameters(self._states, self._routes, order, self._sizes) if self._states else []
 
     def _lay_out(self) -> None:
         """Build the buckets of the plan; gradients that are still needed move along."""

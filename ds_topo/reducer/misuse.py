@@ -120,8 +120,9 @@ class Changes:
     ) -> None:
         self._module, self._states, self._hooks, self._may_miss = module, states, hooks, may_miss
         self._ignored = ignored
-        self._known = {name: id(parameter) for name, parameter in self._named()}
-        self._frozen = [(name, parameter) for name, parameter in self._named() if not parameter.requires_grad]
+        named = list(self._named())
+        self._known = {name: id(parameter) for name, parameter in named}
+        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         self._note_parts()
 
     def _note_parts(self) -> None:

@@ -99,6 +99,8 @@ def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]
     Raises:
         ValueError: a name that no parameter has.
     """
+    if not options.ignored_parameters:
+        return set()
     named = dict(module.named_parameters(remove_duplicate=False))
     ignored = set()
     for entry in options.ignored_parameters:

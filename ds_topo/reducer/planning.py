@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,30 +33,41 @@ class BucketSizes:
                 raise ValueError(f"{name}={value}: a capacity in bytes, at least 1; leave it out for the default")
 
 
-def plan_parameters(
-    states: Sequence[ParameterState], routes: Sequence[Route], order: Sequence[int], sizes: BucketSizes
-) -> list[tuple[int, ...]]:
-    """Distribute parameters over buckets by data type, device, route and the user's buffers.
+class ParameterPlan:
+    """Distributes parameters over buckets by data type, device, route and the user's buffers, for any order.
 
-    Buckets over a user's buffers follow memory, downwards. Those of experts do not follow ``order`` either: replicas of
+    Buckets over a user's buffers follow memory, downwards. Those of experts do not follow the order either: replicas of
     an expert may be on ranks of several data-parallel groups, each of which learns an order of its own. Neither has
     small buckets.
     """
-    runs = _runs_of_buffers(states)
-    kinds: list[Hashable] = []
-    for state in states:
-        apart = state.index if state.is_sparse else runs.get(state.index)
-        kinds.append((state.dtype, state.parameter.device, id(routes[state.index]), apart))
-    members: dict[Hashable, list[int]] = defaultdict(list)
-    capacities: dict[Hashable, int] = {}
-    for state in states:
-        if state.grad_buffer is not None or state.is_expert:
-            kind = kinds[state.index]
-            members[kind].append(state.index)
-            capacities[kind] = routes[state.index].bucket_bytes
-    sequences = {kind: _downwards(states, indices) for kind, indices in members.items()}
-    order = [next(sequences[kinds[index]]) if kinds[index] in sequences else index for index in order]
-    return plan_buckets([state.nbytes for state in states], kinds, order, sizes, capacities)
+
+    def __init__(self, states: Sequence[ParameterState], routes: Sequence[Route], sizes: BucketSizes) -> None:
+        self._sizes = sizes
+        self._nbytes = [state.nbytes for state in states]
+        runs = _runs_of_buffers(states)
+        numbers: dict[Hashable, int] = {}
+        self._kinds: list[int] = []
+        members: dict[int, list[int]] = defaultdict(list)
+        self._capacities: dict[Hashable, int] = {}
+        for state in states:
+            apart = state.index if state.is_sparse else runs.get(state.index)
+            kind = numbers.setdefault(
+                (state.dtype, state.parameter.device, id(routes[state.index]), apart), len(numbers)
+            )
+            self._kinds.append(kind)
+            if state.grad_buffer is not None or state.is_expert:
+                members[kind].append(state.index)
+                self._capacities[kind] = routes[state.index].bucket_bytes
+        self._sequences = {kind: _downwards(states, indices) for kind, indices in members.items()}
+
+    def buckets(self, order: Sequence[int]) -> list[tuple[int, ...]]:
+        """Indices by bucket, where gradients are expected in this order."""
+        if not self._nbytes:
+            return []
+        if self._sequences:
+            kinds, rest = self._kinds, {kind: iter(indices) for kind, indices in self._sequences.items()}
+            order = [next(rest[kinds[index]]) if kinds[index] in rest else index for index in order]
+        return plan_buckets(self._nbytes, self._kinds, order, self._sizes, self._capacities)
 
 
 class Route(Protocol):
@@ -139,11 +150,11 @@ def _runs_of_buffers(states: Sequence[ParameterState]) -> Mapping[int, tuple[str
     return numbers
 
 
-def _downwards(states: Sequence[ParameterState], indices: Sequence[int]) -> Iterator[int]:
+def _downwards(states: Sequence[ParameterState], indices: Sequence[int]) -> list[int]:
     """By falling address, or falling index."""
 
     def key(index: int) -> int:
         buffer = states[index].grad_buffer
         return index if buffer is None else buffer.data_ptr()
 
-    return iter(sorted(indices, key=key, reverse=True))
+    return sorted(indices, key=key, reverse=True)

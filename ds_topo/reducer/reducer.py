@@ -36,7 +36,7 @@ from typing_extensions import Unpack
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
 from ds_topo.reducer.copy_in import accumulate, copy_in, copy_in_at_once, is_copied_at_once
 from ds_topo.reducer.driver import StepDriver, TrainingLoop
-from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go
+from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go, without_collections
 from ds_topo.reducer.inputs import HasDataParallelGroup, agreed_inputs, data_parallel_group
 from ds_topo.reducer.layout import BucketLayout
 from ds_topo.reducer.misuse import (
@@ -89,6 +89,7 @@ class BucketReducer:
     reducing at the last micro-batch only; DeepSpeed's ``average_expert_grads`` for the divisor of experts.
     """
 
+    @without_collections
     def __init__(
         self,
         module: nn.Module,
@@ -133,9 +134,10 @@ class BucketReducer:
         """How many reductions of buckets were started."""
 
         self._hooks = GradientHooks()
+        own: weakref.ref[object] = weakref.ref(self)
         for state in self._states:
-            owners[state.parameter] = weakref.ref(self)
-            self._hooks.add(state.parameter, self._hook(state))
+            owners[state.parameter] = own
+        self._hooks.add([state.parameter for state in self._states], [self._hook(state) for state in self._states])
         ignored = ignored_identities(module, self.options)
         self._changes = Changes(module, self._states, self._hooks, ignored, self._may_miss)
         self._stop_watching = watch.enter(self)

@@ -71,13 +71,15 @@ def take_part(port: int, ranks: Sequence[int], world_size: int, case: str, secon
 
     def agree(rank: int) -> None:
         differs = case == "all differ" or (case.startswith("one ") and "differs" in case and rank == world_size // 2)
-        lines = [f"layers.{line}.weight [4096, 4096] torch.bfloat16" for line in range(LISTED)]
-        if differs:
-            lines[7] = f"layers.7.weight [{rank}]"
+
+        def lines() -> list[str]:
+            wrong = {7: f"layers.7.weight [{rank}]"} if differs else {}
+            return [wrong.get(line, f"layers.{line}.weight [4096, 4096] torch.bfloat16") for line in range(LISTED)]
+
         round_ = Round(
             clients[rank], "ds_topo/all/1", rank, range(world_size), timedelta(seconds=seconds), "a benchmark"
         )
-        shown = (lambda: lines) if case == "one list differs" else None
+        shown = lines if case == "one list differs" else None
         verdicts.append(round_.verdict(f"plan: {rank if differs else 'the same'}", shown))
         ends.append(time.monotonic())
 
