@@ -1,13 +1,13 @@
 """Agree first: every rank shows the others what it is about to do, through the store, before anything exists.
 
-``torch.distributed.new_group`` with lists that differ between ranks hangs. Here every rank appends one line to a key of
-the store: its number, its host and a digest of what it brings; the last one to come reads them all and writes the
-verdict, which the others wait for. All go on together, or raise the same error that names the ranks and hosts that
-differ. Where ranks do not come, the first one whose patience ends writes the verdict instead, so that no rank is needed
-for the others to hear of it.
+``torch.distributed.new_group`` with lists that differ between ranks hangs. Here every rank adds its digest of what it
+brings to one number of the store, and the last one to come sees from the sum whether all are equal: three small
+requests a rank. Only if they are not, or if not all have come when the first rank's patience ends, every rank appends a
+line to a key: its number, its host and its digest. The last one reads them all and writes the verdict, which the others
+wait for; where ranks do not come, the first one whose patience ends writes it. All go on together, or raise the same
+error that names the ranks and hosts that differ; no rank is needed for the others to hear of it.
 
-A round costs each rank six small requests, and one rank a message of some 40 bytes per member; what is written about a
-disagreement has at most ``MAX_MESSAGE`` characters, however many ranks there are.
+What is written about a disagreement has at most ``MAX_MESSAGE`` characters, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import hashlib
 import json
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -27,10 +27,14 @@ from ds_topo.errors import DisagreementError, listed
 from ds_topo.process_groups.torch_names import Store, append, default_store
 
 MAX_MESSAGE = 4000
+_COUNT_FOR = 0.6
+"""The share of the timeout after which ranks no longer wait for all to be counted, and say who they are."""
 _PATIENCE = 0.8
-"""The share of the timeout after which a rank writes the verdict itself; in the rest the others read it."""
+"""The share of what is then left after which a rank writes the verdict itself; in the rest the others read it."""
+_COUNT_BITS = 24
 _SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
-_FAILED = "failed: "
+_FAILED, _FAILED_MARK = "failed: ", "!"
+_AGREED, _NAMES = "agreed", "names"
 _COMPARED = 3
 """How many different plans are compared line by line."""
 
@@ -101,9 +105,46 @@ class Round:
     members: Sequence[int]
     timeout: timedelta
     subject: str
+    waited: timedelta = timedelta()
+    """Before it, for all to be counted."""
 
     def verdict(self, outcome: str, lines: Callable[[], Sequence[str]] | None) -> str:
         """What is wrong with what the members bring, the same text on all of them; nothing if they agree."""
+        counting = self.timeout * _COUNT_FOR
+        named = replace(self, token=f"{self.token}/named", timeout=self.timeout - counting, waited=counting)
+        try:
+            if self._all_bring(outcome, counting):
+                return ""
+        except RuntimeError as error:
+            return named.no_connection(error)
+        return named.verdict_by_name(outcome, lines)
+
+    def _all_bring(self, outcome: str, patience: timedelta) -> bool:
+        """Whether all have come within that time, and bring the same."""
+        digest = int.from_bytes(hashlib.sha1(outcome.encode(), usedforsecurity=False).digest()[:8], "big")
+        own = digest % (1 << (62 - _COUNT_BITS - len(self.members).bit_length()))  # so that the sum fits 63 bits
+        total, number = divmod(self.store.add(f"{self.token}/sum", (own << _COUNT_BITS) + 1), 1 << _COUNT_BITS)
+        word = f"{self.token}/word"
+        if number == len(self.members):
+            agreed = total == own * number and not _is_failure(outcome)
+            written = self.store.compare_set(word, "", _AGREED if agreed else _NAMES).decode()
+            if written == _AGREED:  # and so all have read the word of the round before
+                self.store.delete_key(f"{self.token}/sum")
+                base, _, round_ = self.token.rpartition("/")
+                if int(round_) > 1:
+                    self.store.delete_key(f"{base}/{int(round_) - 1}/word")
+            return bool(written == _AGREED)
+        with suppress(RuntimeError):
+            self.store.wait([word], patience)
+        return bool(self.store.compare_set(word, "", _NAMES).decode() == _AGREED)  # reads it, or writes it
+
+    def no_connection(self, error: RuntimeError) -> str:
+        """The message of a rank that cannot hear of the verdict."""
+        waited = self.waited + self.timeout
+        return f"{self._disagreement()} no verdict within {waited}, or no connection to the store: {error}"
+
+    def verdict_by_name(self, outcome: str, lines: Callable[[], Sequence[str]] | None) -> str:
+        """The verdict of ranks that say who they are."""
         try:
             is_last = self._report(outcome)
             if is_last:
@@ -111,12 +152,13 @@ class Round:
             decided = json.loads(self._decided())
             difference = self._compared(decided["compare"], lines) if lines and decided["compare"] else ""
         except RuntimeError as error:
-            return f"{self._disagreement()} no verdict within {self.timeout}, or no connection to the store: {error}"
+            return self.no_connection(error)
         return str(decided["text"]) + difference
 
     def _report(self, outcome: str) -> bool:
         """Show the others what this rank brings; whether all have done so now."""
         digest = hashlib.sha1(outcome.encode(), usedforsecurity=False).hexdigest()[:12]
+        digest = f"{_FAILED_MARK}{digest}" if _is_failure(outcome) else digest
         if self.store.add(f"{self.token}/bring/{digest}", 1) == 1:
             self.store.set(f"{self.token}/text/{digest}", _shortened(outcome, _SHOWN_TEXT))
         append(self.store, f"{self.token}/came", f"{self.rank} {digest} {socket.gethostname()}\n")
@@ -144,31 +186,28 @@ class Round:
             came.add(int(rank))
             hosts_of[digest][host].append(int(rank))
         missing = [rank for rank in self.members if rank not in came]
-        outcomes = {digest: self._outcome(digest) for digest in hosts_of}
-        agreed = not missing and len(outcomes) == 1 and not any(map(_is_failure, outcomes.values()))
-        verdict = {"text": "", "compare": []} if agreed else self._problems(hosts_of, outcomes, missing)
+        agreed = not missing and len(hosts_of) == 1 and not any(map(_has_failed, hosts_of))
+        verdict = {"text": "", "compare": []} if agreed else self._problems(hosts_of, missing)
         self.store.compare_set(f"{self.token}/verdict", "", json.dumps(verdict))
-        if agreed:  # nobody can have decided otherwise: all came, none failed
-            self._delete_what_was_read(hosts_of)
 
     def _outcome(self, digest: str) -> str:
         """The text of what was brought; the rank that was to write it may have died before it did."""
         key = f"{self.token}/text/{digest}"
         return self.store.get(key).decode() if self.store.check([key]) else f"something of digest {digest}"
 
-    def _problems(
-        self, hosts_of: dict[str, dict[str, list[int]]], outcomes: dict[str, str], missing: list[int]
-    ) -> dict[str, object]:
+    def _problems(self, hosts_of: dict[str, dict[str, list[int]]], missing: list[int]) -> dict[str, object]:
         """The message for reports that differ, and the ranks whose plans are to be compared."""
         size = {digest: sum(map(len, hosts.values())) for digest, hosts in hosts_of.items()}
         first = {digest: min(map(min, hosts.values())) for digest, hosts in hosts_of.items()}
         ordered = sorted(hosts_of, key=lambda digest: (-size[digest], first[digest]))
-        problems = [f"ranks {_some(missing)} did not come within {self.timeout * _PATIENCE}"] if missing else []
+        problems = (
+            [f"ranks {_some(missing)} did not come within {self.waited + self.timeout * _PATIENCE}"] if missing else []
+        )
         shown = sorted(ordered[:_SHOWN_OUTCOMES], key=first.__getitem__)
-        problems += [f"{_where(hosts_of[digest])} -> {outcomes[digest]}" for digest in shown]
+        problems += [f"{_where(hosts_of[digest])} -> {self._outcome(digest)}" for digest in shown]
         if len(ordered) > len(shown):
             problems.append(f"and {len(ordered) - len(shown)} further plans")
-        planned = [first[digest] for digest in ordered if not _is_failure(outcomes[digest])]
+        planned = [first[digest] for digest in ordered if not _has_failed(digest)]
         compare = planned[:_COMPARED] if len(planned) > 1 else []
         text = "\n  ".join([self._disagreement(), *problems])
         return {"text": _shortened(text, MAX_MESSAGE - 1000), "compare": compare}
@@ -190,17 +229,13 @@ class Round:
             return str(self.store.get(end).decode())
         return ""
 
-    def _delete_what_was_read(self, digests: Iterable[str]) -> None:
-        """Once all have come: this round's reports, and the verdict of the round before, which they all have read."""
-        for name in ("came", "number", *(f"{kind}/{digest}" for digest in digests for kind in ("bring", "text"))):
-            self.store.delete_key(f"{self.token}/{name}")
-        base, _, number = self.token.rpartition("/")
-        if int(number) > 1:
-            self.store.delete_key(f"{base}/{int(number) - 1}/verdict")
-
 
 def _is_failure(outcome: str) -> bool:
     return outcome.startswith(_FAILED)
+
+
+def _has_failed(digest: str) -> bool:
+    return digest.startswith(_FAILED_MARK)
 
 
 def _where(hosts: dict[str, list[int]]) -> str:

@@ -5,10 +5,10 @@
     OMP_NUM_THREADS=1 python -m tests.bench.scale reducer [--parameters 1000 100000]
 
 ``agreement``: every rank is a real client of one store, with a connection and a thread of its own; a few processes
-share them. Printed are the time until the last rank knows the verdict (beyond the timeout where ranks do not come), the
-processor time of the process that serves the store, what went over the loopback, and the longest message. ``grid``:
-construction and the slowest queries of one rank, with torch's fake backend. ``reducer``: two ranks; its construction,
-its first ``finish()`` and later ones.
+share them, as root, in a network namespace of their own. Printed are the time until the last rank knows the verdict
+(beside the timeout where ranks do not come), the processor time of the process that serves the store, what went over
+the loopback, and the longest message. ``grid``: construction and the slowest queries of one rank, with torch's fake
+backend. ``reducer``: two ranks; its construction, its first ``finish()`` and later ones.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import resource
 import statistics
+import sys
 import threading
 import time
 import warnings
@@ -42,6 +43,7 @@ SPECS = {1024: "pipe=4,data=32,model=8", 16384: "pipe=16,data=128,model=8", 1048
 LISTED = 20_000
 """Lines of a list that ranks compare: a large model's parameters."""
 PARAMETER = 4
+OWN_NETWORK = "DS_TOPO_BENCH_OWN_NETWORK"
 
 
 # -- agreements --------------------------------------------------------------------------------------------------------
@@ -118,17 +120,29 @@ def agreement(world_size: int, case: str, processes: int, seconds: float) -> str
     busy, sent = to_server.recv() - busy, _loopback_bytes() - sent
     to_server.send(False)
     wall = max(end for end, _, _ in results) - start
-    late = f" (timeout + {wall - seconds:+.1f})" if "not come" in case else ""
+    late = f" (timeout {wall - seconds:+.1f})" if "not come" in case else ""
     longest, different = max(length for _, length, _ in results), sum(number for _, _, number in results) // processes
     return f"{world_size:>6}  {case:<24} {wall:7.2f}{late:<18} {busy:8.2f} {sent / 1e6:9.1f} {longest:9} {different:9}"
 
 
 def _loopback_bytes() -> int:
-    return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
+    [line] = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")]
+    return int(line.split(":")[1].split()[8])
+
+
+def _enter_own_network() -> None:
+    """Go on in a network namespace: torch asks name servers about every connection, which answer late or never."""
+    if os.environ.get(OWN_NETWORK) == "1":
+        return
+    os.environ[OWN_NETWORK] = "1"
+    script = 'ip link set lo up && exec "$@"'
+    command = [sys.executable, "-m", "tests.bench.scale", *sys.argv[1:]]
+    os.execvp("unshare", ["unshare", "--net", "--", "sh", "-c", script, "sh", *command])
 
 
 def agreements(arguments: argparse.Namespace) -> None:
     """The table."""
+    _enter_own_network()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * max(arguments.ranks) + 512)), hard))
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"

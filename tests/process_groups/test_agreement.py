@@ -99,7 +99,7 @@ def test_a_group_that_its_peers_do_not_ask_for_names_them(world: Worlds) -> None
 def test_a_rank_that_died_before_it_showed_its_plan_holds_nobody_up() -> None:
     """Its line is there, the text that another rank with the same plan was about to write is not."""
     store = dist.HashStore()
-    append(store, "ds_topo/x/1/came", "1 abc host1\n")
+    append(store, "ds_topo/x/1/named/came", "1 abc host1\n")
     taking_part = Round(store, "ds_topo/x/1", 0, range(3), timedelta(seconds=1), "a test")
     verdict = taking_part.verdict("plan: mine", None)
     assert "ranks [2] did not come within" in verdict
