@@ -1,0 +1,256 @@
+"""Programs' questions are answered with the programs' meanings, on every rank and in every order of axes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import permutations
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_topo import PipelineParallelGrid, ProcessTopology, TopologyError, groups, parallel_state
+from ds_topo.parallel_state.__main__ import rows
+from tests.support.fake_world import fake_world
+from tests.support.world import Worlds
+
+ORDERS = [",".join(order) for order in permutations(("pipe=2", "data=2", "model=2"))]
+RANKS = range(8)
+
+
+def _members(topology: ProcessTopology, rank: int, *axes: str) -> list[int]:
+    """Ranks that share all other coordinates, by brute force."""
+    own = topology.get_coord(rank)._asdict()
+    fixed = {axis: index for axis, index in own.items() if axis not in axes}
+    return sorted(
+        other for other in range(topology.world_size()) if fixed.items() <= topology.get_coord(other)._asdict().items()
+    )
+
+
+def _ranks(group: Any) -> list[int]:
+    return sorted(dist.get_process_group_ranks(group))
+
+
+@pytest.mark.parametrize("spec", ORDERS)
+def test_every_program_gets_its_own_meaning_in_every_order(spec: str) -> None:
+    topology = ProcessTopology.from_spec(spec)
+    for rank in RANKS:
+        with fake_world(rank, 8), PipelineParallelGrid(spec) as grid:
+            tensor, pipe, data, replica = (
+                _members(topology, rank, *axes) for axes in (["model"], ["pipe"], ["data"], ["pipe", "model"])
+            )
+            neox: Any = parallel_state.of(grid, "gpt-neox")
+            assert _ranks(neox.get_model_parallel_group()) == _ranks(neox.get_tensor_model_parallel_group()) == tensor
+            assert neox.get_model_parallel_world_size() == 2
+            assert neox.get_model_parallel_rank() == tensor.index(rank)
+            assert neox.get_model_parallel_src_rank() == neox.get_tensor_model_parallel_src_rank() == tensor[0]
+            assert _ranks(neox.get_pipe_parallel_group()) == pipe
+            assert neox.get_topology() == topology
+            ends = [other for other in RANKS if topology.get_coord(other).model == 0]
+            if rank in ends:
+                assert _ranks(neox.get_io_parallel_group()) == ends
+            else:
+                with pytest.raises(RuntimeError, match="no first slice of a first or last stage"):
+                    neox.get_io_parallel_group()
+            for program in ("megatron-deepspeed", "megatron-lm"):
+                state: Any = parallel_state.of(grid, program)
+                assert _ranks(state.get_model_parallel_group()) == replica
+                assert state.get_model_parallel_src_rank() == replica[0]
+                assert _ranks(state.get_data_parallel_group()) == data
+                assert state.get_data_parallel_rank() == data.index(rank)
+                assert state.get_data_parallel_src_rank() == data[0]
+                assert _ranks(state.get_amax_reduction_group()) == _members(topology, rank, "model", "data")
+                assert state.is_pipeline_first_stage() is (rank == pipe[0])
+                assert state.is_pipeline_last_stage() is (rank == pipe[-1])
+                assert _ranks(state.get_embedding_group()) == pipe
+
+
+@pytest.mark.parametrize("spec", ["pipe=2,data=2,seq=2,model=2", "model=2,seq=2,data=2,pipe=2"])
+def test_sequences_are_split_over_seq_under_either_name(spec: str) -> None:
+    topology = ProcessTopology.from_spec(spec)
+    for rank in range(16):
+        with fake_world(rank, 16), PipelineParallelGrid(spec) as grid:
+            seq, both = _members(topology, rank, "seq"), _members(topology, rank, "seq", "data")
+            ours: Any = parallel_state.of(grid, "megatron-deepspeed")
+            assert _ranks(ours.get_sequence_parallel_group()) == seq
+            assert (ours.get_sequence_parallel_rank(), ours.get_sequence_parallel_src_rank()) == (
+                seq.index(rank),
+                seq[0],
+            )
+            assert _ranks(ours.get_sequence_data_parallel_group()) == both
+            assert ours.get_sequence_data_parallel_rank() == both.index(rank)
+            assert _ranks(ours.get_data_parallel_group()) == _members(topology, rank, "data")
+            megatron: Any = parallel_state.of(grid)
+            assert megatron.get_context_parallel_global_ranks() == _ranks(megatron.get_context_parallel_group()) == seq
+            assert _ranks(megatron.get_data_parallel_group()) == _members(topology, rank, "data")
+            assert _ranks(megatron.get_data_parallel_group(with_context_parallel=True)) == both
+            assert megatron.get_data_parallel_world_size(with_context_parallel=True) == 4
+            slices = _members(topology, rank, "model", "seq")
+            assert _ranks(megatron.get_tensor_and_context_parallel_group()) == slices
+            assert megatron.get_tensor_and_context_parallel_rank() == slices.index(rank)
+
+
+def test_without_a_seq_axis_a_sequence_is_on_one_rank_and_deepspeed_does_not_see_it() -> None:
+    with fake_world(1, 4), PipelineParallelGrid("data=2,model=2") as grid:
+        state: Any = parallel_state.of(grid, "megatron-deepspeed")
+        assert _ranks(state.get_sequence_parallel_group()) == [1]
+        assert (state.get_sequence_parallel_world_size(), state.get_sequence_parallel_rank()) == (1, 0)
+        assert not hasattr(grid, "get_sequence_parallel_group")
+
+
+def test_experts_are_those_of_the_grid() -> None:
+    for rank in range(4):
+        with fake_world(rank, 4), PipelineParallelGrid("data=4") as grid:
+            state: Any = parallel_state.of(grid)
+            assert (state.get_expert_model_parallel_world_size(), state.get_expert_data_parallel_world_size()) == (1, 4)
+            with pytest.raises(TopologyError, match=r"create_expert_groups\(grid, 2\)"):
+                state.initialize_model_parallel(expert_model_parallel_size=2)
+            groups.create_expert_groups(grid, 2)
+            state.initialize_model_parallel(expert_model_parallel_size=2)
+            assert _ranks(state.get_expert_model_parallel_group()) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert state.get_expert_model_parallel_rank() == rank % 2
+            assert _ranks(state.get_expert_data_parallel_group()) == [rank % 2, rank % 2 + 2]
+            assert state.get_all_ranks() == f"0_0_{rank}_0_0_{rank % 2}"
+
+
+def test_virtual_and_split_stages_are_as_the_program_says() -> None:
+    with fake_world(3, 4), PipelineParallelGrid("pipe=4") as grid:
+        state: Any = parallel_state.of(grid, "megatron-deepspeed")
+        state.initialize_model_parallel(1, 4, 1, 2, 2)
+        assert (state.is_pipeline_last_stage(), state.is_pipeline_last_stage(ignore_virtual=True)) == (False, True)
+        state.set_virtual_pipeline_model_parallel_rank(1)
+        assert state.is_pipeline_last_stage()
+        assert state.is_rank_in_embedding_group()
+        assert [state.is_pipeline_stage_before_split(stage) for stage in range(4)] == [True, True, False, False]
+        assert [state.is_pipeline_stage_after_split(stage) for stage in range(4)] == [False, False, True, True]
+        assert not state.is_pipeline_stage_at_split()
+        megatron: Any = parallel_state.of(grid)
+        megatron.initialize_model_parallel(1, 4, 2)
+        assert megatron.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1)
+        assert not megatron.is_pipeline_last_stage(ignore_virtual=False, vp_stage=0)
+
+
+def test_memory_is_used_again() -> None:
+    with fake_world(0, 1), PipelineParallelGrid("data=1") as grid:
+        buffer = parallel_state.of(grid).get_global_memory_buffer()
+        large = buffer.get_tensor((4, 4), torch.float32, "mpu")
+        assert buffer.get_tensor((2, 3), torch.float32, "mpu").data_ptr() == large.data_ptr()
+        assert buffer.get_tensor((2, 3), torch.float64, "mpu").data_ptr() != large.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "message"),
+    [
+        ("gpt-neox", {"model_parallel_size": 4}, "wants 4 ranks along 'model', but the grid is 'model=2,data=2'"),
+        ("megatron-deepspeed", {"tensor_model_parallel_size": 2, "sequence_parallel_size": 2}, "along 'seq'"),
+        ("megatron-lm", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, "along 'pipe'"),
+    ],
+)
+def test_two_layouts_in_one_job_are_refused(program: str, arguments: dict[str, int], message: str) -> None:
+    with fake_world(0, 4), PipelineParallelGrid("model=2,data=2") as grid:
+        state: Any = parallel_state.of(grid, program)
+        with pytest.raises(TopologyError, match=message):
+            state.initialize_model_parallel(**arguments)
+        with pytest.raises(TopologyError, match="the tensor parallel rank is the grid's, 0"):
+            state.set_tensor_model_parallel_rank(1)
+
+
+def test_another_placement_is_refused() -> None:
+    with fake_world(0, 4), PipelineParallelGrid("model=2,data=2") as grid:
+        state: Any = parallel_state.of(grid, "gpt-neox")
+        state.initialize_model_parallel(2, topology=ProcessTopology.from_spec("model=2,data=2"))
+        with pytest.raises(TopologyError, match=r"'data=2,model=2', but the grid is 'model=2,data=2'.*grid\.topology"):
+            state.initialize_model_parallel(2, topology=ProcessTopology.from_spec("data=2,model=2"))
+
+
+# -- a program's own module --------------------------------------------------------------------------------------------
+
+PROGRAM = """
+def get_io_parallel_group(): raise AssertionError
+def get_model_parallel_group(): raise AssertionError("model parallel group is not initialized")
+def get_model_parallel_rank(): raise AssertionError
+def model_parallel_is_initialized(): return False
+def initialize_model_parallel(model_parallel_size, topology=None, fp32_allreduce=False): raise AssertionError
+def split_tensor(tensor): return tensor
+"""
+
+
+@pytest.fixture
+def program() -> Iterator[ModuleType]:
+    """A package whose layers import the functions of its parallel state by name, as GPT-NeoX's do."""
+    package, state, layers = (ModuleType(name) for name in ("someones", "someones.state", "someones.layers"))
+    exec(PROGRAM, vars(state))
+    package.get_model_parallel_rank = state.get_model_parallel_rank  # type: ignore[attr-defined]
+    layers.my_rank = state.get_model_parallel_rank  # type: ignore[attr-defined]
+    modules = {module.__name__: module for module in (package, state, layers)}
+    sys.modules.update(modules)
+    yield state
+    for name in modules:
+        del sys.modules[name]
+
+
+def test_a_programs_module_answers_from_the_grid_until_it_is_destroyed(program: ModuleType) -> None:
+    before = {name: dict(vars(sys.modules[name])) for name in ("someones", "someones.state", "someones.layers")}
+    with fake_world(5, 8), PipelineParallelGrid("model=2,pipe=2,data=2") as grid:
+        parallel_state.install(grid, program)
+        program.initialize_model_parallel(2)
+        assert program.model_parallel_is_initialized()
+        assert _ranks(program.get_model_parallel_group()) == [1, 5]
+        assert sys.modules["someones"].get_model_parallel_rank() == sys.modules["someones.layers"].my_rank() == 1
+        assert isinstance(program.split_tensor, FunctionType)
+    assert {name: dict(vars(sys.modules[name])) for name in before} == before
+    with pytest.raises(AssertionError, match="not initialized"):
+        program.get_model_parallel_group()
+
+
+def test_another_module_is_refused() -> None:
+    with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
+        with pytest.raises(ValueError, match="module 'sys' has none of"):
+            parallel_state.install(grid, sys)
+        with pytest.raises(ValueError, match=r"program='gpt2': choose one of \['gpt-neox'"):
+            parallel_state.of(grid, "gpt2")
+        with pytest.raises(TypeError, match="pass a live grid"):
+            parallel_state.of("data=2")  # type: ignore[arg-type]
+
+
+def test_what_a_grid_cannot_answer_says_why() -> None:
+    state = ModuleType("theirs")
+    for name in ("get_context_parallel_group", "get_hierarchical_context_parallel_groups"):
+        exec(f"def {name}(): return None", vars(state))
+    sys.modules["theirs"] = state
+    try:
+        with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
+            parallel_state.install(grid, state)
+            with pytest.raises(RuntimeError, match=r"get_hierarchical_context_parallel_groups\(\): a grid has no such"):
+                state.get_hierarchical_context_parallel_groups()
+            megatron: Any = parallel_state.of(grid)
+            with pytest.raises(RuntimeError, match="partial data parallel groups"):
+                megatron.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+    finally:
+        del sys.modules["theirs"]
+
+
+def _sum_over_groups() -> list[float]:
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        state: Any = parallel_state.of(grid)
+        sums = []
+        for group in (state.get_tensor_model_parallel_group(), state.get_data_parallel_group_gloo()):
+            total = torch.tensor(float(dist.get_rank()))
+            dist.all_reduce(total, group=group)
+            sums.append(float(total))
+        return sums
+
+
+def test_the_groups_talk(world: Worlds) -> None:
+    assert world(4).run(_sum_over_groups) == [[2, 1], [4, 1], [2, 5], [4, 5]]
+
+
+def test_the_table_names_every_answer_once() -> None:
+    table = {name: answers for name, *answers in rows()}
+    assert table["`get_model_parallel_group`"][0].startswith("translated: tensor parallel")
+    assert table["`get_model_parallel_group`"][1:] == ["as the grid", "as the grid"]
+    assert table["`get_gtp_weight_remat_group`"][2].startswith("refused: ")
+    assert len(table) == len(rows()) > 90
