@@ -70,6 +70,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "mark_tensor_parallel_gradients",
+    "parallel_state",
 ]
 
 _LAZY = {
@@ -86,7 +87,7 @@ _LAZY = {
 }
 
 
-_LAZY_MODULES = {"collectives", "distributed", "groups"}
+_LAZY_MODULES = {"collectives", "distributed", "groups", "parallel_state"}
 
 
 def __getattr__(name: str) -> Any:

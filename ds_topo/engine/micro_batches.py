@@ -26,6 +26,8 @@ from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import EndOfSamplesError, abridged
 
 _ENDLESS = 2**31
+_MOST_STEPS = 64
+"""Without asking: a program may go on with another iterator."""
 _NO_ITERATOR, _FAILED = -1, -2
 _steps_promised: WeakKeyDictionary[PipelineEngine, int] = WeakKeyDictionary()
 """Training steps for which the iterators of all ranks last; nobody asks again before."""
@@ -112,7 +114,7 @@ def _require(engine: PipelineEngine, given: Iterator[Any] | None, wanted: int, t
     if fewest < wanted:
         raise EndOfSamplesError(_message(engine.grid, rank, fewest, wanted))
     if training:
-        _steps_promised[engine] = fewest // wanted - 1
+        _steps_promised[engine] = min(fewest // wanted, _MOST_STEPS) - 1
     return None if given is None else iterator
 
 
@@ -132,9 +134,9 @@ def _read_ahead(iterator: Iterator[Any], wanted: int) -> tuple[Iterator[Any], in
 
 
 def _fewest(left: int, grid: MpuGrid) -> tuple[int, int]:
-    """The smallest number of all ranks, and the first rank that has it."""
+    """The smallest number of all ranks, and the first rank of the grid that has it."""
     device = get_accelerator().current_device_name()
-    first = torch.tensor((min(left, _ENDLESS) - _FAILED) * grid.world_size + grid.global_rank, device=device)
+    first = torch.tensor((min(left, _ENDLESS) - _FAILED) * grid.world_size + grid.grid_rank, device=device)
     dist.all_reduce(first, dist.ReduceOp.MIN, group=grid.get_group(grid.topology().axes))
     number, rank = divmod(int(first), grid.world_size)
     return number + _FAILED, rank
@@ -146,6 +148,7 @@ def _message(grid: MpuGrid, rank: int, number: int, wanted: int) -> str:
         _NO_ITERATOR: "has no data iterator",
     }.get(number, f"has {number} of the {wanted} micro-batches that this step takes")
     where = ", ".join(f"{axis}={index}" for axis, index in grid.topology().get_coord(rank)._asdict().items())
+    [rank] = grid.to_global([rank])
     return (
         f"rank {rank} ({where}) {found}, so no rank starts it: every rank of the first and of the last stage needs an "
         "iterator that lasts; deepspeed.utils.RepeatingLoader starts anew where one ends"

@@ -103,6 +103,27 @@ def test_ranks_are_asked_when_what_they_had_is_used_up(world: Worlds) -> None:
     assert world(4).run(_count_questions) == [[1, 1, 1, 4]] * 4
 
 
+def _change_iterators() -> None:
+    """Nobody asks on for ever after an endless iterator: a program may go on with another."""
+    engine = _engine()
+    before, micro_batches._MOST_STEPS = micro_batches._MOST_STEPS, 3
+    try:
+        engine.train_batch(data_iter=iter(RepeatingLoader(_loader(2))))
+        assert micro_batches._steps_promised[engine] == 2
+        for _ in range(2):
+            engine.train_batch(data_iter=_generated(2))
+        with pytest.raises(EndOfSamplesError, match="has 1 of the 2"):
+            engine.train_batch(data_iter=_generated(1))
+    finally:
+        micro_batches._MOST_STEPS = before
+    engine.module.mpu().destroy()
+    engine.destroy()
+
+
+def test_another_iterator_is_asked_about(world: Worlds) -> None:
+    world(4).run(_change_iterators)
+
+
 def _count_until(end: type[Exception], step: Callable[[], Any]) -> int:
     done = 0
     with suppress(end):
