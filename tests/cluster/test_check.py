@@ -41,10 +41,13 @@ def check(
         start = ["-m", "tests.cluster.faulty_rank", faulty[rank]] if rank in (faulty or {}) else ["-m", "ds_topo"]
         own = (spec_of or {}).get(rank, spec)
         variables = rank_environment(rank, world, ranks_per_host, cluster.hosts[0].address)
+        # set on the host: libfaketime leaves a file in /dev/shm of whatever it is preloaded to
+        own_variables = [f"{name}={value}" for name, value in (env_of or {}).get(rank, {}).items()]
+        command = [sys.executable, *start, "check", own, "--json", str(folder / f"{rank}.json"), *options]
         processes.append(
             cluster.hosts[rank // ranks_per_host].start(
-                [sys.executable, *start, "check", own, "--json", str(folder / f"{rank}.json"), *options],
-                env={**VARIABLES, **variables, "COLUMNS": "80", **(env_of or {}).get(rank, {})},
+                ["env", *own_variables, *command],
+                env={**VARIABLES, **variables, "COLUMNS": "80"},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
