@@ -10,7 +10,10 @@ ds_topo.parallel_state`` prints which name is answered how.
 from __future__ import annotations
 
 from ds_topo.parallel_state.installation import install, program_of
-from ds_topo.parallel_state.programs import PROGRAMS, GPTNeoXState, MegatronDeepSpeedState, MegatronState, of
+from ds_topo.parallel_state.megatron_deepspeed import MegatronDeepSpeedState
+from ds_topo.parallel_state.megatron_lm import MegatronState
+from ds_topo.parallel_state.neox import GPTNeoXState
+from ds_topo.parallel_state.programs import PROGRAMS, of
 
 __all__ = [
     "PROGRAMS",
