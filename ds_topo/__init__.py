@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ds_topo.engine.pipeline import PipelineModule as PipelineModule
     from ds_topo.engine.pipeline import TiedLayerSpec as TiedLayerSpec
     from ds_topo.engine.start import init_distributed as init_distributed
+    from ds_topo.engine.use import use as use
     from ds_topo.process_groups.grid import ProcessGrid as ProcessGrid
 
 __version__ = "0.1.0"
@@ -71,6 +72,7 @@ __all__ = [
     "initialize",
     "mark_tensor_parallel_gradients",
     "parallel_state",
+    "use",
 ]
 
 _LAZY = {
@@ -84,6 +86,7 @@ _LAZY = {
     "init_distributed": "engine.start",
     "initialize": "engine.initialize",
     "mark_tensor_parallel_gradients": "engine.norms",
+    "use": "engine.use",
 }
 
 

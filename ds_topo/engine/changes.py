@@ -7,6 +7,7 @@ that release, and look up in its source what the failing rows name.
 
 from __future__ import annotations
 
+import deepspeed
 from deepspeed.moe import mappings
 from deepspeed.moe.sharded_moe import TopKGate
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -14,8 +15,10 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe import module as pipe_module
+from deepspeed.runtime.pipe import topology as pipe_topology
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
@@ -28,6 +31,7 @@ THE_GRID = "the engine's grid exists"
 EXPERTS = "expert groups exist"
 REDUCER = "a GradientReducer is attached"
 A_CALL = "one call"
+USE = "ds_topo.use(grid)"
 
 # -- grids ------------------------------------------------------------------------------------------------------------
 
@@ -93,6 +97,13 @@ STEPS_OF_PIPELINES = tuple(
     )
     for name in ("train_batch", "eval_batch")
 )
+NEXT_BATCH = Change(
+    PipelineEngine,
+    "_next_batch",
+    instead="the same, and a digest of the first ones",
+    why="first and last stage, and model parallel peers, read samples by themselves",
+    during=A_GRID,
+)
 SECOND_PARTITION = Change(
     deepspeed_groups,
     "_ZERO_PARAM_INTRA_PARALLEL_GROUP",
@@ -108,7 +119,65 @@ PIPELINE_GRID = Change(
     "PipelineParallelGrid",
     instead="ours",
     why="PipelineModule has no argument for a grid, and creates groups of tied layers with the one it makes",
-    during="the construction of a PipelineModule",
+    during="the construction of a PipelineModule, or use()",
+)
+
+# -- a grid in use ----------------------------------------------------------------------------------------------------
+
+INITIALIZE = Change(
+    deepspeed,
+    "initialize",
+    instead="ours, with the grid in use as mpu",
+    why="Trainer, accelerate and other programs call it themselves, and pass no mpu or their own",
+    during=USE,
+)
+NAME_OF_PIPELINES = Change(
+    deepspeed.pipe,
+    "PipelineModule",
+    instead="ours",
+    why="programs import it from there",
+    during=USE,
+)
+CONSTRUCT_PIPELINE = Change(
+    pipe_module.PipelineModule,
+    "__init__",
+    instead="the same on the grid in use, after a comparison of the topologies",
+    why="programs derive from it before there is a grid",
+    during=USE,
+)
+TIED_MODULES = Change(
+    pipe_module.PipelineModule,
+    "_index_tied_modules",
+    instead="groups of the stages that share a layer",
+    why="DeepSpeed creates those of all ranks on every rank",
+    during=USE,
+)
+SET_BOUNDS = Change(
+    pipe_module.PipelineModule,
+    "_set_bounds",
+    instead="the same with plain integers",
+    why="balanced partitions are NumPy's, which Python's random.seed() refuses under seed_layers=True",
+    during=USE,
+)
+NAMES_OF_TOPOLOGIES = tuple(
+    Change(pipe_topology, name, instead="ours", why="programs import it from there", during=USE)
+    for name in (
+        "ProcessTopology",
+        "PipeDataParallelTopology",
+        "PipeModelDataParallelTopology",
+        "PipelineParallelGrid",
+    )
+)
+ZERO_INIT = Change(
+    partition_parameters.Init,
+    "__init__",
+    instead="the same over the data parallel group of the grid in use",
+    why="without a group it partitions over all ranks, which hold different parameters; from_pretrained() passes none",
+    during=USE,
+)
+LONG_SEQUENCES = tuple(
+    Change(parallel_state_sp, name, instead="the grid's", why="it takes neighboring ranks of the world", during=USE)
+    for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP", "initialize_sequence_parallel")
 )
 
 # -- experts ----------------------------------------------------------------------------------------------------------
@@ -282,6 +351,8 @@ ROWS: tuple[Change | Reliance, ...] = (
     *(row for row in list(globals().values()) if isinstance(row, Change)),
     *ENTRIES_OF_ENGINES,
     *STEPS_OF_PIPELINES,
+    *NAMES_OF_TOPOLOGIES,
+    *LONG_SEQUENCES,
     Reliance(deepspeed_groups, "_EXPERT_PARALLEL_GROUP", "where MoE layers find groups; entries by name"),
     Reliance(deepspeed_groups, "_EXPERT_PARALLEL_GROUP_RANKS", "entries by name"),
     Reliance(deepspeed_groups, "_EXPERT_DATA_PARALLEL_GROUP", "entries by name"),
@@ -298,10 +369,7 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(DeepSpeedEngine, "_global_grad_norm", "what get_global_grad_norm() answers"),
     Reliance(pipe_module.PipelineModule, "_grid", "the grid that a module was built on"),
     Reliance(pipe_module.PipelineModule, "_layer_specs", "which layers are tied"),
-    Reliance(pipe_module.PipelineModule, "_set_bounds", "overridden: plain integers"),
     Reliance(pipe_module.PipelineModule, "_synchronize_tied_weights", "overridden: without a warning"),
-    Reliance(pipe_module.PipelineModule, "_index_tied_modules", "overridden: groups of the stages that share a layer"),
-    Reliance(parallel_state_sp, "_SEQUENCE_PARALLEL_GROUP", "whether ALST made groups of its own"),
     Reliance(_BaseDataLoaderIter, "_dataset", "whether its length is known"),
     Reliance(_BaseDataLoaderIter, "_num_yielded", "how many batches it has left"),
     Reliance(DeepSpeedEngine, "inside_no_sync_ctxt", "which backward is the last one"),

@@ -23,6 +23,7 @@ from ds_topo.engine.inputs import (
 )
 from ds_topo.engine.micro_batches import with_enough_micro_batches
 from ds_topo.engine.mpu import MpuGrid
+from ds_topo.engine.samples import remember_samples, with_same_batches, with_same_samples
 from ds_topo.errors import ExpertGroupError
 from ds_topo.ledger import Change, Make
 
@@ -43,8 +44,13 @@ def _with_own_mpu(method: Any) -> Any:
     return with_own_mpu
 
 
+def _forward_with_own_mpu(method: Any) -> Any:
+    return _with_own_mpu(with_same_samples(method))
+
+
 def _steps_with_own_mpu(method: Any) -> Any:
-    return _with_own_mpu(with_enough_micro_batches(method))
+    start_together = with_enough_micro_batches(method)
+    return _with_own_mpu(with_same_batches(start_together) if method.__name__ == "train_batch" else start_together)
 
 
 def _configured_with_own_mpu(configure: Any) -> Any:
@@ -82,6 +88,10 @@ def _check_names_of_experts(engine: DeepSpeedEngine, model: Any) -> None:
 
 WHILE_A_GRID_EXISTS: tuple[tuple[Change, Make], ...] = (
     (changes.CONFIGURE_MODEL, _configured_with_own_mpu),
-    *((change, _with_own_mpu) for change in changes.ENTRIES_OF_ENGINES),
+    *(
+        (change, _forward_with_own_mpu if change.name == "forward" else _with_own_mpu)
+        for change in changes.ENTRIES_OF_ENGINES
+    ),
+    (changes.NEXT_BATCH, remember_samples),
     *((change, _steps_with_own_mpu) for change in changes.STEPS_OF_PIPELINES),
 )

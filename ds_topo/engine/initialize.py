@@ -15,10 +15,12 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
+from ds_topo.engine.frameworks import with_samples_of
 from ds_topo.engine.gradient_reducer import GradientReducer
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.inputs import TOPOLOGY_SECTION, check_mpu
 from ds_topo.engine.mpu import ModelParallelUnit
+from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.start import init_distributed
 from ds_topo.errors import abridged
 from ds_topo.launch.extension_locks import remove_abandoned_locks
@@ -67,7 +69,12 @@ def initialize(
     content = _content_of(config if config is not None else config_params, args)
     _check_names_of_sections(content)
     reduction = _reduction_of(content)
-    if mpu is None and TOPOLOGY_SECTION in content and not isinstance(model, DeepSpeedPipelineModule):
+    used = grid_in_use()
+    if used is not None:
+        mpu = mpu_in_use(mpu, model, used)
+        if not isinstance(model, DeepSpeedPipelineModule):
+            config, config_params = with_samples_of(used, config or config_params), None
+    elif mpu is None and TOPOLOGY_SECTION in content and not isinstance(model, DeepSpeedPipelineModule):
         if not torch.distributed.is_initialized():
             init_distributed(verbose=False)
         mpu = PipelineParallelGrid(content[TOPOLOGY_SECTION])

@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -24,6 +25,7 @@ from torch import nn
 from ds_topo.engine.expert_groups import create_expert_groups
 from ds_topo.engine.expert_registry import registry
 from ds_topo.engine.mpu import MpuGrid
+from ds_topo.engine.one_layout import in_use
 from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.torch_names import job_timeout
@@ -56,6 +58,11 @@ def check_engine_without_mpu(engine: DeepSpeedEngine) -> None:
     Raises:
         EngineOptionError: its model has tensor-parallel parameters, or its config a topology.
     """
+    if in_use:
+        raise EngineOptionError(
+            f"an engine without mpu while {in_use[-1].topology().spec!r} is in use: deepspeed.initialize was imported "
+            "by name before ds_topo.use(grid); call it as deepspeed.initialize, or call use() before that import"
+        )
     for grid in [grid for grid in grids if grid.is_alive and _splits_models(grid)]:
         remedy = f"pass mpu=grid ({grid.topology().spec!r}), or mpu=PipelineParallelGrid('data=-1') for a model that"
         remedy += " all ranks replicate"
@@ -122,13 +129,19 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
 
 
 def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
-    """Groups for a model's mixtures of experts, as ``PipelineModule`` creates them, where its user has not."""
-    if isinstance(engine, PipelineEngine):
-        return
+    """Groups for a model's mixtures of experts that its user has not created.
+
+    A pipeline's are created by all stages: DeepSpeed creates them in the layers, which hangs the stages without any.
+    """
     layers = [module for module in model.modules() if isinstance(module, MoE)]
-    for size, sliced in sorted({(layer.ep_size, layer.enable_expert_tensor_parallelism) for layer in layers}):
+    sizes = {(layer.ep_size, layer.enable_expert_tensor_parallelism) for layer in layers}
+    if isinstance(engine, PipelineEngine) and grid.pipe_parallel_size > 1:
+        gathered: list[Any] = [sizes] * grid.pipe_parallel_size
+        dist.all_gather_object(gathered, sizes, group=grid.get_pipe_parallel_group())
+        sizes = set().union(*gathered)
+    for size, sliced in sorted(sizes):
         known = registry.find(f"ep_size_{size}")
-        if known is None:
+        if known is None or (isinstance(engine, PipelineEngine) and not known.grid.shares_groups_with(grid)):
             create_expert_groups(grid, size, sliced, engine._config.use_data_before_expert_parallel_)
 
 

@@ -20,6 +20,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.engine import changes
 from ds_topo.engine.inputs import agree_on_settings, check_engine_inputs, check_engine_without_mpu, check_mpu
 from ds_topo.engine.mpu import MpuGrid
+from ds_topo.engine.one_layout import check_programs
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import Change, Make, ledger
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
@@ -39,6 +40,7 @@ def _with_checks(do_sanity_check: Any) -> Any:
         try:
             check_engine(engine._config, engine.mpu)
             check_engine_inputs(engine, engine.mpu)
+            check_programs(engine.mpu)
             do_sanity_check(engine)
         except Exception as error:
             failure = error
@@ -120,11 +122,19 @@ def _check_device_mesh(grid: MpuGrid) -> None:
 
 
 def _check_long_sequence_training(grid: MpuGrid) -> None:
-    """``UlyssesSPAttentionHF.register_with_transformers`` makes groups of its own before there is an engine."""
+    """``UlyssesSPAttentionHF.register_with_transformers`` makes groups of its own, unless the grid is in use."""
     state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
-    if state is not None and state._SEQUENCE_PARALLEL_GROUP is not None:
-        size = state.get_sequence_parallel_world_size()
-        _check_neighbors("sequence_parallel_size of UlyssesSPAttentionHF (ALST)", SEQ, size, grid)
+    group = state._SEQUENCE_PARALLEL_GROUP if state is not None else None
+    if group is None:
+        return
+    found = sorted(dist.get_process_group_ranks(group))
+    expected = grid.get_ranks(SEQ) if SEQ in grid.topology().axes else [dist.get_rank()]
+    if found != expected:
+        raise EngineOptionError(
+            f"sequence_parallel_size of UlyssesSPAttentionHF (ALST) joins ranks {found}, but along {SEQ!r} the "
+            f"topology {grid.topology().spec!r} joins ranks {expected}: call ds_topo.use(grid) before "
+            f"register_with_transformers(), name seq={len(found)} as the last axis, or switch it off"
+        )
 
 
 def _check_hybrid_engine(options: HybridEngineConfig, grid: MpuGrid) -> None:

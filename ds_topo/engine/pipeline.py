@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from torch import nn
 
 from ds_topo.engine import changes
-from ds_topo.engine.expert_groups import create_expert_groups
-from ds_topo.engine.expert_registry import registry
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.inputs import require_grid
 from ds_topo.engine.norms import count_each_parameter_once
+from ds_topo.engine.one_layout import grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
 from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.ledger import ledger
@@ -33,6 +34,38 @@ from ds_topo.topology.rank_tables import RankGroup
 from ds_topo.topology.spec import Spec, read_config
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
+
+
+_building: list[PipelineEngineGrid] = []
+
+
+def _grid_of_construction(_: Any) -> Any:
+    def build(topology: Any = None, process_group: Any = None) -> PipelineEngineGrid:
+        return _building[-1]
+
+    return build
+
+
+@contextmanager
+def building_on(grid: PipelineEngineGrid) -> Iterator[None]:
+    """DeepSpeed's ``PipelineModule`` makes no grid inside, but takes this one."""
+    _building.append(grid)
+    try:
+        with ledger.bound(changes.PIPELINE_GRID, _grid_of_construction):
+            yield
+    finally:
+        _building.pop()
+
+
+def check_built_on(module: DeepSpeedPipelineModule, grid: PipelineEngineGrid) -> None:
+    """Refuse a release that builds pipelines in another way, and let every parameter count once in norms.
+
+    Raises:
+        RuntimeError: the module has another grid.
+    """
+    if module._grid is not grid:
+        raise RuntimeError(f"{changes.PIPELINE_GRID} is not what this release of DeepSpeed builds pipelines on")
+    count_each_parameter_once(module, grid)
 
 
 class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
@@ -80,18 +113,19 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         if isinstance(num_stages, str):  # a spec in the place of the number
             topology, num_stages = topology or num_stages, None
         layout = _one_layout(num_stages, topology, config, grid)
+        if (used := grid_in_use()) is not None and grid is None:
+            is_given = topology is not None or config is not None
+            require_topology_in_use(cast(Any, layout) if is_given else None, num_stages, used)
+            layout = grid = used
         _check_stages(num_stages, layout, len(layers))
         if isinstance(layout, PipelineParallelGrid):
             engine_grid = PipelineEngineGrid.over(layout)
         else:
             engine_grid = PipelineEngineGrid(layout, timeout=timeout)
         try:
-            with ledger.bound(changes.PIPELINE_GRID, lambda _: lambda **_: engine_grid):
+            with building_on(engine_grid):
                 super().__init__(layers, None, engine_grid._topo, *args, **options)
-            if self._grid is not engine_grid:
-                raise RuntimeError(f"{changes.PIPELINE_GRID} is not what this release of DeepSpeed builds pipelines on")
-            count_each_parameter_once(self, engine_grid)
-            self._expert_sizes = self._expert_sizes_of_all_stages()
+            check_built_on(self, engine_grid)
         except BaseException:
             if layout is not grid:
                 engine_grid.destroy()
@@ -106,63 +140,58 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         grid: PipelineEngineGrid = self._grid
         return grid
 
-    def set_deepspeed_parallelism(self, use_data_before_expert_parallel: bool = False) -> None:
-        """Called by the engine on every rank before the MoE layers': expert groups that do not exist yet.
-
-        DeepSpeed creates them in the layers, which hangs the stages that have none.
-        """
-        for size, tensor_parallel in self._expert_sizes:
-            known = registry.find(f"ep_size_{size}")
-            if known is None or not known.grid.shares_groups_with(self.mpu()):
-                create_expert_groups(self.mpu(), size, tensor_parallel, use_data_before_expert_parallel)
-
-    def _expert_sizes_of_all_stages(self) -> list[tuple[int, bool]]:
-        """Expert parallel sizes of the whole pipeline, each with whether its experts are tensor parallel."""
-        own = {
-            (layer.ep_size, layer.enable_expert_tensor_parallelism)
-            for layer in self.modules()
-            if isinstance(layer, MoE)
-        }
-        gathered: list[Any] = [own] * self.mpu().pipe_parallel_size
-        if self.mpu().pipe_parallel_size > 1:
-            dist.all_gather_object(gathered, own, group=self.mpu().get_pipe_parallel_group())
-        return sorted(set().union(*gathered))
-
     def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
-        # Balanced partitions come as NumPy integers, which Python's random.seed refuses under seed_layers=True.
-        super()._set_bounds(None if start is None else int(start), None if stop is None else int(stop))
+        with_plain_bounds(super()._set_bounds)(start, stop)
 
     def _synchronize_tied_weights(self) -> None:
         with torch.no_grad():  # without it torch warns that the broadcast of a parameter is not differentiable
             super()._synchronize_tied_weights()
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
-        """Groups of the stages that share a tied module, by its key (DeepSpeed creates those of all ranks)."""
-        grid = self.mpu()
-        tied_comms: dict[str, dict[str, Any]] = {}
-        if grid.pipe_parallel_size == 1:
-            return tied_comms
-        for key, stages in sorted(self._stages_of_tied_modules().items()):
-            if grid.stage_id not in stages:
-                continue
-            ranks = [grid.stage_to_global(stage) for stage in stages]
-            tied_comms[key] = {
-                "ranks": ranks,
-                "group": grid.create_group(RankGroup(("tied layers", key), tuple(ranks))),
-                "weight_attr": self.tied_weight_attrs[key],
-                "module": self.tied_modules[key],
-            }
-            if grid.global_rank != ranks[0]:  # the first stage's copy alone counts in the gradient norm
-                for parameter in self.tied_modules[key].parameters():
-                    parameter.ds_pipe_replicated = True
-        return tied_comms
+        return index_tied_modules(self)
 
-    def _stages_of_tied_modules(self) -> dict[str, list[int]]:
-        stages: dict[str, set[int]] = {}
-        for index, layer in enumerate(self._layer_specs):
-            if isinstance(layer, TiedLayerSpec):
-                stages.setdefault(layer.key, set()).add(self.stage_owner(index))
-        return {key: sorted(owners) for key, owners in stages.items()}
+
+def with_plain_bounds(set_bounds: Any) -> Any:
+    """Balanced partitions come as NumPy integers, which Python's ``random.seed`` refuses under ``seed_layers=True``."""
+
+    @wraps(set_bounds)
+    def set_plain_bounds(*arguments: Any, **named: Any) -> None:
+        def plain(value: Any) -> Any:
+            return int(value) if isinstance(value, Integral) else value
+
+        set_bounds(*map(plain, arguments), **{name: plain(value) for name, value in named.items()})
+
+    return set_plain_bounds
+
+
+def index_tied_modules(module: DeepSpeedPipelineModule) -> dict[str, dict[str, Any]]:
+    """Groups of the stages that share a tied module, by its key (DeepSpeed creates those of all ranks)."""
+    grid: PipelineEngineGrid = module.mpu()
+    tied_comms: dict[str, dict[str, Any]] = {}
+    if grid.pipe_parallel_size == 1:
+        return tied_comms
+    for key, stages in sorted(_stages_of_tied_modules(module).items()):
+        if grid.stage_id not in stages:
+            continue
+        ranks = [grid.stage_to_global(stage) for stage in stages]
+        tied_comms[key] = {
+            "ranks": ranks,
+            "group": grid.create_group(RankGroup(("tied layers", key), tuple(ranks))),
+            "weight_attr": module.tied_weight_attrs[key],
+            "module": module.tied_modules[key],
+        }
+        if grid.global_rank != ranks[0]:  # the first stage's copy alone counts in the gradient norm
+            for parameter in module.tied_modules[key].parameters():
+                parameter.ds_pipe_replicated = True
+    return tied_comms
+
+
+def _stages_of_tied_modules(module: DeepSpeedPipelineModule) -> dict[str, list[int]]:
+    stages: dict[str, set[int]] = {}
+    for index, layer in enumerate(module._layer_specs):
+        if isinstance(layer, TiedLayerSpec):
+            stages.setdefault(layer.key, set()).add(module.stage_owner(index))
+    return {key: sorted(owners) for key, owners in stages.items()}
 
 
 def _checked_layers(layers: Iterable[Any]) -> list[Any]:
@@ -227,6 +256,8 @@ def _one_layout(
     layout = topology if grid is None else grid
     if layout is not None:
         return layout
+    if num_stages is None and (used := grid_in_use()) is not None:
+        return used
     if num_stages is None:
         raise MissingTopologyError('PipelineModule needs a topology, such as topology="pipe=2,data=-1", or num_stages')
     return {PIPE: num_stages, DATA: -1}

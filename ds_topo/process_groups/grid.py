@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import Self
 
 from ds_topo.errors import TopologyError, abridged
@@ -44,7 +45,7 @@ AnyTopology: TypeAlias = "ProcessTopology | AxesAndDims | Spec"
 """A topology, or a spec such as ``"pipe=2,data=-1"``."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Core:
     """Everything that a grid has; several faces of one grid share it."""
 
@@ -56,6 +57,7 @@ class _Core:
     groups: ProcessGroups
     meshes: dict[tuple[str | None, tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
     """By the type of device that was asked for, or None for the default, and the names of the dimensions."""
+    check_samples: bool = True
 
 
 class ProcessGrid:
@@ -214,6 +216,83 @@ class ProcessGrid:
     def get_sample_world_size(self) -> int:
         """The number of distinct samples that the grid works on at a time."""
         return degree(self._core.topology, sample_axes(self._core.topology))
+
+    def sampler(
+        self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> DistributedSampler[Any]:
+        """Which samples of a dataset this rank reads: the same on its ``pipe``, ``model`` and ``seq`` peers.
+
+        torch's ``DistributedSampler`` over :meth:`get_sample_world_size` shares; without arguments that class deals
+        over all ranks of the job. Call its ``set_epoch(epoch)`` before every epoch if it shuffles.
+
+        Args:
+            dataset: with a length.
+            shuffle: the order, by ``seed`` and epoch, equal on all ranks.
+            seed: equal on all ranks.
+            drop_last: leave out what does not fill all shares; else some samples are read twice.
+
+        Raises:
+            TypeError: an iterable dataset: deal it by ``get_sample_rank()`` of ``get_sample_world_size()``.
+
+        >>> import torch.distributed as dist
+        >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+        >>> dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+        >>> with ProcessGrid("data=2,model=2") as grid:
+        ...     list(grid.sampler(range(6), shuffle=False))
+        [1, 3, 5]
+        >>> dist.destroy_process_group()
+        """
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise TypeError(
+                f"dataset={abridged(dataset)} has no length: deal it by yourself, every "
+                "grid.get_sample_world_size()-th sample from grid.get_sample_rank()"
+            )
+        return DistributedSampler(
+            dataset,  # type: ignore[arg-type]
+            num_replicas=self.get_sample_world_size(),
+            rank=self.get_sample_rank(),
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+    def data_loader(
+        self,
+        dataset: Sized,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> DataLoader[Any]:
+        """A torch ``DataLoader`` of this rank's samples, dealt by :meth:`sampler`, which is its ``sampler``.
+
+        Args:
+            dataset: with a length.
+            batch_size: samples per micro-batch.
+            shuffle: the order; off by default, as in ``DataLoader``.
+            seed: equal on all ranks.
+            drop_last: leave out what fills neither all shares nor a batch.
+            **options: of ``DataLoader``.
+
+        Raises:
+            TypeError: an iterable dataset, or a sampler of another kind.
+        """
+        if given := {"sampler", "batch_sampler"} & options.keys():
+            raise TypeError(f"{sorted(given)}: samples are dealt by the grid; give them to DataLoader instead")
+        sampler = self.sampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        options |= {"sampler": sampler, "drop_last": drop_last}
+        return DataLoader(dataset, batch_size, **options)  # type: ignore[arg-type]
+
+    @property
+    def check_samples(self) -> bool:
+        """Whether engines compare the first samples of ranks that should work on the same ones; True by default."""
+        return self._core.check_samples
+
+    @check_samples.setter
+    def check_samples(self, value: bool) -> None:
+        self._core.check_samples = value
 
     # -- more groups -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,180 @@
+"""One grid for programs that call DeepSpeed themselves: frameworks, and code that imports DeepSpeed's classes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from ds_topo.engine import changes
+from ds_topo.engine.frameworks import deal_samples
+from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
+from ds_topo.engine.initialize import initialize
+from ds_topo.engine.inputs import require_grid
+from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
+from ds_topo.engine.pipeline import PipelineModule, building_on, check_built_on, index_tied_modules, with_plain_bounds
+from ds_topo.errors import TopologyError
+from ds_topo.ledger import Change, Make, always, ledger
+from ds_topo.topology.axes import SEQ
+from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+
+
+class use:  # noqa: N801 (a verb, and a context manager)
+    """Let the rest of the program work on a grid: until ``with`` ends, ``release()``, or ``grid.destroy()``.
+
+    - ``deepspeed.initialize`` is :func:`ds_topo.initialize`: its engines get the grid as their mpu, and the section
+      ``"gradient_reducer"`` of the config is served. An mpu of the program's own is replaced by the grid if it joins
+      the same ranks, and refused if not.
+    - DeepSpeed's ``PipelineModule``, and whatever derives from it, is built on the grid; a topology that places ranks
+      otherwise is refused. The names in ``deepspeed.runtime.pipe.topology`` are ours.
+    - ``deepspeed.zero.Init`` without a group partitions over the replicas of a parameter, not over all ranks.
+    - accelerate, and so Trainer, deals samples over the ranks that work on different ones
+      (:meth:`~ds_topo.ProcessGrid.get_sample_rank`).
+    - With a ``seq`` axis, DeepSpeed's long sequence training (``UlyssesSPAttentionHF``) uses its groups, in any order.
+
+    Entering and leaving bind and restore names (``python -m ds_topo.engine`` lists them); no rank communicates.
+
+    Args:
+        grid: of the whole job.
+
+    Raises:
+        TypeError: no grid.
+        RuntimeError: another grid is in use, or this one was destroyed.
+
+    >>> import deepspeed, torch.distributed as dist
+    >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+    >>> dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    >>> grid = PipelineParallelGrid("data=2,model=2")
+    >>> with use(grid):
+    ...     deepspeed.initialize.__module__
+    'ds_topo.engine.initialize'
+    >>> deepspeed.initialize.__module__
+    'deepspeed'
+    >>> grid.destroy(), dist.destroy_process_group()
+    (None, None)
+    """
+
+    def __init__(self, grid: PipelineParallelGrid) -> None:
+        require_grid("grid", grid)
+        if not grid.is_alive:
+            raise RuntimeError(f"use({grid.topology().spec!r}): the grid was destroyed")
+        before = grid_in_use()
+        if before is not None and not before.shares_groups_with(grid):
+            raise RuntimeError(
+                f"use({grid.topology().spec!r}): {before.topology().spec!r} is in use: release() or destroy() it first"
+            )
+        if before is None:
+            _bind(grid)
+        in_use.append(grid)
+        self.grid = grid
+        self._is_over = False
+        grid.on_destroy(self.release)
+
+    def release(self) -> None:
+        """End it, once; what is bound is put back when no other call holds the grid."""
+        if self._is_over:
+            return
+        self._is_over = True
+        in_use.remove(self.grid)
+        if not in_use:
+            _put_back()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+_releases: list[Callable[[], None]] = []
+"""Of what is bound for the grid in use."""
+
+
+def _bind(grid: PipelineParallelGrid) -> None:
+    try:
+        for change, make in WHILE_A_GRID_IS_IN_USE:
+            _releases.append(ledger.bind(change, make))
+        _releases.extend(deal_samples(grid))
+        if SEQ in grid.topology().axes:
+            for change, value in zip(
+                changes.LONG_SEQUENCES,
+                (grid.get_group(SEQ), grid.get_data_parallel_group(), partial(_require_degree_of_seq, grid)),
+                strict=True,
+            ):
+                _releases.append(ledger.bind(change, always(value)))
+    except BaseException:
+        _put_back()
+        raise
+
+
+def _put_back() -> None:
+    while _releases:
+        _releases.pop()()
+
+
+def _require_degree_of_seq(grid: PipelineParallelGrid, sequence_parallel_size: int) -> None:
+    """``initialize_sequence_parallel`` of DeepSpeed, whose groups are there already.
+
+    Raises:
+        TopologyError: they have another size.
+    """
+    if sequence_parallel_size != grid.get_axis_size(SEQ):
+        raise TopologyError(
+            f"sequence_parallel_size {sequence_parallel_size}, but the grid in use is {grid.topology().spec!r}: give "
+            "both one degree"
+        )
+
+
+def _constructed_on_grid(construct: Any) -> Any:
+    @wraps(construct)
+    def on_grid(
+        module: Any, layers: Any, num_stages: int | None = None, topology: Any = None, *args: Any, **options: Any
+    ) -> None:
+        grid = grid_in_use()
+        if isinstance(module, PipelineModule) or grid is None:  # ours does so by itself
+            construct(module, layers, num_stages, topology, *args, **options)
+            return
+        require_topology_in_use(topology, num_stages, grid)
+        engine_grid = PipelineEngineGrid.over(grid)
+        with building_on(engine_grid):
+            construct(module, layers, None, engine_grid._topo, *args, **options)
+        check_built_on(module, engine_grid)
+
+    return on_grid
+
+
+def _partitioned_over_replicas(construct: Any) -> Any:
+    signature = inspect.signature(construct)
+
+    @wraps(construct)
+    def over_replicas(*args: Any, **options: Any) -> None:
+        given = signature.bind(*args, **options)
+        grid = grid_in_use()
+        if grid is not None and not any(given.arguments.get(name) for name in _GROUPS_OF_ZERO_INIT):
+            given.arguments["data_parallel_group"] = grid.get_data_parallel_group()
+            given.arguments.setdefault("mpu", grid)
+        construct(*given.args, **given.kwargs)
+
+    return over_replicas
+
+
+_GROUPS_OF_ZERO_INIT = ("data_parallel_group", "sequence_data_parallel_group")
+_OURS = {
+    kind.__name__: always(kind)
+    for kind in (ProcessTopology, PipeDataParallelTopology, PipeModelDataParallelTopology, PipelineParallelGrid)
+}
+WHILE_A_GRID_IS_IN_USE: tuple[tuple[Change, Make], ...] = (
+    (changes.INITIALIZE, always(initialize)),
+    (changes.NAME_OF_PIPELINES, always(PipelineModule)),
+    (changes.CONSTRUCT_PIPELINE, _constructed_on_grid),
+    (changes.TIED_MODULES, always(index_tied_modules)),
+    (changes.SET_BOUNDS, with_plain_bounds),
+    (changes.ZERO_INIT, _partitioned_over_replicas),
+    *((change, _OURS[change.name]) for change in changes.NAMES_OF_TOPOLOGIES),
+)
