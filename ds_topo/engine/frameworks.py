@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.ledger import Change, Release, ledger
-from ds_topo.topology.rank_tables import degree, gradient_axes
+from ds_topo.topology.axes import SEQ
 
 Config: TypeAlias = "str | Path | dict[str, Any] | None"
 _CALLERS = ("accelerate", "transformers")
@@ -71,11 +71,12 @@ def _share_of(grid: PipelineParallelGrid) -> tuple[int, int]:
     """
     from accelerate.state import AcceleratorState
 
+    count, index = grid.get_sample_world_size(), grid.get_sample_rank()
     parallelism = getattr(AcceleratorState(), "parallelism_config", None)
-    if getattr(parallelism, "sp_size", 1) > 1:
-        axes = gradient_axes(grid.topology())
-        return degree(grid.topology(), axes), grid.topology().get_axis_index(axes, grid.grid_rank)
-    return grid.get_sample_world_size(), grid.get_sample_rank()
+    if getattr(parallelism, "sp_size", 1) > 1 and SEQ in grid.topology().axes:
+        size = grid.get_axis_size(SEQ)
+        return count * size, index * size + grid.get_axis_rank(SEQ)
+    return count, index
 
 
 def with_samples_of(grid: PipelineParallelGrid, config: Config) -> Config:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import TopologyError, abridged, listed
@@ -112,7 +113,7 @@ def mpu_in_use(mpu: Any, model: Any, grid: PipelineParallelGrid) -> Any:
         if isinstance(own, MpuGrid):
             if own.topology() != grid.topology() or own.to_global([0]) != grid.to_global([0]):
                 _require_same_places(own.topology(), grid)
-        elif own is not None:
+        elif own is not None and own is not parallel_state_sp:  # DeepSpeed's, whose groups are the grid's meanwhile
             require_same_groups(own, type(own).__name__ if not isinstance(own, ModuleType) else own.__name__, grid)
     except TopologyError as error:
         failure = error
