@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -11,7 +12,7 @@ from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import abridged
 from ds_topo.ledger import Change, always, ledger
 from ds_topo.parallel_state.programs import PROGRAMS, of
-from ds_topo.parallel_state.questions import ParallelState, refuse
+from ds_topo.parallel_state.questions import ParallelState, is_of, refuse
 
 _MARKS = {
     "megatron-lm": "get_context_parallel_group",
@@ -42,8 +43,8 @@ def install(grid: PipelineParallelGrid, module: ModuleType, program: str | None 
     """Bind what :func:`of` answers in a program's own module, until ``grid.destroy()``.
 
     Other modules of the program's package that have imported the functions by name get the new ones, too. Functions
-    that a grid cannot answer say why when they are called. ``initialize_model_parallel`` of the module then creates
-    nothing, and checks that the program wants the grid's degrees.
+    that a grid cannot answer say why when they are called. ``initialize_model_parallel`` of the module then checks
+    that the program wants the grid's degrees, and creates at most more groups of the grid's.
 
     Args:
         grid: whose layout the program shall use.
@@ -55,11 +56,14 @@ def install(grid: PipelineParallelGrid, module: ModuleType, program: str | None 
 
     Raises:
         ValueError: a module or program that is not known.
+        RuntimeError: the module answers from another grid.
     """
+    _check_free(module, grid)
     state = of(grid, program_of(module) if program is None else program)
     answers: dict[int, tuple[Any, Callable[..., Any]]] = {}
     for name, function in list(vars(module).items()):
-        if not isinstance(function, FunctionType) or not name.startswith(_ASKING):
+        is_asking = name.startswith(_ASKING) or name in state.refused
+        if not isinstance(function, FunctionType) or not is_asking:
             continue
         answer = getattr(state, name, None)
         if answer is None and name in state.refused:
@@ -67,9 +71,32 @@ def install(grid: PipelineParallelGrid, module: ModuleType, program: str | None 
         if answer is not None:
             answers[id(function)] = (function, answer)
     package = module.__name__.split(".")[0]
-    for other in [found for key, found in list(sys.modules.items()) if key.split(".")[0] == package]:
-        for name, value in list(vars(other).items()):
-            if id(value) in answers:
-                change = Change(other, name, "what the grid answers", "asked for by install()", "the grid exists")
-                grid.on_destroy(ledger.bind(change, always(answers[id(value)][1])))
+    grid.on_destroy(
+        partial(_put_back_in_later_modules, package, {id(new): (new, old) for old, new in answers.values()})
+    )
+    for other, name, value in _names_in(package):
+        if id(value) in answers:
+            change = Change(other, name, "what the grid answers", "asked for by install()", "the grid exists")
+            grid.on_destroy(ledger.bind(change, always(answers[id(value)][1])))
     return state
+
+
+def _check_free(module: ModuleType, grid: PipelineParallelGrid) -> None:
+    """Refuse a second grid: its answers would mix with the first one's."""
+    for function in vars(module).values():
+        state = getattr(function, "__self__", None)
+        if isinstance(state, ParallelState) and not is_of(state, grid):
+            raise RuntimeError(f"{module.__name__} answers from another grid: destroy that one before install()")
+
+
+def _put_back_in_later_modules(package: str, originals: dict[int, tuple[Any, Any]]) -> None:
+    """Modules that were imported meanwhile have the answers by name, which nobody has bound there."""
+    for other, name, value in _names_in(package):
+        if id(value) in originals:
+            setattr(other, name, originals[id(value)][1])
+
+
+def _names_in(package: str) -> list[tuple[ModuleType, str, Any]]:
+    """Every name in the modules of a package, and its value."""
+    modules = [module for key, module in list(sys.modules.items()) if key.split(".")[0] == package]
+    return [(module, name, value) for module in modules for name, value in list(vars(module).items())]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import TopologyError
@@ -103,21 +106,43 @@ class GPTNeoXState(ParallelState):
         """Stages."""
         return self.get_pipeline_model_parallel_world_size()
 
-    def get_io_parallel_group(self) -> ProcessGroup:
-        """The first slices of all first and last stages. Created when they first ask, so all of them must.
+    def get_io_parallel_group(self) -> ProcessGroup | None:
+        """The first slices of all first and last stages; without a pipeline the replicas of this rank's parameters.
+
+        Created when its ranks first ask, so all of them must.
 
         Raises:
             RuntimeError: this rank is none of them.
         """
+        stages = self.get_pipe_parallel_world_size()
+        if stages == 1:
+            return self.get_data_parallel_group()
         topology = self._grid.topology()
-        first = {axis: 0 for axis in (PIPE, MODEL) if axis in topology.axes}
-        ends = [first, first | {PIPE: topology.get_dim(PIPE) - 1}] if PIPE in first else [first]
-        ranks = sorted({rank for end in ends for rank in self._grid.to_global(topology.filter_match(**end))})
+        first = {MODEL: 0} if MODEL in topology.axes else {}
+        ends = [topology.filter_match(**first, pipe=stage) for stage in (0, stages - 1)]
+        ranks = sorted(rank for end in ends for rank in self._grid.to_global(end))
         if self._grid.global_rank not in ranks:
             raise RuntimeError(
                 f"get_io_parallel_group(): rank {self._grid.global_rank} is no first slice of a first or last stage"
             )
         return self._grid.create_group(RankGroup(("first slices of first and last stages",), tuple(ranks)))
+
+    def get_expert_token_counts_for_rank(self, tokens_per_expert: Tensor, rank: int | None = None) -> Tensor:
+        """``[experts] -> [experts / slices]``: of the experts that a slice holds, this rank's unless given."""
+        return self._of_slice(tokens_per_expert.chunk(self.get_model_parallel_world_size()), rank)
+
+    def get_expert_tokens_for_rank(
+        self, routed_tokens: Tensor, tokens_per_expert: Tensor, rank: int | None = None
+    ) -> Tensor:
+        """``[tokens, ...] -> [its tokens, ...]``: of the experts that a slice holds, this rank's unless given.
+
+        The tokens are in the order of the experts.
+        """
+        counts = [int(part.sum()) for part in tokens_per_expert.chunk(self.get_model_parallel_world_size())]
+        return self._of_slice(routed_tokens.split(counts), rank)
+
+    def _of_slice(self, parts: Sequence[Tensor], rank: int | None) -> Tensor:
+        return parts[self.get_model_parallel_rank() if rank is None else rank]
 
     def get_fp32_allreduce(self) -> bool:
         """What the program has said at its start."""

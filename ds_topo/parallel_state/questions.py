@@ -296,6 +296,11 @@ class ParallelState:
             raise TopologyError(f"the {what} is the grid's, {here}: it cannot be set to {value}")
 
 
+def is_of(state: ParallelState, grid: PipelineParallelGrid) -> bool:
+    """Whether the answers are this grid's."""
+    return state._grid.shares_groups_with(grid)
+
+
 def refuse(name: str, reason: str) -> Callable[..., NoReturn]:
     """A function that says why a name is not answered."""
 

@@ -116,6 +116,74 @@ def test_experts_are_those_of_the_grid() -> None:
             assert state.get_all_ranks() == f"0_0_{rank}_0_0_{rank % 2}"
 
 
+@pytest.mark.parametrize("is_sliced", [False, True])
+@pytest.mark.parametrize("spec", ORDERS)
+def test_slices_of_experts_are_those_of_the_layers_unless_experts_are_whole(spec: str, is_sliced: bool) -> None:
+    topology = ProcessTopology.from_spec(spec)
+    for rank in RANKS:
+        with fake_world(rank, 8), PipelineParallelGrid(spec) as grid:
+            state: Any = parallel_state.of(grid)
+            slices = _members(topology, rank, "model")
+            assert _ranks(state.get_expert_tensor_parallel_group()) == slices
+            assert _ranks(state.get_expert_tensor_and_model_parallel_group()) == slices
+            groups.create_expert_groups(grid, 2, expert_tensor_parallel=is_sliced)
+            experts = _ranks(state.get_expert_model_parallel_group())
+            mine = slices if is_sliced else [rank]
+            of_layer = sorted({peer for expert in experts for peer in _members(topology, expert, "model")})
+            of_layer = of_layer if is_sliced else experts
+            assert state.get_expert_model_parallel_src_rank() == experts[0]
+            assert _ranks(state.get_expert_tensor_parallel_group()) == mine
+            assert state.get_expert_tensor_parallel_rank() == mine.index(rank)
+            assert state.get_expert_tensor_parallel_world_size() == len(mine)
+            assert _ranks(state.get_expert_tensor_and_model_parallel_group()) == of_layer
+            assert state.get_expert_tensor_and_model_parallel_rank() == of_layer.index(rank)
+            assert state.get_expert_tensor_and_model_parallel_world_size() == len(of_layer)
+            all_stages = sorted(peer for expert in of_layer for peer in _members(topology, expert, "pipe"))
+            assert _ranks(state.get_expert_tensor_model_pipeline_parallel_group()) == all_stages
+            state.initialize_model_parallel(2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=len(mine))
+            with pytest.raises(TopologyError, match=f"experts in 4 slices, but they are in {len(mine)}"):
+                state.initialize_model_parallel(2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=4)
+
+
+def test_what_a_grid_has_one_of_is_answered_as_megatron_answers_one_of_it() -> None:
+    with fake_world(1, 4), PipelineParallelGrid("data=2,model=2") as grid:
+        state: Any = parallel_state.of(grid)
+        replicas = state.get_data_parallel_group(with_context_parallel=True)
+        assert state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True) is replicas
+        assert state.get_expert_data_parallel_group(partial_expert_data_parallel=True) is replicas
+        assert _ranks(state.get_intra_distributed_optimizer_instance_group()) == [0, 1, 2, 3]
+        for kind in ("", "expert_"):
+            assert _ranks(getattr(state, f"get_{kind}gtp_weight_remat_group")(check_initialized=False)) == [1]
+            assert getattr(state, f"get_{kind}gtp_weight_remat_global_ranks")() == [1]
+            assert getattr(state, f"get_{kind}gtp_weight_remat_world_size")() == 1
+            assert getattr(state, f"get_{kind}gtp_weight_remat_rank")() == 0
+        for ask in (
+            state.get_inter_distributed_optimizer_instance_group,
+            state.get_hierarchical_context_parallel_groups,
+        ):
+            assert ask(check_initialized=False) is None
+            with pytest.raises(RuntimeError, match=rf"{ask.__name__}\(\): a grid has"):
+                ask()
+        state.initialize_model_parallel(2, num_distributed_optimizer_instances=1, hybrid_context_parallel=False)
+        with pytest.raises(TopologyError, match="num_distributed_optimizer_instances=2: a grid has no distributed"):
+            state.initialize_model_parallel(2, num_distributed_optimizer_instances=2)
+
+
+@pytest.mark.parametrize(("spec", "own"), [("model=2", 1), ("data=2", 0)])
+def test_tokens_are_those_of_the_experts_of_a_slice(spec: str, own: int) -> None:
+    with fake_world(1, 2), PipelineParallelGrid(spec) as grid:
+        state: Any = parallel_state.of(grid, "gpt-neox")
+        counts = torch.tensor([1, 2, 0, 3])
+        tokens = torch.arange(6)
+        held = [counts[:2], counts[2:]] if spec == "model=2" else [counts]
+        assert state.get_expert_token_counts_for_rank(counts).tolist() == held[own].tolist()
+        expected = [[0, 1, 2], [3, 4, 5]] if spec == "model=2" else [[0, 1, 2, 3, 4, 5]]
+        assert state.get_expert_tokens_for_rank(tokens, counts).tolist() == expected[own]
+        assert state.get_expert_tokens_for_rank(tokens, counts, 0).tolist() == expected[0]
+        # without a pipeline every slice has its own group for files
+        assert _ranks(state.get_io_parallel_group()) == _ranks(state.get_data_parallel_group())
+
+
 def test_virtual_and_split_stages_are_as_the_program_says() -> None:
     with fake_world(3, 4), PipelineParallelGrid("pipe=4") as grid:
         state: Any = parallel_state.of(grid, "megatron-deepspeed")
@@ -206,6 +274,31 @@ def test_a_programs_module_answers_from_the_grid_until_it_is_destroyed(program: 
         program.get_model_parallel_group()
 
 
+def test_modules_that_are_imported_meanwhile_get_the_programs_functions_back(program: ModuleType) -> None:
+    late = ModuleType("someones.late")
+    with fake_world(5, 8):
+        with PipelineParallelGrid("model=2,pipe=2,data=2") as grid:
+            parallel_state.install(grid, program)
+            late.rank_by_name = program.get_model_parallel_rank  # type: ignore[attr-defined]
+            sys.modules["someones.late"] = late
+            assert late.rank_by_name() == 1
+        try:
+            assert late.rank_by_name is program.get_model_parallel_rank
+            with PipelineParallelGrid("model=4,data=2") as grid:
+                parallel_state.install(grid, program)
+                assert late.rank_by_name() == 2
+        finally:
+            del sys.modules["someones.late"]
+
+
+def test_a_module_answers_from_one_grid(program: ModuleType) -> None:
+    with fake_world(5, 8), PipelineParallelGrid("model=2,data=4") as grid, PipelineParallelGrid("data=8") as other:
+        parallel_state.install(grid, program)
+        parallel_state.install(grid, program)
+        with pytest.raises(RuntimeError, match=r"someones\.state answers from another grid"):
+            parallel_state.install(other, program)
+
+
 def test_another_module_is_refused() -> None:
     with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
         with pytest.raises(ValueError, match="module 'sys' has none of"):
@@ -218,17 +311,16 @@ def test_another_module_is_refused() -> None:
 
 def test_what_a_grid_cannot_answer_says_why() -> None:
     state = ModuleType("theirs")
-    for name in ("get_context_parallel_group", "get_hierarchical_context_parallel_groups"):
+    for name in ("get_context_parallel_group", "get_hybrid_data_context_parallel_groups", "create_all_gather_groups"):
         exec(f"def {name}(): return None", vars(state))
     sys.modules["theirs"] = state
     try:
         with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
             parallel_state.install(grid, state)
-            with pytest.raises(RuntimeError, match=r"get_hierarchical_context_parallel_groups\(\): a grid has no such"):
-                state.get_hierarchical_context_parallel_groups()
-            megatron: Any = parallel_state.of(grid)
-            with pytest.raises(RuntimeError, match="partial data parallel groups"):
-                megatron.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
+            with pytest.raises(RuntimeError, match=r"get_hybrid_data_context_parallel_groups\(\): a grid has no such"):
+                state.get_hybrid_data_context_parallel_groups()
+            with pytest.raises(RuntimeError, match=r"create_all_gather_groups\(\): a grid has one group of any ranks"):
+                state.create_all_gather_groups()
     finally:
         del sys.modules["theirs"]
 
@@ -248,9 +340,32 @@ def test_the_groups_talk(world: Worlds) -> None:
     assert world(4).run(_sum_over_groups) == [[2, 1], [4, 1], [2, 5], [4, 5]]
 
 
+def _ask_in_an_order_of_its_own() -> list[list[int]]:
+    with PipelineParallelGrid("seq=2,data=2,model=2") as grid:
+        state: Any = parallel_state.of(grid)
+        state.initialize_model_parallel(2, context_parallel_size=2)
+        questions = [
+            state.get_tensor_and_data_parallel_group,
+            state.get_tensor_and_context_parallel_group,
+            state.get_expert_tensor_model_pipeline_parallel_group,
+            state.get_intra_distributed_optimizer_instance_group,
+            state.get_model_parallel_group,
+        ]
+        first = dist.get_rank() % len(questions)
+        asked = {ask.__name__: _ranks(ask()) for ask in questions[first:] + questions[:first]}
+        return [asked[ask.__name__] for ask in questions]
+
+
+def test_after_the_start_ranks_may_ask_megatron_in_any_order(world: Worlds) -> None:
+    topology = ProcessTopology.from_spec("seq=2,data=2,model=2")
+    spans = [["model", "data"], ["model", "seq"], ["model"], topology.axes, ["model"]]
+    expected = [[_members(topology, rank, *span) for span in spans] for rank in RANKS]
+    assert world(8).run(_ask_in_an_order_of_its_own) == expected
+
+
 def test_the_table_names_every_answer_once() -> None:
     table = {name: answers for name, *answers in rows()}
     assert table["`get_model_parallel_group`"][0].startswith("translated: tensor parallel")
     assert table["`get_model_parallel_group`"][1:] == ["as the grid", "as the grid"]
-    assert table["`get_gtp_weight_remat_group`"][2].startswith("refused: ")
+    assert table["`get_hybrid_data_context_parallel_groups`"][2].startswith("refused: ")
     assert len(table) == len(rows()) > 90
