@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 4 examples/finetune_hugging_face.py --topology "data=2,model=2"
     torchrun --nproc-per-node 4 examples/finetune_hugging_face.py --topology "pipe=2,data=2" --zero 0
 
-``--model`` is a name or a folder of the Llama family; without it, it is a small Llama with
-random weights and a tokenizer that is trained on the same text, so nothing is downloaded. Trainer trains:
-``ds_topo.use(grid)`` gives its engine the grid, and deals the samples. Along ``model`` the blocks are split in place. With ``pipe`` the blocks become a ``PipelineModule``, which Trainer cannot train: a loop
-of six lines does. Needs ``pip install transformers accelerate``.
+``--model`` is a name or a folder of the Llama family; without it, a small Llama with random weights and a tokenizer
+trained on the same text, so nothing is downloaded. Trainer trains: ``ds_topo.use(grid)`` gives its engine the grid, and
+deals the samples. Along ``model`` the blocks are split in place. With ``pipe`` the blocks become a ``PipelineModule``,
+which Trainer cannot train: a loop of six lines does. Needs ``pip install transformers accelerate``.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def split_blocks(model: Any, grid: PipelineParallelGrid) -> None:
     for module in list(model.modules()):
         for name, layer in list(module.named_children()):
             if name in COLUMNS:
-                setattr(module, name, ColumnParallel(layer, group))  # type: ignore[arg-type]
+                setattr(module, name, ColumnParallel(layer, group))
             elif name in ROWS:
-                setattr(module, name, RowParallel(layer, group))  # type: ignore[arg-type]
+                setattr(module, name, RowParallel(layer, group))
 
 
 class Block(nn.Module):

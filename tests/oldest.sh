@@ -3,7 +3,7 @@
 #   tests/oldest.sh [TORCH [DEEPSPEED [PYTHON [arguments of pytest...]]]]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-torch=${1:-2.13.0} deepspeed=${2:-0.19.8} python=${3:-python3}
+torch=${1:-2.8.0} deepspeed=${2:-0.19.8} python=${3:-python3}
 shift $(($# < 3 ? $# : 3))
 
 environment=$(mktemp -d)

@@ -35,8 +35,8 @@ class Supported(NamedTuple):
 
         >>> DEEPSPEED.defects_of("0.19.8")
         []
-        >>> DEEPSPEED.defects_of("0.19.0")
-        ['scales pipeline gradients wrongly when gradient accumulation is greater than 1']
+        >>> DEEPSPEED.defects_of("0.19.7")
+        ['crashes in activation checkpointing on a CPU']
         """
         return [defect.what for defect in self.defects if _number(release) < defect.fixed_in]
 
@@ -69,12 +69,13 @@ DEEPSPEED = Supported(
     defects=(
         # reproduced on 0.14.5, 0.15.4, 0.16.9, 0.17.6, 0.18.9 and 0.19.0
         Defect(Version("0.16"), "cannot load its own checkpoints on torch >= 2.6"),
+        Defect(Version("0.19.8"), "crashes in activation checkpointing on a CPU"),  # seen on 0.19.7
         Defect(Version("0.19.3"), "scales pipeline gradients wrongly when gradient accumulation is greater than 1"),
     ),
 )
 TORCH = Supported(
     "torch",
-    oldest=Version("2.13"),
+    oldest=Version("2.8"),
     newest=Version("2.13"),
     defects=(
         # seen on 2.6.0, not on 2.8.0

@@ -48,4 +48,5 @@ def premultiplied_sum(factor: float) -> ReduceOp:
 def broadcast_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Give every rank of the group its first rank's values, in place; collective."""
     if tensors:
+        tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]  # gloo's types
         dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]

@@ -58,7 +58,8 @@ def test_a_grid_says_who_this_rank_is() -> None:
         "grid.destroy()\n"
         "print(*said())\n"
     )
-    assert result.stdout.splitlines() == ["DS_TOPO_COORDINATE DS_TOPO_DATA DS_TOPO_PIPE", ""], result.stderr[-3000:]
+    said = [line for line in result.stdout.splitlines() if not line.startswith("[Gloo]")]  # as some releases tell
+    assert said == ["DS_TOPO_COORDINATE DS_TOPO_DATA DS_TOPO_PIPE", ""], result.stderr[-3000:]
 
 
 def test_a_port_that_is_taken_is_named() -> None:

@@ -156,6 +156,8 @@ def _train_both(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_torchs_tensor_and_data_parallelism_give_the_same_losses(world: Worlds, way: str) -> None:
+    if "tensor_parallelism" in way and not way.startswith("our") and hasattr(api, "_validate_tp_mesh_dim"):
+        pytest.skip("this torch wants tensor parallelism on the last axis")
     world(4).run(_train_both, way)
 
 

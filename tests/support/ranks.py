@@ -191,7 +191,11 @@ class Ranks:
         accounts: dict[str, list[int]] = defaultdict(list)
         for rank, report in enumerate(reports):
             account = f"{report.kind}{report.account}"
-            if report.kind != wanted and (output := self._read(f"output{rank}")):
+            lines_of_rank = self._read(f"output{rank}").splitlines(keepends=True)
+            output = "".join(
+                line for line in lines_of_rank if not line.startswith("[Gloo]")
+            )  # some releases count peers
+            if report.kind != wanted and output:
                 account += f"\n- output:\n{output[-OUTPUT_TAIL:]}"
             accounts[account].append(rank)
         lines = [f"--- rank {', '.join(map(str, ranks))}: {account}" for account, ranks in accounts.items()]
