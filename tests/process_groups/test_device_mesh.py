@@ -14,7 +14,7 @@ from parallel_layers import Parallel
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, api, parallelize_module
 
 from ds_topo import PipelineParallelGrid, UnknownAxisError
 from tests.support.fake_world import fake_world
