@@ -1,0 +1,164 @@
+"""Trainer and accelerate on a grid in use: the losses of the programs as they stand, in any layout."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ds_topo import PipelineParallelGrid, use
+from tests.support.ranks import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+STEPS = 4
+
+
+def start() -> None:
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+
+
+def _forget_frameworks() -> None:
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+# -- Trainer, and the example ----------------------------------------------------------------------------------------
+
+
+def _fine_tuned(folder: str) -> dict[str, list[float]]:
+    """Losses of the example's model by stock Trainer and on grids."""
+    import finetune_hugging_face as example
+
+    start()
+    found: dict[str, list[float]] = {}
+    for spec, zero in (
+        ("stock", 1),
+        ("data=4", 1),
+        ("model=2,data=2", 1),
+        ("data=2,model=2", 3),
+        ("model=2,pipe=2", 0),
+    ):
+        arguments = argparse.Namespace(
+            model=None, steps=STEPS, batch_size=8, context=32, learning_rate=1e-2, zero=zero, seed=0, out=Path(folder)
+        )
+        torch.manual_seed(0)
+        model, tokens = example.model_and_tokens(arguments)
+        data = example.Sequences(tokens, arguments.context, arguments.seed)
+        with PipelineParallelGrid("data=4" if spec == "stock" else spec) as grid:
+            if spec == "stock":
+                found[f"{spec} {zero}"] = example.train_with_trainer(model, data, grid, arguments)
+            else:
+                example.split_blocks(model, grid)
+                train = example.train_pipeline if "pipe" in spec else example.train_with_trainer
+                with use(grid):
+                    found[f"{spec} {zero}"] = train(model, data, grid, arguments)
+        _forget_frameworks()
+    return found
+
+
+def test_a_model_is_fine_tuned_alike_by_stock_trainer_and_on_any_grid(tmp_path: Path) -> None:
+    with mock.patch.dict("os.environ", {"DS_ACCELERATOR": "cpu"}):
+        losses = run_ranks(4, _fine_tuned, str(tmp_path), deadline=240)[0]
+    stock = losses.pop("stock 1")
+    assert len(stock) == STEPS
+    assert stock[-1] < stock[0] - 0.1
+    assert len(losses) == 4
+    for name, found in losses.items():
+        assert found == pytest.approx(stock, rel=1e-5), name
+
+
+# -- accelerate, and long sequences ----------------------------------------------------------------------------------
+
+LENGTH = 16
+
+
+class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 64, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(LENGTH)}
+
+
+def _long_sequences(spec: str, zero: int) -> list[float]:
+    """Mean losses of a loop that splits sequences by accelerate's and DeepSpeed's own way."""
+    import accelerate.accelerator
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, ParallelismConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    start()
+    grid = None if spec == "stock" else PipelineParallelGrid(spec)
+    if grid is None:  # on a CPU accelerate takes itself for one process, and would deal everything to everyone
+        prepare = partial(_dealt_over_all_ranks, accelerate.accelerator.prepare_data_loader)
+        accelerate.accelerator.prepare_data_loader = prepare
+    else:
+        use(grid)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, attn_implementation="sdpa", **shape, **heads))
+    sequences = DeepSpeedSequenceParallelConfig(
+        sp_seq_length=LENGTH, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+    )
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        parallelism_config=ParallelismConfig(
+            sp_backend="deepspeed", sp_size=2, dp_replicate_size=2, sp_handler=sequences
+        ),
+    )
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader: Any = torch.utils.data.DataLoader(Sequences(), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for _, samples in zip(range(STEPS), loader, strict=False):
+        labels = samples.pop("shift_labels")
+        assert samples["input_ids"].shape == (1, LENGTH // 2)
+        logits = model(input_ids=samples["input_ids"], position_ids=samples["position_ids"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / 4)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    if grid is not None:
+        assert model.mpu is grid
+        grid.destroy()
+    return losses
+
+
+def _dealt_over_all_ranks(prepare: Any, *args: Any, **options: Any) -> Any:
+    options |= {"num_processes": dist.get_world_size(), "process_index": dist.get_rank()}
+    return prepare(*args, **options)
+
+
+def test_long_sequences_train_in_any_order_as_stock_does_in_its_own() -> None:
+    [stock, *_] = run_ranks(4, _long_sequences, "stock", 1, deadline=120)
+    for spec, zero in (("data=2,seq=2", 1), ("seq=2,data=2", 3)):
+        [losses, *_] = run_ranks(4, _long_sequences, spec, zero, deadline=120)
+        assert losses == pytest.approx(stock, rel=1e-5), spec
