@@ -19,8 +19,9 @@ from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_u
 from ds_topo.engine.pipeline import PipelineModule, building_on, check_built_on, index_tied_modules, with_plain_bounds
 from ds_topo.errors import TopologyError
 from ds_topo.ledger import Change, Make, always, ledger
-from ds_topo.topology.axes import SEQ
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
+from ds_topo.topology.rank_tables import fold_extra_axes
 
 
 class use:  # noqa: N801 (a verb, and a context manager)
@@ -30,7 +31,8 @@ class use:  # noqa: N801 (a verb, and a context manager)
       ``"gradient_reducer"`` of the config is served. An mpu of the program's own is replaced by the grid if it joins
       the same ranks, and refused if not.
     - DeepSpeed's ``PipelineModule``, and whatever derives from it, is built on the grid; a topology that places ranks
-      otherwise is refused. The names in ``deepspeed.runtime.pipe.topology`` are ours.
+      otherwise is refused. The names in ``deepspeed.runtime.pipe.topology`` are ours, and topologies that are asked for
+      by degrees alone (``PipeModelDataParallelTopology(num_pp, num_mp, num_dp)``) are in the grid's order.
     - ``deepspeed.zero.Init`` without a group partitions over the replicas of a parameter, not over all ranks.
     - accelerate, and so Trainer, deals samples over the ranks that work on different ones
       (:meth:`~ds_topo.ProcessGrid.get_sample_rank`).
@@ -165,9 +167,32 @@ def _partitioned_over_replicas(construct: Any) -> Any:
 
 
 _GROUPS_OF_ZERO_INIT = ("data_parallel_group", "sequence_data_parallel_group")
+
+
+def _in_the_order_in_use(degrees: dict[str, int], otherwise: ProcessTopology) -> ProcessTopology:
+    """The layout of the grid in use for a program that asks for degrees alone, if it has them."""
+    grid = grid_in_use()
+    layout = fold_extra_axes(grid.topology()) if grid is not None else otherwise
+    return layout if all(max(1, layout.get_dim(axis)) == degree for axis, degree in degrees.items()) else otherwise
+
+
+class _PipeDataInUse(PipeDataParallelTopology):
+    def __new__(cls, num_pp: int, num_dp: int) -> ProcessTopology:  # type: ignore[misc]
+        otherwise = PipeDataParallelTopology(num_pp, num_dp)
+        return _in_the_order_in_use({PIPE: num_pp, DATA: num_dp, MODEL: 1}, otherwise)
+
+
+class _PipeModelDataInUse(PipeModelDataParallelTopology):
+    def __new__(cls, num_pp: int, num_mp: int, num_dp: int) -> ProcessTopology:  # type: ignore[misc]
+        otherwise = PipeModelDataParallelTopology(num_pp, num_mp, num_dp)
+        return _in_the_order_in_use({PIPE: num_pp, DATA: num_dp, MODEL: num_mp}, otherwise)
+
+
 _OURS = {
-    kind.__name__: always(kind)
-    for kind in (ProcessTopology, PipeDataParallelTopology, PipeModelDataParallelTopology, PipelineParallelGrid)
+    "ProcessTopology": always(ProcessTopology),
+    "PipeDataParallelTopology": always(_PipeDataInUse),
+    "PipeModelDataParallelTopology": always(_PipeModelDataInUse),
+    "PipelineParallelGrid": always(PipelineParallelGrid),
 }
 WHILE_A_GRID_IS_IN_USE: tuple[tuple[Change, Make], ...] = (
     (changes.INITIALIZE, always(initialize)),

@@ -104,6 +104,17 @@ def test_a_pipeline_of_deepspeeds_class_trains_on_the_grid(world: Worlds, order:
         assert expected[-1] < expected[0]
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_topology_by_degrees_is_in_the_order_of_the_grid(order: str) -> None:
+    with fake_world(3, 8), PipelineParallelGrid(order) as grid, use(grid):
+        by_degrees = deepspeed_topology.PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+        assert by_degrees == grid.topology()
+        other = deepspeed_topology.PipeModelDataParallelTopology(num_pp=4, num_mp=1, num_dp=2)
+        assert other == ds_topo.PipeModelDataParallelTopology(num_pp=4, num_mp=1, num_dp=2)
+    with fake_world(3, 8), PipelineParallelGrid("data=2,seq=2,pipe=2") as grid, use(grid):
+        assert deepspeed_topology.PipeDataParallelTopology(2, 4).get_coord(6)._asdict() == {"pipe": 0, "data": 3}
+
+
 def _other_layouts(order: str) -> dict[str, tuple[str, str, float]]:
     start()
     grid = PipelineParallelGrid(order)

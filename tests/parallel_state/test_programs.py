@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from itertools import permutations
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, ProcessTopology, TopologyError, groups, parallel_state
-from ds_topo.parallel_state.__main__ import rows
+from ds_topo.parallel_state.__main__ import main, rows
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
@@ -369,3 +372,11 @@ def test_the_table_names_every_answer_once() -> None:
     assert table["`get_model_parallel_group`"][1:] == ["as the grid", "as the grid"]
     assert table["`get_hybrid_data_context_parallel_groups`"][2].startswith("refused: ")
     assert len(table) == len(rows()) > 90
+
+
+def test_the_guide_has_the_table_as_it_is() -> None:
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        main()
+    guide = Path(__file__).parents[2] / "examples/parallel_state_names.md"
+    assert printed.getvalue() in guide.read_text(), "write what python -m ds_topo.parallel_state prints into the guide"
