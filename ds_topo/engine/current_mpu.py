@@ -16,7 +16,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.engine import changes
 from ds_topo.engine.expert_registry import registry
 from ds_topo.engine.inputs import (
-    agree_on_parameters,
+    agree_on_model,
     check_model,
     check_model_without_mpu,
     create_missing_expert_groups,
@@ -60,7 +60,7 @@ def _configured_with_own_mpu(configure: Any) -> Any:
         _check_names_of_experts(engine, model)
         if isinstance(engine.mpu, MpuGrid):
             check_model(engine, model, engine.mpu)
-            agree_on_parameters(model, engine.mpu)
+            agree_on_model(model, engine.mpu)
             create_missing_expert_groups(engine, model, engine.mpu)
         elif engine.mpu is None:
             check_model_without_mpu(model)

@@ -10,6 +10,7 @@ import hashlib
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -25,7 +26,7 @@ from torch import nn
 from ds_topo.engine.expert_groups import create_expert_groups
 from ds_topo.engine.expert_registry import registry
 from ds_topo.engine.mpu import MpuGrid
-from ds_topo.engine.one_layout import in_use
+from ds_topo.engine.one_layout import check_programs, in_use
 from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.torch_names import job_timeout
@@ -156,11 +157,12 @@ def agree_on_settings(engine: DeepSpeedEngine, grid: MpuGrid, failure: Exception
     _agree([] if failure else _settings(engine), grid.get_ranks(axes), "the settings of the engine", failure)
 
 
-def agree_on_parameters(model: nn.Module, grid: MpuGrid) -> None:
-    """Compare the parameters of replicas; collective over them, and of a pipeline over all stages.
+def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
+    """Compare the parameters of replicas, and whom layers ask for groups; collective over the engine's ranks.
 
     Raises:
-        DisagreementError: they differ; the message names parameters, ranks and hosts.
+        DisagreementError: replicas differ; the message names parameters, ranks and hosts. Or another rank failed.
+        TopologyError: layers ask a parallel state of another layout.
     """
     lines = [
         f"{name} {list(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
@@ -168,14 +170,20 @@ def agree_on_parameters(model: nn.Module, grid: MpuGrid) -> None:
     ]
     if isinstance(model, DeepSpeedPipelineModule) and model.stage_id == model.num_stages - 1:
         lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
-    axes = gradient_axes(grid.topology())
+    replicas, is_pipeline = gradient_axes(grid.topology()), isinstance(model, DeepSpeedPipelineModule)
+    everyone = [axis for axis in grid.topology().axes if axis != PIPE or is_pipeline]
     failure: Exception | None = None
     try:
-        _agree(lines, grid.get_ranks(axes), f"the parameters of replicas along {axes}", None)
+        check_programs(model, grid)
+        _agree(lines, grid.get_ranks(replicas), f"the parameters of replicas along {replicas}", None)
+    except TopologyError as error:
+        failure = error
+        with suppress(DisagreementError, TopologyError):
+            _agree([], grid.get_ranks(replicas), f"the parameters of replicas along {replicas}", error)
     except DisagreementError as error:
         failure = error
-    if isinstance(model, DeepSpeedPipelineModule) and grid.get_axis_size(PIPE) > 1:
-        _agree([], grid.get_ranks(grid.topology().axes), "the stages of the pipeline", failure)
+    if grid.get_ranks(everyone) != grid.get_ranks(replicas):
+        _agree([], grid.get_ranks(everyone), "stages and slices", failure)
     elif failure is not None:
         raise failure
 

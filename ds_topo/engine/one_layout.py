@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from torch import nn
 
 from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import TopologyError, abridged, listed
@@ -144,22 +145,34 @@ def require_same_groups(mpu: Any, name: str, grid: MpuGrid) -> None:
             )
 
 
-def check_programs(grid: MpuGrid) -> None:
-    """Compare the parallel states that programs have imported, such as ``megatron.mpu``, with the grid.
+def check_programs(model: nn.Module, grid: MpuGrid) -> None:
+    """Compare the parallel states that a model's layers can ask, such as ``megatron.mpu``, with the grid.
+
+    They are found in the packages that the layers come from, and among the names in the layers' own files.
 
     Raises:
         TopologyError: one of them joins other ranks, or the grid answers in its place with DeepSpeed's meanings.
     """
-    modules = [
-        (name, module)
+    layers = [*model.modules(), *getattr(model, "forward_funcs", ())]
+    files = {getattr(layer, "__module__", "") for layer in (*layers, *map(type, layers))} - {""}
+    files = {file for file in files if file.split(".")[0] not in _LIBRARIES and file in sys.modules}
+    packages = {file.split(".")[0] for file in files}
+    named = [value for file in files for value in vars(sys.modules[file]).values()]
+    states = {id(value) for value in named if isinstance(value, ModuleType)}
+    origins = {getattr(value, "__module__", None) for value in named if isinstance(value, FunctionType)}
+    modules = {
+        name: module
         for name, module in list(sys.modules.items())
         if isinstance(module, ModuleType) and name.split(".")[0] not in _LIBRARIES
-    ]
-    of_neox = {name.split(".")[0] for name, module in modules if _TENSOR_IS_MODEL_PARALLEL in vars(module)}
-    for name, module in modules:
+    }
+    of_neox = {name.split(".")[0] for name, module in modules.items() if _TENSOR_IS_MODEL_PARALLEL in vars(module)}
+    for name, module in modules.items():
+        package = name.split(".")[0]
+        if package not in packages and id(module) not in states and name not in origins:
+            continue
         if _DATA in vars(module) and not _QUESTIONS.keys().isdisjoint(vars(module)):
             require_same_groups(module, name, grid)
-        if name.split(".")[0] in of_neox and grid.pipe_parallel_size > 1 and grid.slice_parallel_size > 1:
+        if package in of_neox and grid.pipe_parallel_size > 1 and grid.slice_parallel_size > 1:
             _refuse_grid_as_neox_state(module, name, grid)
 
 

@@ -20,7 +20,6 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.engine import changes
 from ds_topo.engine.inputs import agree_on_settings, check_engine_inputs, check_engine_without_mpu, check_mpu
 from ds_topo.engine.mpu import MpuGrid
-from ds_topo.engine.one_layout import check_programs
 from ds_topo.errors import EngineOptionError
 from ds_topo.ledger import Change, Make, ledger
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
@@ -40,7 +39,6 @@ def _with_checks(do_sanity_check: Any) -> Any:
         try:
             check_engine(engine._config, engine.mpu)
             check_engine_inputs(engine, engine.mpu)
-            check_programs(engine.mpu)
             do_sanity_check(engine)
         except Exception as error:
             failure = error

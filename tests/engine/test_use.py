@@ -280,6 +280,23 @@ def _neighbors(size: int) -> Any:
     return dist.new_group(range(first, first + size), use_local_synchronization=True)
 
 
+class UsersLinear(nn.Linear):
+    """Of a file that may import a parallel state."""
+
+
+def _another_state_in_the_process() -> None:
+    start()
+    group = _neighbors(2)
+    answers = {"get_tensor_model_parallel_group": lambda: group, "get_data_parallel_group": lambda: None}
+    with PipelineParallelGrid("model=2,data=2") as grid, program("inference", **answers):
+        engine, *_ = deepspeed.initialize(model=UsersLinear(4, 4), mpu=grid, config=settings())
+        engine.destroy()
+
+
+def test_a_parallel_state_that_no_layer_asks_may_differ(world: Worlds) -> None:
+    world(4).run(_another_state_in_the_process)
+
+
 def _half_swapped(case: str) -> tuple[str, float]:
     start()
     grid = PipelineParallelGrid("model=2,pipe=2")
@@ -303,7 +320,11 @@ def _half_swapped(case: str) -> tuple[str, float]:
         if case == "our grid":
             vars(module)["get_io_parallel_group"] = lambda: None
             vars(sys.modules["megatron_like"])["mpu"] = grid
-        pipe = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, grid=grid, loss_fn=F.mse_loss)
+        layer: Any = type("ParallelLinear", (nn.Linear,), {"__module__": "megatron_like"})
+        if case == "their state":  # a layer of the user's own file, which imports the program's state
+            layer = UsersLinear
+            globals()["their_mpu"] = module
+        pipe = PipelineModule([LayerSpec(layer, 4, 4)] * 2, grid=grid, loss_fn=F.mse_loss)
         began = time.monotonic()
         with pytest.raises((TopologyError, DisagreementError)) as raised:
             deepspeed.initialize(model=pipe, config=settings())
