@@ -129,13 +129,14 @@ def _verdicts(
     lines: Mapping[int, Sequence[str]] | None = None,
     later: Mapping[int, float] | None = None,
     ranks_of_host: int = 4,
+    host_name: str = "h",
 ) -> list[str]:
     """What the ranks that come hear, each in a thread of its own, on hosts ``h0``, ``h1``, ..."""
     shared, came = store or dist.HashStore(), list(members or outcomes)
     heard: dict[int, Future[str]] = {rank: Future() for rank in outcomes}
 
     def host() -> str:
-        return f"h{int(threading.current_thread().name) // ranks_of_host}"
+        return f"{host_name}{int(threading.current_thread().name) // ranks_of_host}"
 
     def take_part(rank: int) -> None:
         time.sleep((later or {}).get(rank, 0.0))
@@ -246,6 +247,7 @@ def test_many_ranks_are_counted_and_eight_of_them_named() -> None:
     for ranks, of_host, sizes, more in (
         (12, 4, [4, 4], "and 4 more, on 3 hosts"),
         (10, 5, [5, 3], "and 2 more, on 2 hosts"),
+        (14, 7, [7, 1], "and 6 more, on 2 hosts"),
         (9, 16, [8], "and 1 more, on 1 hosts"),
     ):
         verdict = _verdict({rank: f"plan: {rank // ranks}" for rank in range(ranks + 1)}, ranks_of_host=of_host)
@@ -278,6 +280,21 @@ def test_a_message_of_many_long_plans_is_short() -> None:
     assert verdict.count("long ") > 5 * 50, "something of each"
     assert verdict.count(" ...") == 5 + 2, "where each plan and each comparison ends"
     assert verdict.count("only rank 0: ") == 2
+
+
+def test_a_plan_of_five_hundred_letters_is_told_whole_and_a_longer_one_to_its_first() -> None:
+    whole, longer = f"plan: {'a' * 494}", f"plan: {'b' * 495}"
+    verdict = _verdict({0: whole, 1: longer})
+    assert verdict == _message(f"ranks [0] on h0 -> {whole}", f"ranks [1] on h0 -> {longer[:496]} ...")
+
+
+def test_a_message_of_long_names_of_hosts_is_short_too() -> None:
+    plans = {rank: f"plan: {rank // 8} {'long ' * 500}" for rank in range(40)}
+    lines = {rank: [plan] for rank, plan in plans.items()}
+    verdict = _verdict(plans, lines=lines, ranks_of_host=1, host_name="host-" * 20)
+    assert 2000 < len(verdict) <= MAX_MESSAGE
+    assert verdict.count("only rank 0: ") == 2, "there is room for what differs"
+    assert "host-" * 13 not in verdict, "the first 64 letters of a host's name"
 
 
 def test_lines_of_three_plans_are_compared_and_failures_are_none() -> None:
