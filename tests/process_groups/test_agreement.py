@@ -325,11 +325,11 @@ def test_every_round_of_every_set_of_ranks_has_a_token_of_its_own() -> None:
     sets: list[Sequence[int]] = [range(4), range(3), range(1, 4), range(0, 4, 3), [0, 1, 3], [0, 2, 3], [0, 13], [0, 1]]
     with fake_world(0, 14):
         tokens = [agree("plan", members, timedelta(seconds=1)) for members in sets * 3]
-        again = [agree("plan", [*range(4)], timedelta(seconds=1)), agree("plan", range(4), timedelta(seconds=1))]
-    assert len({*tokens, *again}) == len(tokens) + 2
-    runs = [token.rsplit("/", 1) for token in (tokens[0], *again)]
-    assert len({where for where, _ in runs}) == 1, "a run of ranks is the same set, however it is written"
-    assert [int(number) - int(runs[0][1]) for _, number in runs] == [0, 3, 4]
+        again = [agree("plan", members, timedelta(seconds=1)) for members in ([0, 1, 2, 3], range(4), [1, 2, 3])]
+    assert len({*tokens, *again}) == len(tokens) + len(again)
+    first, third, *runs = (token.rsplit("/", 1) for token in (tokens[0], tokens[2], *again))
+    assert [where for where, _ in runs] == [first[0], first[0], third[0]], "the same set, however it is written"
+    assert [int(number) for _, number in runs] == [int(first[1]) + 3, int(first[1]) + 4, int(third[1]) + 3]
 
 
 def test_a_failure_is_raised_where_there_is_nobody_to_tell() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from datetime import timedelta
 from unittest import mock
 
@@ -191,6 +193,16 @@ def test_what_was_asked_for_is_called_before_the_groups_are_destroyed() -> None:
         ):
             with pytest.raises(RuntimeError, match=r"^these process groups were destroyed"):
                 use()
+
+
+def test_nothing_keeps_a_group_that_was_destroyed() -> None:
+    with fake_world(0, 4):
+        groups = _groups(DATA)
+        kept = weakref.ref(groups.get(("data",)))
+        assert kept() is not None
+        groups.destroy()
+        gc.collect()
+        assert kept() is None
 
 
 def test_groups_are_destroyed_where_a_callback_or_one_of_them_fails() -> None:
