@@ -219,6 +219,14 @@ def test_the_norm_without_gradients_is_zero_and_small_gradients_are_left_alone()
         assert float(zero.grad.norm()) == 0.0
 
 
+def test_the_only_slice_counts_what_slices_of_experts_replicate() -> None:
+    with fake_world(0, 1), PipelineParallelGrid("data=1") as grid:
+        name = groups.create_expert_groups(grid, 1, True).plan.name
+        bias = parameter(3.0, allreduce=False, group_name=name, tensor_model_parallel=False)
+        with mock.patch.object(norms.deepspeed_groups, "_get_expert_data_parallel_rank", return_value=0):
+            assert float(norms.clip_gradients([bias], 5.0, grid)) == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize("cpu_offload", [False, True])
 def test_a_partitions_norm_counts_what_this_slice_has(cpu_offload: bool) -> None:
     with fake_world(1, 2), PipelineParallelGrid("model=2") as grid:
@@ -266,7 +274,8 @@ def _engine(**differences: Any) -> Any:
         fp16_enabled=lambda: given["fp16"],
         bfloat16_enabled=lambda: given["bf16"],
         module=SimpleNamespace(
-            modules=lambda: [nn.Linear(1, 1), *layers], parameters=lambda: [parameter(1.0, **given["marks"])]
+            modules=lambda: [nn.Linear(1, 1), *layers],
+            parameters=lambda: [parameter(1.0), parameter(1.0, **given["marks"])],
         ),
     )
 
@@ -308,6 +317,7 @@ def test_stages_with_experts_of_other_sizes_are_refused() -> None:
     layers = ["ep_size_4", "ep_size_2", "ep_size_4"]
     both = ["ep_size_2", "ep_size_4"]
     assert _check(_engine(layers=layers), (0, both, True), (1, both, True)) == (0, both, True)
+    assert _check(_engine(layers=layers), (0, both, True), (0, both, True)), "a single stage"
     for stages in ([(0, both, True), (1, ["ep_size_2"], True)], [(2, [], True), (1, both, True)]):
         with pytest.raises(ExpertGroupError, match=r"different sizes, {0: \['ep_size_2', 'ep_size_4'\], 1: "):
             _check(_engine(layers=layers), *stages)
