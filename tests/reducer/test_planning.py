@@ -307,18 +307,19 @@ def test_buckets_that_are_reduced_in_two_levels_can_be_split() -> None:
 
 # -- gradients on their way into buckets ---------------------------------------------------------------------------
 
+without_torchs_warning = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 VALUES = torch.tensor([1.0, 2.0, 3.0, 4.0])
 SPARSE = torch.sparse_coo_tensor([[1, 1]], torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
-KINDS: dict[str, dict[str, Any]] = {
+PLACES: dict[str, dict[str, Any]] = {
     "in the bucket": {},
     "of another type": {"dtype": torch.float64},
     "in the user's memory": {"grad_buffer": True},
 }
 
 
-def _installed(kind: str = "in the bucket", gradient: object = None, **more: Any) -> ParameterState:
+def _installed(place: str = "in the bucket", gradient: object = None, **more: Any) -> ParameterState:
     """A parameter whose view holds nan, with a gradient of its own, in place or without one."""
-    given = KINDS[kind] | more
+    given = PLACES[place] | more
     if "grad_buffer" in given:
         given["grad_buffer"] = torch.zeros(4)
     state = _state(0, **given)
@@ -357,9 +358,9 @@ def test_a_view_becomes_the_scaled_gradient(copy: Any, repeats: bool, scale: flo
         assert state.parameter.grad is state.view
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_micro_batches_add_up(kind: str) -> None:
-    state = _installed(kind)
+@pytest.mark.parametrize("place", list(PLACES))
+def test_micro_batches_add_up(place: str) -> None:
+    state = _installed(place)
     accumulate(state)
     assert state.view.isnan().all(), "nothing came"
     for count in (1, 2, 3):
@@ -372,9 +373,9 @@ def test_micro_batches_add_up(kind: str) -> None:
     assert torch.equal(state.view, VALUES.to(state.dtype) * 1.5)
 
 
-@pytest.mark.parametrize("kind", ["of another type", "in the user's memory"])
-def test_a_view_apart_without_gradient_is_zero(kind: str) -> None:
-    state = _installed(kind)
+@pytest.mark.parametrize("place", ["of another type", "in the user's memory"])
+def test_a_view_apart_without_gradient_is_zero(place: str) -> None:
+    state = _installed(place)
     copy_in([state])
     assert torch.equal(state.view, torch.zeros(4, dtype=state.dtype))
 
@@ -396,6 +397,7 @@ def test_a_bucket_is_filled_by_members_of_every_kind_and_those_without_gradient_
     assert copy_in(bucket.members) == []
 
 
+@without_torchs_warning
 def test_gradients_of_sparse_embeddings_stay_sparse() -> None:
     state, repeated, none = (
         _installed(is_sparse=True),
@@ -425,9 +427,10 @@ def test_gradients_of_another_layout_are_named(fill: Any) -> None:
             fill(_installed(gradient=VALUES, is_sparse=True))
 
 
+@without_torchs_warning
 def test_what_came_late_has_the_views_type() -> None:
-    for kind in KINDS:
-        state = _installed(kind)
+    for place in PLACES:
+        state = _installed(place)
         assert torch.equal(late_gradient(state), torch.zeros_like(state.view))
         state.parameter.grad = VALUES.clone()
         late = late_gradient(state)
