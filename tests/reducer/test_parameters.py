@@ -279,3 +279,22 @@ def test_notes_of_many_ranks_do_not_run_into_each_other() -> None:
         assert counts.late_everywhere == counts.late_anywhere == ([state] if late else [])
         assert counts.unused_everywhere == counts.unused_anywhere == ([state] if unused else [])
         assert (counts.failed, counts.prefer_to_defer) == (ranks, 0)
+
+
+def test_on_a_gpu_notes_are_copied_without_waiting_and_read_once_they_have_come() -> None:
+    state, calls = ParameterState(0, "p", nn.Parameter(torch.zeros(1)), torch.float32, False), mock.Mock()
+    calls.notes.is_cuda = True
+    calls.notes.to.return_value.tolist.return_value = [2, 0, 0]
+    with (
+        fake_world(0, 2),
+        mock.patch.object(torch, "tensor", return_value=calls.notes),
+        mock.patch.object(torch.cuda, "Event", return_value=calls.event),
+        mock.patch.object(dist, "all_reduce", return_value=calls.sum),
+    ):
+        route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1)
+        told = UsedParameters([state], [True], (), route, failed=False, prefers_to_defer=False)
+        told.settle()
+        queued = [mock.call.sum.wait(), mock.call.notes.to("cpu", non_blocking=True), mock.call.event.record()]
+        assert calls.mock_calls == queued
+        assert told.counts().unused_anywhere == []
+    assert calls.mock_calls == [*queued, mock.call.event.synchronize(), mock.call.notes.to().tolist()]

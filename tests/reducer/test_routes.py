@@ -549,6 +549,19 @@ def test_the_thread_of_two_levels_that_nobody_destroys_ends() -> None:
         assert _soon(lambda: not threads[0].is_alive())
 
 
+@pytest.mark.parametrize("failing", ["all_to_all_single", "all_gather_into_tensor"])
+def test_whoever_waits_for_a_tensor_hears_why_its_collective_failed(failing: str) -> None:
+    with fake_world(0, 4), _recorded_levels() as events, mock.patch.object(dist, failing, side_effect=ArithmeticError):
+        levels = TwoLevelReduction(HOSTS)
+        sums = [levels.submit(torch.ones(2)) for _ in range(2)]
+        levels.flush()
+        for done in sums:
+            with pytest.raises(ArithmeticError):
+                done.result(timeout=10)
+        assert len(events) == (0 if failing == "all_to_all_single" else 4)
+        levels.destroy()
+
+
 def test_tensors_are_padded_to_what_splits_evenly() -> None:
     with fake_world(0, 4):
         levels = TwoLevelReduction(HOSTS)
