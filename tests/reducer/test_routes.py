@@ -20,12 +20,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import GradientReducer
-from ds_topo.reducer import ReductionOptions, probes, routes
+from ds_topo.reducer import ReductionOptions, probes, routes, two_level
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
 from ds_topo.reducer.parameter_state import ParameterState
 from ds_topo.reducer.reductions import launch
 from ds_topo.reducer.routes import Route, assign_routes, scaling
 from ds_topo.reducer.two_level import TwoLevelReduction
+from ds_topo.topology.rank_tables import RankGroup
 from tests.support.fake_world import fake_world
 from tests.support.reduced_model import (
     SMALL,
@@ -325,12 +326,12 @@ def test_in_two_levels_padding_is_sent_but_not_kept() -> None:
         return done
 
     sent: list[torch.Tensor] = []
-    two_level: Any = SimpleNamespace(padded=lambda tensor: torch.cat([tensor, torch.zeros(2)]), submit=submit)
-    for padded in (two_level.padded, lambda tensor: tensor):
-        two_level.padded = padded
+    levels: Any = SimpleNamespace(padded=lambda tensor: torch.cat([tensor, torch.zeros(2)]), submit=submit)
+    for padded in (levels.padded, lambda tensor: tensor):
+        levels.padded = padded
         with fake_world(0, 2):
             bucket = _bucket(VALUES)
-            reduction = launch(bucket, _route(two_level=two_level), True)
+            reduction = launch(bucket, _route(two_level=levels), True)
             reduction.wait()
         assert torch.equal(bucket.flat, VALUES * 2)
         assert reduction.timing.done_ns == 1234
@@ -534,6 +535,18 @@ def test_the_gather_of_a_tensor_follows_the_scatter_of_the_next() -> None:
         levels.destroy()
         assert not threads[0].is_alive()
         assert len(dist.distributed_c10d._world.pg_map) == 1, "its groups are destroyed"
+
+
+def test_two_levels_are_the_same_groups_in_whatever_order_hosts_are_listed() -> None:
+    with fake_world(2, 4), mock.patch.object(two_level, "ProcessGroups") as made:
+        for hosts in (HOSTS, dict(reversed(HOSTS.items()))):
+            TwoLevelReduction(hosts)
+    first, second = made.call_args_list
+    assert first == second
+    assert first.args[1:3] == (
+        [RankGroup(("inside host",), (0, 2)), RankGroup(("across hosts",), (2, 3))],
+        [0, 1, 2, 3],
+    )
 
 
 def test_the_thread_of_two_levels_that_nobody_destroys_ends() -> None:
