@@ -162,6 +162,16 @@ def test_each_set_of_ranks_has_one_group_and_all_ranks_have_the_worlds() -> None
             groups.extend(RankGroup(("data",), (0, 1)))
 
 
+def test_members_alone_create_a_group_with_the_given_timeout() -> None:
+    with fake_world(2, 4), mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        _groups(DATA, ALL)
+    ((ranks,), options), *others = [(call.args, call.kwargs) for call in new_group.call_args_list]
+    assert not others
+    assert ranks == [0, 2]
+    assert options["use_local_synchronization"]
+    assert options["timeout"] == timedelta(seconds=9)
+
+
 def test_groups_are_named_after_their_ranks_and_described_by_their_axes() -> None:
     """Equal on all ranks, whatever else they have created; two sets of ranks never meet under one name."""
     with fake_world(0, 4):
