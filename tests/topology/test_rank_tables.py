@@ -17,9 +17,12 @@ from ds_topo.topology.rank_tables import (
     factorized_topology,
     fold_extra_axes,
     grid_groups,
+    gradient_axes,
     has_two_levels,
+    model_parallel_axes,
     neighbor,
     p2p_pairs,
+    sample_axes,
     two_level_ranks,
 )
 from tests.support.topologies import topologies
@@ -34,6 +37,8 @@ def test_the_default_topology_is_deepspeeds() -> None:
         with pytest.raises(ValueError, match="must be >= 1"):
             _prime_factors(number)
     assert factorized_topology(64) == PipeDataParallelTopology(num_pp=8, num_dp=8)
+    assert factorized_topology(24) == PipeDataParallelTopology(num_pp=4, num_dp=6), "2 and 2, then 2 and 3"
+    assert factorized_topology(5) == PipeDataParallelTopology(num_pp=5, num_dp=1)
 
 
 @settings(deadline=None)
@@ -105,6 +110,16 @@ def test_axes_by_any_name_in_the_order_of_placement() -> None:
         axes_of(topology, ["data", "rows"])
     assert degree(topology, ["model"]) == 1
     assert degree(topology, []) == 1
+
+
+@settings(deadline=None)
+@given(topologies())
+def test_every_axis_splits_a_model_a_batch_or_its_sequences(ours: ProcessTopology) -> None:
+    gradients, samples = gradient_axes(ours), sample_axes(ours)
+    assert sorted((*gradients, *model_parallel_axes(ours))) == sorted(ours.axes)
+    assert {*gradients}.isdisjoint({"pipe", "model"})
+    assert {*gradients} - {*samples} == {"seq"} & {*ours.axes}, "peers along it share a sample"
+    assert {*samples} <= {*gradients}
 
 
 @settings(deadline=None)
