@@ -344,7 +344,7 @@ def test_large_gradients_that_become_views_are_copied_at_once() -> None:
 
 @pytest.mark.parametrize("copy", [copy_in_at_once, lambda state: copy_in([state])], ids=["large", "small"])
 @pytest.mark.parametrize("repeats", [False, True])
-@pytest.mark.parametrize("scale", [0.5, 1.0])
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("gradient", [VALUES, "in place", None], ids=["its own", "in place", "none"])
 def test_a_view_becomes_the_scaled_gradient(copy: Any, repeats: bool, scale: float, gradient: object) -> None:
     state = _installed(gradient=gradient, repeats=repeats)
