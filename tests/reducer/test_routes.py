@@ -414,7 +414,7 @@ def test_experts_are_averaged_over_all_replicas_and_only_links_that_are_used_are
         ):
             options = ReductionOptions(bucket_bytes=77)
             dense, _ = assign_routes(states[::2], options, dist.group.WORLD, torch.device("cpu"))
-        assert (dense.before, dense.op, dense.bucket_bytes) == (1.0, dist.ReduceOp.AVG, 77)
+        assert (dense.before, dense.after, dense.op, dense.bucket_bytes) == (1.0, 1.0, dist.ReduceOp.AVG, 77)
         assert [state.scale for state in states[::2]] == [1.0, 1 / 8], "NCCL does not average sparse ones"
 
 
@@ -485,7 +485,8 @@ def _recorded_levels() -> Iterator[list[tuple[str, int, list[int]]]]:
         note("gather", tensor, group)
 
     def cross(share: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
-        return note("cross", share, group)
+        work = note("cross", share, group)
+        return work if async_op else None
 
     with (
         mock.patch.object(dist, "all_to_all_single", exchange),
