@@ -211,6 +211,9 @@ def test_the_norm_without_gradients_is_zero_and_small_gradients_are_left_alone()
     with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
         frozen = nn.Parameter(torch.zeros(4))
         assert torch.equal(norms.clip_gradients([frozen], 1.0, grid), torch.tensor(0.0))
+        tiny = parameter(1e-8)
+        norms.clip_gradients([tiny], 1.0, grid)
+        assert float(tiny.grad.sum()) == pytest.approx(2e-8)
         small, zero = parameter(3.0), parameter(0.0)
         assert float(norms.clip_gradients(iter([small, zero, frozen]), 3.5, grid)) == pytest.approx(3.0)
         assert float(small.grad.norm()) == 3.0
