@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, groups, mark_tensor_parallel_gradients
-from ds_topo.engine import norms
+from ds_topo.engine import changes, norms
+from ds_topo.engine.mpu import MpuGrid
+from ds_topo.errors import ExpertGroupError
+from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
 
@@ -123,3 +130,208 @@ def test_marks_for_another_mpu_are_taken_back() -> None:
     module.zero_grad()
     module(torch.ones(1, 3)).sum().backward()
     assert not hasattr(module.weight.grad, "model_parallel")
+
+
+def test_frozen_shards_and_gradients_that_were_taken_need_no_mark() -> None:
+    module = nn.Linear(3, 3)
+    for parameter in module.parameters():
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    module.bias.requires_grad_(False)
+    module.weight.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
+    mark_tensor_parallel_gradients(module)
+    module(torch.ones(1, 3)).sum().backward()
+    assert module.weight.grad is None
+
+
+# -- what each rank marks and adds, without any other ----------------------------------------------------------------
+
+
+def make(change: Any, original: Any) -> Any:
+    """What takes the place of one of DeepSpeed's functions."""
+    return dict((*norms.WHILE_A_GRID_EXISTS, *norms.WHILE_EXPERTS_EXIST))[change](original)
+
+
+@pytest.mark.parametrize("slice_rank", [0, 1])
+def test_a_stage_marks_what_it_counts(slice_rank: int) -> None:
+    names = ("replicated", "shard", "tied", "tied_shard", "copy", "copied_shard")
+    made = {name: nn.Parameter(torch.zeros(1)) for name in names}
+    for name in ("shard", "tied_shard", "copied_shard"):
+        made[name].tensor_model_parallel = True  # type: ignore[attr-defined]
+    for name in ("tied", "tied_shard", "copy", "copied_shard"):
+        made[name].ds_pipe_replicated = "cop" in name  # type: ignore[attr-defined]
+    grid = mock.Mock(**{"get_slice_parallel_rank.return_value": slice_rank})
+    norms.count_each_parameter_once(nn.ParameterList(made.values()), grid)
+    counted = {name for name, parameter in made.items() if parameter.model_parallel}  # type: ignore[attr-defined]
+    assert counted == {"shard", "tied_shard"} | ({"replicated", "tied"} if slice_rank == 0 else set())
+    assert {name for name, one in made.items() if getattr(one, "tensor_model_parallel", False)} == {
+        "shard",
+        "tied_shard",
+    }
+
+
+def test_an_unfused_optimizer_gets_gradients_with_their_parameters_marks() -> None:
+    def made() -> list[nn.Parameter]:
+        without = parameter(1.0, tensor_model_parallel=True)
+        without.grad = None
+        return [parameter(1.0), parameter(1.0, model_parallel=True), parameter(1.0, ds_pipe_replicated=True), without]
+
+    steps: list[object] = []
+    step = make(changes.UNFUSED_STEP, lambda _, closure: steps.append(closure))
+    optimizer = SimpleNamespace(mpu=mock.Mock(spec=MpuGrid), fp16_groups=[made(), made()])
+    step(optimizer)
+    step(optimizer, "closure")
+    assert steps == [None, "closure"]
+    for group in optimizer.fp16_groups:
+        marks = [(one.grad.model_parallel, one.grad.ds_pipe_replicated) for one in group[:3]]
+        assert marks == [(False, False), (True, False), (False, True)]
+    other = SimpleNamespace(mpu=object(), fp16_groups=[made()])
+    step(other)
+    assert not any(hasattr(one.grad, "model_parallel") for one in other.fp16_groups[0])
+
+
+@pytest.mark.parametrize("of_experts", [False, True])
+def test_engines_without_experts_keep_deepspeeds_norms(monkeypatch: pytest.MonkeyPatch, of_experts: bool) -> None:
+    monkeypatch.setattr(norms, "registry", mock.Mock(**{"of.return_value": ["groups"] if of_experts else []}))
+    monkeypatch.setattr(norms, "clip_gradients", mock.Mock(return_value="our norm"))
+    monkeypatch.setattr(norms, "zero_gradient_norm", mock.Mock(return_value="our norm"))
+    engine, theirs = mock.Mock(_global_grad_norm="their norm"), mock.Mock(return_value="their norm")
+    make(changes.CLIP_FP32, theirs)(engine)
+    assert engine._global_grad_norm == ("our norm" if of_experts else "their norm")
+    assert theirs.called is not of_experts
+    optimizer = SimpleNamespace(mpu="mpu")
+    norm = make(changes.ZERO_NORM, theirs)
+    assert norm(optimizer) == ("our norm" if of_experts else "their norm")
+    if not of_experts:
+        theirs.assert_called_with(optimizer, 2)
+        norm(optimizer, norm_type=1)
+        theirs.assert_called_with(optimizer, 1)
+
+
+def test_the_norm_without_gradients_is_zero_and_small_gradients_are_left_alone() -> None:
+    with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
+        frozen = nn.Parameter(torch.zeros(4))
+        assert torch.equal(norms.clip_gradients([frozen], 1.0, grid), torch.tensor(0.0))
+        tiny = parameter(1e-8)
+        norms.clip_gradients([tiny], 1.0, grid)
+        assert float(tiny.grad.sum()) == pytest.approx(2e-8)
+        small, zero = parameter(3.0), parameter(0.0)
+        assert float(norms.clip_gradients(iter([small, zero, frozen]), 3.5, grid)) == pytest.approx(3.0)
+        assert float(small.grad.norm()) == 3.0
+        assert float(zero.grad.norm()) == 0.0
+        assert float(norms.clip_gradients([zero], 0.5, grid)) == 0.0
+        assert float(zero.grad.norm()) == 0.0
+
+
+def test_the_only_slice_counts_what_slices_of_experts_replicate() -> None:
+    with fake_world(0, 1), PipelineParallelGrid("data=1") as grid:
+        name = groups.create_expert_groups(grid, 1, True).plan.name
+        bias = parameter(3.0, allreduce=False, group_name=name, tensor_model_parallel=False)
+        with mock.patch.object(norms.deepspeed_groups, "_get_expert_data_parallel_rank", return_value=0):
+            assert float(norms.clip_gradients([bias], 5.0, grid)) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+def test_a_partitions_norm_counts_what_this_slice_has(cpu_offload: bool) -> None:
+    with fake_world(1, 2), PipelineParallelGrid("model=2") as grid:
+        shards = [parameter(value, model_parallel=True) for value in (3.0, 4.0, 12.0)]
+        replicated, padding = parameter(100.0), torch.full((4,), 1000.0)
+        padding._zero_padding = True  # type: ignore[attr-defined]
+        groups_of = [[shards[0], replicated, shards[1]], [shards[2]]]
+        optimizer = SimpleNamespace(
+            cpu_offload=cpu_offload,
+            device=torch.device("cpu"),
+            params_in_partition=[[*groups_of[0], parameter(50.0, model_parallel=True)], groups_of[1]],
+            averaged_gradients={0: [p.grad for p in groups_of[0]], 1: [padding, shards[2].grad]},
+            norm_for_param_grads={id(p): p.grad.norm() for group in groups_of for p in group},
+            get_param_id=id,
+        )
+        assert float(norms.zero_gradient_norm(optimizer, grid)) == pytest.approx(13.0)
+
+
+# -- norms that cannot be mended -------------------------------------------------------------------------------------
+
+
+def _engine(**differences: Any) -> Any:
+    """An engine in bf16 without ZeRO, with one MoE layer, on the second slice of the first stage."""
+    given = {
+        "optimizer": object(),
+        "clipping": 0.0,
+        "fp16": False,
+        "bf16": True,
+        "layers": ["ep_size_2"],
+        "slice_rank": 1,
+        "marks": {"tensor_model_parallel": True},
+    } | differences
+    layers = [mock.Mock(spec=MoE, expert_group_name=name) for name in given["layers"]]
+    return SimpleNamespace(
+        mpu=mock.Mock(
+            **{
+                "get_model_parallel_world_size.return_value": 3,
+                "get_stage_id.return_value": 0,
+                "get_slice_parallel_rank.return_value": given["slice_rank"],
+            }
+        ),
+        optimizer=given["optimizer"],
+        has_moe_layers=bool(layers),
+        gradient_clipping=lambda: given["clipping"],
+        fp16_enabled=lambda: given["fp16"],
+        bfloat16_enabled=lambda: given["bf16"],
+        module=SimpleNamespace(
+            modules=lambda: [nn.Linear(1, 1), *layers],
+            parameters=lambda: [parameter(1.0), parameter(1.0, **given["marks"])],
+        ),
+    )
+
+
+def _check(engine: Any, *others: tuple[int, list[str], bool]) -> tuple[int, list[str], bool] | None:
+    """What this rank shows two others while its engine is checked, if it does."""
+    shown: list[Any] = []
+
+    def gather(everyone: list[Any], own: Any, group: object) -> None:
+        shown.append(own)
+        everyone[:] = [*others, own]
+
+    with mock.patch.object(dist, "all_gather_object", gather):
+        norms.check_norm(engine)
+    return shown[0] if shown else None
+
+
+EQUAL = ((0, ["ep_size_2"], True), (1, ["ep_size_2"], True))
+
+
+def test_optimizers_that_are_mended_or_right_are_not_checked() -> None:
+    assert _check(_engine(bf16=False), *EQUAL) is None
+    assert _check(_engine(optimizer=mock.Mock(spec=DeepSpeedZeroOptimizer)), *EQUAL) is None
+    for half in ({}, {"fp16": True}, {"fp16": True, "bf16": False}):
+        assert _check(_engine(**half), *EQUAL) == (0, ["ep_size_2"], True)
+
+
+def test_clipping_by_a_norm_without_experts_is_refused() -> None:
+    unfused = {"optimizer": mock.Mock(spec=FP16_UnfusedOptimizer), "clipping": 0.5}
+    with pytest.raises(ExpertGroupError, match=r"^gradient_clipping=0.5 .* leaves experts out"):
+        _check(_engine(**unfused), *EQUAL)
+    without_experts: list[tuple[int, list[str], bool]] = [(0, [], True), (1, [], True)]
+    assert _check(_engine(**unfused, layers=[]), *without_experts) == (0, [], True)
+    assert _check(_engine(**unfused | {"clipping": 0.0}), *EQUAL)
+    assert _check(_engine(**unfused | {"optimizer": object()}), *EQUAL)
+
+
+def test_stages_with_experts_of_other_sizes_are_refused() -> None:
+    layers = [f"ep_size_{size}" for size in (4, 2, 4, 9, 7, 8, 3, 5, 6)]
+    both = sorted({*layers})
+    assert _check(_engine(layers=layers), (0, both, True), (1, both, True)) == (0, both, True)
+    assert _check(_engine(layers=layers), (0, both, True), (0, both, True)), "a single stage"
+    for stages in ([(0, both, True), (1, ["ep_size_2"], True)], [(2, [], True), (1, both, True)]):
+        with pytest.raises(ExpertGroupError, match=r"different sizes, {0: \['ep_size_2', .*'ep_size_9'\], 1: "):
+            _check(_engine(layers=layers), *stages)
+
+
+def test_slices_with_nothing_but_experts_are_refused() -> None:
+    shard_of_expert = {"tensor_model_parallel": True, "allreduce": False}
+    for marks, slice_rank in (({}, 0), (shard_of_expert, 0), ({"tensor_model_parallel": True}, 1)):
+        assert _check(_engine(marks=marks, slice_rank=slice_rank), *EQUAL) == (0, ["ep_size_2"], True)
+    for marks in ({}, shard_of_expert):
+        with pytest.raises(ExpertGroupError, match="some slices hold no tensor-parallel parameters beside experts"):
+            _check(_engine(marks=marks), *EQUAL)
+        without_experts: list[tuple[int, list[str], bool]] = [(0, [], True), (1, [], True)]
+        assert _check(_engine(marks=marks, layers=[]), *without_experts) == (0, [], False)

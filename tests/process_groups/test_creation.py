@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 from datetime import timedelta
 from unittest import mock
 
@@ -12,6 +14,9 @@ import torch.distributed as dist
 
 from ds_topo import DisagreementError, PipelineParallelGrid
 from ds_topo.process_groups import torch_names
+from ds_topo.process_groups.creation import ProcessGroups
+from ds_topo.topology.rank_tables import RankGroup
+from tests.support.fake_world import fake_world
 from tests.support.process_groups import number_of_groups, sum_of_ranks
 from tests.support.ranks import run_ranks
 from tests.support.world import Worlds
@@ -125,6 +130,116 @@ def _use_before_initialization() -> None:
 
 def test_use_before_initialization_raises() -> None:
     run_ranks(1, _use_before_initialization)
+
+
+# -- what one rank creates, without any other ----------------------------------------------------------------------
+
+
+def _groups(*groups: RankGroup) -> ProcessGroups:
+    return ProcessGroups("a test", groups, range(4), timedelta(seconds=9))
+
+
+DATA, MODEL = RankGroup(("data",), (0, 2)), RankGroup(("model",), (0, 1))
+SAME_AS_DATA, ALL = RankGroup(("replicas",), (0, 2)), RankGroup(("pipe", "model"), (0, 1, 2, 3))
+
+
+def test_each_set_of_ranks_has_one_group_and_all_ranks_have_the_worlds() -> None:
+    with fake_world(0, 4):
+        before = number_of_groups()
+        groups = _groups(DATA, SAME_AS_DATA, ALL)
+        data = groups.get(("data",))
+        assert data is not None
+        assert dist.get_process_group_ranks(data) == [0, 2]
+        assert groups.get(("replicas",)) is data
+        assert groups.get(("pipe", "model")) is dist.group.WORLD
+        assert groups.get(("model",)) is None
+        assert number_of_groups() == before + 1
+        model = groups.extend(MODEL)
+        assert groups.extend_all("more", [MODEL, DATA], range(4)) == [model, data]
+        assert groups.extend(RankGroup(("slices",), MODEL.ranks)) is groups.get(("model",)) is model
+        assert number_of_groups() == before + 2
+        with pytest.raises(ValueError, match=r"^group 'data' has ranks \[0, 2\], not \[0, 1\]: name it otherwise$"):
+            groups.extend(RankGroup(("data",), (0, 1)))
+
+
+def test_members_alone_create_a_group_with_the_given_timeout() -> None:
+    with fake_world(2, 4), mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
+        _groups(DATA, ALL)
+    ((ranks,), options), *others = [(call.args, call.kwargs) for call in new_group.call_args_list]
+    assert not others
+    assert ranks == [0, 2]
+    assert options["use_local_synchronization"]
+    assert options["timeout"] == timedelta(seconds=9)
+
+
+def test_groups_are_named_after_their_ranks_and_described_by_their_axes() -> None:
+    """Equal on all ranks, whatever else they have created; two sets of ranks never meet under one name."""
+    with fake_world(0, 4):
+        first, second = _groups(DATA, MODEL), _groups(DATA, MODEL)
+        made = [groups.get(group.axes) for groups in (first, second) for group in (DATA, MODEL)]
+        names = [group.group_name for group in made if group is not None]
+        assert len(set(names)) == 4
+        assert names[0].rsplit("/", 1)[1] == names[2].rsplit("/", 1)[1], "the ranks"
+        assert [group.group_desc for group in made if group is not None] == ["ds_topo:data", "ds_topo:model"] * 2
+
+
+def test_what_was_asked_for_is_called_before_the_groups_are_destroyed() -> None:
+    with fake_world(0, 4):
+        before, seen = number_of_groups(), list[tuple[str, int]]()
+        groups = _groups(DATA, MODEL, ALL)
+        for name in ("first", "second"):
+            groups.on_destroy(lambda name=name: seen.append((name, number_of_groups())))
+        assert groups.is_alive
+        groups.destroy()
+        groups.destroy()
+        assert not groups.is_alive
+        assert groups.has_its_world
+        assert seen == [("second", before + 2), ("first", before + 2)]
+        assert number_of_groups() == before
+        for use in (
+            lambda: groups.get(("data",)),
+            lambda: groups.extend(DATA),
+            lambda: groups.extend_all("more", [], range(4)),
+        ):
+            with pytest.raises(RuntimeError, match=r"^these process groups were destroyed"):
+                use()
+
+
+def test_nothing_keeps_a_group_that_was_destroyed() -> None:
+    with fake_world(0, 4):
+        groups = _groups(DATA)
+        kept = weakref.ref(groups.get(("data",)))
+        assert kept() is not None
+        groups.destroy()
+        gc.collect()
+        assert kept() is None
+
+
+def test_groups_are_destroyed_where_a_callback_or_one_of_them_fails() -> None:
+    with fake_world(0, 4):
+        before = number_of_groups()
+        with pytest.raises(ValueError, match="name it otherwise"):
+            _groups(DATA, RankGroup(("data",), (0, 1)))
+        assert number_of_groups() == before
+        groups = _groups(DATA)
+        groups.on_destroy(mock.Mock(side_effect=KeyError("a callback")))
+        with pytest.raises(KeyError, match="a callback"):
+            groups.destroy()
+        assert number_of_groups() == before
+        assert not groups.is_alive
+
+
+def test_groups_go_with_the_world_that_they_were_made_in() -> None:
+    with fake_world(0, 4):
+        groups = _groups(DATA, ALL)
+        assert groups.has_its_world
+    assert not groups.has_its_world
+    with pytest.raises(RuntimeError, match=r"torch\.distributed was destroyed after this grid was built"):
+        groups.get(("data",))
+    with fake_world(0, 4):
+        assert not groups.has_its_world, "another world"
+        groups.destroy()
+        assert dist.is_initialized()
 
 
 # -- one timeout ---------------------------------------------------------------------------------------------------

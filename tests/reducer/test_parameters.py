@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer
+from ds_topo.reducer.parameter_state import ParameterState
+from ds_topo.reducer.routes import Route
+from ds_topo.reducer.used_parameters import UsedParameters
+from tests.support.fake_world import fake_world
 from tests.support.reduced_model import (
     SMALL,
     assert_close,
@@ -217,3 +223,78 @@ def _copied() -> None:
     second.finish()
     with pytest.raises(RuntimeError, match="IDLE"):
         first.finish()
+
+
+def test_what_ranks_tell_each_other_at_the_end_of_a_step() -> None:
+    """Three ranks in turn, whose notes are then summed."""
+    used = {"everywhere": [1, 1, 1], "some": [0, 1, 1], "nowhere": [0, 0, 0], "late": [1, 1, 1], "all late": [1, 1, 1]}
+    late = [{"late", "all late"}, {"all late"}, {"all late", "nowhere"}]
+    members = [
+        ParameterState(10 - place, name, nn.Parameter(torch.zeros(1)), torch.float32, False)
+        for place, name in enumerate(used)
+    ]
+    notes: list[torch.Tensor] = []
+    works: list[mock.Mock] = []
+
+    def all_reduce(counts: torch.Tensor, group: object, async_op: bool) -> mock.Mock:
+        assert async_op
+        notes.append(counts)
+        works.append(mock.Mock())
+        return works[-1]
+
+    previous: Any = mock.Mock()
+    with fake_world(0, 3), mock.patch.object(dist, "all_reduce", all_reduce):
+        route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1, last_hook=previous)
+        told = [
+            UsedParameters(
+                members,
+                [bool(used[state.name][rank]) for state in members],
+                {state.index for state in members if state.name in late[rank]},
+                route,
+                failed=rank == 1,
+                prefers_to_defer=rank > 0,
+            )
+            for rank in range(3)
+        ]
+        previous.wait.assert_called_once_with()
+        total = torch.stack(notes).sum(0)
+        for rank in range(3):
+            notes[rank].copy_(total)
+            told[rank].settle()
+            works[rank].wait.assert_called_once_with()
+            counts = told[rank].counts()
+            assert [state.name for state in counts.unused_anywhere] == ["some", "nowhere"]
+            assert [state.name for state in counts.unused_everywhere] == ["nowhere"]
+            assert [state.name for state in counts.late_anywhere] == ["nowhere", "late", "all late"]
+            assert [state.name for state in counts.late_everywhere] == ["all late"]
+            assert (counts.failed, counts.prefer_to_defer, counts.route) == (1, 2, route)
+
+
+def test_notes_of_many_ranks_do_not_run_into_each_other() -> None:
+    ranks, state = 30_000, ParameterState(0, "p", nn.Parameter(torch.zeros(1)), torch.float32, False)
+    for late, unused in (((), False), ((0,), False), ((), True), ((0,), True)):
+        with fake_world(0, ranks), mock.patch.object(dist, "all_reduce", lambda counts, **_: counts.mul_(ranks)):
+            route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1)
+            counts = UsedParameters([state], [not unused], late, route, failed=True, prefers_to_defer=False).counts()
+        assert counts.late_everywhere == counts.late_anywhere == ([state] if late else [])
+        assert counts.unused_everywhere == counts.unused_anywhere == ([state] if unused else [])
+        assert (counts.failed, counts.prefer_to_defer) == (ranks, 0)
+
+
+def test_on_a_gpu_notes_are_copied_without_waiting_and_read_once_they_have_come() -> None:
+    state, calls = ParameterState(0, "p", nn.Parameter(torch.zeros(1)), torch.float32, False), mock.Mock()
+    calls.notes.is_cuda = True
+    calls.notes.to.return_value.tolist.return_value = [2, 0, 0]
+    with (
+        fake_world(0, 2),
+        mock.patch.object(torch, "tensor", return_value=calls.notes),
+        mock.patch.object(torch.cuda, "Event", return_value=calls.event),
+        mock.patch.object(dist, "all_reduce", return_value=calls.sum),
+    ):
+        route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1)
+        told = UsedParameters([state], [True], (), route, failed=False, prefers_to_defer=False)
+        told.settle()
+        queued = [mock.call.sum.wait(), mock.call.notes.to("cpu", non_blocking=True), mock.call.event.record()]
+        assert calls.mock_calls == queued
+        assert told.counts().unused_anywhere == []
+    assert calls.mock_calls == [*queued, mock.call.event.synchronize(), mock.call.notes.to().tolist()]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,9 +20,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import GradientReducer
-from ds_topo.reducer import ReductionOptions, probes
-from ds_topo.reducer.routes import scaling
+from ds_topo.reducer import ReductionOptions, probes, routes, two_level
+from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
+from ds_topo.reducer.parameter_state import ParameterState
+from ds_topo.reducer.reductions import launch
+from ds_topo.reducer.routes import Route, assign_routes, scaling
 from ds_topo.reducer.two_level import TwoLevelReduction
+from ds_topo.topology.rank_tables import RankGroup
+from tests.support.fake_world import fake_world
 from tests.support.reduced_model import (
     SMALL,
     alone,
@@ -193,3 +203,413 @@ def _two_level_failure() -> None:
 
 def test_two_levels_pass_failures_on(world: Worlds) -> None:
     world(4).run(_two_level_failure)
+
+
+# -- one bucket on one rank, without any other ---------------------------------------------------------------------
+
+
+def _state(index: int = 0, numel: int = 4, is_sparse: bool = False, **marks: Any) -> ParameterState:
+    parameter = nn.Parameter(torch.zeros(numel))
+    for name, mark in marks.items():
+        setattr(parameter, name, mark)
+    return ParameterState(index, f"p{index}", parameter, torch.float32, is_sparse)
+
+
+def _bucket(values: torch.Tensor, multiple_of: int = 1) -> GradientBucket:
+    """A bucket of one gradient."""
+    state = _state(numel=len(values))
+    state.dtype = values.dtype
+    bucket = GradientBucket(3, [state], multiple_of)
+    bucket.install()
+    bucket.flat[: len(values)] = values
+    return bucket
+
+
+def _sparse_bucket(rows: torch.Tensor) -> GradientBucket:
+    state = _state(is_sparse=True)
+    bucket = GradientBucket(3, [state])
+    bucket.install()
+    state.view = rows.to_sparse()
+    return bucket
+
+
+def _route(after: float = 1.0, **more: Any) -> Route:
+    given = {"op": dist.ReduceOp.SUM, "communication_dtype": None, "bucket_bytes": 1} | more
+    return Route("data", dist.group.WORLD, 1.0, after, **given)
+
+
+class _Sent:
+    """Work that ends when it is waited for, or earlier where it is told to."""
+
+    def __init__(self) -> None:
+        self.future: torch.futures.Future[None] = torch.futures.Future()
+        self.wait, self.get_future = mock.Mock(), lambda: self.future
+
+
+@contextmanager
+def _recorded_sums(factor: float = 1.0) -> Iterator[list[tuple[torch.Tensor, Any, _Sent]]]:
+    """Sums over ranks multiply, and are remembered."""
+    sums: list[tuple[torch.Tensor, Any, _Sent]] = []
+
+    def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> _Sent:
+        assert async_op, "in the background"
+        assert group is dist.group.WORLD
+        sums.append((tensor, op, _Sent()))
+        tensor.mul_(factor)
+        return sums[-1][2]
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        yield sums
+
+
+def _soon(happens: Callable[[], bool]) -> bool:
+    """Whether something comes true that another thread does."""
+    end = time.monotonic() + 10
+    while not happens() and time.monotonic() < end:
+        time.sleep(0.001)
+    return happens()
+
+
+VALUES = torch.tensor([1.0, 2.0, 3.0, 5.0])
+
+
+def test_a_bucket_is_summed_and_multiplied_once() -> None:
+    for after in (1.0, 0.25):
+        with fake_world(0, 2), _recorded_sums(2.0) as sums:
+            bucket, sparse = _bucket(VALUES), _sparse_bucket(VALUES)
+            route = _route(after, op=dist.ReduceOp.AVG)
+            reductions = [launch(bucket, route, True), launch(sparse, route, True)]
+            for reduction, (_, _, work) in zip(reductions, sums, strict=True):
+                assert not work.wait.called, "it is in flight"
+                reduction.wait()
+                assert work.wait.called
+        assert torch.equal(bucket.flat, VALUES * 2 * after)
+        assert torch.equal(sparse.members[0].view.to_dense(), VALUES * 2 * after)
+        assert sums[0][0] is bucket.flat, "no copy"
+        assert sums[0][1] == dist.ReduceOp.AVG
+    with fake_world(0, 1), _recorded_sums() as sums:
+        bucket = _bucket(VALUES)
+        launch(bucket, _route(0.25), True).wait()
+        assert torch.equal(bucket.flat, VALUES * 0.25), "of one rank"
+        assert not sums
+
+
+def test_only_real_gradients_are_sent_in_another_type() -> None:
+    with fake_world(0, 2), _recorded_sums() as sums:
+        for values in (VALUES / 3, VALUES.to(torch.complex64) / 3):
+            bucket = _bucket(values)
+            launch(bucket, _route(communication_dtype=torch.bfloat16), True).wait()
+            is_sent_narrow = sums[-1][0].dtype == torch.bfloat16
+            assert is_sent_narrow is not values.is_complex()
+            assert torch.equal(bucket.flat, values.bfloat16().float() if is_sent_narrow else values)
+
+
+def test_a_bucket_is_timed_from_its_launch_to_the_end_of_its_sum() -> None:
+    with fake_world(0, 2), _recorded_sums() as sums:
+        early, late = launch(_bucket(VALUES), _route(), False), launch(_bucket(VALUES), _route(), True)
+        sums[0][2].future.set_result(None)
+        for reduction in (early, late):
+            reduction.wait()
+        for timing in (early.timing, late.timing):
+            assert 0 < timing.launched_ns <= timing.wait_started_ns <= timing.wait_ended_ns
+            assert (timing.index, timing.nbytes, timing.parameters, timing.label) == (3, 16, 1, "data")
+        assert early.timing.launched_ns <= early.timing.done_ns <= early.timing.wait_started_ns
+        assert late.timing.done_ns == late.timing.wait_ended_ns
+
+
+def test_in_two_levels_padding_is_sent_but_not_kept() -> None:
+    def submit(tensor: torch.Tensor) -> Future[int]:
+        done: Future[int] = Future()
+        done.set_result(1234)
+        sent.append(tensor)
+        tensor.mul_(2)
+        return done
+
+    sent: list[torch.Tensor] = []
+    levels: Any = SimpleNamespace(padded=lambda tensor: torch.cat([tensor, torch.zeros(2)]), submit=submit)
+    for padded in (levels.padded, lambda tensor: tensor):
+        levels.padded = padded
+        with fake_world(0, 2):
+            bucket = _bucket(VALUES)
+            reduction = launch(bucket, _route(two_level=levels), True)
+            reduction.wait()
+        assert torch.equal(bucket.flat, VALUES * 2)
+        assert reduction.timing.done_ns == 1234
+    assert [len(tensor) for tensor in sent] == [6, 4]
+    assert sent[1] is bucket.flat
+
+
+@pytest.mark.parametrize("kind", ["in place", "elsewhere", "list", "tuple"])
+def test_what_a_hook_returns_becomes_the_gradient(kind: str) -> None:
+    seen: list[CommHookBucket] = []
+    futures: list[torch.futures.Future[Any]] = []
+
+    def hook(state: object, bucket: CommHookBucket) -> torch.futures.Future[Any]:
+        assert state == "state"
+        assert all(future.done() for future in futures), "one at a time"
+        seen.append(bucket)
+        futures.append(torch.futures.Future())
+        buffer = bucket.buffer()
+        result: Any = buffer.mul_(2) if kind == "in place" else (buffer * 2).view(2, -1)
+        result = {"list": [result], "tuple": (result,)}.get(kind, result)
+        threading.Timer(0.05, futures[-1].set_result, [result]).start()
+        return futures[-1]
+
+    with fake_world(0, 2), mock.patch.object(dist, "all_reduce", side_effect=AssertionError("the hook sums")):
+        buckets = [_bucket(VALUES, multiple_of=3), _bucket(VALUES)]
+        route = _route(hook=hook, hook_state="state")
+        reductions = [launch(bucket, route, bucket is buckets[1]) for bucket in buckets]
+        route.wait_for_hook()
+        assert futures[1].done()
+        assert route.last_hook is None
+        for reduction, bucket in zip(reductions, buckets, strict=True):
+            assert _soon(lambda timing=reduction.timing: timing.done_ns > timing.launched_ns)
+            reduction.wait()
+            assert torch.equal(bucket.flat[:4], VALUES * 2)
+            assert reduction.timing.done_ns <= reduction.timing.wait_started_ns
+    assert [bucket.is_last() for bucket in seen] == [False, True]
+    assert [len(bucket.buffer()) for bucket in seen] == [4, 4], "without padding"
+
+
+def test_sparse_gradients_do_not_go_through_a_hook_and_those_of_one_rank_do() -> None:
+    with fake_world(0, 1), _recorded_sums() as sums:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(VALUES)
+        hook = mock.Mock(return_value=done)
+        launch(_sparse_bucket(VALUES), _route(hook=hook), True).wait()
+        assert len(sums) == 1
+        assert not hook.called
+        launch(_bucket(VALUES), _route(hook=hook), True).wait()
+        assert hook.called
+
+
+# -- routes on one rank, without any other -------------------------------------------------------------------------
+
+
+def test_experts_are_averaged_over_all_replicas_and_only_links_that_are_used_are_measured() -> None:
+    with fake_world(0, 8):
+        used, unused = dist.new_group([0, 1]), dist.new_group([0, 2])
+        options = ReductionOptions(expert_groups={"used": used, "unused": unused}, communication_dtype=torch.bfloat16)
+        states = [_state(0), _state(1, allreduce=False, group_name="used"), _state(2, is_sparse=True)]
+        measured: list[object] = []
+
+        def measure(group: object, device: torch.device) -> int:
+            measured.append(group)
+            return 1000 * len(measured)
+
+        with mock.patch.object(routes, "suitable_bucket_bytes", measure):
+            dense, of_each = assign_routes(states, options, dist.group.WORLD, torch.device("cpu"))
+        assert [route.label for route in of_each] == ["data", "experts of used", "data"]
+        assert of_each[0] is of_each[2] is dense
+        assert [route.group for route in of_each[:2]] == measured == [dist.group.WORLD, used]
+        assert [route.bucket_bytes for route in of_each[:2]] == [1000, 2000]
+        assert [route.size for route in of_each[:2]] == [8, 2]
+        assert {(route.before, route.after, route.communication_dtype) for route in of_each} == {
+            (1 / 8, 1.0, torch.bfloat16)
+        }
+        assert [state.scale for state in states] == [1 / 8] * 3
+        with (
+            mock.patch.object(dist, "get_backend", return_value="nccl"),
+            mock.patch.object(routes, "premultiplied_sum"),
+        ):
+            options = ReductionOptions(bucket_bytes=77)
+            dense, _ = assign_routes(states[::2], options, dist.group.WORLD, torch.device("cpu"))
+        assert (dense.before, dense.after, dense.op, dense.bucket_bytes) == (1.0, 1.0, dist.ReduceOp.AVG, 77)
+        assert [state.scale for state in states[::2]] == [1.0, 1 / 8], "NCCL does not average sparse ones"
+
+
+@pytest.mark.parametrize(
+    ("wish", "is_faster", "uses", "measures"),
+    [(True, False, True, False), (None, True, True, True), (None, False, False, True), (False, True, False, False)],
+)
+def test_two_levels_are_used_where_they_are_wanted_or_faster(
+    wish: bool | None, is_faster: bool, uses: bool, measures: bool
+) -> None:
+    made = mock.Mock(inner_size=3)
+    probed = mock.Mock(return_value=is_faster)
+    hosts = dict.fromkeys(range(3), "a") | dict.fromkeys(range(3, 6), "b")
+    with (
+        fake_world(0, 6),
+        mock.patch.object(routes, "hosts_of", return_value=hosts) as asked,
+        mock.patch.object(routes, "TwoLevelReduction", return_value=made),
+        mock.patch.object(routes, "is_two_level_faster", probed),
+    ):
+        for bucket_bytes, numel in ((1000, 249), (1, 3)):
+            options = ReductionOptions(two_level=wish, bucket_bytes=bucket_bytes)
+            dense, _ = assign_routes([_state()], options, dist.group.WORLD, torch.device("cpu"))
+            assert (dense.two_level is made) is uses
+            assert probed.called is measures
+            assert not measures or len(probed.call_args.args[2]) == numel, "what fits a bucket and splits evenly"
+    assert asked.called is (wish is not False)
+    assert made.destroy.called is (measures and not is_faster)
+
+
+def test_two_levels_where_there_are_none() -> None:
+    with fake_world(0, 4), mock.patch.object(routes, "hosts_of", return_value=dict.fromkeys(range(4), "a")):
+        options = ReductionOptions(bucket_bytes=10)
+        dense, _ = assign_routes([_state()], options, dist.group.WORLD, torch.device("cpu"))
+        assert dense.two_level is None
+        options = ReductionOptions(bucket_bytes=10, two_level=True)
+        with pytest.raises(ValueError, match="two_level=True: the group must span"):
+            assign_routes([_state()], options, dist.group.WORLD, torch.device("cpu"))
+
+
+# -- two levels on one rank, without any other ---------------------------------------------------------------------
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says so."""
+
+    is_cuda = property(lambda _: True)  # type: ignore[assignment]
+
+
+@contextmanager
+def _recorded_levels() -> Iterator[list[tuple[str, int, list[int]]]]:
+    """Collectives of two levels, by name, number of elements of the tensor and ranks; gathers put ones."""
+    events: list[tuple[str, int, list[int]]] = []
+
+    def note(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        events.append((name, len(tensor), dist.get_process_group_ranks(group)))
+        return mock.Mock()
+
+    def exchange(parts: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        parts.copy_(tensor)
+        note("scatter", tensor, group)
+
+    def scatter(share: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        assert len(tensor) == 2 * len(share)
+        note("scatter", tensor, group)
+
+    def gather(tensor: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup) -> None:
+        tensor.copy_(torch.cat([share, share]))
+        note("gather", tensor, group)
+
+    def cross(share: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+        work = note("cross", share, group)
+        return work if async_op else None
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", exchange),
+        mock.patch.object(dist, "reduce_scatter_tensor", scatter),
+        mock.patch.object(dist, "all_gather_into_tensor", gather),
+        mock.patch.object(dist, "all_reduce", cross),
+    ):
+        yield events
+
+
+HOSTS = {0: "a", 1: "b", 2: "a", 3: "b"}
+
+
+def _level_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "two-level" in thread.name]
+
+
+def test_the_gather_of_a_tensor_follows_the_scatter_of_the_next() -> None:
+    with fake_world(2, 4), _recorded_levels() as events:
+        levels = TwoLevelReduction(HOSTS)
+        assert levels.inner_size == 2
+        levels.flush()
+        assert not _level_threads(), "none before there is work"
+        first, second = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.ones(6)
+        started, done = time.perf_counter_ns(), levels.submit(first)
+        assert _soon(lambda: len(events) == 2)
+        assert [name for name, *_ in events] == ["scatter", "cross"]
+        assert not done.done()
+        later = levels.submit(second)
+        assert started < done.result(timeout=20) < time.perf_counter_ns()
+        assert not later.done()
+        levels.flush()
+        assert later.result(timeout=20) >= done.result()
+        inside, across = [0, 2], [2, 3]
+        assert events == [
+            ("scatter", 4, inside),
+            ("cross", 2, across),
+            ("scatter", 6, inside),
+            ("cross", 3, across),
+            ("gather", 4, inside),
+            ("gather", 6, inside),
+        ]
+        assert torch.equal(first, torch.tensor([4.0, 6.0, 4.0, 6.0]))
+        threads = _level_threads()
+        assert len(threads) == 1
+        levels.destroy()
+        levels.destroy()
+        assert not threads[0].is_alive()
+        assert len(dist.distributed_c10d._world.pg_map) == 1, "its groups are destroyed"
+
+
+def test_two_levels_are_the_same_groups_in_whatever_order_hosts_are_listed() -> None:
+    with fake_world(2, 4), mock.patch.object(two_level, "ProcessGroups") as made:
+        for hosts in (HOSTS, dict(reversed(HOSTS.items()))):
+            TwoLevelReduction(hosts)
+    first, second = made.call_args_list
+    assert first == second
+    assert first.args[1:3] == (
+        [RankGroup(("inside host",), (0, 2)), RankGroup(("across hosts",), (2, 3))],
+        [0, 1, 2, 3],
+    )
+
+
+def test_the_thread_of_two_levels_that_nobody_destroys_ends() -> None:
+    with fake_world(0, 4), _recorded_levels():
+        levels = TwoLevelReduction(HOSTS)
+        done = levels.submit(torch.ones(2))
+        levels.flush()
+        done.result(timeout=20)
+        threads = _level_threads()
+        assert len(threads) == 1
+        del levels
+        gc.collect()
+        assert _soon(lambda: not threads[0].is_alive())
+
+
+@pytest.mark.parametrize("failing", ["all_to_all_single", "all_gather_into_tensor"])
+def test_whoever_waits_for_a_tensor_hears_why_its_collective_failed(failing: str) -> None:
+    with fake_world(0, 4), _recorded_levels() as events, mock.patch.object(dist, failing, side_effect=ArithmeticError):
+        levels = TwoLevelReduction(HOSTS)
+        sums = [levels.submit(torch.ones(2)) for _ in range(2)]
+        levels.flush()
+        for done in sums:
+            with pytest.raises(ArithmeticError):
+                done.result(timeout=10)
+        assert len(events) == (0 if failing == "all_to_all_single" else 4)
+        levels.destroy()
+
+
+def test_tensors_are_padded_to_what_splits_evenly() -> None:
+    with fake_world(0, 4):
+        levels = TwoLevelReduction(HOSTS)
+        even = torch.ones(4)
+        assert levels.padded(even) is even
+        assert torch.equal(levels.padded(torch.ones(3)), torch.tensor([1.0, 1.0, 1.0, 0.0]))
+
+
+def test_on_a_gpu_two_levels_are_queued_on_a_stream_of_their_own() -> None:
+    streams: list[Any] = []
+
+    def new_stream(_: object) -> Any:
+        streams.append(mock.Mock())
+        return streams[-1]
+
+    current = mock.Mock()
+    with (
+        fake_world(0, 4),
+        _recorded_levels() as events,
+        mock.patch.object(torch.cuda, "Stream", new_stream),
+        mock.patch.object(torch.cuda, "current_stream", return_value=current),
+        mock.patch.object(torch.cuda, "stream", return_value=nullcontext()) as queued_on,
+    ):
+        levels = TwoLevelReduction(HOSTS)
+        for _ in range(2):
+            done = levels.submit(torch.ones(4).as_subclass(OnGpu))
+            assert 0 < done.result(timeout=0) <= time.perf_counter_ns()
+        assert [name for name, *_ in events] == ["scatter", "cross", "gather"] * 2
+        assert [ranks for *_, ranks in events] == [[0, 2], [0, 1], [0, 2]] * 2
+        (stream,) = streams
+        assert stream.wait_stream.call_args_list == [mock.call(current)] * 2, "after what fills the bucket"
+        assert queued_on.call_args_list == [mock.call(stream)] * 2
+        assert not current.wait_stream.called
+        levels.flush()
+        current.wait_stream.assert_called_once_with(stream)
+        assert not _level_threads()
+        levels.destroy()

@@ -163,6 +163,7 @@ def test_second_partitions_stay_inside_the_data_group(order: tuple[str, ...]) ->
         assert rank in ranks
         assert set(ranks) <= set(topology.get_axis_ranks("data", rank))
         assert all(zero_partition_ranks(topology, 2, peer) == ranks for peer in ranks)
+        assert zero_partition_ranks(topology, 1, rank) == [rank]
 
 
 def test_errors_list_what_would_do() -> None:
@@ -175,6 +176,8 @@ def test_errors_list_what_would_do() -> None:
         ExpertPlan(topology, 2.0)  # type: ignore[arg-type]
     with pytest.raises(ExpertSizeError, match=r"zero_hpz_partition_size 4.*\[1, 2, 3, 6\]"):
         zero_partition_ranks(topology, 4, 0)
+    with pytest.raises(ExpertSizeError, match="zero_hpz_partition_size 0 must divide"):
+        zero_partition_ranks(topology, 0, 0)
     with pytest.raises(ExpertSizeError, match="3 slices x 1 stages do not divide 8 ranks"):
         expert_parallel_ranks(8, 3, 1)
     with pytest.raises(TopologyError, match="unequal numbers"):

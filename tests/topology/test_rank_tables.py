@@ -5,9 +5,26 @@ from __future__ import annotations
 import pytest
 from deepspeed.runtime.pipe import topology as deepspeed_topology
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds_topo import PipeDataParallelTopology, ProcessTopology
-from ds_topo.topology.rank_tables import _prime_factors, factorized_topology, fold_extra_axes
+from ds_topo.errors import UnknownAxisError
+from ds_topo.topology.rank_tables import (
+    _prime_factors,
+    axes_of,
+    created_groups,
+    degree,
+    factorized_topology,
+    fold_extra_axes,
+    gradient_axes,
+    grid_groups,
+    has_two_levels,
+    model_parallel_axes,
+    neighbor,
+    p2p_pairs,
+    sample_axes,
+    two_level_ranks,
+)
 from tests.support.topologies import topologies
 
 
@@ -20,6 +37,8 @@ def test_the_default_topology_is_deepspeeds() -> None:
         with pytest.raises(ValueError, match="must be >= 1"):
             _prime_factors(number)
     assert factorized_topology(64) == PipeDataParallelTopology(num_pp=8, num_dp=8)
+    assert factorized_topology(24) == PipeDataParallelTopology(num_pp=4, num_dp=6), "2 and 2, then 2 and 3"
+    assert factorized_topology(5) == PipeDataParallelTopology(num_pp=5, num_dp=1)
 
 
 @settings(deadline=None)
@@ -54,3 +73,68 @@ def test_torchdistpackages_example() -> None:
         *(f"group data, ranks: [{rank}, {rank + 1}, {rank + 2}, {rank + 3}]" for rank in (0, 4, 8, 12)),
         *(f"group model, ranks: [{rank}, {rank + 4}, {rank + 8}, {rank + 12}]" for rank in range(4)),
     }
+
+
+@settings(deadline=None)
+@given(topologies(max_ranks=48), st.data())
+def test_a_rank_finds_its_groups_and_its_peers(ours: ProcessTopology, data: st.DataObject) -> None:
+    rank, world = data.draw(st.integers(0, ours.world_size() - 1)), ours.world_size()
+    groups = grid_groups(ours, rank)
+    for group in groups:
+        assert rank in group.ranks
+        assert group.ranks == tuple(sorted(group.ranks))
+        assert degree(ours, group.axes) == len(group.ranks)
+        assert axes_of(ours, group.axes[::-1]) == group.axes
+        assert group in grid_groups(ours, group.ranks[-1])
+    assert {(axis,) for axis in ours.axes} <= {group.axes for group in groups}
+    created = created_groups(ours, rank)
+    assert [group.ranks for group in created] == list(
+        dict.fromkeys(group.ranks for group in groups if len(group.ranks) not in (1, world))
+    )
+    for axis in ours.axes:
+        line = next(group.ranks for group in groups if group.axes == (axis,))
+        assert {neighbor(ours, axis, rank, step) for step in range(len(line))} == set(line)
+        assert neighbor(ours, axis, neighbor(ours, axis, rank, 1), -1) == rank
+        assert ours.get_axis_index(axis, neighbor(ours, axis, rank, 1)) in (0, ours.get_axis_index(axis, rank) + 1)
+    for own, following in p2p_pairs(ours):
+        assert following == (neighbor(ours, "pipe", own, 1) if "pipe" in ours.axes else own)
+
+
+def test_axes_by_any_name_in_the_order_of_placement() -> None:
+    topology = ProcessTopology.from_spec("data=2,pipe=2,seq=2")
+    assert axes_of(topology, "pipe") == ("pipe",)
+    assert axes_of(ProcessTopology.from_spec("data=2,model=2"), {"tensor", "data"}) == ("data", "model")
+    assert axes_of(topology, ["seq", "model", "data"]) == ("data", "seq")
+    assert axes_of(topology, []) == ()
+    with pytest.raises(UnknownAxisError, match=r"axis \['rows'\] is not in the topology 'data=2,pipe=2,seq=2'"):
+        axes_of(topology, ["data", "rows"])
+    assert degree(topology, ["model"]) == 1
+    assert degree(topology, []) == 1
+
+
+@settings(deadline=None)
+@given(topologies())
+def test_every_axis_splits_a_model_a_batch_or_its_sequences(ours: ProcessTopology) -> None:
+    gradients, samples = gradient_axes(ours), sample_axes(ours)
+    assert sorted((*gradients, *model_parallel_axes(ours))) == sorted(ours.axes)
+    assert {*gradients}.isdisjoint({"pipe", "model"})
+    assert {*gradients} - {*samples} == {"seq"} & {*ours.axes}, "peers along it share a sample"
+    assert {*samples} <= {*gradients}
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_two_levels_meet_in_one_rank(hosts: int, slots: int, random: object) -> None:
+    names = [f"host{index % hosts}" for index in range(hosts * slots)]
+    random.shuffle(names)  # type: ignore[attr-defined]
+    ranks = dict(enumerate(names, start=5))
+    assert has_two_levels(ranks) is (hosts > 1 and slots > 1)
+    assert not has_two_levels({**ranks, 4: "host0"}) or hosts * slots == 1
+    for rank in ranks:
+        inside, across = two_level_ranks([*ranks][::-1], ranks, rank)
+        assert set(inside) & set(across) == {rank}
+        assert inside == [other for other in ranks if ranks[other] == ranks[rank]]
+        assert across == sorted(across)
+        assert {ranks[other] for other in across} == set(names)
+        assert len(across) == hosts
+        assert all(two_level_ranks([*ranks], ranks, other)[1] == across for other in across)
