@@ -241,12 +241,16 @@ def _has_failed(digest: str) -> bool:
 def _where(hosts: dict[str, list[int]]) -> str:
     """``ranks [0, 1] on a; ranks [2] on b``, the first few."""
     parts, left = [], _SHOWN_RANKS
-    for host, ranks in hosts.items():
+    for host, ranks in sorted(hosts.items(), key=lambda item: min(item[1])):
         if left > 0:
             parts.append(f"ranks {sorted(ranks)[:left]} on {host:.64}")
             left -= len(ranks)
     total = sum(map(len, hosts.values()))
-    more = f" and {total - _SHOWN_RANKS} more, on {len(hosts)} hosts" if total > _SHOWN_RANKS else ""
+    more = (
+        f" and {total - _SHOWN_RANKS} more, on {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}"
+        if total > _SHOWN_RANKS
+        else ""
+    )
     return "; ".join(parts) + more
 
 

@@ -97,7 +97,8 @@ def is_replaced(state: ParameterState) -> bool:
 
 def _no_rows(parameter: nn.Parameter) -> torch.Tensor:
     indices = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape)
+    rows = parameter.new_zeros(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(indices, rows, parameter.shape, check_invariants=False)
 
 
 def late_gradient(state: ParameterState) -> torch.Tensor:

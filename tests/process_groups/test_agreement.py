@@ -248,7 +248,7 @@ def test_many_ranks_are_counted_and_eight_of_them_named() -> None:
         (12, 4, [4, 4], "and 4 more, on 3 hosts"),
         (10, 5, [5, 3], "and 2 more, on 2 hosts"),
         (14, 7, [7, 1], "and 6 more, on 2 hosts"),
-        (9, 16, [8], "and 1 more, on 1 hosts"),
+        (9, 16, [8], "and 1 more, on 1 host"),
     ):
         verdict = _verdict({rank: f"plan: {rank // ranks}" for rank in range(ranks + 1)}, ranks_of_host=of_host)
         places = _places(verdict, "0")

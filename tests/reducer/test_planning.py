@@ -307,7 +307,6 @@ def test_buckets_that_are_reduced_in_two_levels_can_be_split() -> None:
 
 # -- gradients on their way into buckets ---------------------------------------------------------------------------
 
-without_torchs_warning = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 VALUES = torch.tensor([1.0, 2.0, 3.0, 4.0])
 SPARSE = torch.sparse_coo_tensor([[1, 1]], torch.tensor([2.0, 3.0]), (4,), check_invariants=True)
 PLACES: dict[str, dict[str, Any]] = {
@@ -397,7 +396,6 @@ def test_a_bucket_is_filled_by_members_of_every_kind_and_those_without_gradient_
     assert copy_in(bucket.members) == []
 
 
-@without_torchs_warning
 def test_gradients_of_sparse_embeddings_stay_sparse() -> None:
     state, repeated, none = (
         _installed(is_sparse=True),
@@ -427,7 +425,6 @@ def test_gradients_of_another_layout_are_named(fill: Any) -> None:
             fill(_installed(gradient=VALUES, is_sparse=True))
 
 
-@without_torchs_warning
 def test_what_came_late_has_the_views_type() -> None:
     for place in PLACES:
         state = _installed(place)
