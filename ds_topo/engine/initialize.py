@@ -18,7 +18,7 @@ from torch import nn
 from ds_topo.engine.frameworks import with_samples_of
 from ds_topo.engine.gradient_reducer import GradientReducer
 from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.engine.inputs import TOPOLOGY_SECTION, check_mpu
+from ds_topo.engine.inputs import REDUCER_SECTION, TOPOLOGY_SECTION, check_mpu, reading_sections
 from ds_topo.engine.mpu import ModelParallelUnit
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.start import init_distributed
@@ -28,8 +28,7 @@ from ds_topo.reducer.options import arguments_from_config
 
 _deepspeed_initialize = deepspeed.initialize
 """Its own, even where a program puts ours in its place."""
-CONFIG_SECTION = "gradient_reducer"
-_SECTIONS = (CONFIG_SECTION, TOPOLOGY_SECTION)
+_SECTIONS = (REDUCER_SECTION, TOPOLOGY_SECTION)
 
 
 def initialize(
@@ -93,7 +92,8 @@ def initialize(
         "mesh_param": mesh_param,
         "config_params": config_params,
     }
-    engine, *others = _deepspeed_initialize(**{name: value for name, value in given.items() if value is not None})
+    with reading_sections():
+        engine, *others = _deepspeed_initialize(**{name: value for name, value in given.items() if value is not None})
     engine.gradient_reducer = None if reduction is None else GradientReducer.attach(engine, **reduction)
     return (engine, *others)
 
@@ -127,20 +127,22 @@ def _check_names_of_sections(content: Mapping[str, Any]) -> None:
 
 def _reduction_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
     """Arguments of the reducer, None without one."""
-    section = content.get(CONFIG_SECTION, False)
+    section = content.get(REDUCER_SECTION, False)
     if isinstance(section, bool):
         return {} if section else None
     if not isinstance(section, Mapping):
         raise ValueError(
-            f'config section "{CONFIG_SECTION}": {abridged(section)} is neither true, false nor a mapping of options, '
+            f'config section "{REDUCER_SECTION}": {abridged(section)} is neither true, false nor a mapping of options, '
             'such as {"bucket_bytes": 4194304}'
         )
     options = dict(section)
     enabled = options.pop("enabled", True)
     if not isinstance(enabled, bool):
-        raise ValueError(f'config section "{CONFIG_SECTION}": "enabled" is {abridged(enabled)}, neither true nor false')
+        raise ValueError(
+            f'config section "{REDUCER_SECTION}": "enabled" is {abridged(enabled)}, neither true nor false'
+        )
     try:
         arguments = arguments_from_config(options)
     except (TypeError, ValueError) as error:
-        raise ValueError(f'config section "{CONFIG_SECTION}": {error}') from error
+        raise ValueError(f'config section "{REDUCER_SECTION}": {error}') from error
     return arguments if enabled else None

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -35,6 +35,9 @@ from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import gradient_axes
 
 TOPOLOGY_SECTION = "topology"
+REDUCER_SECTION = "gradient_reducer"
+_readers: list[str] = []
+"""Calls of ``ds_topo.initialize`` at work, which reads both sections."""
 
 grids: WeakSet[MpuGrid] = WeakSet()
 """Those that exist; an engine without an mpu may have forgotten one of them."""
@@ -98,12 +101,30 @@ def check_model_without_mpu(model: nn.Module) -> None:
             )
 
 
+@contextmanager
+def reading_sections() -> Iterator[None]:
+    """While the sections of the config are read, by ``ds_topo.initialize``."""
+    _readers.append(REDUCER_SECTION)
+    try:
+        yield
+    finally:
+        _readers.pop()
+
+
 def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
-    """Raise for a topology that the engine would not follow.
+    """Raise for a topology that the engine would not follow, or a reducer that nobody would attach.
 
     Raises:
         TopologyError: the config's topology is another one.
+        EngineOptionError: ``deepspeed.initialize`` itself does not read the reducer's section.
     """
+    reducer = engine._config._param_dict.get(REDUCER_SECTION, False)
+    is_wanted = reducer.get("enabled", True) if isinstance(reducer, Mapping) else reducer
+    if is_wanted and not _readers:
+        raise EngineOptionError(
+            f'config section "{REDUCER_SECTION}" is not read by deepspeed.initialize itself: call ds_topo.initialize, or '
+            "ds_topo.initialize, or ds_topo.use(grid) before"
+        )
     section = engine._config._param_dict.get(TOPOLOGY_SECTION)
     if section is not None:
         wanted = ProcessTopology.from_spec(section, world_size=grid.world_size)

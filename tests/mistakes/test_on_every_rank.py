@@ -164,6 +164,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         EngineOptionError,
         "ds_topo.initialize reads it",
     ),
+    "a reducer that deepspeed.initialize does not read": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "gradient_reducer": {"bucket_bytes": 4096}}),
+        EngineOptionError,
+        '"gradient_reducer" is not read by deepspeed.initialize itself: call ds_topo.initialize, or ds_topo.use(grid)',
+    ),
     "another section than the mpu": (
         lambda: _engine(mpu=_grid(), config={**CONFIG, "topology": "model=2,data=2"}),
         TopologyError,
