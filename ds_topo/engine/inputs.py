@@ -122,7 +122,7 @@ def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
     is_wanted = reducer.get("enabled", True) if isinstance(reducer, Mapping) else reducer
     if is_wanted and not _readers:
         raise EngineOptionError(
-            f'config section "{REDUCER_SECTION}" is not read by deepspeed.initialize itself: call ds_topo.initialize, or '
+            f'config section "{REDUCER_SECTION}" is not read by deepspeed.initialize itself: call '
             "ds_topo.initialize, or ds_topo.use(grid) before"
         )
     section = engine._config._param_dict.get(TOPOLOGY_SECTION)

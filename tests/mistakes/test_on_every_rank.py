@@ -167,7 +167,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a reducer that deepspeed.initialize does not read": (
         lambda: _engine(mpu=_grid(), config={**CONFIG, "gradient_reducer": {"bucket_bytes": 4096}}),
         EngineOptionError,
-        '"gradient_reducer" is not read by deepspeed.initialize itself: call ds_topo.initialize, or ds_topo.use(grid)',
+        '"gradient_reducer" is not read by deepspeed.initialize itself: call ds_topo.initialize',
     ),
     "another section than the mpu": (
         lambda: _engine(mpu=_grid(), config={**CONFIG, "topology": "model=2,data=2"}),
