@@ -49,24 +49,35 @@ GRID_PATHS = [
 ]
 
 
-@pytest.mark.parametrize("statement", GRID_PATHS)
-def test_every_path_to_the_grid_protects_engines(statement: str) -> None:
-    """In a process that imports nothing else of the package."""
-    source = f"""
-import torch.distributed as dist
+FRESH_IMPORTS = """
+import os, sys
+import deepspeed, torch.distributed as dist  # once for all
 from torch.testing._internal.distributed.fake_pg import FakeStore
-{statement}
-from ds_topo.ledger import ledger
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-with PipelineParallelGrid("data=2,seq=2"):
-    print(sorted(change.name for change in ledger.in_force()))
-print(ledger.in_force())
+
+assert not any(name.split(".")[0] == "ds_topo" for name in sys.modules)
+for statement in {statements}:
+    if os.fork() == 0:  # a process that imports nothing else of the package
+        exec(statement)
+        from ds_topo.ledger import ledger
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+        with PipelineParallelGrid("data=2,seq=2"):
+            during = sorted(change.name for change in ledger.in_force())
+        print(repr((statement, during, ledger.in_force())), flush=True)
+        os._exit(0)
+    _, status = os.wait()
+    assert status == 0, statement
 """
-    result = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_every_path_to_the_grid_protects_engines() -> None:
+    source = FRESH_IMPORTS.format(statements=GRID_PATHS)
+    result = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    while_it_exists, afterwards = result.stdout.splitlines()[-2:]
-    assert {"_configure_zero_optimizer", "_do_sanity_check", "step"} <= set(ast.literal_eval(while_it_exists))
-    assert afterwards == "[]"
+    found = [ast.literal_eval(line) for line in result.stdout.splitlines() if line.startswith("('from ")]
+    assert [statement for statement, *_ in found] == GRID_PATHS
+    for statement, during, afterwards in found:
+        assert {"_configure_zero_optimizer", "_do_sanity_check", "step"} <= set(during), statement
+        assert afterwards == [], statement
 
 
 def test_a_former_path_warns_and_says_where_to_look() -> None:
