@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import Self
 
-from ds_topo.errors import TopologyError, abridged
+from ds_topo.errors import abridged
 from ds_topo.launch.identity import export_coordinates
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.process_groups.device_mesh import default_device_type, mesh_over
-from ds_topo.process_groups.torch_names import timeout_of
+from ds_topo.process_groups.torch_names import job_timeout, timeout_of
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import canonical_axis, check_meanings
 from ds_topo.topology.rank_tables import (
@@ -108,17 +108,24 @@ class ProcessGrid:
         extra_axes: Iterable[str] = (),
     ) -> None:
         require_initialized(type(self).__name__)
+        members = _members_of(process_group)
         # the job's own may differ by what passed between the starts of two ranks; what was given must not
-        given = "the job's timeout" if timeout is None else f"timeout {timeout_of(timeout)}"
-        members, timeout = _members_of(process_group), timeout_of(timeout)
-        agreed = _agreed_topology(topology, extra_axes, members, timeout)
+        given = "the job's timeout"
+        try:
+            limit = timeout_of(timeout)
+            if timeout is not None:
+                given = f"timeout {limit}"
+            agreed = _checked_topology(topology, extra_axes, len(members))
+        except Exception as error:  # whatever it is: the others hear of it
+            agree("", members, job_timeout(), failure=error)
+            raise
         rank = members.index(dist.get_rank())
         groups = [
             RankGroup(group.axes, tuple(members[rank] for rank in group.ranks))
             for group in grid_groups(agreed, rank)
             if len(group.ranks) > 1  # one rank's own group is made when it is asked for, by that rank alone
         ]
-        created = ProcessGroups(f"grid {agreed.spec}, {given}", groups, members, timeout)
+        created = ProcessGroups(f"grid {agreed.spec}, {given}", groups, members, limit)
         self._core = _Core(agreed, members, rank, created)
         if len(members) == dist.get_world_size():
             self.on_destroy(export_coordinates(agreed, rank))
@@ -402,17 +409,15 @@ def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
     return members
 
 
-def _agreed_topology(
-    topology: AnyTopology | None, extra_axes: Iterable[str], members: Sequence[int], timeout: timedelta
-) -> ProcessTopology:
-    """The topology for these members; a rank whose own is unusable tells the others before it raises."""
-    try:
-        checked = as_topology(topology, len(members)).with_extra_axes(extra_axes)
-        check_meanings(checked.axes, checked.extra_axes)
-        checked.check_world_size(len(members))
-    except (TopologyError, TypeError) as error:
-        agree("", members, timeout, failure=error)
-        raise
+def _checked_topology(topology: AnyTopology | None, extra_axes: Iterable[str], world_size: int) -> ProcessTopology:
+    """The topology for so many ranks.
+
+    Raises:
+        TopologyError, TypeError: there is none.
+    """
+    checked = as_topology(topology, world_size).with_extra_axes(extra_axes)
+    check_meanings(checked.axes, checked.extra_axes)
+    checked.check_world_size(world_size)
     return checked
 
 

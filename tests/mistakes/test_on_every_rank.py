@@ -66,6 +66,16 @@ def _reduce_inside_ddp() -> None:
     GradientReducer(whole.module)
 
 
+class _Broken:
+    """A topology that cannot be asked."""
+
+    axes = ("data",)
+
+    @property
+    def dims(self) -> list[int]:
+        return [1 // 0]
+
+
 def _on_rank(rank: int, wrong: Any, right: Any) -> Any:
     return wrong if dist.get_rank() == rank else right
 
@@ -124,6 +134,21 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a wrong product on rank 3": (lambda: _grid(_on_rank(3, "data=3", "data=4")), RuntimeError, "is for 3 ranks"),
     "a timeout of words": (lambda: _grid("data=4", timeout="60"), TypeError, "give seconds, or a datetime.timedelta"),
+    "a timeout of words on rank 2": (
+        lambda: _grid("data=4", timeout=_on_rank(2, "60", 60)),
+        TypeError,
+        "give seconds, or a datetime.timedelta",
+    ),
+    "a topology of a class of one's own on rank 1": (
+        lambda: _grid(_on_rank(1, _Broken(), "data=4")),
+        ZeroDivisionError,
+        "by zero",
+    ),
+    "experts in words on rank 3": (
+        lambda: groups.create_expert_groups(_grid("data=4"), _on_rank(3, "2", 2)),
+        Exception,
+        "'2'",
+    ),
     "a timeout of nothing": (lambda: _grid("data=4", timeout=0), ValueError, "above 0"),
     "a grid of a grid": (lambda: _grid(_grid()), TypeError, "use that grid itself"),
     "a class": (lambda: _grid(ProcessTopology), TypeError, "give a topology or a spec"),
