@@ -38,7 +38,7 @@ def with_same_samples(forward: Any) -> Any:
         plain = not isinstance(engine, PipelineEngine)  # which calls this with activations
         if plain and engine.training and _is_due(engine, grid) and grid.get_axis_size(MODEL) > 1:
             axes = [axis for axis in grid.topology().axes if axis != PIPE]
-            _require_equal([(_digest((args, options)), 0)], grid, (MODEL,), axes)
+            _require_equal([(digest((args, options)), 0)], grid, (MODEL,), axes)
         return forward(engine, *args, **options)
 
     return compare_first
@@ -52,7 +52,7 @@ def remember_samples(next_batch: Any) -> Any:
         batch = next_batch(engine)
         if engine in _read:
             inputs, labels = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
-            _read[engine].append((_digest(inputs), _digest(labels)))
+            _read[engine].append((digest(inputs), digest(labels)))
         return batch
 
     return read
@@ -117,12 +117,12 @@ def _require_equal(read: list[tuple[int, int]], grid: MpuGrid, peers: tuple[str,
     )
 
 
-def _digest(samples: Any) -> int:
-    """Of all tensors, positive; 0 if there is none."""
+def digest(samples: Any) -> int:
+    """Of all tensors, positive; 0 if there is none but of zeros, as stages get them that have no use for samples."""
     hashed = hashlib.blake2b(digest_size=7)
     found = False
     for tensor in _tensors(samples):
-        found = True
+        found = found or bool(tensor.detach().any())
         content = tensor.detach().to("cpu", copy=False).contiguous()
         hashed.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         hashed.update(content.reshape(-1).view(torch.uint8).numpy().tobytes())

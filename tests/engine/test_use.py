@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 import warnings
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, TopologyError, parallel_state, use
-from ds_topo.engine import changes
+from ds_topo.engine import changes, samples
 from ds_topo.engine.use import WHILE_A_GRID_IS_IN_USE
 from ds_topo.errors import DisagreementError
 from tests.support.fake_world import fake_world
@@ -423,6 +424,36 @@ def test_peers_that_train_on_other_samples_are_named(world: Worlds, kind: str) -
         assert isinstance(losses, list)
     for losses in world(4).run(_dealt, kind, "the grid"):
         assert isinstance(losses, list)
+
+
+UNLIKE: dict[str, tuple[Any, Any]] = {
+    "values": (torch.arange(3), torch.arange(1, 4)),
+    "shapes": (torch.ones(3), torch.ones(1, 3)),
+    "types": (torch.ones(3), torch.ones(3, dtype=torch.bfloat16)),
+    "one of several": ({"a": torch.ones(1), "b": [torch.ones(2)]}, {"a": torch.ones(1), "b": [torch.zeros(2)]}),
+    "an order": ((torch.ones(1), torch.zeros(1)), (torch.zeros(1), torch.ones(1))),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_what_differs_has_another_digest(what: str) -> None:
+    one, other = UNLIKE[what]
+    assert samples.digest(one) != samples.digest(other)
+    assert samples.digest(one) == samples.digest(copy.deepcopy(one)) > 0
+
+
+@pytest.mark.parametrize(
+    "nothing", [None, (), {"a": None}, "words", 3.0, torch.zeros(2, 3), (torch.zeros(1), torch.empty(0))], ids=repr
+)
+def test_samples_that_a_stage_has_no_use_for_have_none(nothing: Any) -> None:
+    assert samples.digest(nothing) == 0
+
+
+@pytest.mark.parametrize(
+    "lawful", [torch.tensor(3.0), torch.ones(4, 4).t(), torch.ones(2).bfloat16(), torch.ones(1) > 0]
+)
+def test_samples_of_any_kind_have_a_digest(lawful: torch.Tensor) -> None:
+    assert samples.digest(lawful) == samples.digest((lawful.clone().contiguous(),)) > 0
 
 
 @pytest.mark.parametrize("spec", ["pipe=2,data=3,seq=2", "model=2,data=3,pipe=2", "seq=3,data=2,+copies=2"])
