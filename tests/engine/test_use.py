@@ -414,15 +414,65 @@ def _dealt(kind: str, dealt_by: str) -> str | list[float]:
 
 @pytest.mark.parametrize("kind", ["plain", "pipeline"])
 def test_peers_that_train_on_other_samples_are_named(world: Worlds, kind: str) -> None:
-    for message in world(4).run(_dealt, kind, "torch"):
+    for rank, message in enumerate(world(4).run(_dealt, kind, "torch")):
         assert isinstance(message, str), "accepted in silence"
-        assert "rank 0 (" in message
+        assert f"rank {rank // 2 * 2 if kind == 'plain' else 0} (" in message
         assert "read different samples" in message
         assert "grid.sampler(dataset)" in message
     for losses in world(4).run(_dealt, kind, "torch, meant"):
         assert isinstance(losses, list)
     for losses in world(4).run(_dealt, kind, "the grid"):
         assert isinstance(losses, list)
+
+
+def _other_kinds_of_samples() -> None:
+    start()
+    with PipelineParallelGrid("pipe=2,model=2") as grid:
+        module = nn.Linear(4, 4)
+        module.is_pipeline_stage = True  # type: ignore[assignment]
+        engine, *_ = deepspeed.initialize(model=module, mpu=grid, config=settings())
+        stage, slice_ = grid.get_axis_rank("pipe"), grid.get_axis_rank("model")
+        for _ in range(2):  # later stages are given parts of sequences
+            engine(torch.full((2, 4), float(stage * slice_)))
+        engine.destroy()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        engine, *_ = deepspeed.initialize(model=TakesAnything(), mpu=grid, config=settings())
+        engine(torch.ones(3, dtype=torch.cfloat).conj(), [nested, torch.eye(2).to_sparse(), torch.empty(0, 3), None])
+        with pytest.raises(DisagreementError, match="read different samples"):
+            engine({"phase": torch.full((3,), complex(0, grid.get_axis_rank("model"))).conj()})
+        engine.destroy()
+
+
+def _one_replica_alone() -> None:
+    start()
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), mpu=grid, config=settings())
+        for _ in range(grid.get_sample_rank() + 1):  # as to show a first result, without engine.eval()
+            engine(torch.ones(2, 4))
+        for _ in range(4):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        engine.destroy()
+
+
+def test_a_replica_that_looks_at_more_samples_does_not_wait_for_the_others(world: Worlds) -> None:
+    world(4).run(_one_replica_alone)
+
+
+class TakesAnything(nn.Module):
+    """Takes whatever there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, *_: Any) -> torch.Tensor:
+        return self.weight.sum()
+
+
+def test_samples_of_all_kinds_are_compared_where_they_are_read(world: Worlds) -> None:
+    world(4).run(_other_kinds_of_samples)
 
 
 @pytest.mark.parametrize("spec", ["pipe=2,data=3,seq=2", "model=2,data=3,pipe=2", "seq=3,data=2,+copies=2"])
