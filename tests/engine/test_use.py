@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as StockPipelineModule
 from deepspeed.runtime.pipe import topology as deepspeed_topology
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -237,6 +238,37 @@ def test_zero_3_partitions_over_the_replicas(world: Worlds) -> None:
     world(4).run(_partitioned)
 
 
+def _filled_on_rank_0(spec: str) -> list[float]:
+    """As from_pretrained() fills partitioned parameters, from a config in which a framework has counted all ranks."""
+    start()
+    with PipelineParallelGrid(spec) as grid, use(grid):
+        config = settings(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0}, train_batch_size=16)
+        with deepspeed.zero.Init(None, None, True, None, False, config, None, True, None, None):
+            whole, slices = nn.Linear(4, 4), nn.Linear(4, 4)
+        slices.weight.tensor_model_parallel = True  # type: ignore[assignment]
+        for module, is_writer in ((whole, dist.get_rank() == 0), (slices, grid.get_axis_rank("data") == 0)):
+            with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+                if is_writer:
+                    nn.init.constant_(module.weight, 3.0 + dist.get_rank())
+        with deepspeed.zero.GatheredParameters([whole.weight, slices.weight]):
+            found = [whole.weight[3, 3].item(), slices.weight[3, 3].item()]
+        engine, *_ = deepspeed.initialize(model=whole, config=config)
+        assert engine.train_batch_size() == 4 * grid.get_sample_world_size()
+        with deepspeed.zero.GatheredParameters(whole.weight, modifier_rank=0):  # an engine's may be unmarked slices
+            nn.init.constant_(whole.weight, dist.get_rank())
+        with deepspeed.zero.GatheredParameters(whole.weight):
+            assert whole.weight[0, 0].item() == grid.get_ranks("data")[0]
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("spec", ["model=2,data=2", "data=2,model=2", "model=4"])
+def test_parameters_that_rank_0_alone_has_filled_are_on_all_slices(world: Worlds, spec: str) -> None:
+    found = world(4).run(_filled_on_rank_0, spec)
+    first = {"model=2,data=2": [0, 0, 2, 2], "data=2,model=2": [0, 1, 0, 1], "model=4": [0, 1, 2, 3]}[spec]
+    assert found == [[3.0, 3.0 + rank] for rank in first]
+
+
 def test_names_are_as_before_after_use_and_after_destroy() -> None:
     rows = [change for change, _ in WHILE_A_GRID_IS_IN_USE] + list(changes.LONG_SEQUENCES)
     before = [vars(row.owner)[row.name] for row in rows]
@@ -249,6 +281,17 @@ def test_names_are_as_before_after_use_and_after_destroy() -> None:
         with fake_world(0, 4), PipelineParallelGrid("seq=2,data=2") as grid:
             use(grid)
         assert [vars(row.owner)[row.name] for row in rows] == before
+
+
+def test_attention_that_was_registered_before_is_refused() -> None:
+    with fake_world(0, 4), PipelineParallelGrid("seq=2,data=2") as grid:
+        before = deepspeed.initialize
+        with mock.patch.object(parallel_state_sp, "_SEQUENCE_PARALLEL_GROUP", dist.new_group([0, 1])):
+            with pytest.raises(TopologyError, match=r"has joined ranks \[0, 1\] before, .* call it after use"):
+                use(grid)
+            assert deepspeed.initialize is before
+        with mock.patch.object(parallel_state_sp, "_SEQUENCE_PARALLEL_GROUP", dist.new_group([0, 2])):
+            use(grid).release()
 
 
 def test_one_grid_is_in_use_at_a_time() -> None:
