@@ -175,6 +175,21 @@ ZERO_INIT = Change(
     why="without a group it partitions over all ranks, which hold different parameters; from_pretrained() passes none",
     during=USE,
 )
+MODIFIED = Change(
+    partition_parameters.GatheredParameters,
+    "__init__",
+    instead="the same, which keeps modifier_rank",
+    why="MODIFIED_BY_ONE needs the number that was given",
+    during=USE,
+)
+MODIFIED_BY_ONE = Change(
+    partition_parameters.GatheredParameters,
+    "__exit__",
+    instead="the same after the rank modifier_rank of the grid has sent what all slices hold alike",
+    why="from_pretrained() fills them on rank 0 alone; DeepSpeed sends them to that rank's replicas, and the other "
+    "slices would keep none",
+    during=USE,
+)
 LONG_SEQUENCES = tuple(
     Change(parallel_state_sp, name, instead="the grid's", why="it takes neighboring ranks of the world", during=USE)
     for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP", "initialize_sequence_parallel")
@@ -372,6 +387,7 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(pipe_module.PipelineModule, "_synchronize_tied_weights", "overridden: without a warning"),
     Reliance(_BaseDataLoaderIter, "_dataset", "whether its length is known"),
     Reliance(_BaseDataLoaderIter, "_num_yielded", "how many batches it has left"),
+    Reliance(DeepSpeedZeroOptimizer_Stage3, "_z3_optimizer", "whether a partitioned parameter belongs to an engine"),
     Reliance(DeepSpeedEngine, "inside_no_sync_ctxt", "which backward is the last one"),
     Reliance(DeepSpeedEngine, "gate_modules", "gates that get PAD_CAPACITY"),
     Reliance(BF16_Optimizer, "bf16_groups", "the parameters behind the buffers"),

@@ -7,7 +7,7 @@ does by default, each slice trains on other samples, and nothing fails.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,10 +35,10 @@ def with_same_samples(forward: Any) -> Any:
     @wraps(forward)
     def compare_first(engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
         grid = engine.mpu
-        plain = not isinstance(engine, PipelineEngine)  # which calls this with activations
-        if plain and engine.training and _is_due(engine, grid) and grid.get_axis_size(MODEL) > 1:
-            axes = [axis for axis in grid.topology().axes if axis != PIPE]
-            _require_equal([(digest((args, options)), 0)], grid, (MODEL,), axes)
+        reads = not isinstance(engine, PipelineEngine)  # which calls this with activations
+        if reads and engine.training and _is_due(engine, grid) and _reads_samples(grid):
+            slices = (MODEL,)  # alone: other replicas may look at more samples, or fewer
+            _require_equal([(digest((args, options)), 0)], grid, slices, slices)
         return forward(engine, *args, **options)
 
     return compare_first
@@ -81,6 +81,11 @@ def with_same_batches(train_batch: Any) -> Any:
     return compare_after
 
 
+def _reads_samples(grid: MpuGrid) -> bool:
+    """Whether a plain engine has slices that are given samples; later stages are given parts of activations."""
+    return grid.get_axis_size(MODEL) > 1 and grid.get_axis_rank(PIPE) == 0
+
+
 def _is_due(engine: DeepSpeedEngine, grid: Any) -> bool:
     if not isinstance(grid, MpuGrid) or not grid.check_samples or _calls.get(engine, 0) == _COMPARED:
         return False
@@ -88,7 +93,7 @@ def _is_due(engine: DeepSpeedEngine, grid: Any) -> bool:
     return True
 
 
-def _require_equal(read: list[tuple[int, int]], grid: MpuGrid, peers: tuple[str, ...], others: list[str]) -> None:
+def _require_equal(read: list[tuple[int, int]], grid: MpuGrid, peers: tuple[str, ...], others: Sequence[str]) -> None:
     """Raise on all ranks along ``others`` if some ``peers`` have read different samples; 0 stands for nothing read.
 
     Raises:
@@ -123,7 +128,7 @@ def digest(samples: Any) -> int:
     found = False
     for tensor in _tensors(samples):
         found = found or bool(tensor.detach().any())
-        content = tensor.detach().to("cpu", copy=False).contiguous()
+        content = tensor.detach().to("cpu", copy=False).resolve_conj().contiguous()
         hashed.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         hashed.update(content.reshape(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(hashed.digest(), "big") + 1 if found else 0
@@ -131,7 +136,8 @@ def digest(samples: Any) -> int:
 
 def _tensors(samples: Any) -> Iterator[torch.Tensor]:
     if isinstance(samples, torch.Tensor):
-        if samples.layout is torch.strided and not samples.is_meta:
+        is_wrapper = samples.is_nested or hasattr(samples, "__tensor_flatten__")  # such as a DTensor
+        if samples.layout is torch.strided and not samples.is_meta and not is_wrapper:
             yield samples
     elif isinstance(samples, Mapping):
         for value in samples.values():

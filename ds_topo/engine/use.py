@@ -8,10 +8,13 @@ from functools import partial, wraps
 from types import TracebackType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from typing_extensions import Self
 
 from ds_topo.engine import changes
-from ds_topo.engine.frameworks import deal_samples
+from ds_topo.engine.frameworks import deal_samples, with_samples_of
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.initialize import initialize
 from ds_topo.engine.inputs import require_grid
@@ -33,7 +36,9 @@ class use:  # noqa: N801 (a verb, and a context manager)
     - DeepSpeed's ``PipelineModule``, and whatever derives from it, is built on the grid; a topology that places ranks
       otherwise is refused. The names in ``deepspeed.runtime.pipe.topology`` are ours, and topologies that are asked for
       by degrees alone (``PipeModelDataParallelTopology(num_pp, num_mp, num_dp)``) are in the grid's order.
-    - ``deepspeed.zero.Init`` without a group partitions over the replicas of a parameter, not over all ranks.
+    - ``deepspeed.zero.Init`` without a group partitions over the replicas of a parameter, not over all ranks;
+      ``GatheredParameters(modifier_rank=0)`` sends what the grid's first rank has written to all slices, but for
+      parameters that are marked as a slice.
     - accelerate, and so Trainer, deals samples over the ranks that work on different ones
       (:meth:`~ds_topo.ProcessGrid.get_sample_rank`).
     - With a ``seq`` axis, DeepSpeed's long sequence training (``UlyssesSPAttentionHF``) uses its groups, in any order.
@@ -46,6 +51,7 @@ class use:  # noqa: N801 (a verb, and a context manager)
     Raises:
         TypeError: no grid.
         RuntimeError: another grid is in use, or this one was destroyed.
+        TopologyError: sequence parallel groups of DeepSpeed exist already, and join other ranks.
 
     >>> import deepspeed, torch.distributed as dist
     >>> from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -104,6 +110,7 @@ def _bind(grid: PipelineParallelGrid) -> None:
             _releases.append(ledger.bind(change, make))
         _releases.extend(deal_samples(grid))
         if SEQ in grid.topology().axes:
+            _require_no_other_groups_of_seq(grid)
             for change, value in zip(
                 changes.LONG_SEQUENCES,
                 (grid.get_group(SEQ), grid.get_data_parallel_group(), partial(_require_degree_of_seq, grid)),
@@ -118,6 +125,21 @@ def _bind(grid: PipelineParallelGrid) -> None:
 def _put_back() -> None:
     while _releases:
         _releases.pop()()
+
+
+def _require_no_other_groups_of_seq(grid: PipelineParallelGrid) -> None:
+    """Attention that is registered already keeps the groups that it has found.
+
+    Raises:
+        TopologyError: they are not the grid's.
+    """
+    group = parallel_state_sp._SEQUENCE_PARALLEL_GROUP
+    found = grid.get_ranks(SEQ) if group is None else sorted(dist.get_process_group_ranks(group))
+    if found != grid.get_ranks(SEQ):
+        raise TopologyError(
+            f"use({grid.topology().spec!r}): initialize_sequence_parallel() or register_with_transformers() has joined "
+            f"ranks {found} before, and the grid joins {grid.get_ranks(SEQ)} along {SEQ!r}: call it after use()"
+        )
 
 
 def _require_degree_of_seq(grid: PipelineParallelGrid, sequence_parallel_size: int) -> None:
@@ -160,13 +182,52 @@ def _partitioned_over_replicas(construct: Any) -> Any:
         grid = grid_in_use()
         if grid is not None and not any(given.arguments.get(name) for name in _GROUPS_OF_ZERO_INIT):
             given.arguments["data_parallel_group"] = grid.get_data_parallel_group()
-            given.arguments.setdefault("mpu", grid)
+            if given.arguments.get("mpu") is None:
+                given.arguments["mpu"] = grid
+            for name in _CONFIGS_OF_ZERO_INIT & given.arguments.keys():
+                given.arguments[name] = with_samples_of(grid, given.arguments[name])
         construct(*given.args, **given.kwargs)
 
     return over_replicas
 
 
 _GROUPS_OF_ZERO_INIT = ("data_parallel_group", "sequence_data_parallel_group")
+_CONFIGS_OF_ZERO_INIT = {"config_dict_or_path", "config"}
+
+
+def _with_modifier_kept(construct: Any) -> Any:
+    signature = inspect.signature(construct)
+
+    @wraps(construct)
+    def keep(context: Any, *args: Any, **options: Any) -> None:
+        given = signature.bind(context, *args, **options)
+        construct(context, *args, **options)
+        context.ds_topo_modifier_rank = given.arguments.get("modifier_rank")
+
+    return keep
+
+
+def _modified_by_one(end: Any) -> Any:
+    @wraps(end)
+    def send_to_slices(context: Any, *exception: Any) -> Any:
+        grid, rank = grid_in_use(), getattr(context, "ds_topo_modifier_rank", None)
+        if context.enabled and grid is not None and rank is not None and grid.get_axis_size(MODEL) > 1:
+            replicas = grid.get_data_parallel_group()
+            group = grid.get_group([axis for axis in grid.topology().axes if axis != PIPE])
+            for parameter in context.params:
+                if parameter.ds_process_group == replicas and not _is_of_one_slice(parameter):
+                    dist.broadcast(parameter.data.view(torch.uint8), dist.get_global_rank(group, rank), group=group)
+        return end(context, *exception)
+
+    return send_to_slices
+
+
+def _is_of_one_slice(parameter: torch.Tensor) -> bool:
+    """Whether the other slices may hold something else, by the marks of Megatron and DeepSpeed."""
+    if hasattr(parameter, "_z3_optimizer"):  # an engine's already: it is read, to save it, and nobody fills it
+        return True
+    marks = ("tensor_model_parallel", "model_parallel")
+    return any(getattr(parameter, mark, False) for mark in marks) or not getattr(parameter, "allreduce", True)
 
 
 def _in_the_order_in_use(degrees: dict[str, int], otherwise: ProcessTopology) -> ProcessTopology:
@@ -201,5 +262,7 @@ WHILE_A_GRID_IS_IN_USE: tuple[tuple[Change, Make], ...] = (
     (changes.TIED_MODULES, always(index_tied_modules)),
     (changes.SET_BOUNDS, with_plain_bounds),
     (changes.ZERO_INIT, _partitioned_over_replicas),
+    (changes.MODIFIED, _with_modifier_kept),
+    (changes.MODIFIED_BY_ONE, _modified_by_one),
     *((change, _OURS[change.name]) for change in changes.NAMES_OF_TOPOLOGIES),
 )

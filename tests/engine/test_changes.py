@@ -308,7 +308,13 @@ NOT_BOUND = {changes.BF16_HOOKS, changes.PAD_CAPACITY}
 """Hooks, which are removed and added as hooks are."""
 CALLED_BY_MISTAKES = {changes.CREATE_EXPERT_GROUPS, changes.CREATE_TENSOR_PARALLEL_EXPERT_GROUPS, changes.COALESCE}
 """Refusals, each tested where it belongs."""
-CALLED_BY_PROGRAMS = {changes.INITIALIZE, changes.NAME_OF_PIPELINES, *changes.NAMES_OF_TOPOLOGIES}
+CALLED_BY_PROGRAMS = {
+    changes.INITIALIZE,
+    changes.NAME_OF_PIPELINES,
+    changes.MODIFIED,
+    changes.MODIFIED_BY_ONE,
+    *changes.NAMES_OF_TOPOLOGIES,
+}
 """Names that DeepSpeed offers and does not call itself."""
 VALUES = {changes.SECOND_PARTITION, changes.ZERO_OVERLAP, changes.HP_GRADIENT, *changes.LONG_SEQUENCES}
 """Not functions, but for the one that long sequence training calls (tests/programs)."""

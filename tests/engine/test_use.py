@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as StockPipelineModule
 from deepspeed.runtime.pipe import topology as deepspeed_topology
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -238,6 +239,37 @@ def test_zero_3_partitions_over_the_replicas(world: Worlds) -> None:
     world(4).run(_partitioned)
 
 
+def _filled_on_rank_0(spec: str) -> list[float]:
+    """As from_pretrained() fills partitioned parameters, from a config in which a framework has counted all ranks."""
+    start()
+    with PipelineParallelGrid(spec) as grid, use(grid):
+        config = settings(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0}, train_batch_size=16)
+        with deepspeed.zero.Init(None, None, True, None, False, config, None, True, None, None):
+            whole, slices = nn.Linear(4, 4), nn.Linear(4, 4)
+        slices.weight.tensor_model_parallel = True  # type: ignore[assignment]
+        for module, is_writer in ((whole, dist.get_rank() == 0), (slices, grid.get_axis_rank("data") == 0)):
+            with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+                if is_writer:
+                    nn.init.constant_(module.weight, 3.0 + dist.get_rank())
+        with deepspeed.zero.GatheredParameters([whole.weight, slices.weight]):
+            found = [whole.weight[3, 3].item(), slices.weight[3, 3].item()]
+        engine, *_ = deepspeed.initialize(model=whole, config=config)
+        assert engine.train_batch_size() == 4 * grid.get_sample_world_size()
+        with deepspeed.zero.GatheredParameters(whole.weight, modifier_rank=0):  # an engine's may be unmarked slices
+            nn.init.constant_(whole.weight, dist.get_rank())
+        with deepspeed.zero.GatheredParameters(whole.weight):
+            assert whole.weight[0, 0].item() == grid.get_ranks("data")[0]
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("spec", ["model=2,data=2", "data=2,model=2", "model=4"])
+def test_parameters_that_rank_0_alone_has_filled_are_on_all_slices(world: Worlds, spec: str) -> None:
+    found = world(4).run(_filled_on_rank_0, spec)
+    first = {"model=2,data=2": [0, 0, 2, 2], "data=2,model=2": [0, 1, 0, 1], "model=4": [0, 1, 2, 3]}[spec]
+    assert found == [[3.0, 3.0 + rank] for rank in first]
+
+
 def test_names_are_as_before_after_use_and_after_destroy() -> None:
     rows = [change for change, _ in WHILE_A_GRID_IS_IN_USE] + list(changes.LONG_SEQUENCES)
     before = [vars(row.owner)[row.name] for row in rows]
@@ -250,6 +282,17 @@ def test_names_are_as_before_after_use_and_after_destroy() -> None:
         with fake_world(0, 4), PipelineParallelGrid("seq=2,data=2") as grid:
             use(grid)
         assert [vars(row.owner)[row.name] for row in rows] == before
+
+
+def test_attention_that_was_registered_before_is_refused() -> None:
+    with fake_world(0, 4), PipelineParallelGrid("seq=2,data=2") as grid:
+        before = deepspeed.initialize
+        with mock.patch.object(parallel_state_sp, "_SEQUENCE_PARALLEL_GROUP", dist.new_group([0, 1])):
+            with pytest.raises(TopologyError, match=r"has joined ranks \[0, 1\] before, .* call it after use"):
+                use(grid)
+            assert deepspeed.initialize is before
+        with mock.patch.object(parallel_state_sp, "_SEQUENCE_PARALLEL_GROUP", dist.new_group([0, 2])):
+            use(grid).release()
 
 
 def test_one_grid_is_in_use_at_a_time() -> None:
@@ -415,9 +458,9 @@ def _dealt(kind: str, dealt_by: str) -> str | list[float]:
 
 @pytest.mark.parametrize("kind", ["plain", "pipeline"])
 def test_peers_that_train_on_other_samples_are_named(world: Worlds, kind: str) -> None:
-    for message in world(4).run(_dealt, kind, "torch"):
+    for rank, message in enumerate(world(4).run(_dealt, kind, "torch")):
         assert isinstance(message, str), "accepted in silence"
-        assert "rank 0 (" in message
+        assert f"rank {rank // 2 * 2 if kind == 'plain' else 0} (" in message
         assert "read different samples" in message
         assert "grid.sampler(dataset)" in message
     for losses in world(4).run(_dealt, kind, "torch, meant"):
@@ -454,6 +497,56 @@ def test_samples_that_a_stage_has_no_use_for_have_none(nothing: Any) -> None:
 )
 def test_samples_of_any_kind_have_a_digest(lawful: torch.Tensor) -> None:
     assert samples.digest(lawful) == samples.digest((lawful.clone().contiguous(),)) > 0
+
+
+def _other_kinds_of_samples() -> None:
+    start()
+    with PipelineParallelGrid("pipe=2,model=2") as grid:
+        module = nn.Linear(4, 4)
+        module.is_pipeline_stage = True  # type: ignore[assignment]
+        engine, *_ = deepspeed.initialize(model=module, mpu=grid, config=settings())
+        stage, slice_ = grid.get_axis_rank("pipe"), grid.get_axis_rank("model")
+        for _ in range(2):  # later stages are given parts of sequences
+            engine(torch.full((2, 4), float(stage * slice_)))
+        engine.destroy()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        engine, *_ = deepspeed.initialize(model=TakesAnything(), mpu=grid, config=settings())
+        engine(torch.ones(3, dtype=torch.cfloat).conj(), [nested, torch.eye(2).to_sparse(), torch.empty(0, 3), None])
+        with pytest.raises(DisagreementError, match="read different samples"):
+            engine({"phase": torch.full((3,), complex(0, grid.get_axis_rank("model"))).conj()})
+        engine.destroy()
+
+
+def _one_replica_alone() -> None:
+    start()
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), mpu=grid, config=settings())
+        for _ in range(grid.get_sample_rank() + 1):  # as to show a first result, without engine.eval()
+            engine(torch.ones(2, 4))
+        for _ in range(4):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        engine.destroy()
+
+
+def test_a_replica_that_looks_at_more_samples_does_not_wait_for_the_others(world: Worlds) -> None:
+    world(4).run(_one_replica_alone)
+
+
+class TakesAnything(nn.Module):
+    """Takes whatever there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, *_: Any) -> torch.Tensor:
+        return self.weight.sum()
+
+
+def test_samples_of_all_kinds_are_compared_where_they_are_read(world: Worlds) -> None:
+    world(4).run(_other_kinds_of_samples)
 
 
 @pytest.mark.parametrize("spec", ["pipe=2,data=3,seq=2", "model=2,data=3,pipe=2", "seq=3,data=2,+copies=2"])
