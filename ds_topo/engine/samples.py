@@ -38,7 +38,7 @@ def with_same_samples(forward: Any) -> Any:
         reads = not isinstance(engine, PipelineEngine)  # which calls this with activations
         if reads and engine.training and _is_due(engine, grid) and _reads_samples(grid):
             slices = (MODEL,)  # alone: other replicas may look at more samples, or fewer
-            _require_equal([(digest((args, options)), 0)], grid, slices, slices)
+            _require_equal([(digest((args, options), zeros_count=True), 0)], grid, slices, slices)
         return forward(engine, *args, **options)
 
     return compare_first
@@ -122,12 +122,15 @@ def _require_equal(read: list[tuple[int, int]], grid: MpuGrid, peers: tuple[str,
     )
 
 
-def digest(samples: Any) -> int:
-    """Of all tensors, positive; 0 if there is none but of zeros, as stages get them that have no use for samples."""
+def digest(samples: Any, zeros_count: bool = False) -> int:
+    """Of all tensors, positive; 0 if there is none.
+
+    Unless ``zeros_count``, 0 also where all are zeros, as stages of a pipeline get that have no use for samples.
+    """
     hashed = hashlib.blake2b(digest_size=7)
     found = False
     for tensor in _tensors(samples):
-        found = found or bool(tensor.detach().any())
+        found = found or zeros_count or bool(tensor.detach().any())
         content = tensor.detach().to("cpu", copy=False).resolve_conj().contiguous()
         hashed.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         hashed.update(content.reshape(-1).view(torch.uint8).numpy().tobytes())
