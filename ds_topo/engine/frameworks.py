@@ -64,6 +64,18 @@ def deal_samples(grid: PipelineParallelGrid) -> list[Release]:
     return [ledger.bind(change, make)]
 
 
+def warn_of_undealt_samples(grid: PipelineParallelGrid) -> None:
+    """Say that accelerate was imported too late for :func:`deal_samples`."""
+    is_dealt = any(change.name == "prepare_data_loader" for change in ledger.in_force())
+    if "accelerate" in sys.modules and not is_dealt and grid.get_sample_world_size() < grid.world_size:
+        warnings.warn(
+            "accelerate was imported after ds_topo.use(grid), and deals samples over all ranks: import it, or "
+            "transformers, before",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
 def _share_of(grid: PipelineParallelGrid) -> tuple[int, int]:
     """Among how many a data loader is dealt, and which of them this rank is.
 

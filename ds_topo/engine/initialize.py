@@ -15,7 +15,7 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ds_topo.engine.frameworks import with_samples_of
+from ds_topo.engine.frameworks import warn_of_undealt_samples, with_samples_of
 from ds_topo.engine.gradient_reducer import GradientReducer
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.inputs import REDUCER_SECTION, TOPOLOGY_SECTION, check_mpu, reading_sections
@@ -71,6 +71,7 @@ def initialize(
     used = grid_in_use()
     if used is not None:
         mpu = mpu_in_use(mpu, model, used)
+        warn_of_undealt_samples(used)
         if not isinstance(model, DeepSpeedPipelineModule):
             config, config_params = with_samples_of(used, config or config_params), None
     elif mpu is None and TOPOLOGY_SECTION in content and not isinstance(model, DeepSpeedPipelineModule):

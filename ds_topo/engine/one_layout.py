@@ -116,7 +116,7 @@ def mpu_in_use(mpu: Any, model: Any, grid: PipelineParallelGrid) -> Any:
                 _require_same_places(own.topology(), grid)
         elif own is not None and own is not parallel_state_sp:  # DeepSpeed's, whose groups are the grid's meanwhile
             require_same_groups(own, type(own).__name__ if not isinstance(own, ModuleType) else own.__name__, grid)
-    except TopologyError as error:
+    except Exception as error:  # whatever it is: the others hear of it
         failure = error
     axes = [axis for axis in grid.topology().axes if axis != PIPE or is_pipeline]
     _agree(grid, axes, "the mpu of the engine", failure)

@@ -38,7 +38,7 @@ def with_same_samples(forward: Any) -> Any:
         reads = not isinstance(engine, PipelineEngine)  # which calls this with activations
         if reads and engine.training and _is_due(engine, grid) and _reads_samples(grid):
             slices = (MODEL,)  # alone: other replicas may look at more samples, or fewer
-            _require_equal([(digest((args, options), zeros_count=True), 0)], grid, slices, slices)
+            _require_equal([digest((args, options), zeros_count=True)], grid, slices, slices)
         return forward(engine, *args, **options)
 
     return compare_first
@@ -75,7 +75,11 @@ def with_same_batches(train_batch: Any) -> Any:
         reads = engine.is_first_stage() or engine.is_last_stage()
         count = engine.micro_batches
         read = (read + [(0, 0)] * count)[:count] if reads else [(0, 0)] * count
-        _require_equal(read, grid, (PIPE, MODEL), grid.topology().axes)
+        inputs, labels = ([pair[index] for pair in read] for index in (0, 1))
+        everyone = grid.topology().axes
+        # The last stage has no use for inputs, which the first may have changed at random; labels tell which they are.
+        has_labels = _require_equal(labels, grid, (PIPE, MODEL), everyone)
+        _require_equal(inputs, grid, (MODEL,) if has_labels else (PIPE, MODEL), everyone)
         return result
 
     return compare_after
@@ -93,14 +97,17 @@ def _is_due(engine: DeepSpeedEngine, grid: Any) -> bool:
     return True
 
 
-def _require_equal(read: list[tuple[int, int]], grid: MpuGrid, peers: tuple[str, ...], others: Sequence[str]) -> None:
+def _require_equal(read: list[int], grid: MpuGrid, peers: tuple[str, ...], others: Sequence[str]) -> bool:
     """Raise on all ranks along ``others`` if some ``peers`` have read different samples; 0 stands for nothing read.
+
+    Returns:
+        Whether any of the peers has read something.
 
     Raises:
         DisagreementError: the message names ranks.
     """
     device = get_accelerator().current_device_name()
-    own = torch.tensor(read, dtype=torch.int64, device=device).flatten()
+    own = torch.tensor(read, dtype=torch.int64, device=device)
     # The largest digest, and the smallest of those that are not 0, in one exchange.
     ends = torch.cat([own, torch.where(own == 0, torch.iinfo(torch.int64).min, -own)])
     group = grid.get_group([axis for axis in peers if axis in grid.topology().axes])
@@ -110,7 +117,7 @@ def _require_equal(read: list[tuple[int, int]], grid: MpuGrid, peers: tuple[str,
     flag = torch.tensor(grid.world_size - grid.grid_rank if differ else 0, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=grid.get_group(others))
     if not int(flag):
-        return
+        return bool((largest != 0).any())
     first = grid.world_size - int(flag)
     where = ", ".join(f"{axis}={index}" for axis, index in grid.topology().get_coord(first)._asdict().items())
     names = " and ".join(repr(axis) for axis in peers if grid.get_axis_size(axis) > 1)

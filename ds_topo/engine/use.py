@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial, wraps
 from types import TracebackType
 from typing import Any
@@ -123,8 +124,10 @@ def _bind(grid: PipelineParallelGrid) -> None:
 
 
 def _put_back() -> None:
-    while _releases:
-        _releases.pop()()
+    with ExitStack() as releases:  # all of them, even where one raises
+        for release in _releases:
+            releases.callback(release)
+        _releases.clear()
 
 
 def _require_no_other_groups_of_seq(grid: PipelineParallelGrid) -> None:

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import ds_topo
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, TopologyError, parallel_state, use
 from ds_topo.engine import changes, samples
+from ds_topo.engine.frameworks import warn_of_undealt_samples
 from ds_topo.engine.use import WHILE_A_GRID_IS_IN_USE
 from ds_topo.errors import DisagreementError
 from tests.support.fake_world import fake_world
@@ -295,6 +296,16 @@ def test_attention_that_was_registered_before_is_refused() -> None:
             use(grid).release()
 
 
+def test_accelerate_that_is_imported_too_late_is_named() -> None:
+    with fake_world(0, 4), PipelineParallelGrid("data=2,model=2") as grid, PipelineParallelGrid("data=4") as whole:
+        with mock.patch.dict(sys.modules, {"accelerate": ModuleType("accelerate")}):
+            with pytest.warns(RuntimeWarning, match="accelerate was imported after ds_topo.use"):
+                warn_of_undealt_samples(grid)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                warn_of_undealt_samples(whole)
+
+
 def test_one_grid_is_in_use_at_a_time() -> None:
     with fake_world(0, 4), PipelineParallelGrid("data=4") as first, PipelineParallelGrid("data=2,model=2") as second:
         with use(first), pytest.raises(RuntimeError, match="'data=4' is in use: release"):
@@ -497,6 +508,21 @@ def test_samples_that_a_stage_has_no_use_for_have_none(nothing: Any) -> None:
 )
 def test_samples_of_any_kind_have_a_digest(lawful: torch.Tensor) -> None:
     assert samples.digest(lawful) == samples.digest((lawful.clone().contiguous(),)) > 0
+
+
+def _changed_at_random() -> None:
+    start()
+    with PipelineParallelGrid("pipe=2,data=2") as grid:
+        module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, grid=grid, loss_fn=F.mse_loss)
+        engine, *_ = deepspeed.initialize(model=module, config=settings())
+        noise = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(2):
+            engine.train_batch(iter([(torch.randn(2, 4, generator=noise), torch.ones(2, 4))] * 2))
+        engine.destroy()
+
+
+def test_inputs_that_the_first_stage_alone_has_changed_are_no_other_samples(world: Worlds) -> None:
+    world(4).run(_changed_at_random)
 
 
 def _other_kinds_of_samples() -> None:
