@@ -296,14 +296,14 @@ def test_attention_that_was_registered_before_is_refused() -> None:
             use(grid).release()
 
 
-def test_accelerate_that_is_imported_too_late_is_named() -> None:
+def test_accelerate_that_is_imported_too_late_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", ModuleType("accelerate"))
     with fake_world(0, 4), PipelineParallelGrid("data=2,model=2") as grid, PipelineParallelGrid("data=4") as whole:
-        with mock.patch.dict(sys.modules, {"accelerate": ModuleType("accelerate")}):
-            with pytest.warns(RuntimeWarning, match="accelerate was imported after ds_topo.use"):
-                warn_of_undealt_samples(grid)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                warn_of_undealt_samples(whole)
+        with pytest.warns(RuntimeWarning, match="accelerate was imported after ds_topo.use"):
+            warn_of_undealt_samples(grid)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warn_of_undealt_samples(whole)
 
 
 def test_one_grid_is_in_use_at_a_time() -> None:
