@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ds_topo.engine.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.topology.axes import MODEL, PIPE
+from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import RankGroup
 
 
@@ -32,6 +32,26 @@ class MegatronGrid(MpuGrid):
     def get_tensor_model_parallel_src_rank(self) -> int:
         """The global rank of the first member of the tensor parallel group."""
         return self.slice_group[0]
+
+    # -- context parallelism: the ``seq`` axis, this rank alone without one ---------------------------------------
+
+    def get_context_parallel_group(self) -> ProcessGroup:
+        """The ranks that share this one's samples and hold other parts of the sequences."""
+        if SEQ in self.topology().axes:
+            return self.get_group(SEQ)
+        return self.create_group(RankGroup(("this rank",), (self.global_rank,)))
+
+    def get_context_parallel_global_ranks(self) -> list[int]:
+        """Their global ranks, ascending."""
+        return self.get_ranks(SEQ) if SEQ in self.topology().axes else [self.global_rank]
+
+    def get_context_parallel_world_size(self) -> int:
+        """Their number."""
+        return len(self.get_context_parallel_global_ranks())
+
+    def get_context_parallel_rank(self) -> int:
+        """Which part of the sequences this rank holds."""
+        return self.get_context_parallel_global_ranks().index(self.global_rank)
 
     # -- pipeline parallelism: the ``pipe`` axis -----------------------------------------------------------------
 

@@ -21,21 +21,21 @@ MEANINGS = {
     EXPERT: "replicas that hold different experts",
 }
 """What the ranks along an axis of this name differ in."""
-SYNONYMS = {"tensor": MODEL}
+SYNONYMS = {"tensor": MODEL, **dict.fromkeys(("context", "cp", "sp"), SEQ)}
 """Other names of an axis, understood wherever an axis is named."""
 SPEC_SYNONYMS = {
     **SYNONYMS,
     **dict.fromkeys(("pp", "pipeline"), PIPE),
     **{"dp": DATA},
     **dict.fromkeys(("tp", "mp"), MODEL),
-    **dict.fromkeys(("sp", "cp", "sequence", "context"), SEQ),
+    **{"sequence": SEQ},
     **dict.fromkeys(("ep", "experts"), EXPERT),
 }
 """What specs and configs understand besides, in upper and lower case: the field's abbreviations."""
 
 
 def canonical_axis(name: str) -> str:
-    """The one name of an axis: ``tensor`` is ``model``, every other name is itself."""
+    """The one name of an axis: ``tensor`` is ``model``, ``context`` is ``seq``, every other name is itself."""
     return SYNONYMS.get(name, name)
 
 

@@ -380,3 +380,20 @@ def test_a_wrong_topology_creates_no_group() -> None:
             with pytest.raises(TopologyError):
                 PipelineParallelGrid(wrong)
         new_group.assert_not_called()
+
+
+@pytest.mark.parametrize("name", ["context", "cp", "sp"])
+def test_context_is_a_name_of_seq(name: str) -> None:
+    topology = ProcessTopology(axes=["data", name], dims=[2, 2])
+    assert topology == ProcessTopology(axes=["data", "seq"], dims=[2, 2])
+    with fake_world(3, 4), PipelineParallelGrid(topology) as grid:
+        assert grid.get_group(name) is grid.get_context_parallel_group() is grid.get_sequence_parallel_group()
+        assert grid.get_ranks(name) == grid.get_context_parallel_global_ranks() == [2, 3]
+        assert (grid.get_context_parallel_rank(), grid.get_context_parallel_world_size()) == (1, 2)
+
+
+def test_without_a_seq_axis_each_rank_is_a_context_of_its_own() -> None:
+    with fake_world(3, 4), PipelineParallelGrid("data=4") as grid:
+        assert dist.get_process_group_ranks(grid.get_context_parallel_group()) == [3]
+        assert (grid.get_context_parallel_rank(), grid.get_context_parallel_world_size()) == (0, 1)
+        assert not hasattr(grid, "get_sequence_parallel_group")  # which DeepSpeed would see
