@@ -219,8 +219,7 @@ def _modified_by_one(end: Any) -> Any:
             group = grid.get_group([axis for axis in grid.topology().axes if axis != PIPE])
             for parameter in context.params:
                 if parameter.ds_process_group == replicas and not _is_of_one_slice(parameter):
-                    content = parameter.data.view(-1).view(torch.uint8)  # any type, scalars too
-                    dist.broadcast(content, dist.get_global_rank(group, rank), group=group)
+                    dist.broadcast(parameter.data.view(torch.uint8), dist.get_global_rank(group, rank), group=group)
         return end(context, *exception)
 
     return send_to_slices
