@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
 from types import TracebackType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from typing_extensions import Self
 
-from ds_topo.engine import changes
-from ds_topo.engine.frameworks import deal_samples, with_samples_of
+from ds_topo.engine import changes, zero_init
+from ds_topo.engine.frameworks import deal_samples
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.initialize import initialize
 from ds_topo.engine.inputs import require_grid
@@ -176,63 +174,6 @@ def _constructed_on_grid(construct: Any) -> Any:
     return on_grid
 
 
-def _partitioned_over_replicas(construct: Any) -> Any:
-    signature = inspect.signature(construct)
-
-    @wraps(construct)
-    def over_replicas(*args: Any, **options: Any) -> None:
-        given = signature.bind(*args, **options)
-        grid = grid_in_use()
-        if grid is not None and not any(given.arguments.get(name) for name in _GROUPS_OF_ZERO_INIT):
-            given.arguments["data_parallel_group"] = grid.get_data_parallel_group()
-            if given.arguments.get("mpu") is None:
-                given.arguments["mpu"] = grid
-            for name in _CONFIGS_OF_ZERO_INIT & given.arguments.keys():
-                given.arguments[name] = with_samples_of(grid, given.arguments[name])
-        construct(*given.args, **given.kwargs)
-
-    return over_replicas
-
-
-_GROUPS_OF_ZERO_INIT = ("data_parallel_group", "sequence_data_parallel_group")
-_CONFIGS_OF_ZERO_INIT = {"config_dict_or_path", "config"}
-
-
-def _with_modifier_kept(construct: Any) -> Any:
-    signature = inspect.signature(construct)
-
-    @wraps(construct)
-    def keep(context: Any, *args: Any, **options: Any) -> None:
-        given = signature.bind(context, *args, **options)
-        construct(context, *args, **options)
-        context.ds_topo_modifier_rank = given.arguments.get("modifier_rank")
-
-    return keep
-
-
-def _modified_by_one(end: Any) -> Any:
-    @wraps(end)
-    def send_to_slices(context: Any, *exception: Any) -> Any:
-        grid, rank = grid_in_use(), getattr(context, "ds_topo_modifier_rank", None)
-        if context.enabled and grid is not None and rank is not None and grid.get_axis_size(MODEL) > 1:
-            replicas = grid.get_data_parallel_group()
-            group = grid.get_group([axis for axis in grid.topology().axes if axis != PIPE])
-            for parameter in context.params:
-                if parameter.ds_process_group == replicas and not _is_of_one_slice(parameter):
-                    dist.broadcast(parameter.data.view(torch.uint8), dist.get_global_rank(group, rank), group=group)
-        return end(context, *exception)
-
-    return send_to_slices
-
-
-def _is_of_one_slice(parameter: torch.Tensor) -> bool:
-    """Whether the other slices may hold something else, by the marks of Megatron and DeepSpeed."""
-    if hasattr(parameter, "_z3_optimizer"):  # an engine's already: it is read, to save it, and nobody fills it
-        return True
-    marks = ("tensor_model_parallel", "model_parallel")
-    return any(getattr(parameter, mark, False) for mark in marks) or not getattr(parameter, "allreduce", True)
-
-
 def _in_the_order_in_use(degrees: dict[str, int], otherwise: ProcessTopology) -> ProcessTopology:
     """The layout of the grid in use for a program that asks for degrees alone, if it has them."""
     grid = grid_in_use()
@@ -264,8 +205,6 @@ WHILE_A_GRID_IS_IN_USE: tuple[tuple[Change, Make], ...] = (
     (changes.CONSTRUCT_PIPELINE, _constructed_on_grid),
     (changes.TIED_MODULES, always(index_tied_modules)),
     (changes.SET_BOUNDS, with_plain_bounds),
-    (changes.ZERO_INIT, _partitioned_over_replicas),
-    (changes.MODIFIED, _with_modifier_kept),
-    (changes.MODIFIED_BY_ONE, _modified_by_one),
+    *zero_init.WHILE_A_GRID_IS_IN_USE,
     *((change, _OURS[change.name]) for change in changes.NAMES_OF_TOPOLOGIES),
 )

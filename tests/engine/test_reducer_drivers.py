@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec
+from packaging.version import Version
 from torch import nn
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
@@ -43,7 +44,8 @@ LAYOUTS: list[tuple[str, list[dict[str, Any]]]] = [
 def _train_both_ways(topology: str, options: dict[str, Any], alone: Run) -> Run:
     theirs = train_pipeline(topology, STEPS, **options)
     ours = train_pipeline(topology, STEPS, **options, gradient_reducer=SMALL_BUCKETS)
-    tolerance = 2**-8 if "bf16" in options else 1e-5  # half a unit of bf16
+    of_bf16 = 2e-3 if Version(torch.__version__) >= Version("2.13") else 2**-8  # half a unit of bf16 on older torch
+    tolerance = of_bf16 if "bf16" in options else 1e-5
     assert_trained_alike(ours, theirs, losses=tolerance, norms=tolerance, elements=(4 * tolerance, 4 * tolerance))
     assert ours.parameters.keys() == theirs.parameters.keys()
     if "bf16" not in options:

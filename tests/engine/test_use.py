@@ -33,29 +33,12 @@ from ds_topo.engine.frameworks import warn_of_undealt_samples
 from ds_topo.engine.use import WHILE_A_GRID_IS_IN_USE
 from ds_topo.errors import DisagreementError
 from tests.support.fake_world import fake_world
+from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
 ORDERS = [",".join(order) for order in permutations(("pipe=2", "data=2", "model=2"))]
 stock_initialize = deepspeed.initialize
 StockTopology = deepspeed_topology.PipeModelDataParallelTopology
-
-
-def settings(**more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        **more,
-    }
-
-
-def start() -> None:
-    warnings.simplefilter("ignore")
-    deepspeed.init_distributed(verbose=False)
-    torch.manual_seed(0)
 
 
 # -- pipelines of DeepSpeed's own class ------------------------------------------------------------------------------

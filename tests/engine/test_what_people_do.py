@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 from unittest import mock
 
@@ -24,30 +23,12 @@ from ds_topo.engine import gradient_reducer
 from ds_topo.errors import ExpertGroupError
 from ds_topo.reducer import probes, routes
 from tests.support.failing import FailsInBackward
+from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
 SMALL = {"bucket_bytes": 600, "first_bucket_bytes": 200, "last_bucket_bytes": 200}
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}}
-
-
-def settings(**more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-        **more,
-    }
-
-
-def start() -> None:
-    warnings.simplefilter("ignore")
-    deepspeed.init_distributed(verbose=False)
-    torch.manual_seed(0)
 
 
 def samples(step: int, width: int = 8) -> torch.Tensor:
