@@ -64,6 +64,13 @@ UNFUSED_STEP = Change(
     why="it takes the norm of gradients, which have no marks: shards of all slices but the first are missing",
     during=A_GRID,
 )
+BF16_GRADIENTS = Change(
+    BF16_Optimizer,
+    "get_grads_for_norm",
+    instead="the same, and a zero on ranks where nothing counts",
+    why="without a tensor-parallel parameter all slices but the first have none, and it fails on those ranks alone",
+    during=A_GRID,
+)
 CONFIGURE_MODEL = Change(
     DeepSpeedEngine,
     "_configure_distributed_model",

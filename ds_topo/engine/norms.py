@@ -9,8 +9,9 @@ of what is not, a tied layer on one of its stages, every expert. What DeepSpeed 
     ZeRO 1 and 2             leave out experts of all slices but the first, and reduce once per parameter group, which
                              hangs where stages have unequal numbers of them: ``zero_gradient_norm`` in their place.
     fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which carry no marks: they get their
-                             parameters'. It leaves experts out, ``BF16_Optimizer`` hangs or fails where ranks differ in
-                             what they have: ``check_norm`` refuses both.
+                             parameters'. It leaves experts out, ``BF16_Optimizer`` hangs where ranks differ in the
+                             experts that they have: ``check_norm`` refuses both. Without any parameter that counts on
+                             a slice ``BF16_Optimizer`` fails: such ranks add a zero.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -102,7 +104,22 @@ def _with_marks(step: Any) -> Any:
     return marked_step
 
 
-WHILE_A_GRID_EXISTS: tuple[tuple[Change, Make], ...] = ((changes.UNFUSED_STEP, _with_marks),)
+def _with_a_zero(get_gradients: Any) -> Any:
+    @wraps(get_gradients)
+    def gradients_for_norm(optimizer: BF16_Optimizer, for_clipping: bool = False) -> Any:
+        found = get_gradients(optimizer, for_clipping)
+        if for_clipping or not isinstance(optimizer.mpu, MpuGrid):
+            return found
+        counted, of_experts = found
+        return counted or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
+
+    return gradients_for_norm
+
+
+WHILE_A_GRID_EXISTS: tuple[tuple[Change, Make], ...] = (
+    (changes.UNFUSED_STEP, _with_marks),
+    (changes.BF16_GRADIENTS, _with_a_zero),
+)
 
 
 # -- norms with experts -----------------------------------------------------------------------------------------------

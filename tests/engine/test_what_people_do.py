@@ -254,6 +254,30 @@ class Mixture(nn.Module):
         return output
 
 
+def _whole_model_on_slices(topology: str, wide: bool) -> None:
+    start()
+    more: dict[str, Any] = {**ZERO_1, "data_types": {"grad_accum_dtype": "fp32"}} if wide else {}
+    with PipelineParallelGrid(topology) as grid:
+        module = nn.Linear(8, 8)
+        config = settings(**BF16, **more, gradient_accumulation_steps=1)
+        engine, *_ = deepspeed.initialize(model=module, mpu=grid, config=config)
+        hidden = torch.ones(2, 8, dtype=torch.bfloat16)  # the same on all replicas
+        alone = torch.autograd.grad(engine.module(hidden).float().square().mean(), list(module.parameters()))
+        for step in range(2):
+            engine.backward(engine(hidden).float().square().mean())
+            engine.step()
+            if step == 0:
+                norm = torch.stack([gradient.float().norm() for gradient in alone]).norm()
+                assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-2)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("topology", ["data=2,model=2", "model=4"])
+def test_slices_without_a_tensor_parallel_parameter_train_in_bf16(world: Worlds, topology: str, wide: bool) -> None:
+    world(4).run(_whole_model_on_slices, topology, wide)
+
+
 def _links_of_different_speed() -> list[list[str]]:
     """One data parallel group measures a slow link, the other a fast one; expert-data groups span both."""
     start()
