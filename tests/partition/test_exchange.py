@@ -1,0 +1,119 @@
+"""Sums to owners and gathers from them, between real processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_topo.partition.exchange import CollectiveExchange, Exchange, PeerExchange, exchange_of
+from ds_topo.partition.layout import PartitionLayout
+from ds_topo.partition.moving import moved
+from ds_topo.process_groups.creation import ProcessGroup
+from tests.support.ranks import run_ranks
+from tests.support.world import Worlds
+
+Make = Callable[[ProcessGroup], Exchange]
+
+
+def _group() -> ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _numbers(numel: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(numel * dist.get_world_size()) % 13 + rank).to(dtype)
+
+
+def _exchanges(make: Make) -> None:
+    exchange, rank, size = make(_group()), dist.get_rank(), dist.get_world_size()
+    for numel in (1, 7, 300_000):
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64):
+            flats = [_numbers(numel, rank + place, dtype) for place in range(5)]
+            under_way = [exchange.reduce_scatter(flat) for flat in flats]
+            for place, (flat, pending) in enumerate(zip(flats, under_way, strict=True)):
+                assert pending.wait() > 0
+                total = torch.stack([_numbers(numel, other + place, dtype) for other in range(size)]).sum(0)
+                assert torch.equal(flat.view(size, -1)[rank], total.view(size, -1)[rank])
+            for gather in (lambda flat: exchange.gather(flat).wait(), exchange.gather_now):
+                flat = torch.full((numel * size,), -1).to(dtype)
+                flat.view(size, -1)[rank] = rank
+                gather(flat)
+                assert torch.equal(flat.view(size, -1), torch.arange(size).to(dtype)[:, None].expand(size, numel))
+    assert exchange.gather(torch.empty(0)).wait() > 0
+    for _ in range(2):
+        exchange.rest()
+    assert not any("slices" in thread.name for thread in threading.enumerate())
+
+
+WAYS: dict[str, Make] = {
+    "peers": lambda group: PeerExchange(group, ["a"] * dist.get_world_size(group)),
+    "peers_on_two_hosts": partial(PeerExchange, hosts=["a", "a", "b", "b"]),
+    "peers_on_hosts_in_turn": partial(PeerExchange, hosts=["a", "b", "a", "b"]),
+    "collectives": CollectiveExchange,
+}
+
+
+def _exchange_by(way: str) -> None:
+    _exchanges(WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sums_arrive_at_owners_and_slices_everywhere(world: Worlds, way: str) -> None:
+    world(4).run(_exchange_by, way)
+
+
+def _one_for_a_group() -> None:
+    group, cpu = _group(), torch.device("cpu")
+    assert exchange_of(group, cpu) is exchange_of(group, cpu), "ranks count the messages of a group"
+
+
+def test_a_group_has_one_exchange(world: Worlds) -> None:
+    world(2).run(_one_for_a_group)
+
+
+def _fails() -> None:
+    exchange = PeerExchange(_group(), ["a", "a"])
+    sent = mock.patch.object(dist, "isend", side_effect=RuntimeError("connection closed"))
+    with sent:
+        under_way = [exchange.gather(torch.zeros(4)), exchange.reduce_scatter(torch.zeros(4))]
+        for pending in under_way:
+            with pytest.raises(RuntimeError, match="connection closed"):
+                pending.wait()
+    with pytest.raises(RuntimeError, match="connection closed"):
+        exchange.gather(torch.zeros(4)).wait()
+    exchange.rest()
+
+
+def test_after_an_error_every_wait_raises_it() -> None:
+    run_ranks(2, _fails, deadline=60)
+
+
+def _move(case: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(case)
+    numels = torch.randint(0, 40, (6,), generator=generator).tolist()
+    offsets = [sum(numels[:place]) for place in range(6)]
+    flat = PartitionLayout.flat(numels, offsets, -(-sum(numels) // size), size)
+    balanced = PartitionLayout.balanced(numels, [(4, 5), (0, 1, 2), (3,)], size)
+    values = [torch.rand(numel, generator=generator) for numel in numels]
+
+    def partition(layout: PartitionLayout) -> torch.Tensor:
+        result = torch.zeros(layout.partition_numel)
+        for part in layout.fragments(rank):
+            result[part.address : part.address + part.numel] = values[part.parameter][part.start :][: part.numel]
+        return result
+
+    for source, target in ((flat, balanced), (balanced, flat), (flat, flat)):
+        assert torch.equal(moved(partition(source), source, target, _group()), partition(target))
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_partitions_move_between_layouts(world: Worlds, case: int) -> None:
+    world(4 if case else 1).run(_move, case)
