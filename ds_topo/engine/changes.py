@@ -10,6 +10,7 @@ from __future__ import annotations
 import deepspeed
 from deepspeed.moe import mappings
 from deepspeed.moe.sharded_moe import TopKGate
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -18,10 +19,12 @@ from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe import topology as pipe_topology
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero import partition_parameters, stage_1_and_2
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
+from deepspeed.utils import mixed_precision_linkage, tensor_fragment
+from torch import nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ds_topo.ledger import Change, Reliance
@@ -32,6 +35,7 @@ EXPERTS = "expert groups exist"
 REDUCER = "a GradientReducer is attached"
 A_CALL = "one call"
 USE = "ds_topo.use(grid)"
+_OUR_LAYOUT = "every region is cut evenly over the ranks, so that they all send and receive all the time"
 
 # -- grids ------------------------------------------------------------------------------------------------------------
 
@@ -110,6 +114,16 @@ NEXT_BATCH = Change(
     instead="the same, and a digest of the first ones",
     why="first and last stage, and model parallel peers, read samples by themselves",
     during=A_GRID,
+)
+GATHERS = tuple(
+    Change(
+        module,
+        "all_gather_dp_groups",
+        instead="on gloo, slices sent point to point; in our layout, region by region",
+        why="gloo's all_gather uses a link in one direction at a time",
+        during=A_GRID,
+    )
+    for module in (stage_1_and_2, bf16_optimizer)
 )
 SECOND_PARTITION = Change(
     deepspeed_groups,
@@ -333,12 +347,109 @@ BF16_HOOKS = Change(
     why="immediate_grad_update: its hooks would accumulate each gradient a second time",
     during=REDUCER,
 )
+HP_GRADIENTS = Change(
+    BF16_Optimizer,
+    "update_hp_grads",
+    instead="nothing",
+    why="after backward it would add gradients a second time that wait for the rest of their bucket",
+    during=REDUCER,
+)
 HP_GRADIENT = Change(
     BF16_Optimizer,
     "_hp_grad",
     instead="on each parameter, its part of the optimizer's buffer",
     why="the pipeline engine sums it over the stages of a tied layer",
     during=REDUCER,
+)
+ZERO_GRADS = tuple(
+    Change(
+        owner,
+        name,
+        instead="the same, and the reducer forgets what it has accumulated",
+        why="gradients of earlier micro-batches are not in parameter.grad",
+        during=REDUCER,
+    )
+    for owner, name in (
+        (DeepSpeedEngine, "zero_grad"),
+        (DeepSpeedZeroOptimizer, "zero_grad"),
+        (BF16_Optimizer, "clear_hp_grads"),
+    )
+)
+ZERO_EPILOGUE = Change(
+    DeepSpeedZeroOptimizer,
+    "overlapping_partition_gradients_reduce_epilogue",
+    instead="a wait for the reducer",
+    why="stage 2: the end of the optimizer's own reduction, after every backward",
+    during=REDUCER,
+)
+ADDRESSES = ZERO_FLATS, ZERO_PARTITIONS, ZERO_PARTITION_SIZE, ZERO_OWNED, ZERO_OFFSETS, *_OF_BF16 = tuple(
+    Change(optimizer, name, instead=instead, why=_OUR_LAYOUT, during=REDUCER)
+    for optimizer, name, instead in (
+        (DeepSpeedZeroOptimizer, "bit16_groups_flat", "the same memory, gathered by regions"),
+        (DeepSpeedZeroOptimizer, "parallel_partitioned_bit16_groups", "what writes this rank's slices"),
+        (DeepSpeedZeroOptimizer, "partition_size", "with the padding of regions"),
+        (DeepSpeedZeroOptimizer, "params_in_partition", "parameters that this rank owns a part of"),
+        (DeepSpeedZeroOptimizer, "round_robin_bit16_offsets", "where parameters are"),
+        (BF16_Optimizer, "bf16_groups_flat", "the same memory, gathered by regions"),
+        (BF16_Optimizer, "bf16_partitioned_groups", "what writes this rank's slices"),
+        (BF16_Optimizer, "fp32_groups_gradient_flat_partition", "this rank's slices, moved together"),
+        (BF16_Optimizer, "fp32_groups_gradients_flat", "none: nothing needs zeros there"),
+    )
+)
+BF16_FLATS, BF16_PARTITIONS, BF16_PARTITION_OF_GRADIENTS, BF16_ALL_GRADIENTS = _OF_BF16
+BF16_NORM = Change(
+    BF16_Optimizer,
+    "get_grads_for_norm",
+    instead="the norm over the ranks that share gradients",
+    why="each of them has its partition alone",
+    during=REDUCER,
+)
+METHODS_OF_PARTITIONS = {
+    optimizer: (
+        Change(
+            optimizer,
+            "state_dict",
+            instead="the same of partitions moved back",
+            why="checkpoints are in DeepSpeed's layout",
+            during=REDUCER,
+        ),
+        Change(
+            optimizer,
+            "load_state_dict",
+            instead="the same between moving everything back and here",
+            why="checkpoints are in DeepSpeed's layout",
+            during=REDUCER,
+        ),
+        Change(
+            optimizer,
+            "_restore_from_bit16_weights",
+            instead="the same by slices",
+            why=_OUR_LAYOUT,
+            during=REDUCER,
+        ),
+    )
+    for optimizer in (DeepSpeedZeroOptimizer, BF16_Optimizer)
+}
+OFFLOAD_STATES = Change(
+    DeepSpeedZeroOptimizer,
+    "offload_states",
+    instead="a refusal",
+    why="it cuts flat tensors anew, in DeepSpeed's layout",
+    during=REDUCER,
+)
+PARAMETERS = Change(
+    nn.Module,
+    "_parameters",
+    instead="on each module, a dictionary that waits for what is on its way",
+    why="parameters arrive during the next forward pass",
+    during="overlap_parameters",
+)
+COMPILE = Change(
+    DeepSpeedEngine,
+    "compile",
+    instead="the same after parameters arrive in the step again",
+    why="compiled code does not look parameters up",
+    during="overlap_parameters",
 )
 TAKE_STEP = Change(
     DeepSpeedEngine,
@@ -375,6 +486,9 @@ ROWS: tuple[Change | Reliance, ...] = (
     *STEPS_OF_PIPELINES,
     *NAMES_OF_TOPOLOGIES,
     *LONG_SEQUENCES,
+    *GATHERS,
+    *ZERO_GRADS,
+    *(row for rows in METHODS_OF_PARTITIONS.values() for row in rows),
     Reliance(deepspeed_groups, "_EXPERT_PARALLEL_GROUP", "where MoE layers find groups; entries by name"),
     Reliance(deepspeed_groups, "_EXPERT_PARALLEL_GROUP_RANKS", "entries by name"),
     Reliance(deepspeed_groups, "_EXPERT_DATA_PARALLEL_GROUP", "entries by name"),
@@ -401,6 +515,25 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(BF16_Optimizer, "fp32_groups_gradients", "the buffers that gradients accumulate in"),
     Reliance(BF16_Optimizer, "fp32_groups_has_gradients", "flags of filled buffers"),
     Reliance(BF16_Optimizer, "create_grad_acc_hooks", "to give its hooks back"),
+    *(
+        Reliance(optimizer, name, use)
+        for optimizer in (BF16_Optimizer, DeepSpeedZeroOptimizer)
+        for name, use in (
+            ("_link_all_hp_params", "links parameters and partitions when DeepSpeed's layout is back"),
+            ("_lazy_init_hp_params_optimizer_state", "the same of optimizer states"),
+            ("_hp_optimizer_states_linked", "whether these are linked"),
+            ("real_dp_process_group", "the ranks that share each flat tensor"),
+        )
+    ),
+    Reliance(BF16_Optimizer, "fp32_groups_flat_partition", "master weights"),
+    Reliance(BF16_Optimizer, "grad_acc_dtype", "what gradients accumulate in"),
+    Reliance(BF16_Optimizer, "_uses_muon", "whether it needs whole gradients"),
+    Reliance(DeepSpeedZeroOptimizer, "single_partition_of_fp32_groups", "master weights"),
+    Reliance(DeepSpeedZeroOptimizer, "bit16_groups", "the parameters behind the flat tensors"),
+    Reliance(DeepSpeedZeroOptimizer, "round_robin_bit16_groups", "their order there"),
+    Reliance(DeepSpeedZeroOptimizer, "_is_muon_group", "whether it needs whole gradients"),
+    Reliance(tensor_fragment, "hp_fragment_address", "what safe_get_full_fp32_param and its like look up"),
+    Reliance(mixed_precision_linkage, "link_hp_params", "sets _hp_mapping and _index_in_param_group on parameters"),
     Reliance(FP16_UnfusedOptimizer, "fp16_groups", "the parameters whose marks its gradients get"),
     Reliance(DeepSpeedZeroOptimizer, "overlapping_partition_gradients_reduce_epilogue", "collects the partition"),
     Reliance(DeepSpeedZeroOptimizer, "use_separate_grad_accum", "whether stage 1 accumulates in a second data type"),

@@ -46,9 +46,10 @@ class GradientReducer(BucketReducer):
     def attach(cls, engine: DeepSpeedEngine, **options: Unpack[ReductionArguments]) -> Self:
         """Let a reducer average a DeepSpeed engine's gradients, overlapped with the last micro-batch's backward.
 
-        Serves ``DeepSpeedEngine`` and ``PipelineEngine`` at ZeRO stages 0 and 1, fp32, fp16 and bf16, experts included.
-        Groups, divisor, communication data type and pre-division are the engine's. Collective over the data-parallel
-        group.
+        Serves ``DeepSpeedEngine`` at ZeRO stages 0 to 2 and ``PipelineEngine`` at 0 and 1, fp32, fp16 and bf16, experts
+        included. Groups, divisor, communication data type and pre-division are the engine's. At stages 1 and 2
+        gradients go to the ranks that own them, and :mod:`~ds_topo.engine.partitioned_optimizer` gives the optimizer a
+        layout for that; ``detach()``, which gives it back, is collective then. Collective over the data-parallel group.
 
         Args:
             engine: what ``deepspeed.initialize`` returned.
@@ -64,10 +65,10 @@ class GradientReducer(BucketReducer):
         """
         from ds_topo.engine.reducer_drivers import driver_of  # the standalone reducer does without DeepSpeed
 
-        driver = driver_of(engine)
+        driver = driver_of(engine, options)
         reducer = cls(engine.module, process_group=driver.group, driver=driver, **options)
         try:
-            driver.bind(reducer)
+            driver.bind(reducer, reducer.options)
         except BaseException:
             reducer.detach()
             raise

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import deepspeed
 import torch
 
-from ds_topo.engine import current_mpu, inputs, norms, options
+from ds_topo.engine import current_mpu, inputs, norms, options, parameter_gathers
 from ds_topo.engine.megatron import MegatronGrid
 from ds_topo.engine.releases import is_due, warn_of_releases
 from ds_topo.ledger import ledger
@@ -26,6 +26,7 @@ _WHILE_A_GRID_EXISTS = (
     *options.WHILE_A_GRID_EXISTS,
     *norms.WHILE_A_GRID_EXISTS,
     *current_mpu.WHILE_A_GRID_EXISTS,
+    *parameter_gathers.WHILE_A_GRID_EXISTS,
 )
 
 

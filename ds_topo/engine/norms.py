@@ -16,19 +16,19 @@ of what is not, a tied layer on one of its stages, every expert. What DeepSpeed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.utils import is_moe_param
+from deepspeed.moe.utils import is_moe_param, is_moe_param_group
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
@@ -38,6 +38,8 @@ from ds_topo.engine.expert_registry import registry
 from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import ExpertGroupError
 from ds_topo.ledger import Change, Make
+from ds_topo.partition.gradients import PartitionedGradients
+from ds_topo.process_groups.creation import ProcessGroup
 
 # -- marks ------------------------------------------------------------------------------------------------------------
 
@@ -192,6 +194,62 @@ WHILE_EXPERTS_EXIST: tuple[tuple[Change, Make], ...] = (
     (changes.CLIP_FP32, _clipped),
     (changes.ZERO_NORM, _normed),
 )
+
+
+# -- norms of partitions ----------------------------------------------------------------------------------------------
+
+
+class PartitionOfGradients(Protocol):
+    """What a rank owns of one flat tensor of gradients."""
+
+    group: ProcessGroup
+    gradients: PartitionedGradients
+
+    @property
+    def owned(self) -> list[nn.Parameter]:
+        """The parameters behind the fragments."""
+        ...
+
+    def fragments_of(self, partition: torch.Tensor) -> list[torch.Tensor]:
+        """Parts of single parameters."""
+        ...
+
+
+def partitioned_norms(optimizer: BF16_Optimizer, groups: Sequence[PartitionOfGradients]) -> Callable[..., Any]:
+    """In place of ``BF16_Optimizer.get_grads_for_norm``, which expects whole gradients on every rank.
+
+    It hands out the norm over the ranks that share them, as the only gradient there is: the norm of that is the same.
+    Collective over these ranks.
+    """
+
+    def gradients_for_norm(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return [group.gradients.partition for group in groups]
+        first_slice = optimizer.mpu is None or bwc_tensor_model_parallel_rank(mpu=optimizer.mpu) == 0
+        dense: list[torch.Tensor] = []
+        of_experts: dict[str, list[torch.Tensor]] = {}
+        for index, group in enumerate(groups):
+            fragments = group.fragments_of(group.gradients.partition)
+            counted = [
+                fragment
+                for fragment, parameter in zip(fragments, group.owned, strict=True)
+                if not _is_copy_of_tied(parameter)
+                and (first_slice or is_model_parallel_parameter(parameter) or is_moe_param(parameter))
+            ]
+            square = _sum_of_squares(counted, group.gradients.partition.device)
+            dist.all_reduce(square, group=group.group)
+            settings = optimizer.optimizer.param_groups[index]
+            kind = of_experts.setdefault(settings["name"], []) if is_moe_param_group(settings) else dense
+            kind.append(square.sqrt().reshape(1))
+        return dense or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
+
+    return gradients_for_norm
+
+
+def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    if not tensors:
+        return torch.zeros((), device=device)
+    return torch.stack([_norm_of(tensor) for tensor in tensors]).square().sum()
 
 
 # -- norms that cannot be mended --------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from statistics import median
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
@@ -18,8 +20,12 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.engine import changes
 from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.ledger import Change, ledger
+from ds_topo.partition.exchange import hosts_in_order
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reducer.options import ReductionArguments
+from ds_topo.reducer.options import ReductionArguments, ReductionOptions
+from ds_topo.reducer.planning import BucketSizes
+from ds_topo.reducer.probes import suitable_bucket_bytes
+from ds_topo.reducer.report import BucketTiming
 
 
 class Driven(Protocol):
@@ -34,6 +40,9 @@ class Driven(Protocol):
     def give_up_unfinished(self) -> None:
         """Forget a step that an exception ended."""
 
+    def forget_unreduced(self) -> None:
+        """Gradients of earlier micro-batches are thrown away."""
+
     @property
     def is_in_step(self) -> bool:
         """Whether gradients of a step have arrived, and are not reduced yet."""
@@ -45,9 +54,10 @@ class Driven(Protocol):
 class EngineDriver:
     """A plain engine. What it would have called to reduce gradients only waits for the rest of the reduction."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: DeepSpeedEngine, options: ReductionArguments) -> None:
         self.engine = engine
-        self._gradients = gradients_of(engine)
+        self._wanted = options
+        self._gradients = gradients_of(engine, self._bucket_sizes)
         self._bindings = ExitStack()
 
     @property
@@ -67,6 +77,7 @@ class EngineDriver:
             "allow_late_gradients": True,
             "broadcast_at_start": False,
             "grad_buffers": self._gradients.grad_buffers,
+            "partitions": self._gradients.partitions,
         }
         if not engine.gradient_average:
             options["op"] = "sum"
@@ -78,32 +89,54 @@ class EngineDriver:
             options["expert_groups"] = dict(deepspeed_groups._get_expert_data_parallel_group_dict())
         return options
 
-    def bind(self, reducer: Driven) -> None:
+    def bind(self, reducer: Driven, options: ReductionOptions) -> None:
         """Let the engine drive this reducer, until it is detached."""
         self._gradients.bind(self._bindings)
         owner, reduction = self._gradients.reduction
         self._replace(reduction, lambda _: self._reduce_with(reducer), owner)
-        self._replace(changes.DESTROY_ENGINE, lambda destroy: _after(reducer.detach, destroy))
+        self._replace(changes.DESTROY_ENGINE, lambda destroy: _after(partial(self._end, reducer), destroy))
         self._replace(changes.COALESCE, lambda _: _refuse_coalescing)
         self._replace(changes.TAKE_STEP, lambda step: _after(partial(_require_reduced, reducer, reduction), step))
+        for row in changes.ZERO_GRADS:
+            for thrower in (self.engine, self.engine.optimizer):
+                if isinstance(row.owner, type) and isinstance(thrower, row.owner):
+                    self._replace(row, lambda zero_grad: _after(reducer.forget_unreduced, zero_grad), thrower)
         self._watch_for_exceptions(reducer)
+        if options.overlap_parameters and self._gradients.parameters is not None:
+            self._gradients.parameters.start_overlapping(self.engine.module)
+            self._replace(changes.COMPILE, lambda compile_engine: _after(self._gather_in_step, compile_engine))
 
     # -- what the reducer asks
 
     def is_last_backward(self) -> bool:
         """By the engine's count of micro-batches."""
         engine = self.engine
-        return not engine.inside_no_sync_ctxt and bool(engine.is_gradient_accumulation_boundary())
+        if engine.inside_no_sync_ctxt:
+            return False
+        return self._gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
 
     def prefers_to_defer(self, communication_ns: Sequence[int]) -> bool:
         """Never: nothing else runs beside the end of backward."""
         return False
+
+    def wait_for_parameters(self) -> None:
+        """Those of the last step's gather."""
+        if self._gradients.parameters is not None:
+            self._gradients.parameters.wait()
+
+    def gathers(self) -> list[BucketTiming]:
+        """The last step's."""
+        return self._gradients.parameters.timings() if self._gradients.parameters is not None else []
 
     def on_detach(self) -> None:
         """Let the engine reduce its gradients by itself again."""
         self._bindings.close()
 
     # -- what the engine calls
+
+    def _end(self, reducer: Driven) -> None:
+        self._gradients.end_with_engine()
+        reducer.detach()
 
     def _reduce_with(self, reducer: Driven) -> Callable[..., None]:
         def reduce(*_: object, **__: object) -> None:
@@ -113,9 +146,32 @@ class EngineDriver:
 
         return reduce
 
+    def _bucket_sizes(self) -> BucketSizes:
+        """Of the regions of a partition; collective. All ranks together refuse options that cannot be, later."""
+        device = next((parameter.device for parameter in self.engine.module.parameters()), torch.device("cpu"))
+        suitable = suitable_bucket_bytes(self.group, device)
+        try:
+            return ReductionOptions(**self._wanted).bucket_sizes(suitable)
+        except (TypeError, ValueError):
+            return ReductionOptions().bucket_sizes(suitable)
+
     def _watch_for_exceptions(self, reducer: Driven) -> None:
         """Before a forward pass no step is under way, unless an exception ended it."""
-        self._replace(changes.FORWARD, lambda forward: _after(reducer.give_up_unfinished, forward))
+        self._replace(changes.FORWARD, lambda forward: self._using(_after(reducer.give_up_unfinished, forward)))
+
+    def _using(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A pass that uses parameters, which may still be on their way."""
+        parameters = self._gradients.parameters
+        return forward if parameters is None else parameters.before_forward(forward)
+
+    def _gather_in_step(self) -> None:
+        assert self._gradients.parameters is not None
+        warnings.warn(
+            "overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        self._gradients.parameters.stop_overlapping()
 
     def _samples(self, replicas: int) -> int:
         """How many of the replicas work on samples of their own."""
@@ -131,8 +187,8 @@ class PipelineDriver(EngineDriver):
     Gradients leave while its backward runs, and are waited for where the schedule reduces tied layers.
     """
 
-    def __init__(self, engine: PipelineEngine) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: PipelineEngine, options: ReductionArguments) -> None:
+        super().__init__(engine, options)
         self._passes = 0
         """Backward passes of this step so far."""
         self.backward_ns = 0
@@ -144,9 +200,11 @@ class PipelineDriver(EngineDriver):
         group: ProcessGroup = self.engine.mpu.get_data_parallel_group()
         return group
 
-    def bind(self, reducer: Driven) -> None:
+    def bind(self, reducer: Driven, options: ReductionOptions) -> None:
         """Let the schedule's instructions drive this reducer, too."""
-        super().bind(reducer)
+        super().bind(reducer, options)
+        if options.overlap_parameters and self._gradients.parameters is not None:
+            self._gradients.parameters.waits_for_use = self._shares_link_with_stage_before()
 
         def with_ours(instructions: dict[type, Any]) -> dict[type, Any]:
             backward, reduce_tied = instructions[schedule.BackwardPass], instructions[schedule.ReduceTiedGrads]
@@ -161,12 +219,18 @@ class PipelineDriver(EngineDriver):
             def reduce_tied_gradients(engine: PipelineEngine, **arguments: Any) -> None:
                 self._passes = 0
                 reducer.complete()
-                reduce_tied(engine, **arguments)
+                self._gradients.reduce_tied(engine, partial(reduce_tied, engine, **arguments))
 
             ours = {schedule.BackwardPass: backward_pass, schedule.ReduceTiedGrads: reduce_tied_gradients}
             return {**instructions, **ours}
 
         self._replace(changes.INSTRUCTIONS, with_ours)
+
+    def _shares_link_with_stage_before(self) -> bool:
+        """Whether the stage before, whose parameters are needed first, is on this host; collective over stages."""
+        stage, group = self.engine.stage_id, self.engine.grid.get_pipe_parallel_group()
+        hosts = hosts_in_order(group) if self.engine.num_stages > 1 else [""]
+        return bool(stage > 0 and hosts[stage] == hosts[stage - 1])
 
     def is_last_backward(self) -> bool:
         """By the schedule."""
@@ -186,7 +250,7 @@ class PipelineDriver(EngineDriver):
             self._passes = 0
             reducer.give_up_unfinished()
 
-        self._replace(changes.EXECUTE_SCHEDULE, lambda execute: _after(start_anew, execute))
+        self._replace(changes.EXECUTE_SCHEDULE, lambda execute: self._using(_after(start_anew, execute)))
 
     def _reduce_with(self, reducer: Driven) -> Callable[..., None]:
         return lambda *_, **__: self._gradients.mark_reduced()
@@ -195,8 +259,12 @@ class PipelineDriver(EngineDriver):
         return replicas
 
 
-def driver_of(engine: DeepSpeedEngine) -> EngineDriver:
-    """The driver for an engine.
+def driver_of(engine: DeepSpeedEngine, options: ReductionArguments) -> EngineDriver:
+    """The driver for an engine; collective over its replicas.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+        options: the user's.
 
     Raises:
         TypeError: not an engine.
@@ -204,7 +272,7 @@ def driver_of(engine: DeepSpeedEngine) -> EngineDriver:
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(f"GradientReducer.attach: {type(engine).__name__} is not what deepspeed.initialize returns")
-    return PipelineDriver(engine) if isinstance(engine, PipelineEngine) else EngineDriver(engine)
+    return PipelineDriver(engine, options) if isinstance(engine, PipelineEngine) else EngineDriver(engine, options)
 
 
 def _require_reduced(reducer: Driven, reduction: Change) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 
+from ds_topo.reducer.copy_in import copy_in
 from ds_topo.reducer.parameter_state import PENDING, ParameterState
 
 
@@ -20,28 +22,54 @@ class GradientBucket:
 
     def __init__(self, index: int, members: Sequence[ParameterState], multiple_of: int = 1) -> None:
         self.index = index
-        self.members = sorted(members, key=_address)
+        self.members = sorted(members, key=operator.attrgetter("address"))
         self.pending = len(self.members)
         """Members whose contribution is not complete."""
         first = self.members[0]
         self.is_sparse = first.is_sparse
+        self.region = first.region
+        self.is_kept = first.is_kept
+        """Whether its memory lasts from step to step; if not, it has some from :meth:`fill` to its reduction's end."""
         self.numel = sum(member.parameter.numel() for member in self.members)
         self.nbytes = self.numel * first.dtype.itemsize
         self.flat = self._memory(multiple_of)
         """The gradients, one after the other: ``[numel]``, then padding."""
-        self.flat[self.numel :].zero_()
+        if self.region is None:
+            self.flat[self.numel :].zero_()
 
     def install(self) -> None:
         """Point the members at this bucket, with the gradients that they hold."""
-        offset = 0
         for member in self.members:
             member.bucket = self
-            if self.is_sparse:
-                continue
+            if not self.is_kept:
+                member.view = self.flat
+        if self.is_kept and not self.is_sparse:
+            self._set_views()
+
+    def fill(self) -> None:
+        """Collect its members' gradients, if that had to wait for memory."""
+        if self.region is None:
+            return
+        if not self.is_kept:
+            self.flat = self.region.gradients.place(self.region.region)
+            self._set_views()
+            copy_in(self.members)
+        self.flat[self.numel :].zero_()
+
+    def give_back(self) -> None:
+        """Let go of memory that does not last."""
+        if not self.is_kept:
+            self.flat = self.flat.new_empty(0)
+            for member in self.members:
+                member.view, member.holds_sum = self.flat, False
+
+    def _set_views(self) -> None:
+        offset = 0
+        for member in self.members:
             parameter, buffer = member.parameter, member.grad_buffer
             # Strides as autograd lays gradients out, but for a user's buffer, which is plain memory.
-            if buffer is not None:
-                stride = buffer.view(parameter.shape).stride()
+            if buffer is not None or self.region is not None:
+                stride = torch.empty(parameter.shape, device="meta").stride()
             elif parameter.is_contiguous():
                 stride = parameter.stride()
             else:
@@ -71,6 +99,8 @@ class GradientBucket:
     def _memory(self, multiple_of: int) -> torch.Tensor:
         """New memory, or what the members' buffers make up together."""
         first = self.members[0]
+        if self.region is not None:
+            return self.region.gradients.place(self.region.region) if self.is_kept else torch.empty(0)
         if first.grad_buffer is not None:
             return first.grad_buffer.as_strided((self.numel,), (1,))
         padded = 0 if self.is_sparse else -(-self.numel // multiple_of) * multiple_of
@@ -112,7 +142,3 @@ class CommHookBucket:
     def is_last(self) -> bool:
         """Whether no other bucket of this step comes after it."""
         return self._is_last
-
-
-def _address(member: ParameterState) -> int:
-    return 0 if member.grad_buffer is None else member.grad_buffer.data_ptr()

@@ -17,7 +17,9 @@ _LARGE_NUMEL = 1 << 14
 
 def is_copied_at_once(state: ParameterState) -> bool:
     """Whether :func:`copy_in_at_once` is for this parameter."""
-    return state.parameter.numel() >= _LARGE_NUMEL and not state.is_sparse and not state.is_apart
+    if state.is_apart and (state.grad_buffer is not None or state.region is None or not state.is_kept):
+        return False
+    return state.parameter.numel() >= _LARGE_NUMEL and not state.is_sparse
 
 
 def copy_in_at_once(state: ParameterState) -> None:
@@ -25,6 +27,9 @@ def copy_in_at_once(state: ParameterState) -> None:
     parameter, view = state.parameter, state.view
     gradient = parameter.grad
     state.contribution = COPIED_IN
+    if state.is_apart:
+        _copy_apart(state)
+        return
     if gradient is view:
         if state.scale != 1.0:
             view.mul_(state.scale)
@@ -33,6 +38,21 @@ def copy_in_at_once(state: ParameterState) -> None:
     else:
         torch.mul(_dense(gradient, state), state.scale, out=view)
     parameter.grad = None if state.repeats else view
+
+
+def _copy_apart(state: ParameterState) -> None:
+    """The same where the view cannot be the gradient itself."""
+    view, gradient = state.view, state.parameter.grad
+    if not state.holds_sum and gradient is not None and gradient.dtype == view.dtype:
+        torch.mul(_dense(gradient, state), state.scale, out=view)
+    else:
+        accumulate(state)
+        if state.holds_sum:
+            view.mul_(state.scale)
+        else:
+            view.zero_()
+    state.holds_sum = True
+    state.parameter.grad = None
 
 
 def accumulate(state: ParameterState) -> None:
@@ -123,6 +143,8 @@ def _rows(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
 
 def _dense(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
     """The gradient without a graph of its own, unless it is sparse unexpectedly."""
+    if gradient.layout != torch.strided and state.region is not None:
+        return detached(gradient).to_dense()
     if gradient.layout != torch.strided:
         raise ValueError(
             f"parameter {state.name!r} got a sparse gradient, but no nn.Embedding(sparse=True) holds it: use one, or a "

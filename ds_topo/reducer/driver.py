@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ds_topo.reducer.options import ReductionArguments
+from ds_topo.reducer.report import BucketTiming
 
 
 class StepDriver(Protocol):
@@ -30,6 +31,14 @@ class StepDriver(Protocol):
         """
         ...
 
+    def wait_for_parameters(self) -> None:
+        """Until all that other ranks have updated are there."""
+        ...
+
+    def gathers(self) -> list[BucketTiming]:
+        """How the parameters arrived that this step's forward pass used."""
+        ...
+
     def on_detach(self) -> None:
         """The reducer is detached: put back what was bound for it."""
         ...
@@ -49,6 +58,13 @@ class TrainingLoop:
     def prefers_to_defer(self, communication_ns: Sequence[int]) -> bool:
         """Never: nothing is known of the loop."""
         return False
+
+    def wait_for_parameters(self) -> None:
+        """They are: every rank updates all."""
+
+    def gathers(self) -> list[BucketTiming]:
+        """None."""
+        return []
 
     def on_detach(self) -> None:
         """Nothing is bound."""

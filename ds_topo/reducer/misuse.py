@@ -6,12 +6,12 @@ import gc
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo.errors import abridged, listed
+from ds_topo.partition.arrivals import peeking
 from ds_topo.reducer.copy_in import is_replaced
 from ds_topo.reducer.hooks import GradientHooks
 from ds_topo.reducer.parameter_state import COPIED_IN, ParameterState
@@ -127,13 +127,12 @@ class Changes:
 
     def _note_parts(self) -> None:
         """Every part of the module: its parameters, buffers aside, and its own parts."""
-        parts = list(self._module.modules())
-        self._holders: list[dict[str, Any]] = [part._parameters for part in parts]
-        self._holders += [part._modules for part in parts]
+        self._parts = list(self._module.modules())
         self._held = self._held_now()
 
     def _held_now(self) -> list[nn.Parameter | nn.Module | None]:
-        return list(chain.from_iterable([holder.values() for holder in self._holders]))
+        holders = [(part._parameters, part._modules) for part in self._parts]
+        return list(chain.from_iterable([holder.values() for pair in holders for holder in pair]))
 
     def _has_same_parts(self) -> bool:
         """Whether every part still has the same ones; cheaper than listing parameters by name."""
@@ -142,6 +141,10 @@ class Changes:
 
     def problem(self) -> str | None:
         """What has changed in parameters, or in gradients that are in their buckets; None if nothing has."""
+        with peeking():
+            return self._problem()
+
+    def _problem(self) -> str | None:
         if not self._has_same_parts():
             named = dict(self._named())
             new = [name for name, parameter in named.items() if self._known.get(name) != id(parameter)]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ds_topo.ledger import Change, Make, ledger
+from ds_topo.partition.arrivals import peeking
 from ds_topo.reducer.torch_names import ZERO_GRAD_OF_MODULES, ZERO_GRAD_OF_OPTIMIZERS
 
 
@@ -67,9 +68,10 @@ def _telling_reducers(parameters_of: Callable[[Any], Iterable[torch.Tensor]]) ->
     def make(zero_grad: Any) -> Any:
         @wraps(zero_grad)
         def zero(owner: Any, *args: Any, **options: Any) -> None:
-            for reducer in watch:
-                reducer.before_zero_grad(parameters_of(owner))
-            zero_grad(owner, *args, **options)
+            with peeking():
+                for reducer in watch:
+                    reducer.before_zero_grad(parameters_of(owner))
+                zero_grad(owner, *args, **options)
 
         return zero
 

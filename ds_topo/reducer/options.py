@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ds_topo.errors import abridged
+from ds_topo.partition.gradients import PartitionedGradients, RegionOfGradients
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.planning import MIB, BucketSizes
 
@@ -32,10 +33,12 @@ class ReductionArguments(TypedDict, total=False):
     static_graph: bool
     allow_late_gradients: bool
     grad_buffers: Mapping[nn.Parameter, torch.Tensor]
+    partitions: Sequence[PartitionedGradients]
     expert_groups: Mapping[str, ProcessGroup]
     ignored_parameters: Collection[str | nn.Parameter]
     broadcast_at_start: bool
     two_level: bool | None
+    overlap_parameters: bool
     keep_steps: int
 
 
@@ -45,6 +48,7 @@ _SWITCHES = (
     "static_graph",
     "allow_late_gradients",
     "broadcast_at_start",
+    "overlap_parameters",
 )
 _OPTIONAL_SWITCHES = ("overlap", "two_level")
 _WHOLE_NUMBERS = ("first_bucket_bytes", "last_bucket_bytes", "keep_steps")
@@ -54,7 +58,7 @@ _DTYPES = {
     **dict.fromkeys(("fp16", "float16", "torch.float16"), torch.float16),
     **dict.fromkeys(("fp64", "float64", "torch.float64"), torch.float64),
 }
-_NOT_IN_JSON = ("grad_buffers", "expert_groups")
+_NOT_IN_JSON = ("grad_buffers", "partitions", "expert_groups")
 
 
 def arguments_from_config(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,12 +120,18 @@ class ReductionOptions:
         grad_buffers: where gradients accumulate instead of in buckets of the reducer's own, for some parameters:
             contiguous ``[numel]`` tensors of any floating-point type. Neighbors in memory share a bucket. The sum is
             left there; ``parameter.grad`` is None after ``finish()``. (Formerly ``storage``.)
+        partitions: gradients of which every rank needs its own partition alone: their sums go there, in half the time
+            of a sum for all. ``parameter.grad`` is None after ``finish()``.
         expert_groups: the expert-data group of every ``group_name`` of parameters with ``allreduce = False``,
             DeepSpeed's marks of experts.
         ignored_parameters: names or parameters that are left alone.
         broadcast_at_start: give every rank the parameters and buffers of the group's first rank.
         two_level: reduce inside hosts and across hosts apart. By default where the group spans hosts with equally many
-            ranks, several each, and where that measures faster than a flat reduction at the start.
+            ranks, several each, and where that measures faster than a flat reduction at the start. (What goes to its
+            owners, at ZeRO stages 1 and 2, always travels so there on gloo: it is never more.)
+        overlap_parameters: at ZeRO stages 1 and 2, let parameters arrive during the next forward pass, in which each
+            module waits for its own. Whoever reads a parameter through its module waits, too; a program that keeps
+            parameters itself calls ``wait()`` before it reads them.
         keep_steps: how many steps the report remembers.
 
     Raises:
@@ -142,10 +152,12 @@ class ReductionOptions:
     static_graph: bool = False
     allow_late_gradients: bool = False
     grad_buffers: Mapping[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    partitions: Sequence[PartitionedGradients] = ()
     expert_groups: Mapping[str, ProcessGroup] = field(default_factory=dict)
     ignored_parameters: Collection[str | nn.Parameter] = ()
     broadcast_at_start: bool = True
     two_level: bool | None = None
+    overlap_parameters: bool = False
     keep_steps: int = 16
 
     def __post_init__(self) -> None:
@@ -209,9 +221,17 @@ class ReductionOptions:
         """What gradients of this parameter are accumulated in."""
         if parameter in self.grad_buffers:
             return self.grad_buffers[parameter].dtype
+        region = self.region_of(parameter)
+        if region is not None:
+            return region.gradients.dtype
         dtype = parameter.dtype
         wide = self.accumulation_dtype
         return wide if wide and dtype.is_floating_point and wide.itemsize > dtype.itemsize else dtype
+
+    def region_of(self, parameter: nn.Parameter) -> RegionOfGradients | None:
+        """The region of a partitioned gradient."""
+        regions = (partition.regions for partition in self.partitions if parameter in partition.regions)
+        return next(regions, {}).get(parameter)
 
     def scales(self, data_parallel_size: int) -> tuple[float, float]:
         """What gradients are multiplied by before and after the sum.
@@ -225,5 +245,5 @@ class ReductionOptions:
 
     def summary(self) -> list[str]:
         """What must be equal on all ranks."""
-        skipped = {"expert_groups", "ignored_parameters", "keep_steps", "grad_buffers"}
+        skipped = {"expert_groups", "ignored_parameters", "keep_steps", "grad_buffers", "partitions"}
         return [f"{name}={value}" for name, value in vars(self).items() if name not in skipped]

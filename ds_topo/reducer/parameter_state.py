@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from ds_topo.partition.gradients import RegionOfGradients
+
 
 class Contribution(enum.Enum):
     """This rank's share in the step's gradient of one parameter."""
@@ -30,6 +32,7 @@ class Bucket(Protocol):
     index: int
     members: list[ParameterState]
     pending: int
+    is_kept: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -48,9 +51,11 @@ class ParameterState:
     """Whether it may get further gradients once it is copied in (a static graph that turns out not to be one)."""
     grad_buffer: torch.Tensor | None = None
     """Where the user wants its gradient to accumulate: contiguous, ``numel`` elements."""
+    region: RegionOfGradients | None = None
+    """With which neighbors its gradient goes to the ranks that own it, if it is partitioned."""
 
     is_apart: bool = field(init=False)
-    """Whether the view cannot be ``parameter.grad``: it has another data type, or a buffer of the user's."""
+    """Whether the view cannot be ``parameter.grad``: it has another data type, a buffer of the user's, or a region."""
 
     # -- set by its route, and by the first step
     scale: float = 1.0
@@ -75,7 +80,24 @@ class ParameterState:
 
     def note_type(self) -> None:
         """Look at the parameter's type, which a cast changes."""
-        self.is_apart = self.grad_buffer is not None or self.dtype != self.parameter.dtype
+        self.is_apart = not self.leaves_gradient or self.dtype != self.parameter.dtype
+
+    @property
+    def leaves_gradient(self) -> bool:
+        """Whether its gradient is in ``parameter.grad`` in the end, not in a buffer of the user's or a partition."""
+        return self.grad_buffer is None and self.region is None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its view lasts from step to step, and can accumulate."""
+        return self.region is None or self.region.gradients.keeps
+
+    @property
+    def address(self) -> int:
+        """Where its gradient is beside those of its bucket."""
+        if self.region is not None:
+            return self.region.gradients.offsets[self.parameter]
+        return 0 if self.grad_buffer is None else self.grad_buffer.data_ptr()
 
     @property
     def is_expert(self) -> bool:

@@ -39,9 +39,10 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
             name=name,
             parameter=parameter,
             dtype=options.accumulation_dtype_of(parameter),
-            is_sparse=id(parameter) in sparse,
+            is_sparse=id(parameter) in sparse and options.region_of(parameter) is None,
             repeats=options.allow_late_gradients,
             grad_buffer=options.grad_buffers.get(parameter),
+            region=options.region_of(parameter),
             expected=0 if options.static_graph else 1,
         )
         for name, parameter in module.named_parameters()
@@ -49,6 +50,8 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
     ]
     for index, state in enumerate(states):
         state.index = index
+        if not state.is_kept:
+            state.expected = 1  # to count first would need memory for all gradients
     if not states and not may_be_empty:
         raise ValueError("module: no parameter requires a gradient, so there is nothing to reduce")
     _check_sparse(module, [state for state in states if state.is_sparse])

@@ -36,9 +36,9 @@ class BucketSizes:
 class ParameterPlan:
     """Distributes parameters over buckets by data type, device, route and the user's buffers, for any order.
 
-    Buckets over a user's buffers follow memory, downwards. Those of experts do not follow the order either: replicas of
-    an expert may be on ranks of several data-parallel groups, each of which learns an order of its own. Neither has
-    small buckets.
+    A region makes one bucket. Buckets over a user's buffers follow memory, downwards. Those of experts do not follow
+    the order either: replicas of an expert may be on ranks of several data-parallel groups, each of which learns an
+    order of its own. None of these has small buckets.
     """
 
     def __init__(self, states: Sequence[ParameterState], routes: Sequence[Route], sizes: BucketSizes) -> None:
@@ -50,12 +50,14 @@ class ParameterPlan:
         members: dict[int, list[int]] = defaultdict(list)
         self._capacities: dict[Hashable, int] = {}
         for state in states:
-            apart = state.index if state.is_sparse else runs.get(state.index)
+            apart = state.index if state.is_sparse else state.region or runs.get(state.index)
             kind = numbers.setdefault(
                 (state.dtype, state.parameter.device, id(routes[state.index]), apart), len(numbers)
             )
             self._kinds.append(kind)
-            if state.grad_buffer is not None or state.is_expert:
+            if state.region is not None:
+                self._capacities[kind] = self._capacities.get(kind, 0) + state.nbytes
+            elif state.grad_buffer is not None or state.is_expert:
                 members[kind].append(state.index)
                 self._capacities[kind] = routes[state.index].bucket_bytes
         self._sequences = {kind: _downwards(states, indices) for kind, indices in members.items()}

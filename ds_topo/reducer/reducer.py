@@ -112,6 +112,10 @@ class BucketReducer:
         self._by_parameter: dict[torch.Tensor, ParameterState] = {state.parameter: state for state in self._states}
         self._device = self._states[0].parameter.device if self._states else torch.device("cpu")
         self._dense, self._routes = assign_routes(self._states, self.options, self.group, self._device)
+        if self.options.overlap_parameters and not self.options.partitions:
+            raise ValueError(
+                "overlap_parameters=True: parameters arrive from other ranks at ZeRO stages 1 and 2 alone; leave it out"
+            )
         if self.options.broadcast_at_start:
             make_equal(module, self.options, self.group)
         self._layout = BucketLayout(self._states, self._routes, self.options.bucket_sizes(self._dense.bucket_bytes))
@@ -205,6 +209,8 @@ class BucketReducer:
             state.discard_sum()
             if state.grad_buffer is not None:
                 state.grad_buffer.zero_()
+        for partition in self.options.partitions:
+            partition.discard()
         self._is_unreduced = False
 
     def complete(self) -> None:
@@ -217,6 +223,13 @@ class BucketReducer:
         """``reset()`` if an exception has ended the last step before ``finish()``; for engines."""
         if self.is_in_step:
             self.reset()
+
+    def forget_unreduced(self) -> None:
+        """Gradients of earlier micro-batches are thrown away by an engine."""
+        if self._is_unreduced and self._state is IDLE:
+            for state in self._states:
+                state.discard_sum()
+            self._is_unreduced = False
 
     @property
     def is_in_step(self) -> bool:
@@ -233,6 +246,10 @@ class BucketReducer:
         """The former name of ``launch_deferred()``."""
         warnings.warn("release() is now launch_deferred()", DeprecationWarning, stacklevel=2)
         self.launch_deferred()
+
+    def wait(self) -> None:
+        """Until all parameters that other ranks have updated are there; for programs that keep references to them."""
+        self.driver.wait_for_parameters()
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
         """Reduce dense gradients by a communication hook of torch's DDP, such as ``bf16_compress_hook``.
@@ -251,6 +268,11 @@ class BucketReducer:
             raise ValueError(
                 "op, divisor, predivide_factor and communication_dtype are a communication hook's own business: "
                 "leave them out of this GradientReducer"
+            )
+        if any(not partition.keeps for partition in options.partitions):
+            raise ValueError(
+                "register_comm_hook() at ZeRO stage 2: a communication hook works on whole gradients, of which ranks "
+                "keep their partition alone; use stage 0 or 1"
             )
         self._dense.hook, self._dense.hook_state, self._dense.after = hook, state, 1.0
         for parameter in self._states:
@@ -321,7 +343,8 @@ class BucketReducer:
             bucket = state.bucket
             bucket.pending -= 1
             if not bucket.pending:
-                copy_in(bucket.members)
+                if bucket.is_kept:
+                    copy_in(bucket.members)
                 if bucket.index == reducer._step.next_bucket and not reducer._step.defers:
                     reducer._launch_full_buckets()
 
@@ -392,7 +415,8 @@ class BucketReducer:
     @property
     def _leaves_sums(self) -> bool:
         """Whether gradients are left in ``main_grad``, or accumulate apart from ``parameter.grad``."""
-        return self.options.accumulation_dtype is not None or bool(self.options.grad_buffers)
+        options = self.options
+        return options.accumulation_dtype is not None or bool(options.grad_buffers or options.partitions)
 
     @property
     def _may_miss(self) -> bool:
@@ -428,7 +452,7 @@ class BucketReducer:
         without: list[ParameterState] = []
         for bucket in self._layout.buckets:
             if bucket.pending:
-                without += copy_in(bucket.members)
+                without += copy_in(bucket.members) if bucket.is_kept else ()
                 bucket.pending = 0
         self._launch_full_buckets()
         if self._dense.two_level is not None:
@@ -450,6 +474,7 @@ class BucketReducer:
         for notes in told:
             notes.settle()
         self._step.timing.buckets = [reduction.timing for reduction in self._step.in_flight]
+        self._step.timing.gathers = self.driver.gathers()
 
     def _read(self, told: list[UsedParameters]) -> tuple[list[ParameterState], list[ParameterState]]:
         """What the ranks have told each other; raise where that is an error.

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 
+import torch
 import torch.distributed as dist
 
+from ds_topo.partition.exchange import Pending
+from ds_topo.partition.gradients import RegionOfGradients
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
 from ds_topo.reducer.report import BucketTiming
 from ds_topo.reducer.routes import CommHook, Route
@@ -25,9 +28,12 @@ class Reduction:
         """Wait for the sum, then write it to the bucket."""
         timing = self.timing
         timing.wait_started_ns = time.perf_counter_ns()
-        self._complete()
+        self._wait()
         timing.wait_ended_ns = time.perf_counter_ns()
         timing.done_ns = timing.done_ns or timing.wait_ended_ns
+
+    def _wait(self) -> None:
+        self._complete()
         if self.route.after != 1.0 and not self.bucket.is_sparse:
             self.bucket.flat.mul_(self.route.after)
 
@@ -60,6 +66,36 @@ class _AllReduce(Reduction):
     def _copy_out(self) -> None:
         if self._payload is not self.bucket.flat:
             self.bucket.flat.copy_(self._payload[: len(self.bucket.flat)])
+
+
+class _ReduceScatter(Reduction):
+    """Sums to the ranks that own them, in the communication data type."""
+
+    def __init__(self, bucket: GradientBucket, route: Route, region: RegionOfGradients) -> None:
+        super().__init__(bucket, route)
+        self._region, self._rank = region, dist.get_rank(route.group)
+        flat, dtype = bucket.flat, route.communication_dtype
+        keeps_type = dtype is None or not flat.is_floating_point()
+        self._payload = flat if keeps_type else flat.to(dtype)
+        self._pending: Pending | None = region.gradients.exchange.reduce_scatter(self._payload)
+        region.gradients.note(self)
+
+    def _wait(self) -> None:
+        if self._pending is None:
+            return
+        self.timing.done_ns = self._pending.wait()
+        self._pending = None
+        own = self._own_slice(self.bucket.flat)
+        if self._payload is not self.bucket.flat:
+            own.copy_(self._own_slice(self._payload))
+        if self.route.after != 1.0:
+            own.mul_(self.route.after)
+        self._region.gradients.collect(self._region.region, own)
+        self._payload = self._payload.new_empty(0)
+        self.bucket.give_back()
+
+    def _own_slice(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(-1, self._region.region.slice_numel)[self._rank]
 
 
 class _TwoLevelAllReduce(_AllReduce):
@@ -112,10 +148,13 @@ class _HookReduction(Reduction):
 
 def launch(bucket: GradientBucket, route: Route, is_last: bool) -> Reduction:
     """Start the reduction of a bucket; all ranks of the route launch the same buckets in the same order."""
+    bucket.fill()
     if bucket.is_sparse:
         return _SparseReduction(bucket, route)
     if route.hook is not None:
         return _HookReduction(bucket, route, route.hook, is_last)
+    if bucket.region is not None and not bucket.region.is_whole:
+        return _ReduceScatter(bucket, route, bucket.region)
     if route.size == 1:
         return Reduction(bucket, route)
     return _AllReduce(bucket, route) if route.two_level is None else _TwoLevelAllReduce(bucket, route, route.two_level)

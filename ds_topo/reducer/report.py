@@ -35,6 +35,8 @@ class StepTiming:
     finish_ns: int = 0
     ended_ns: int = 0
     buckets: list[BucketTiming] = field(default_factory=list)
+    gathers: list[BucketTiming] = field(default_factory=list)
+    """How parameters came from their owners before this step's gradients (ZeRO 1 and 2)."""
 
     @property
     def communication_ns(self) -> int:
@@ -120,7 +122,18 @@ class GradientReport:
             f"{len(rows)} buckets, {size:.2f} MiB a step; {self.hidden_fraction:.0%} of {communication:.2f} ms of "
             f"communication hidden (medians of {len(self.steps)} steps)"
         )
-        return "\n".join(lines)
+        return "\n".join(lines + self._gathers())
+
+    def _gathers(self) -> list[str]:
+        """A line about parameters from their owners, if there are any."""
+        steps = [step.gathers for step in self.steps if step.gathers]
+        if not steps:
+            return []
+        size = sum(timing.nbytes for timing in steps[-1]) / 2**20
+        under_way = _milliseconds([sum(end - start for start, end in _union(gathers)) for gathers in steps])
+        waits = [sum(each.wait_ended_ns - each.wait_started_ns for each in gathers) for gathers in steps]
+        first = f"{len(steps[-1])} regions of parameters, {size:.2f} MiB a step"
+        return [f"{first}; under way for {under_way:.2f} ms, waited for {_milliseconds(waits):.2f} ms"]
 
     def chrome_trace(self) -> dict[str, Any]:
         """The timeline as a Chrome trace, which https://ui.perfetto.dev opens; one process per rank."""
@@ -132,11 +145,11 @@ class GradientReport:
         for step in self.steps:
             events.append(_span(self.rank, 0, f"step {step.step}: backward", step.started_ns, step.finish_ns))
             events.append(_span(self.rank, 0, f"step {step.step}: finish()", step.finish_ns, step.ended_ns))
-            for bucket in step.buckets:
+            for bucket in step.gathers + step.buckets:
                 track = next((track for track, end in enumerate(tracks) if end <= bucket.launched_ns), len(tracks))
                 tracks[track : track + 1] = [bucket.done_ns]
                 details = {"bytes": bucket.nbytes, "parameters": bucket.parameters, "over": bucket.label}
-                name = f"bucket {bucket.index}"
+                name = f"{'region' if bucket in step.gathers else 'bucket'} {bucket.index}"
                 events.append(_span(self.rank, track + 1, name, bucket.launched_ns, bucket.done_ns, details))
         events += [_thread_name(self.rank, track + 1, f"communication {track}") for track in range(len(tracks))]
         return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -28,7 +28,12 @@ def add_late_gradients(
         gradient = gradient.coalesce() if state.is_sparse else gradient
         gradient.mul_(before)
         dist.all_reduce(gradient, group=group)
-        state.view = state.view.add_(gradient.mul_(after))
+        gradient.mul_(after)
+        if state.is_kept:
+            state.view = state.view.add_(gradient)
+        else:
+            assert state.region is not None
+            state.region.gradients.add(state.parameter, dist.get_rank(group), gradient)
 
 
 def hand_out(
@@ -53,7 +58,7 @@ def hand_out(
         if not (state.is_apart or state.is_sparse):
             continue
         parameter = state.parameter
-        if state.grad_buffer is not None:
+        if not state.leaves_gradient:
             parameter.grad = None
         elif state.index in keep:
             continue

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import queue
-import socket
 import threading
 import time
 import weakref
@@ -18,11 +17,13 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from ds_topo.partition.exchange import end_thread, hosts_in_order
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups
 from ds_topo.topology.rank_tables import RankGroup, two_level_ranks
 
@@ -74,7 +75,7 @@ class TwoLevelReduction:
             worker = _Worker(self._jobs, self._inner, self._outer)
             self._thread = threading.Thread(target=worker.run, name="ds_topo two-level reduction", daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._jobs.put, _Mark.END)  # of one that nobody destroys, too
+            weakref.finalize(self, end_thread, self._thread, partial(self._jobs.put, _Mark.END))
         self._jobs.put(_Sum(tensor, done))
         return done
 
@@ -185,9 +186,7 @@ def _reduce_scatter(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 def hosts_of(group: ProcessGroup) -> dict[int, str]:
     """Host names by global rank; collective."""
-    hosts: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    return dict(zip(dist.get_process_group_ranks(group), hosts, strict=True))
+    return dict(zip(dist.get_process_group_ranks(group), hosts_in_order(group), strict=True))
 
 
 def _existing(group: ProcessGroup | None) -> ProcessGroup:

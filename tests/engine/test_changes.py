@@ -80,6 +80,7 @@ def test_no_private_name_is_used_without_a_row() -> None:
     listed = {row.name for row in ROWS}
     used = private_names_of_others()
     public = {"_asdict", "_make", "_fields"}  # of named tuples
+    public |= {"_hp_mapping", "_index_in_param_group"}  # on parameters, set by functions that have a row
     public |= {"_SubParsersAction", "_ArgumentGroup"}  # argparse's only names for what its public methods take
     assert "_process_group_name" in listed
     assert "_world" in used, "the search finds what there is to find"
@@ -148,7 +149,8 @@ def _settings(**more: Any) -> dict[str, Any]:
 def plain(**settings: Any) -> None:
     with PipelineParallelGrid("data=2,model=2") as grid:
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        engine, *_ = initialize(model=module, mpu=grid, config=_settings(gradient_reducer=True, **settings))
+        config = _settings(**{"gradient_reducer": True, **settings})
+        engine, *_ = initialize(model=module, mpu=grid, config=config)
         dtype = next(module.parameters()).dtype
         for _ in range(4):
             engine.backward(engine(torch.ones(2, 4, dtype=dtype)).sum())
@@ -157,6 +159,22 @@ def plain(**settings: Any) -> None:
         engine.destroy()
     assert not bound_on(engine, engine.optimizer)
     assert hooks_of(module) == 0
+
+
+def save_and_load(folder: str, settings: dict[str, Any]) -> None:
+    """With our reducer and without it, also only the parameters."""
+    with PipelineParallelGrid("data=4") as grid:
+        for reduced in (True, False):
+            module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            config = _settings(gradient_reducer=reduced, **settings)
+            engine, *_ = initialize(model=module, mpu=grid, config=config)
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, 4, dtype=next(module.parameters()).dtype)).sum())
+                engine.step()
+            engine.save_checkpoint(folder, "last")
+            engine.load_checkpoint(folder, "last")
+            engine.load_checkpoint(folder, "last", load_module_only=True)
+            engine.destroy()
 
 
 def pipeline(**settings: Any) -> None:
@@ -237,16 +255,22 @@ def two_levels() -> None:
     assert hooks_of(module) == 0
 
 
-BF16 = {"bf16": {"enabled": True}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP32_GRADIENTS = {**BF16, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
 SCENES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "plain, ZeRO 0": (plain, {}),
     "plain, ZeRO 1": (plain, {"zero_optimization": {"stage": 1}}),
+    "plain, ZeRO 2": (plain, {"zero_optimization": {"stage": 2}}),
+    "plain, parameters overlapped": (
+        plain,
+        {"zero_optimization": {"stage": 1}, "gradient_reducer": {"overlap_parameters": True}},
+    ),
     "plain, bf16": (plain, BF16),
     "pipeline, ZeRO 0": (pipeline, {}),
     "pipeline, ZeRO 1": (pipeline, {"zero_optimization": {"stage": 1}}),
     "pipeline, bf16 in fp32 buffers": (
         pipeline,
-        {**BF16, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+        FP32_GRADIENTS,
     ),
     "experts on slices": (mixture, {"topology": "data=2,model=2", "sizes": (0, 2), "reduced": True}),
     "tensor-parallel experts, ZeRO 2": (
@@ -306,7 +330,13 @@ def test_everything_is_put_back(played: list[dict[str, dict[str, Any]]], name: s
 
 NOT_BOUND = {changes.BF16_HOOKS, changes.PAD_CAPACITY}
 """Hooks, which are removed and added as hooks are."""
-CALLED_BY_MISTAKES = {changes.CREATE_EXPERT_GROUPS, changes.CREATE_TENSOR_PARALLEL_EXPERT_GROUPS, changes.COALESCE}
+CALLED_BY_MISTAKES = {
+    changes.CREATE_EXPERT_GROUPS,
+    changes.CREATE_TENSOR_PARALLEL_EXPERT_GROUPS,
+    changes.COALESCE,
+    changes.OFFLOAD_STATES,
+    changes.COMPILE,
+}
 """Refusals, each tested where it belongs."""
 CALLED_BY_PROGRAMS = {
     changes.INITIALIZE,
@@ -316,7 +346,14 @@ CALLED_BY_PROGRAMS = {
     *changes.NAMES_OF_TOPOLOGIES,
 }
 """Names that DeepSpeed offers and does not call itself."""
-VALUES = {changes.SECOND_PARTITION, changes.ZERO_OVERLAP, changes.HP_GRADIENT, *changes.LONG_SEQUENCES}
+VALUES = {
+    changes.SECOND_PARTITION,
+    changes.ZERO_OVERLAP,
+    changes.HP_GRADIENT,
+    changes.PARAMETERS,
+    *changes.LONG_SEQUENCES,
+    *changes.ADDRESSES,
+}
 """Not functions, but for the one that long sequence training calls (tests/programs)."""
 
 
@@ -344,10 +381,14 @@ def _calls_of_a_job(folder: str) -> set[tuple[str, str]]:
     with mock.patch.object(ledger_module, "_replace", replace_and_count):
         inherit_timeout()
         plain(zero_optimization={"stage": 1})
+        plain(zero_optimization={"stage": 2})
+        plain(zero_optimization={"stage": 1}, optimizer={"type": "Muon", "params": {"lr": 0.1}})
         plain(**BF16)
         pipeline(**BF16, zero_optimization={"stage": 1}, data_types={"grad_accum_dtype": "fp32"})
         zero_3_over_seq()
         grid_in_use()
+        save_and_load(folder, {"zero_optimization": {"stage": 1}})
+        save_and_load(folder, FP32_GRADIENTS)
         for zero in (0, 1):
             trainer = Trainer(Case("data=2,model=2", (0, 2), zero, pipeline=False, clip=0.1))
             trainer.train(range(2))

@@ -53,6 +53,9 @@ class Engine:
     hook_after: str = ""
     evaluates: bool = False
     resumes: bool = False
+    crosses: bool = False
+    """Whether it resumes with the other side's reduction: checkpoints are the same."""
+    overlap_parameters: bool = False
     fails: bool = False
 
     @property
@@ -142,6 +145,8 @@ def hook(parameter: nn.Parameter, kind: str) -> None:
 
 def config_of(engine: Engine, reduced: bool) -> dict[str, Any]:
     sizes = {"bucket_bytes": engine.bucket_bytes, "first_bucket_bytes": 200, "overlap": engine.overlap}
+    if engine.zero:
+        sizes["overlap_parameters"] = engine.overlap_parameters
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": engine.accumulation,
@@ -251,7 +256,7 @@ def train(engine: Engine, reduced: bool) -> dict[str, Any]:
                 with shared_folder() as folder:
                     made.save_checkpoint(folder)
                     made.destroy()
-                    made = build(engine, grid, reduced)
+                    made = build(engine, grid, reduced ^ engine.crosses)
                     assert made.load_checkpoint(folder)[0] is not None
             losses.append(train_step(made, engine, grid, step))
             if engine.evaluates:
@@ -270,6 +275,8 @@ def both_ways(engine: Engine) -> str:
     if "refused" in ours:
         return str(ours["refused"])
     tolerance = 3e-2 if engine.bf16 else 1e-4
+    if engine.wide_sums and "twice" in engine.layers:
+        tolerance *= 2  # DeepSpeed sums repeated gradients in bf16 before it widens them
     torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=tolerance, atol=tolerance)
     for name, value in theirs["parameters"].items():
         torch.testing.assert_close(
@@ -293,7 +300,8 @@ def engines(draw: st.DrawFn) -> Engine:
     is_pipeline = "pipe" in topology
     kinds = KINDS if is_pipeline else [*KINDS, "embedding"]
     layers = tuple(draw(st.lists(st.sampled_from(kinds), min_size=4 if is_pipeline else 1, max_size=7)))
-    zero = 0 if "embedding" in layers else draw(st.sampled_from([0, 1]))
+    stages = [0, 1] if is_pipeline or "twice" in layers else [0, 1, 2]  # DeepSpeed's stage 2 fails there itself
+    zero = 0 if "embedding" in layers else draw(st.sampled_from(stages))
     bf16 = not NOT_IN_BF16.intersection(layers) and draw(st.booleans())
     return Engine(
         topology,
@@ -309,7 +317,9 @@ def engines(draw: st.DrawFn) -> Engine:
         hook_after=draw(st.sampled_from(["", "tensor", "accumulated"])),
         evaluates=draw(st.booleans()),
         resumes=not (bf16 and topology == "pipe=4") and draw(st.booleans()),  # DeepSpeed cannot load its own file
-        fails=not is_pipeline and draw(st.booleans()),
+        crosses=draw(st.booleans()),
+        overlap_parameters=draw(st.booleans()),
+        fails=not is_pipeline and zero < 2 and draw(st.booleans()),  # after it DeepSpeed's stage 2 does not go on
     )
 
 

@@ -70,6 +70,25 @@ def test_pipelines_train_as_one_process_and_as_with_deepspeeds_own_reduction(
                 assert torch.equal(one.parameters[name], other.parameters[name]), "replicas are bit-equal"
 
 
+OVERLAPPED = {**SMALL_BUCKETS, "overlap_parameters": True}
+
+
+def _overlapped(topology: str, options: dict[str, Any]) -> None:
+    in_step = train_pipeline(topology, STEPS, **options, gradient_reducer=SMALL_BUCKETS)
+    on_their_way = train_pipeline(topology, STEPS, **options, gradient_reducer=OVERLAPPED)
+    assert on_their_way.losses == in_step.losses
+    for name, value in in_step.parameters.items():
+        assert torch.equal(on_their_way.parameters[name], value), name
+
+
+@pytest.mark.parametrize("topology", ["pipe=2,data=2", "data=2,pipe=2"])
+@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 1, "gas": 4, "checkpointed": True}, CASES[5]])
+def test_parameters_may_arrive_during_a_pipelines_next_step(
+    world: Worlds, topology: str, options: dict[str, Any]
+) -> None:
+    world(4).run(_overlapped, topology, options)
+
+
 # -- what cannot be served, and the way back ---------------------------------------------------------------------------
 
 
@@ -127,12 +146,13 @@ def test_several_backward_calls_per_micro_batch_and_detaching(world: Worlds, ove
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"zero_optimization": {"stage": 2}}, 'ZeRO stage 2 partitions gradients.*"overlap_comm": true'),
-    ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3 partitions gradients"),
+    ({"zero_optimization": {"stage": 3}}, 'ZeRO stage 3 partitions parameters, too.*"overlap_comm": true'),
     ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation=false"),
-    ({"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "bf16"}}, "second data type"),
     ({"gradient_reducer": {"bucket_byte": 1}}, 'config section "gradient_reducer".*bucket_byte'),
     ({"gradient_reducer": {"bucket_bytes": 0}}, "bucket_bytes=0"),
+    ({"gradient_reducer": {"bucket_bytes": 0}, "zero_optimization": {"stage": 1}}, "bucket_bytes=0"),
+    ({"gradient_reducer": {"overlap_parameters": True}}, "overlap_parameters=True: parameters arrive.*stages 1 and 2"),
+    ({"gradient_reducer": {"overlap_parameters": "yes"}}, "overlap_parameters='yes': give True or False"),
 ]
 
 
@@ -191,3 +211,47 @@ def _reductions_of_a_step() -> None:
 
 def test_deepspeed_reduces_nothing_itself(world: Worlds) -> None:
     world(2).run(_reductions_of_a_step)
+
+
+class HalfUsed(nn.Module):
+    """One of its layers never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.used(hidden).tanh()
+
+
+def _half_used(stage: int, reducer: Any) -> list[torch.Tensor]:
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    with PipelineParallelGrid("data=2") as grid:
+        torch.manual_seed(0)
+        module = nn.Sequential(HalfUsed(), HalfUsed())
+        config = _settings(
+            bf16={"enabled": True},
+            data_types={"grad_accum_dtype": "fp32"},
+            zero_optimization={"stage": stage},
+            gradient_reducer=reducer,
+        )
+        engine, *_ = initialize(model=module, mpu=grid, config=config)
+        for step in range(6):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            inputs = torch.randn(2, 4, generator=generator).bfloat16()
+            engine.backward(engine(inputs).float().square().mean())
+            engine.step()
+        engine.destroy()
+    return [parameter.detach().float() for parameter in module.parameters()]
+
+
+def _half_used_both_ways(stage: int) -> None:
+    for ours, theirs in zip(_half_used(stage, {"bucket_bytes": 10**6}), _half_used(stage, False), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_beside_unused_parameters_count_once(world: Worlds, stage: int) -> None:
+    """Their bucket is not full when backward ends, and micro-batches before the last one have accumulated there."""
+    world(2).run(_half_used_both_ways, stage)

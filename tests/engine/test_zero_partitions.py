@@ -1,0 +1,530 @@
+"""ZeRO 1 and 2 with gradients sent to their owners: DeepSpeed's own numbers, in memory, in checkpoints, in flight."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
+from ds_topo.errors import DisagreementError
+from ds_topo.partition import exchange
+from tests.support.ranks import run_ranks
+from tests.support.small_engines import settings, start
+from tests.support.training import destroy_engine
+from tests.support.world import Worlds
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+WIDE: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
+NARROW: dict[str, Any] = {"data_types": {"grad_accum_dtype": "bf16"}}
+SMALL = {"bucket_bytes": 2000, "first_bucket_bytes": 500, "last_bucket_bytes": 300}
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 4))
+
+
+def _engine(
+    grid: PipelineParallelGrid, zero: int, *, reducer: Any = SMALL, model: nn.Module | None = None, **more: Any
+) -> Any:
+    optimizer = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
+    config = settings(
+        **{"optimizer": optimizer, "zero_optimization": {"stage": zero}, **more}, gradient_reducer=reducer
+    )
+    engine, *_ = initialize(model=model or _model(), mpu=grid, config=config)
+    return engine
+
+
+def _train(engine: Any, first: int = 0, steps: int = 4) -> list[tuple[float, float]]:
+    """Losses, and norms of the gradients, of every micro-batch."""
+    dtype, seen = next(engine.module.parameters()).dtype, []
+    for step in range(first, first + steps):
+        for micro_batch in range(engine.gradient_accumulation_steps()):
+            generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + dist.get_rank())
+            inputs, targets = (torch.randn(2, width, generator=generator).to(dtype) for width in (8, 4))
+            loss = F.mse_loss(engine(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+            seen.append((float(loss), float(engine.get_global_grad_norm() or 0)))
+    return seen
+
+
+def _assert_same(seen: list[tuple[float, float]], wanted: list[tuple[float, float]]) -> None:
+    """Losses to the last bit; norms are sums of other parts, in another order."""
+    assert [loss for loss, _ in seen] == [loss for loss, _ in wanted]
+    torch.testing.assert_close(seen, wanted, rtol=1e-6, atol=1e-6)
+
+
+def _state(engine: Any) -> list[torch.Tensor]:
+    """Parameters, and what DeepSpeed's functions for single parameters say of master weights and optimizer states."""
+    parameters = list(engine.module.parameters())
+    result = [parameter.detach().float() for parameter in parameters]
+    result += [safe_get_full_fp32_param(parameter) for parameter in parameters]
+    result += [safe_get_full_optimizer_state(parameter, "exp_avg_sq") for parameter in parameters]
+    return [value.clone() for value in result]
+
+
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {}),
+    (1, {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5}),
+    (2, {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5}),
+    (1, BF16),
+    (2, BF16),
+    (1, {**WIDE, "gradient_clipping": 0.5}),
+    (2, {**WIDE, "gradient_clipping": 0.5}),
+    (1, {"communication_data_type": "bf16"}),
+    (1, {"prescale_gradients": False, "gradient_predivide_factor": 2.0}),
+]
+
+
+def _trains_alike(zero: int, more: dict[str, Any]) -> None:
+    start()
+    with PipelineParallelGrid(f"data={dist.get_world_size()}") as grid:
+        theirs = _engine(grid, zero, reducer=False, **more)
+        wanted, state = _train(theirs), _state(theirs)
+        theirs.destroy()
+        for overlap in (False, True):
+            ours = _engine(grid, zero, reducer={**SMALL, "overlap_parameters": overlap}, **more)
+            seen = _train(ours)
+            inexact = {"communication_data_type", "data_types", "gradient_clipping"} & more.keys()
+            if dist.get_world_size() <= 2 and not inexact:
+                _assert_same(seen, wanted)
+                assert all(map(torch.equal, _state(ours), state)), "bit-equal: a sum of two has one order"
+            else:
+                tolerance = 2e-2 if {"bf16", "communication_data_type"} & more.keys() else 1e-5
+                torch.testing.assert_close(seen, wanted, rtol=tolerance, atol=tolerance)
+                torch.testing.assert_close(_state(ours), state, rtol=tolerance, atol=tolerance)
+            for value in ours.module.parameters():
+                first = value.detach().clone()
+                dist.broadcast(first, 0)
+                assert torch.equal(first, value), "replicas are bit-equal"
+            ours.destroy()
+
+
+@pytest.mark.parametrize("size", [2, 4], ids="data{}".format)
+@pytest.mark.parametrize(("zero", "more"), CASES)
+def test_trains_as_with_deepspeeds_own_reduction(world: Worlds, size: int, zero: int, more: dict[str, Any]) -> None:
+    world(size).run(_trains_alike, zero, more)
+
+
+@pytest.mark.parametrize(("zero", "more"), [*CASES[2:4], CASES[6]])
+def test_trains_alone(world: Worlds, zero: int, more: dict[str, Any]) -> None:
+    world(1).run(_trains_alike, zero, more)
+
+
+def _in_fp16(zero: int) -> None:
+    """With a loss scale, and an overflow in the first steps and in a later one."""
+    start()
+    found = []
+    with (
+        PipelineParallelGrid("data=2") as grid,
+        mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True),
+    ):
+        for reducer in (False, {**SMALL, "overlap_parameters": True}):
+            fp16 = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}
+            engine = _engine(grid, zero, reducer=reducer, fp16=fp16, gradient_accumulation_steps=1)
+            scales = []
+            for step in range(8):
+                inputs = torch.full((2, 8), 300.0 if step == 6 and dist.get_rank() == 1 else 0.5 + step).half()
+                engine.backward(engine(inputs).float().square().mean())
+                engine.step()
+                scales.append(engine.optimizer.loss_scale)
+            found.append((scales, _state(engine)))
+            engine.destroy()
+    assert found[0][0] == found[1][0]
+    assert len(set(found[0][0])) > 2, "some steps overflowed"
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_fp16_with_overflows(world: Worlds, zero: int) -> None:
+    world(2).run(_in_fp16, zero)
+
+
+def _on_two_hosts(zero: int, more: dict[str, Any]) -> None:
+    with mock.patch("socket.gethostname", return_value=f"host{dist.get_rank() // 2}"):
+        _trains_alike(zero, more)
+
+
+@pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {"gradient_accumulation_steps": 2}), (1, WIDE)])
+def test_trains_alike_over_hosts_with_several_ranks(world: Worlds, zero: int, more: dict[str, Any]) -> None:
+    world(4).run(_on_two_hosts, zero, more)
+
+
+def _gradients_of_single_parameters(zero: int, more: dict[str, Any]) -> None:
+    start()
+    found = []
+    with PipelineParallelGrid("data=2") as grid:
+        for reducer in (False, SMALL):
+            engine = _engine(grid, zero, reducer=reducer, gradient_accumulation_steps=1, **more)
+            dtype = next(engine.module.parameters()).dtype
+            engine.backward(engine(torch.ones(2, 8, dtype=dtype)).float().square().sum())
+            found.append([safe_get_full_grad(parameter).clone() for parameter in engine.module.parameters()])
+            engine.step()
+            engine.destroy()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {}), (1, WIDE)])
+def test_gradients_of_single_parameters_are_found(world: Worlds, zero: int, more: dict[str, Any]) -> None:
+    world(2).run(_gradients_of_single_parameters, zero, more)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _saved(folder: str, zero: int, more: dict[str, Any]) -> list[torch.Tensor]:
+    """The state after five steps, of which the checkpoint has three."""
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine = _engine(grid, zero, reducer={**SMALL, "overlap_parameters": True}, **more)
+        _train(engine, 0, 3)
+        engine.save_checkpoint(folder)
+        _train(engine, 3, 2)
+        state = _state(engine)
+        engine.destroy()
+    return state
+
+
+def _resumed(folder: str, zero: int, more: dict[str, Any], wanted: list[torch.Tensor]) -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        for reducer in (SMALL, {**SMALL, "overlap_parameters": True}, {"bucket_bytes": 10**6}, False):
+            engine = _engine(grid, zero, reducer=reducer, **more)
+            if reducer:
+                _train(engine, 50, 1)  # states that are overwritten; DeepSpeed itself does not find loaded ones then
+            engine.load_checkpoint(folder)
+            _train(engine, 3, 2)
+            assert all(map(torch.equal, _state(engine), wanted)), f"with {reducer}"
+            engine.destroy()
+
+
+@pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {}), (1, BF16), (1, WIDE)])
+def test_checkpoints_are_deepspeeds_own(world: Worlds, tmp_path: Path, zero: int, more: dict[str, Any]) -> None:
+    """Written by ours, read by ours, in other buckets, and by DeepSpeed alone; and by its script."""
+    wanted = world(2).run(_saved, str(tmp_path), zero, more)[0]
+    world(2).run(_resumed, str(tmp_path), zero, more, wanted)
+    if "data_types" in more:
+        return  # the script does not read what BF16_Optimizer writes
+    names = dict(_model().named_parameters())
+    masters = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    assert {name: value.shape for name, value in masters.items()} == {n: p.shape for n, p in names.items()}
+    again = world(2).run(_masters_after_loading, str(tmp_path), zero, more)[0]
+    for name, value in zip(names, again, strict=True):
+        assert torch.equal(masters[name], value), name
+
+
+def _masters_after_loading(folder: str, zero: int, more: dict[str, Any]) -> list[torch.Tensor]:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine = _engine(grid, zero, **more)
+        engine.load_checkpoint(folder)
+        masters = [safe_get_full_fp32_param(parameter).clone() for parameter in engine.module.parameters()]
+        engine.load_checkpoint(folder, load_module_only=True)
+        for master, parameter in zip(masters, engine.module.parameters(), strict=True):
+            assert torch.equal(safe_get_full_fp32_param(parameter), parameter.float()), "from the parameters"
+            torch.testing.assert_close(parameter.float(), master, rtol=1e-2, atol=1e-2)
+        engine.destroy()
+    return masters
+
+
+# -- there and back ----------------------------------------------------------------------------------------------------
+
+
+def _attached_and_detached(zero: int, more: dict[str, Any]) -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        plain = _engine(grid, zero, reducer=False, **more)
+        wanted = _train(plain, 0, 8)
+        plain.destroy()
+        engine = _engine(grid, zero, reducer=False, **more)
+        dictionaries = [type(part._parameters) for part in engine.module.modules()]
+        seen = _train(engine, 0, 2)
+        before = {name: type(value) for name, value in vars(engine.optimizer).items()}
+        for turn, overlap in enumerate((True, False, True)):
+            reducer = GradientReducer.attach(engine, **SMALL, overlap_parameters=overlap)
+            seen += _train(engine, 2 + 2 * turn, 1)
+            reducer.detach()
+            assert {name: type(value) for name, value in vars(engine.optimizer).items()} == before
+            assert [type(part._parameters) for part in engine.module.modules()] == dictionaries
+            seen += _train(engine, 3 + 2 * turn, 1)
+        _assert_same(seen, wanted)
+        engine.destroy()
+
+
+@pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {}), (1, BF16)])
+def test_a_reducer_comes_and_goes(world: Worlds, zero: int, more: dict[str, Any]) -> None:
+    world(2).run(_attached_and_detached, zero, more)
+
+
+class Stumbling(nn.Module):
+    """Fails in the backward pass that it is told to fail in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.fails = _model(), False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.body[:3](inputs)
+        if self.fails and hidden.requires_grad:
+            hidden.register_hook(self._fail)
+        return self.body[3:](hidden)
+
+    def _fail(self, _: torch.Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+
+def _goes_on_after_an_exception(zero: int) -> None:
+    start()
+    ends = []
+    with PipelineParallelGrid("data=2") as grid:
+        for fails in (False, True):
+            model = Stumbling()
+            engine = _engine(
+                grid, zero, model=model, reducer={**SMALL, "overlap_parameters": True}, gradient_accumulation_steps=1
+            )
+            _train(engine, 0, 2)
+            if fails:
+                model.fails = True
+                with pytest.raises(ArithmeticError, match="on purpose"):
+                    _train(engine, 2, 1)
+                model.fails = False
+                engine.zero_grad()
+            _train(engine, 2, 3)
+            ends.append(_state(engine))
+            engine.destroy()
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_training_goes_on_after_an_exception(world: Worlds, zero: int) -> None:
+    world(2).run(_goes_on_after_an_exception, zero)
+
+
+# -- parameters on their way ------------------------------------------------------------------------------------------
+
+
+def _slowed() -> Any:
+    """Every gather takes its time, so that whoever does not wait reads what was there before."""
+    gather = exchange._Peers._gather
+
+    def slow(self: Any, piece: torch.Tensor, number: int) -> Any:
+        time.sleep(0.05)
+        return gather(self, piece, number)
+
+    return mock.patch.object(exchange._Peers, "_gather", slow)
+
+
+READERS: dict[str, Any] = {
+    "an_attribute": lambda model: model[2].weight.detach().clone(),
+    "all_parameters": lambda model: dict(model.named_parameters())["2.weight"].detach().clone(),
+    "a_state_dict": lambda model: model.state_dict()["2.weight"].clone(),
+    "a_copy": lambda model: copy.deepcopy(model)[2].weight.detach().clone(),
+    "its_owners_dictionary": lambda model: model[2]._parameters.get("weight").detach().clone(),
+}
+
+
+def _reads(reader: str) -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid, _slowed():
+        engine = _engine(grid, 1, reducer={**SMALL, "overlap_parameters": True}, gradient_accumulation_steps=1)
+        kept = engine.module[2].weight
+        _train(engine, 0, 1)
+        before = time.perf_counter()
+        engine.module.zero_grad()
+        assert time.perf_counter() - before < 0.04, "who reads no values does not wait"
+        seen = READERS[reader](engine.module)
+        engine.gradient_reducer.wait()
+        assert torch.equal(seen, kept)
+        assert torch.equal(seen, safe_get_full_fp32_param(kept))
+        engine.destroy()
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_reads_a_parameter_waits_for_it(world: Worlds, reader: str) -> None:
+    world(2).run(_reads, reader)
+
+
+class KeepsReferences(nn.Module):
+    """Uses a weight that it does not look up, and another module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = _model()
+        self._kept = [self.body[4].weight]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.body[:4](inputs)
+        return F.linear(hidden, *self._kept) + hidden @ self.body[2].weight.sum(1)[:, None]
+
+
+def _finds_references() -> None:
+    start()
+    runs = []
+    with PipelineParallelGrid("data=2") as grid, _slowed():
+        for overlap in (False, True):
+            engine = _engine(grid, 1, model=KeepsReferences(), reducer={**SMALL, "overlap_parameters": overlap})
+            runs.append((_train(engine), _state(engine)))
+            engine.eval()
+            with torch.no_grad():
+                runs[-1][0].append((float(engine(torch.ones(2, 8)).sum()), 0.0))
+            engine.destroy()
+    assert runs[0][0] == runs[1][0]
+    assert all(map(torch.equal, runs[0][1], runs[1][1]))
+
+
+def test_parameters_that_are_not_looked_up_are_there_before_forward(world: Worlds) -> None:
+    world(2).run(_finds_references)
+
+
+def _reads_alone() -> None:
+    """The later stage's parameters are sent when they are used, but not only then."""
+    start()
+    with PipelineParallelGrid("data=2,pipe=2") as grid:
+        module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 4, grid=grid, loss_fn=F.mse_loss)
+        config = settings(zero_optimization={"stage": 1}, gradient_reducer={"overlap_parameters": True})
+        engine, *_ = initialize(model=module, config=config)
+        parameters = engine.gradient_reducer.driver._gradients.parameters
+        assert parameters.waits_for_use == (grid.stage_id == 1)
+        for _ in range(2):
+            engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 2))
+        if grid.get_data_parallel_rank() == 0:
+            seen = {name: value.clone() for name, value in module.state_dict().items()}
+        dist.barrier()
+        if grid.get_data_parallel_rank() == 0:
+            assert all(torch.equal(value, seen[name]) for name, value in module.state_dict().items())
+        destroy_engine(engine)
+
+
+def test_one_rank_may_read_parameters_alone(world: Worlds) -> None:
+    world(4).run(_reads_alone)
+
+
+def _reports() -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine = _engine(grid, 1, reducer={**SMALL, "overlap_parameters": True}, gradient_accumulation_steps=1)
+        _train(engine, 0, 3)
+        report = engine.gradient_reducer.report()
+        assert len(report.steps[-1].gathers) == len(engine.gradient_reducer.buckets)
+        assert "regions of parameters" in str(report)
+        names = {event["name"] for event in report.chrome_trace()["traceEvents"]}
+        assert {"region 0", "bucket 0"} <= names
+        engine.destroy()
+
+
+def test_gathers_are_in_the_report(world: Worlds) -> None:
+    world(2).run(_reports)
+
+
+def _refusals() -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine = _engine(grid, 1, reducer={"overlap_parameters": True})
+        with pytest.raises(RuntimeError, match=r"offload_states\(\).*detach\(\) it first"):
+            engine.optimizer.offload_states()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.compile(backend="eager")
+        assert any("compiled code does not wait" in str(each.message) for each in caught)
+        assert not engine.gradient_reducer.driver._gradients.parameters.overlaps
+        engine.destroy()
+        with pytest.raises(ValueError, match="overlap_parameters=True: parameters arrive from other ranks at ZeRO"):
+            GradientReducer(_model(), grid=grid, overlap_parameters=True)
+
+
+def test_what_does_not_go_together_is_said(world: Worlds) -> None:
+    world(2).run(_refusals)
+
+
+def _with_a_hook(zero: int) -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine = _engine(grid, zero)
+        if zero == 2:
+            with pytest.raises(ValueError, match="a communication hook works on whole gradients"):
+                engine.gradient_reducer.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
+            engine.destroy()
+            return
+        engine.gradient_reducer.register_comm_hook(dist.group.WORLD, bf16_compress_hook)
+        seen, parameters = _train(engine), [parameter.detach().clone() for parameter in engine.module.parameters()]
+        engine.destroy()
+        theirs = _engine(grid, zero, reducer=False, communication_data_type="bf16")
+        torch.testing.assert_close(seen, _train(theirs), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(parameters, list(theirs.module.parameters()), rtol=2e-2, atol=2e-2)
+        theirs.destroy()
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_communication_hooks_of_ddp(world: Worlds, zero: int) -> None:
+    world(2).run(_with_a_hook, zero)
+
+
+def _one_rank_is_wrong() -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine = _engine(grid, 1, reducer=False)
+        wrong = {"bucket_bytes": 0} if dist.get_rank() == 1 else {}
+        with pytest.raises((ValueError, DisagreementError), match="bucket_bytes=0"):
+            GradientReducer.attach(engine, **wrong)
+        GradientReducer.attach(engine, **SMALL)
+        _train(engine, 0, 2)
+        engine.destroy()
+
+
+def test_an_option_that_is_wrong_on_one_rank_is_refused_on_all(world: Worlds) -> None:
+    world(2).run(_one_rank_is_wrong, deadline=30)
+
+
+def _after_an_error() -> None:
+    """A region that never arrives is not taken for one that has."""
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine = _engine(grid, 1, reducer={**SMALL, "overlap_parameters": True}, gradient_accumulation_steps=1)
+        broken = mock.patch.object(exchange._Peers, "_gather", side_effect=RuntimeError("connection closed"))
+        with broken:
+            _train(engine, 0, 1)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="connection closed"):
+                    _ = engine.module[2].weight
+
+
+def test_every_reader_gets_the_error() -> None:
+    run_ranks(2, _after_an_error, deadline=60)
+
+
+def _in_slices() -> None:
+    """Without a reducer, too, on a grid."""
+    start()
+    with PipelineParallelGrid("data=4") as grid, mock.patch.object(exchange.PeerExchange, "gather_now") as gather:
+        engine = _engine(grid, 1, reducer=False)
+        _train(engine, 0, 2)
+        assert gather.call_count == 2
+        engine.destroy()
+    dist.barrier()
+    with mock.patch.object(exchange.PeerExchange, "gather_now") as gather:
+        engine, *_ = deepspeed.initialize(model=_model(), config=settings(zero_optimization={"stage": 1}))
+        _train(engine, 0, 1)
+        assert gather.call_count == 0, "and nothing of it without a grid"
+        engine.destroy()
+
+
+def test_deepspeeds_own_partitions_travel_in_slices(world: Worlds) -> None:
+    world(4).run(_in_slices)
