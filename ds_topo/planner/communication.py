@@ -12,7 +12,9 @@ from math import ceil, log2
 from ds_topo.planner.cluster import Cluster
 from ds_topo.planner.spans import Span
 
-_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+TO_OWNERS, FROM_OWNERS = "sum_to_owners", "gather_from_owners"
+"""What ``ds_topo.partition`` does at ZeRO 1 and 2: a reduce_scatter and an all_gather, on gloo point to point."""
+_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, TO_OWNERS: 1, FROM_OWNERS: 1}
 
 
 def ring_passes(operation: str, cluster: Cluster) -> int:
@@ -69,6 +71,9 @@ def bytes_leaving(operation: str, size: float, span: Span, cluster: Cluster) -> 
     """Bytes that the busiest host sends to others in one such collective of all groups."""
     if operation == "all_to_all":
         return size / span.size * span.remote_pairs
+    if operation in (TO_OWNERS, FROM_OWNERS) and cluster.accelerator.transport == "gloo":
+        # every slice crosses to another host once, whatever the number of ranks there
+        return size * (span.hosts - 1) / max(1, span.hosts) * span.ring_edges
     return ring_passes(operation, cluster) * size * (span.size - 1) / span.size * span.ring_edges
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ds_topo.planner.communication import bytes_leaving, collective_seconds
+from ds_topo.planner.communication import FROM_OWNERS, bytes_leaving, collective_seconds
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.group_spans import EXPERT, GRADIENTS, layout_spans
 from ds_topo.planner.layout import Layout
@@ -159,7 +159,7 @@ def _gradients_text(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> 
     span, cluster = spans[GRADIENTS], costs.job.cluster
     texts = []
     for operation, size, group, times in gradient_messages(costs, layout, kind):
-        if group == GRADIENTS and operation != "all_gather":
+        if group == GRADIENTS and operation not in ("all_gather", FROM_OWNERS):
             seconds = collective_seconds(operation, size, span, cluster)
             leaving = bytes_leaving(operation, size, span, cluster)
             texts.append(

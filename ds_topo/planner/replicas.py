@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ds_topo.planner.cluster import Cluster
-from ds_topo.planner.communication import collective_seconds
+from ds_topo.planner.communication import FROM_OWNERS, TO_OWNERS, collective_seconds
 from ds_topo.planner.costs import Costs, StageKind
 from ds_topo.planner.group_spans import ENDS, EXPERT_DATA, GRADIENTS
 from ds_topo.planner.layout import Layout
@@ -68,18 +68,19 @@ def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[tup
     ZeRO 2 reduces after every micro-batch; ZeRO 3 gathers in forward and in backward of each, too.
     """
     job, parameters = costs.job, costs.parameters(kind, layout)
-    whole = layout.zero in job.software.reduces_whole
+    whole, owners = layout.zero in job.software.reduces_whole, layout.zero in job.software.sends_to_owners
     micro_batches = layout.micro_batches(job.batch)
     messages: list[tuple[str, float, str, float]] = []
     for count, group in ((parameters.dense, GRADIENTS), (parameters.experts, EXPERT_DATA)):
         if not count:
             continue
         reductions = micro_batches if layout.zero >= 2 else 1
-        operation = "all_reduce" if whole else "reduce_scatter"
+        operation = "all_reduce" if whole else TO_OWNERS if owners else "reduce_scatter"
         messages.append((operation, count * reduction_bytes(costs), group, float(reductions)))
         if layout.zero:
             gathers = 2 * micro_batches if layout.zero == 3 else 1
-            messages.append(("all_gather", float(count * job.precision.activation_bytes), group, float(gathers)))
+            gather = FROM_OWNERS if owners else "all_gather"
+            messages.append((gather, float(count * job.precision.activation_bytes), group, float(gathers)))
     return messages
 
 
@@ -87,7 +88,9 @@ def two_level_pays(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> b
     """Whether gradients are reduced faster inside hosts and across hosts apart than in one ring."""
     span = spans[GRADIENTS]
     local = span.size // span.hosts
-    if not costs.job.software.two_level or span.hosts == 1 or local == 1 or layout.zero not in (0, 1):
+    if not costs.job.software.two_level or span.hosts == 1 or local == 1:
+        return False
+    if layout.zero not in costs.job.software.reduces_whole:
         return False
     size = max(costs.parameters(kind, layout).dense for kind in costs.stage_kinds(layout)) * reduction_bytes(costs)
     flat = collective_seconds("all_reduce", size, span, costs.job.cluster)
@@ -113,7 +116,7 @@ def _replica_collectives(
     levels = two_level_pays(costs, layout, spans)
     for operation, size, group, _ in gradient_messages(costs, layout, kind):
         seconds = collective_seconds(operation, size, spans[group], cluster, calls)
-        if operation == "all_gather":
+        if operation in ("all_gather", FROM_OWNERS):
             gather += seconds
         elif levels and group == GRADIENTS:
             reduce += two_level_seconds(size, spans[group], cluster)

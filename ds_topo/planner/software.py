@@ -36,6 +36,8 @@ class Software:
         accumulation_bytes: of an accumulated gradient in mixed precision.
         reduction_bytes: of a gradient on the wire in mixed precision.
         reduces_whole: ZeRO stages whose gradients every rank gets whole (an all_reduce in place of a reduce_scatter).
+        sends_to_owners: ZeRO stages whose gradients go to their owners, and whose parameters come from them, as this
+            package's reducer sends them.
         two_level: all_reduces may go inside hosts and across hosts apart.
         eager: buffers of DeepSpeed's engines: an fp32 copy of what ZeRO updates, outputs of micro-batches in flight,
             gradients in fp32 for the update, parameters that stay gathered up to a number.
@@ -62,6 +64,7 @@ class Software:
     accumulation_bytes: int = 4
     reduction_bytes: int = 4
     reduces_whole: tuple[int, ...] = (0,)
+    sends_to_owners: tuple[int, ...] = ()
     two_level: bool = False
     eager: bool = False
     overlaps_gradients: bool = True
@@ -93,7 +96,7 @@ DEEPSPEED = Software(
     seq_exchange="all_to_all",
     accumulation_bytes=2,
     reduction_bytes=2,
-    reduces_whole=(0, 1),
+    sends_to_owners=(1, 2),
     two_level=True,
     eager=True,
     overlaps_update=False,

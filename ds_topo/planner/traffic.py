@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ds_topo.planner.communication import ring_passes
+from ds_topo.planner.communication import FROM_OWNERS, TO_OWNERS, ring_passes
 from ds_topo.planner.costs import Costs, StageKind
 from ds_topo.planner.group_spans import EXPERT, EXPERT_DATA, GRADIENTS, layout_spans
 from ds_topo.planner.layout import Layout
@@ -119,9 +119,11 @@ class _Counter:
         if message.operation == "all_to_all":
             away = sum(1 for peer in ranks if peer // self.slots != rank // self.slots)
             return message.times * message.size / len(ranks) * away
+        hosts = len({peer // self.slots for peer in ranks})
+        if message.operation in (TO_OWNERS, FROM_OWNERS) and self.job.cluster.accelerator.transport == "gloo":
+            return message.times * message.size / len(ranks) * (hosts - 1)
         passes = ring_passes(message.operation, self.job.cluster)
         if message.operation == "all_reduce" and message.axis == GRADIENTS and self.levels:
-            hosts = len({peer // self.slots for peer in ranks})
             return message.times * passes * message.size / (len(ranks) / hosts) * (hosts - 1) / hosts
         following = ranks[(place + 1) % len(ranks)]
         if following // self.slots == rank // self.slots:
