@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
-from tests.bench.sides import Times, alternate, medians, ratios, table
+from tests.bench.sides import Times, medians, ratios, table, turns
 from tests.cluster import Cluster
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -56,6 +56,12 @@ def engine_of(grid: PipelineParallelGrid, samples: int, zero: int, **more: Any) 
     return engine
 
 
+def end_of_turn(engine: Any) -> None:
+    """Let arrive what is on its way."""
+    if engine.gradient_reducer is not None:
+        engine.gradient_reducer.wait()
+
+
 def measure(rounds: int, samples: int) -> tuple[Times, float, str]:
     """Times, milliseconds of this stage's last backward, and the reports of our reducers."""
     warnings.simplefilter("ignore")
@@ -68,12 +74,14 @@ def measure(rounds: int, samples: int) -> tuple[Times, float, str]:
     for zero in (0, 1):
         engines[f"deepspeed, ZeRO {zero}"] = engine_of(grid, samples, zero)
         engines[f"ours, ZeRO {zero}"] = engine_of(grid, samples, zero, gradient_reducer=True)
+    engines["ours, ZeRO 1, parameters"] = engine_of(grid, samples, 1, gradient_reducer={"overlap_parameters": True})
     flat = torch.zeros(sum(parameter.numel() for parameter in silent.module.parameters()))
-    sides: dict[str, Callable[[], object]] = {
-        name: partial(engine.train_batch, itertools.cycle(data)) for name, engine in engines.items()
+    sides: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        name: (partial(engine.train_batch, itertools.cycle(data)), partial(end_of_turn, engine))
+        for name, engine in engines.items()
     }
-    sides["all_reduce"] = lambda: dist.all_reduce(flat, group=grid.get_data_parallel_group())
-    times = alternate(sides, rounds, lambda: None, warmup=3)
+    sides["all_reduce"] = lambda: dist.all_reduce(flat, group=grid.get_data_parallel_group()), lambda: None
+    times, _ = turns(sides, rounds, warmup=2, steps=3)
     reducers = {name: engine.gradient_reducer for name, engine in engines.items() if engine.gradient_reducer}
     backward = reducers["ours, ZeRO 0"].driver.backward_ns / 1e6
     reports = [f"{name}, stage {grid.stage_id}\n{reducer.report()}" for name, reducer in reducers.items()]
@@ -94,6 +102,7 @@ def main() -> None:
     print(f"link {arguments.rate}, {batches}, {arguments.rounds} rounds")
     print(table(times))
     print(ratios(times, [(f"deepspeed, ZeRO {zero}", f"ours, ZeRO {zero}") for zero in (0, 1)]))
+    print(ratios(times, [(side, "ours, ZeRO 1, parameters") for side in ("deepspeed, ZeRO 1", "ours, ZeRO 0")]))
     middle = medians(times)
     windows = [backward for _, backward, _ in results[:2]]
     limit = middle["no reduction"] + max(0.0, middle["all_reduce"] - sum(windows))

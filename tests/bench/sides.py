@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,45 @@ def alternate(
             dist.all_reduce(taken, op=dist.ReduceOp.MAX)
             times[side].append(float(taken))
     return {side: values[warmup:] for side, values in times.items()}
+
+
+def turns(
+    sides: Mapping[str, tuple[Callable[[], object], Callable[[], object]]], rounds: int, warmup: int, steps: int
+) -> tuple[Times, dict[str, float]]:
+    """Of steps that hand work on to the next one: a side's turn is several of them, of which the first is not counted.
+
+    Args:
+        sides: the step of each, and what ends its turn.
+        rounds: turns of each side, after ``warmup`` ones.
+        warmup: so many.
+        steps: of a turn.
+
+    Returns:
+        Seconds a step of the slowest rank, and MB that this rank's host sends in a step.
+    """
+    times: Times = {side: [] for side in sides}
+    sent: dict[str, float] = {}
+    for _ in range(warmup + rounds):
+        for side, (step, end) in sides.items():
+            dist.barrier()
+            before = bytes_sent()
+            step()
+            started = time.perf_counter()
+            for _ in range(steps - 1):
+                step()
+            taken = torch.tensor((time.perf_counter() - started) / (steps - 1))
+            end()
+            sent[side] = (bytes_sent() - before) / steps / 1e6
+            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            times[side].append(float(taken))
+    return {side: values[warmup:] for side, values in times.items()}, sent
+
+
+def bytes_sent() -> int:
+    """By this host's interfaces, loopback aside."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    counts = {name.strip(): int(numbers.split()[8]) for name, _, numbers in (line.partition(":") for line in lines)}
+    return sum(count for name, count in counts.items() if name != "lo")
 
 
 def medians(times: Times) -> dict[str, float]:

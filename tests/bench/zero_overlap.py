@@ -1,0 +1,200 @@
+"""Training steps of a GPT of 10.7 M parameters on two hosts at ZeRO stages 1 and 2, optimizer included: our reducer
+beside DeepSpeed's own, torch's DDP and FSDP2.
+
+    OMP_NUM_THREADS=1 python -m tests.bench.zero_overlap [--rate 1gbit] [--rounds 8] [--sides ours] [--trace trace.json]
+
+A side's turn is several steps, of which the first is not counted: parameters that are still arriving when a step
+returns are part of the next one. Turns alternate in the same two processes; medians and quartiles of the slower rank.
+DeepSpeed runs at the better of its settings on this link: stage 1 by its defaults, stage 2 with ``overlap_comm``. The
+limit is max(forward, gather) + max(backward, reduce-scatter) and the optimizer, each measured alone. Bytes are those
+that the first rank's host sends in a step, by its interface; peaks are of its allocations in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_topo import PipelineParallelGrid, initialize
+from ds_topo.partition import exchange_of
+from tests.bench.sides import Times, medians, ratios, table, turns
+from tests.cluster import Cluster
+from tests.support.ranks import run_ranks
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from gpt import GPTConfig
+from parallel_layers import Parallel
+
+from tests.support.gpt_training import PlainGPT, batch
+
+MODEL = GPTConfig(context=128, width=384, heads=6, depth=6)
+STEPS = 5
+"""Of a turn; the first one is not counted."""
+Step = Callable[[], object]
+
+
+def engine_step(engine: Any, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[Step, Step]:
+    """A step of a plain engine."""
+
+    def step() -> None:
+        engine.backward(engine(*data))
+        engine.step()
+
+    reducer = getattr(engine, "gradient_reducer", None)
+    return step, reducer.wait if reducer else lambda: None
+
+
+def torch_step(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[Step, Step]:
+    """A step of a model of torch's."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        model(*data).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, lambda: None
+
+
+def peak(step: Step) -> float:
+    """MB that a step has allocated at its peak beyond what was there before."""
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        step()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        highest = max(highest, total)
+    return highest / 1e6
+
+
+def measure(rounds: int, samples: int, wanted: str) -> tuple[Times, str, dict[str, Any]]:
+    """Times, what our reducers report and others weigh, and a trace."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    grid = PipelineParallelGrid(f"data={dist.get_world_size()}")
+    parallel = Parallel(grid.get_group("model"))
+    data = batch(0, range(dist.get_rank() * samples, (dist.get_rank() + 1) * samples), MODEL)
+
+    def engine(stage: int, *, ours: dict[str, Any] | None = None, **zero: Any) -> tuple[Any, tuple[Step, Step]]:
+        config = {
+            "train_micro_batch_size_per_gpu": samples,
+            "steps_per_print": 10**9,
+            "zero_optimization": {"stage": stage, **zero},
+            "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+            **({} if ours is None else {"gradient_reducer": ours}),
+        }
+        built, *_ = initialize(model=PlainGPT(parallel, MODEL), config=config, mpu=grid)
+        return built, engine_step(built, data)
+
+    def replicated() -> torch.nn.Module:
+        return DistributedDataParallel(PlainGPT(parallel, MODEL), gradient_as_bucket_view=True)
+
+    def sharded() -> torch.nn.Module:
+        model = PlainGPT(parallel, MODEL)
+        for part in model.blocks:
+            fully_shard(part, mesh=grid.device_mesh()["data"], reshard_after_forward=False)
+        return fully_shard(model, mesh=grid.device_mesh()["data"], reshard_after_forward=False)
+
+    builders: dict[str, Callable[[], tuple[Any, tuple[Step, Step]]]] = {
+        "ours, stage 0": lambda: engine(0, ours={}),
+        "ours, stage 1": lambda: engine(1, ours={}),
+        "ours, stage 1, parameters": lambda: engine(1, ours={"overlap_parameters": True}),
+        "ours, stage 2, parameters": lambda: engine(2, ours={"overlap_parameters": True}),
+        "deepspeed, stage 1": lambda: engine(1),
+        "deepspeed, stage 2": lambda: engine(2, overlap_comm=True),
+        "ddp": lambda: (None, torch_step(replicated(), data)),
+        "fsdp2": lambda: (None, torch_step(sharded(), data)),
+    }
+    built = {name: build() for name, build in builders.items() if wanted in name}
+    sides = {name: both for name, (_, both) in built.items()} | parts(parallel, data)
+    times, sent = turns(sides, rounds, warmup=2, steps=STEPS)
+    peaks = {name: peak(both[0]) for name, both in sides.items()}
+    weights = [f"{name:28} {sent[name]:8.2f} MB sent, {peaks[name]:8.1f} MB at its peak" for name in sides]
+    reducers = {name: getattr(owner, "gradient_reducer", None) for name, (owner, _) in built.items()}
+    reports = {name: reducer.report() for name, reducer in reducers.items() if reducer is not None}
+    trace = next((report.chrome_trace() for report in reports.values()), {})
+    texts = ["\n".join(weights), *(f"{name}\n{report}" for name, report in reports.items())]
+    return times, "\n\n".join(texts), trace
+
+
+def parts(parallel: Parallel, data: Any) -> dict[str, tuple[Step, Step]]:
+    """What the limit is made of."""
+    model = PlainGPT(parallel, MODEL)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    losses: list[torch.Tensor] = []
+    model(*data).backward()
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    world = dist.group.WORLD
+    assert world is not None
+    size = dist.get_world_size()
+    flat = torch.zeros(numel // (2 * size) * 2 * size)
+    exchange = exchange_of(world, flat.device)
+
+    def backward() -> None:
+        losses.append(model(*data))
+        losses.pop().backward()
+
+    return {
+        "forward": (lambda: model(*data), lambda: None),
+        "forward and backward": (backward, lambda: None),
+        "optimizer": (optimizer.step, lambda: None),
+        "gather": (lambda: exchange.gather(flat).wait(), lambda: None),
+        "reduce-scatter": (lambda: exchange.reduce_scatter(flat).wait(), lambda: None),
+    }
+
+
+def limit(times: Times) -> float:
+    """Milliseconds."""
+    middle = medians(times)
+    backward = middle["forward and backward"] - middle["forward"]
+    ends = middle["optimizer"] / 2
+    return max(middle["forward"], middle["gather"]) + max(backward, middle["reduce-scatter"]) + ends
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit", help="of each host's link; 'none': two ranks on one host")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=4, help="of 128 bytes, per rank")
+    parser.add_argument("--sides", default="", help="only those with this in their names")
+    parser.add_argument("--trace", help="write the timeline of our first side here, for https://ui.perfetto.dev")
+    arguments = parser.parse_args()
+    work = (measure, arguments.rounds, arguments.samples, arguments.sides)
+    if arguments.rate == "none":
+        times, report, trace = run_ranks(2, *work, deadline=900)[0]
+    else:
+        with Cluster(hosts=2, rate=arguments.rate) as cluster:
+            times, report, trace = cluster.run_ranks(*work, timeout=900)[0]
+    print(f"link {arguments.rate}, {arguments.samples} samples per rank, {arguments.rounds} turns of {STEPS - 1} steps")
+    print(table(times))
+    best = {**times, "limit": [limit(times) / 1e3]}
+    print(f"{'limit':28} {limit(times):8.1f} ms")
+    pairs = [
+        (other, ours)
+        for ours in times
+        for other in (*times, "limit")
+        if ours.startswith("ours") and not other.startswith(("ours", "forward", "optimizer", "gather", "reduce"))
+    ]
+    for pair in pairs:
+        print(ratios(best, [pair]))
+    print(f"\n{report}")
+    if arguments.trace:
+        Path(arguments.trace).write_text(json.dumps(trace))
+
+
+if __name__ == "__main__":
+    main()
