@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ds_topo.engine.parameter_gathers import PartitionedParameters
@@ -49,10 +48,10 @@ class FlatGroup:
     ours: PartitionLayout
     gradients: PartitionedGradients
 
-    @cached_property
+    @property
     def rank(self) -> int:
         """Of this process among the ranks that share it."""
-        return dist.get_rank(self.group)
+        return self.gradients.rank
 
     @cached_property
     def memory(self) -> torch.Tensor:

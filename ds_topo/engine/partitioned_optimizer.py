@@ -258,7 +258,7 @@ class PartitionedZero(PartitionedOptimizer):
     def hand_over(self) -> None:
         """As its epilogue would, after the last micro-batch."""
         for group in self.groups:
-            partition = group.gradients.take(group.rank)
+            partition = group.gradients.take()
             self.optimizer.averaged_gradients[group.index] = _Gradients(group.fragments_of(partition), partition)
 
 
@@ -318,7 +318,7 @@ class PartitionedBF16(PartitionedOptimizer):
     def hand_over(self) -> None:
         """Its step reads the partition where it is."""
         for group in self.groups:
-            group.gradients.take(group.rank)
+            group.gradients.take()
         for flags in self.optimizer.fp32_groups_has_gradients:
             flags[:] = [True] * len(flags)
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_topo.partition.exchange import Exchange, exchange_of
@@ -29,6 +30,8 @@ class Reducing(Protocol):
 class PartitionedGradients:
     """The gradients of one flat tensor's parameters.
 
+    Memory of whole gradients is lent region by region: until the region's sum is collected, unless it is ``memory``.
+
     Args:
         parameters: of the flat tensor, in the layout's numbering.
         layout: where they and this rank's slices are.
@@ -37,7 +40,7 @@ class PartitionedGradients:
         keeps: whether gradients of all micro-batches accumulate whole, and are exchanged after the last one (ZeRO 1).
             If not, every micro-batch's are exchanged, and only this rank's partition accumulates (ZeRO 2).
         whole: indices of regions that every rank needs whole, as those of tied layers.
-        memory: of all gradients, where there is some already.
+        memory: of all gradients, where there is some that lasts from step to step.
     """
 
     def __init__(
@@ -52,11 +55,16 @@ class PartitionedGradients:
         memory: torch.Tensor | None = None,
     ) -> None:
         self.layout, self.group, self.keeps, self.whole = layout, group, keeps, frozenset(whole)
-        device = parameters[0].device if parameters else torch.device("cpu")
-        self.dtype, self._device = dtype, device
-        self._memory = self._zeros(layout.numel if keeps else 0) if memory is None else memory
-        """Of all gradients, if they are kept; the sums of this rank's slices are moved to its front in the end. Else of
-        the partition, from the first exchange of a step until it is taken."""
+        self.rank = dist.get_rank(group)
+        """Whose partition this is."""
+        self.dtype, self._device = dtype, parameters[0].device if parameters else torch.device("cpu")
+        self._memory = memory
+        self._partition = self._empty(0)
+        """What is collected of this rank's partition, where there is no lasting memory."""
+        self._collected: set[int] = set()
+        """Indices of regions that are in it."""
+        self._whole: dict[int, torch.Tensor] = {}
+        """By index of region: sums that every rank needs whole."""
         self._lent: deque[Reducing] = deque()
         self.regions = {
             parameters[member]: owned
@@ -73,71 +81,104 @@ class PartitionedGradients:
         return exchange_of(self.group, self._device)
 
     @property
+    def lasts(self) -> bool:
+        """Whether the memory of whole gradients lasts from step to step."""
+        return self._memory is not None
+
+    @property
     def partition(self) -> torch.Tensor:
-        """This rank's partition, ``[partition_numel]``, of gradients that are kept; after :meth:`take`."""
+        """This rank's partition, ``[partition_numel]``, at the front of lasting memory; after :meth:`take`."""
+        assert self._memory is not None
         return self._memory[: self.layout.partition_numel]
 
-    def take(self, rank: int) -> torch.Tensor:
-        """The partition of ``rank``, ``[partition_numel]``: kept gradients are valid until the next backward.
+    def take(self) -> torch.Tensor:
+        """This rank's partition, ``[partition_numel]``: in lasting memory it is valid until the next backward."""
+        if self._memory is not None:
+            return self._compact(self._memory)
+        for index, flat in self._whole.items():
+            self._into_partition(self.layout.regions[index], flat)
+        for region in self.layout.regions:
+            if region.index not in self._collected:
+                self._place_in_partition(region).zero_()
+        taken = self._partition
+        self.discard()
+        return taken
 
-        Slices that are kept are moved next to each other, to the front.
+    def _compact(self, memory: torch.Tensor) -> torch.Tensor:
+        """Move slices next to each other, to the front.
 
         Region by region: a slice moves to or before the place where its region starts, so nothing that is still needed
         is overwritten.
         """
-        if not self.keeps:
-            taken, self._memory = self._accumulator(), self._zeros(0)
-            return taken
         for region in self.layout.regions:
-            end, position = region.address + region.slice_numel, region.start + rank * region.slice_numel
+            end, position = region.address + region.slice_numel, region.start + self.rank * region.slice_numel
             if position != region.address:
-                own = self._memory[position : position + region.slice_numel]
-                self._memory[region.address : end].copy_(own.clone() if position < end else own)
+                own = memory[position : position + region.slice_numel]
+                memory[region.address : end].copy_(own.clone() if position < end else own)
         return self.partition
 
     def place(self, region: Region) -> torch.Tensor:
-        """Memory for a region's gradients, padding included: its own if they are kept, else lent for one exchange."""
-        if self.keeps:
+        """Memory for a region's gradients, padding included: lasting, or lent until their sum is collected."""
+        if self._memory is not None:
             return self._memory[region.start : region.start + region.numel]
-        while len(self._lent) >= _LENT:
+        while not self.keeps and len(self._lent) >= _LENT:
             self._lent.popleft().wait()
-        return torch.empty(region.numel, dtype=self.dtype, device=self._device)
+        return self._empty(region.numel)
 
     def place_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Where the gradient of a parameter is, ``[numel]``, if gradients are kept."""
-        return self._memory[self.offsets[parameter] : self.offsets[parameter] + parameter.numel()]
+        """Where the sum of a parameter that every rank needs whole is, ``[numel]``; until :meth:`take`."""
+        region, offset = self.regions[parameter].region, self.offsets[parameter]
+        if self._memory is not None:
+            return self._memory[offset : offset + parameter.numel()]
+        return self._whole[region.index][offset - region.start :][: parameter.numel()]
 
     def note(self, reduction: Reducing) -> None:
         """A region is under way; its memory can be lent again when that has been waited for."""
         if not self.keeps:
             self._lent.append(reduction)
 
-    def collect(self, region: Region, own_slice: torch.Tensor) -> None:
-        """Add the sum of this rank's slice to its partition, where that is not the same memory."""
-        if not self.keeps:
-            self._accumulator()[region.address : region.address + region.slice_numel].add_(own_slice)
+    def collect(self, region: Region, flat: torch.Tensor) -> None:
+        """Take what this rank needs of a region's sum, where that does not stay in lasting memory."""
+        if self._memory is not None:
+            return
+        if region.index in self.whole:
+            self._whole[region.index] = flat
+        else:
+            self._into_partition(region, flat)
 
-    def add(self, parameter: nn.Parameter, rank: int, gradient: torch.Tensor) -> None:
-        """Add a reduced gradient of a whole parameter to the partition of ``rank``; where they are not kept."""
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Add a sum that came late, of a whole parameter, to what has been collected."""
         region, offset = self.regions[parameter].region, self.offsets[parameter]
-        start = region.start + rank * region.slice_numel
+        if self._memory is not None or region.index in self.whole:
+            self.place_of(parameter).add_(gradient.reshape(-1))
+            return
+        start = region.start + self.rank * region.slice_numel
         first, last = max(start, offset), min(start + region.slice_numel, offset + gradient.numel())
         if first < last:
-            own = self._accumulator()[region.address + first - start : region.address + last - start]
+            own = self._place_in_partition(region)[first - start : last - start]
             own.add_(gradient.reshape(-1)[first - offset : last - offset])
 
     def discard(self) -> None:
-        """Forget what has accumulated; kept gradients are overwritten by the next ones."""
-        if not self.keeps:
-            self._memory = self._zeros(0)
+        """Forget what has been collected; lasting memory is overwritten by the next gradients."""
+        self._partition = self._empty(0)
+        self._collected.clear()
+        self._whole.clear()
 
-    def _accumulator(self) -> torch.Tensor:
-        if not len(self._memory):
-            self._memory = self._zeros(self.layout.partition_numel)
-        return self._memory
+    def _into_partition(self, region: Region, flat: torch.Tensor) -> None:
+        place, own_slice = self._place_in_partition(region), flat.view(region.size, -1)[self.rank]
+        if region.index in self._collected:
+            place.add_(own_slice)
+        else:
+            place.copy_(own_slice)
+            self._collected.add(region.index)
 
-    def _zeros(self, numel: int) -> torch.Tensor:
-        return torch.zeros(numel, dtype=self.dtype, device=self._device)
+    def _place_in_partition(self, region: Region) -> torch.Tensor:
+        if not len(self._partition):
+            self._partition = self._empty(self.layout.partition_numel)
+        return self._partition[region.address : region.address + region.slice_numel]
+
+    def _empty(self, numel: int) -> torch.Tensor:
+        return torch.empty(numel, dtype=self.dtype, device=self._device)
 
 
 @dataclass(frozen=True, eq=False)

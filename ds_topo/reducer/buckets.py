@@ -28,8 +28,12 @@ class GradientBucket:
         first = self.members[0]
         self.is_sparse = first.is_sparse
         self.region = first.region
-        self.is_kept = first.is_kept
-        """Whether its memory lasts from step to step; if not, it has some from :meth:`fill` to its reduction's end."""
+        self.accumulates = first.accumulates
+        """Whether gradients of all micro-batches come together here."""
+        self._lasts = first.region is None or first.region.gradients.lasts
+        """Whether its memory lasts from step to step; if not, it has some from :meth:`open` to :meth:`give_back`."""
+        self.is_open = self._lasts
+        """Whether it has memory."""
         self.numel = sum(member.parameter.numel() for member in self.members)
         self.nbytes = self.numel * first.dtype.itemsize
         self.flat = self._memory(multiple_of)
@@ -41,25 +45,34 @@ class GradientBucket:
         """Point the members at this bucket, with the gradients that they hold."""
         for member in self.members:
             member.bucket = self
-            if not self.is_kept:
-                member.view = self.flat
-        if self.is_kept and not self.is_sparse:
+        if self.is_sparse:
+            return
+        if self._lasts:
             self._set_views()
+        elif any(member.holds_sum for member in self.members):
+            self.open()
+        else:
+            self.give_back()
+
+    def open(self) -> None:
+        """Borrow memory."""
+        assert self.region is not None
+        self.flat, self.is_open = self.region.gradients.place(self.region.region), True
+        self._set_views()
 
     def fill(self) -> None:
         """Collect its members' gradients, if that had to wait for memory."""
         if self.region is None:
             return
-        if not self.is_kept:
-            self.flat = self.region.gradients.place(self.region.region)
-            self._set_views()
+        if not self.accumulates:
+            self.open()
             copy_in(self.members)
         self.flat[self.numel :].zero_()
 
     def give_back(self) -> None:
-        """Let go of memory that does not last."""
-        if not self.is_kept:
-            self.flat = self.flat.new_empty(0)
+        """Let go of borrowed memory."""
+        if not self._lasts:
+            self.flat, self.is_open = self.flat.new_empty(0), False
             for member in self.members:
                 member.view, member.holds_sum = self.flat, False
 
@@ -100,7 +113,7 @@ class GradientBucket:
         """New memory, or what the members' buffers make up together."""
         first = self.members[0]
         if self.region is not None:
-            return self.region.gradients.place(self.region.region) if self.is_kept else torch.empty(0)
+            return self.region.gradients.place(self.region.region) if self._lasts else torch.empty(0)
         if first.grad_buffer is not None:
             return first.grad_buffer.as_strided((self.numel,), (1,))
         padded = 0 if self.is_sparse else -(-self.numel // multiple_of) * multiple_of

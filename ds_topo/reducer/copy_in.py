@@ -17,7 +17,7 @@ _LARGE_NUMEL = 1 << 14
 
 def is_copied_at_once(state: ParameterState) -> bool:
     """Whether :func:`copy_in_at_once` is for this parameter."""
-    if state.is_apart and (state.grad_buffer is not None or state.region is None or not state.is_kept):
+    if state.is_apart and (state.grad_buffer is not None or state.region is None or not state.accumulates):
         return False
     return state.parameter.numel() >= _LARGE_NUMEL and not state.is_sparse
 
@@ -42,6 +42,8 @@ def copy_in_at_once(state: ParameterState) -> None:
 
 def _copy_apart(state: ParameterState) -> None:
     """The same where the view cannot be the gradient itself."""
+    if not state.bucket.is_open:
+        state.bucket.open()
     view, gradient = state.view, state.parameter.grad
     if not state.holds_sum and gradient is not None and gradient.dtype == view.dtype:
         torch.mul(_dense(gradient, state), state.scale, out=view)
@@ -60,6 +62,8 @@ def accumulate(state: ParameterState) -> None:
     gradient = state.parameter.grad
     if state.is_sparse or gradient is None or gradient is state.view:
         return
+    if not state.bucket.is_open:
+        state.bucket.open()
     if state.is_apart and state.holds_sum:
         state.view.add_(_dense(gradient, state))
     else:
@@ -84,6 +88,8 @@ def copy_in(members: Sequence[ParameterState]) -> list[ParameterState]:
             state.view = _no_rows(parameter) if gradient is None else _rows(gradient, state) * state.scale
         elif state.is_apart:
             accumulate(state)
+            if not state.bucket.is_open:
+                state.bucket.open()
             in_place.append(state.view if state.holds_sum else state.view.zero_())
         elif gradient is None:
             state.view.zero_()
@@ -127,8 +133,8 @@ def late_gradient(state: ParameterState) -> torch.Tensor:
     if state.is_sparse:
         return _no_rows(state.parameter) if gradient is None else _rows(gradient, state)
     if gradient is None:
-        return torch.zeros_like(state.view)
-    return torch.empty_like(state.view).copy_(_dense(gradient, state))
+        return torch.zeros_like(state.parameter, dtype=state.dtype)
+    return torch.empty_like(state.parameter, dtype=state.dtype).copy_(_dense(gradient, state))
 
 
 def _rows(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:

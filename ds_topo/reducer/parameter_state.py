@@ -32,7 +32,11 @@ class Bucket(Protocol):
     index: int
     members: list[ParameterState]
     pending: int
-    is_kept: bool
+    accumulates: bool
+    is_open: bool
+
+    def open(self) -> None:
+        """Get memory."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,8 +92,8 @@ class ParameterState:
         return self.grad_buffer is None and self.region is None
 
     @property
-    def is_kept(self) -> bool:
-        """Whether its view lasts from step to step, and can accumulate."""
+    def accumulates(self) -> bool:
+        """Whether gradients of all micro-batches come together in its view."""
         return self.region is None or self.region.gradients.keeps
 
     @property

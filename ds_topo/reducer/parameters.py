@@ -50,7 +50,7 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
     ]
     for index, state in enumerate(states):
         state.index = index
-        if not state.is_kept:
+        if not state.accumulates:
             state.expected = 1  # to count first would need memory for all gradients
     if not states and not may_be_empty:
         raise ValueError("module: no parameter requires a gradient, so there is nothing to reduce")

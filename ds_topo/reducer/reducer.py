@@ -343,7 +343,7 @@ class BucketReducer:
             bucket = state.bucket
             bucket.pending -= 1
             if not bucket.pending:
-                if bucket.is_kept:
+                if bucket.accumulates:
                     copy_in(bucket.members)
                 if bucket.index == reducer._step.next_bucket and not reducer._step.defers:
                     reducer._launch_full_buckets()
@@ -452,7 +452,7 @@ class BucketReducer:
         without: list[ParameterState] = []
         for bucket in self._layout.buckets:
             if bucket.pending:
-                without += copy_in(bucket.members) if bucket.is_kept else ()
+                without += copy_in(bucket.members) if bucket.accumulates else ()
                 bucket.pending = 0
         self._launch_full_buckets()
         if self._dense.two_level is not None:

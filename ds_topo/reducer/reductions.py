@@ -36,6 +36,13 @@ class Reduction:
         self._complete()
         if self.route.after != 1.0 and not self.bucket.is_sparse:
             self.bucket.flat.mul_(self.route.after)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Take out of a region what this rank needs of it."""
+        if self.bucket.region is not None:
+            self.bucket.region.gradients.collect(self.bucket.region.region, self.bucket.flat)
+            self.bucket.give_back()
 
     def _complete(self) -> None:
         """Nothing to wait for in a group of one."""
@@ -73,7 +80,7 @@ class _ReduceScatter(Reduction):
 
     def __init__(self, bucket: GradientBucket, route: Route, region: RegionOfGradients) -> None:
         super().__init__(bucket, route)
-        self._region, self._rank = region, dist.get_rank(route.group)
+        self._region = region
         flat, dtype = bucket.flat, route.communication_dtype
         keeps_type = dtype is None or not flat.is_floating_point()
         self._payload = flat if keeps_type else flat.to(dtype)
@@ -90,12 +97,11 @@ class _ReduceScatter(Reduction):
             own.copy_(self._own_slice(self._payload))
         if self.route.after != 1.0:
             own.mul_(self.route.after)
-        self._region.gradients.collect(self._region.region, own)
         self._payload = self._payload.new_empty(0)
-        self.bucket.give_back()
+        self._collect()
 
     def _own_slice(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(-1, self._region.region.slice_numel)[self._rank]
+        return flat.view(self._region.region.size, -1)[self._region.gradients.rank]
 
 
 class _TwoLevelAllReduce(_AllReduce):

@@ -29,11 +29,10 @@ def add_late_gradients(
         gradient.mul_(before)
         dist.all_reduce(gradient, group=group)
         gradient.mul_(after)
-        if state.is_kept:
+        if state.region is None:
             state.view = state.view.add_(gradient)
         else:
-            assert state.region is not None
-            state.region.gradients.add(state.parameter, dist.get_rank(group), gradient)
+            state.region.gradients.add(state.parameter, gradient)
 
 
 def hand_out(
