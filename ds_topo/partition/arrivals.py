@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ds_topo.partition.exchange import Pending
+from ds_topo.partition.exchange import Awaited
 
 
 class Arrivals:
@@ -59,8 +59,8 @@ class Arrivals:
 class Arrival:
     """One region on its way; ``waited_ns`` is how long readers have waited for it."""
 
-    def __init__(self, pending: Pending) -> None:
-        self._pending: Pending | None = pending
+    def __init__(self, pending: Awaited) -> None:
+        self._pending: Awaited | None = pending
         self.done_ns = self.waited_ns = 0
 
     def wait(self) -> None:

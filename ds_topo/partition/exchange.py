@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,18 +28,28 @@ from ds_topo.process_groups.creation import ProcessGroup
 _MESSAGE_BYTES = 1 << 20
 """Slices travel in pieces of this size; larger ones do not keep both directions of a link busy."""
 _PIECES_UNDER_WAY = 4
-"""How many pieces of every slice are posted at a time, which bounds the memory of what is received."""
+"""How many pieces of every slice are posted at a time."""
+_RECEIVED_BYTES = 1 << 24
+"""At most so much is received at a time: among many ranks messages are smaller."""
 _SECONDS_TO_END = 10
 _FIRST_TAG = 1 << 30
 """Tags of the program's own messages are lower."""
 _TAGS = 1 << 29
 
 
-class Pending(Protocol):
-    """An exchange under way."""
+class Awaited(Protocol):
+    """What will have been sent, or have arrived."""
 
     def wait(self) -> int:
         """Wait for its end; when that was, ``time.perf_counter_ns()``, or when the wait returned."""
+        ...
+
+
+class Pending(Awaited, Protocol):
+    """An exchange under way."""
+
+    def is_done(self) -> bool:
+        """Whether a wait would return at once."""
         ...
 
 
@@ -81,6 +91,10 @@ def exchange_of(group: ProcessGroup, device: torch.device) -> Exchange:
 class _Done:
     """Nothing to wait for."""
 
+    def is_done(self) -> bool:
+        """It has ended already."""
+        return True
+
     def wait(self) -> int:
         """It has ended already."""
         return time.perf_counter_ns()
@@ -112,6 +126,10 @@ class _Collective:
     """A collective of torch under way."""
 
     work: dist.Work
+
+    def is_done(self) -> bool:
+        """See :class:`Pending`."""
+        return bool(self.work.is_completed())
 
     def wait(self) -> int:
         """On a GPU the current stream waits, not the caller."""
@@ -209,6 +227,10 @@ class _Job:
         self.pieces_left = 0
         self.done: Future[int] = Future()
 
+    def is_done(self) -> bool:
+        """See :class:`Pending`."""
+        return self.done.done()
+
     def wait(self) -> int:
         """See :class:`Pending`."""
         return self.done.result()
@@ -219,14 +241,17 @@ class _Peers:
 
     def __init__(self, group: ProcessGroup, rounds: list[list[Peer]]) -> None:
         self._group, self._rounds, self._size = weakref.ref(group), rounds, dist.get_world_size(group)
-        self._spare: defaultdict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._spare: list[torch.Tensor] = []
+        """Memory to receive in, while it is not in use; bytes."""
+        under_way = _PIECES_UNDER_WAY * max(1, self._size - 1)
+        self._message_bytes = min(_MESSAGE_BYTES, _RECEIVED_BYTES // under_way)
         self._pieces = 0
         """So many have been exchanged: all ranks count alike, and so agree on tags."""
 
     def pieces(self, job: _Job) -> Generator[_Messages, None, None]:
         """The pieces of a tensor, in order."""
         slices = job.flat.view(self._size, -1)
-        numel = max(1, _MESSAGE_BYTES // slices.itemsize)
+        numel = max(1, self._message_bytes // slices.itemsize)
         for start in range(0, slices.shape[1], numel):
             piece = slices[:, start : start + numel]
             self._pieces += 1
@@ -235,12 +260,14 @@ class _Peers:
     def _sum(self, piece: torch.Tensor, number: int) -> _Messages:
         for peers in self._rounds:
             received = [(index, self._borrow(piece[index]), peer.rank) for peer in peers for index in peer.mine]
-            works = [self._receive(buffer, rank, number, index) for index, buffer, rank in received]
+            works = [
+                self._receive(_like(piece[index], buffer), rank, number, index) for index, buffer, rank in received
+            ]
             works += [self._send(piece[index], peer.rank, number, index) for peer in peers for index in peer.theirs]
             yield works
             for index, buffer, _ in sorted(received, key=lambda entry: entry[2]):
-                piece[index].add_(buffer)
-                self._spare[buffer.shape, buffer.dtype].append(buffer)
+                piece[index].add_(_like(piece[index], buffer))
+                self._spare.append(buffer)
 
     def _gather(self, piece: torch.Tensor, number: int) -> _Messages:
         for peers in reversed(self._rounds):
@@ -250,8 +277,10 @@ class _Peers:
 
     def _borrow(self, like: torch.Tensor) -> torch.Tensor:
         """Memory to receive in; it comes back, so that only what is under way at a time needs some."""
-        spare = self._spare[like.shape, like.dtype]
-        return spare.pop() if spare else torch.empty_like(like)
+        spare = self._spare.pop() if self._spare else None
+        if spare is None or len(spare) < like.nbytes:
+            return torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
+        return spare
 
     def _send(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
         return _existing(dist.isend(tensor, group=self._living_group, group_dst=rank, tag=self._tag(number, index)))
@@ -271,6 +300,11 @@ class _Peers:
 
     def _tag(self, number: int, index: int) -> int:
         return _FIRST_TAG + (number * self._size + index) % _TAGS
+
+
+def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """The front of some memory as a tensor of this type and shape."""
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 class _Worker:
@@ -294,6 +328,7 @@ class _Worker:
                 self._finish()
                 return
             self._begin(job)
+            del job  # which would keep its tensor until there is another one
 
     def do(self, job: _Job) -> None:
         """One job, in the calling thread."""

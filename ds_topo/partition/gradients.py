@@ -23,6 +23,9 @@ _LENT = 3
 class Reducing(Protocol):
     """The reduction of a region under way."""
 
+    def is_done(self) -> bool:
+        """Whether a wait would return at once."""
+
     def wait(self) -> None:
         """Until its sum is collected. Idempotent."""
 
@@ -122,7 +125,8 @@ class PartitionedGradients:
         if self._memory is not None:
             return self._memory[region.start : region.start + region.numel]
         while not self.keeps and len(self._lent) >= _LENT:
-            self._lent.popleft().wait()
+            self._lent[0].wait()
+            self._lent.popleft()
         return self._empty(region.numel)
 
     def place_of(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -134,7 +138,9 @@ class PartitionedGradients:
 
     def note(self, reduction: Reducing) -> None:
         """A region is under way; its memory can be lent again when that has been waited for."""
-        if not self.keeps:
+        if self._memory is None:
+            while self._lent and self._lent[0].is_done():
+                self._lent.popleft().wait()
             self._lent.append(reduction)
 
     def collect(self, region: Region, flat: torch.Tensor) -> None:
@@ -160,6 +166,7 @@ class PartitionedGradients:
 
     def discard(self) -> None:
         """Forget what has been collected; lasting memory is overwritten by the next gradients."""
+        self._lent.clear()
         self._partition = self._empty(0)
         self._collected.clear()
         self._whole.clear()

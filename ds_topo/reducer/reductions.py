@@ -87,6 +87,10 @@ class _ReduceScatter(Reduction):
         self._pending: Pending | None = region.gradients.exchange.reduce_scatter(self._payload)
         region.gradients.note(self)
 
+    def is_done(self) -> bool:
+        """Whether its sum is there."""
+        return self._pending is None or self._pending.is_done()
+
     def _wait(self) -> None:
         if self._pending is None:
             return

@@ -7,7 +7,7 @@ A side's turn is several steps, of which the first is not counted: parameters th
 returns are part of the next one. Turns alternate in the same two processes; medians and quartiles of the slower rank.
 DeepSpeed runs at the better of its settings on this link: stage 1 by its defaults, stage 2 with ``overlap_comm``. The
 limit is max(forward, gather) + max(backward, reduce-scatter) and the optimizer, each measured alone. Bytes are those
-that the first rank's host sends in a step, by its interface; peaks are of its allocations in a step.
+that the first rank's host sends in a step, by its interface.
 """
 
 from __future__ import annotations
@@ -67,18 +67,6 @@ def torch_step(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) 
     return step, lambda: None
 
 
-def peak(step: Step) -> float:
-    """MB that a step has allocated at its peak beyond what was there before."""
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        step()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    total = highest = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        highest = max(highest, total)
-    return highest / 1e6
-
-
 def measure(rounds: int, samples: int, wanted: str) -> tuple[Times, str, dict[str, Any]]:
     """Times, what our reducers report and others weigh, and a trace."""
     warnings.simplefilter("ignore")
@@ -121,8 +109,7 @@ def measure(rounds: int, samples: int, wanted: str) -> tuple[Times, str, dict[st
     built = {name: build() for name, build in builders.items() if wanted in name}
     sides = {name: both for name, (_, both) in built.items()} | parts(parallel, data)
     times, sent = turns(sides, rounds, warmup=2, steps=STEPS)
-    peaks = {name: peak(both[0]) for name, both in sides.items()}
-    weights = [f"{name:28} {sent[name]:8.2f} MB sent, {peaks[name]:8.1f} MB at its peak" for name in sides]
+    weights = [f"{name:28} {sent[name]:8.2f} MB sent" for name in sides]
     reducers = {name: getattr(owner, "gradient_reducer", None) for name, (owner, _) in built.items()}
     reports = {name: reducer.report() for name, reducer in reducers.items() if reducer is not None}
     trace = next((report.chrome_trace() for report in reports.values()), {})

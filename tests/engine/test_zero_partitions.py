@@ -20,10 +20,12 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_g
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.errors import DisagreementError
 from ds_topo.partition import exchange
+from tests.support.memory import peak
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
 from tests.support.training import destroy_engine
@@ -316,6 +318,70 @@ def _goes_on_after_an_exception(zero: int) -> None:
 @pytest.mark.parametrize("zero", [1, 2])
 def test_training_goes_on_after_an_exception(world: Worlds, zero: int) -> None:
     world(2).run(_goes_on_after_an_exception, zero)
+
+
+class Recomputing(nn.Module):
+    """Uses one layer in two recomputed parts, each of which leaves a gradient; from its third pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.twice, self.last, self.passes = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        hidden = self.first(inputs)
+        for _ in range(1 if self.passes < 3 else 2):
+            hidden = checkpoint(self._recomputed, hidden, use_reentrant=True)
+        return self.last(hidden)
+
+    def _recomputed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.twice(hidden))
+
+
+def _late_gradients(zero: int) -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        whole = _engine(grid, 0, reducer=False, model=Recomputing(), gradient_accumulation_steps=1)
+        wanted = _train(whole)
+        whole.destroy()
+        ours = _engine(grid, zero, model=Recomputing(), gradient_accumulation_steps=1)
+        torch.testing.assert_close([loss for loss, _ in _train(ours)], [loss for loss, _ in wanted])
+        ours.destroy()
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_gradients_that_come_late_are_added(world: Worlds, zero: int) -> None:
+    """DeepSpeed's own stage 2 refuses them."""
+    world(2).run(_late_gradients, zero)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+_BUCKET_BYTES = 25 << 20
+
+
+def _peak(zero: int, reducer: Any) -> int:
+    """Bytes that a rank has at most during a step, whose gradients are much more than its activations."""
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        own = {"stage": zero, "reduce_bucket_size": _BUCKET_BYTES // 4, "overlap_comm": zero == 2}
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24)))
+        engine = _engine(grid, zero, model=model, reducer=reducer, zero_optimization=own, gradient_accumulation_steps=3)
+        inputs = torch.ones(2, 1024)
+
+        def step() -> None:
+            for _ in range(3):
+                engine.backward(engine(inputs).square().mean())
+                engine.step()
+
+        return peak(step)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_needs_a_bucket_more_memory_at_most(zero: int) -> None:
+    theirs, ours = (min(run_ranks(2, _peak, zero, reducer)) for reducer in (False, {"bucket_bytes": _BUCKET_BYTES}))
+    assert ours <= theirs + _BUCKET_BYTES
 
 
 # -- parameters on their way ------------------------------------------------------------------------------------------
