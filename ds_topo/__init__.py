@@ -19,6 +19,7 @@ from ds_topo.errors import (
     HostError,
     LaunchError,
     MissingTopologyError,
+    ReplicaError,
     TopologyError,
     UnknownAxisError,
     WorldSizeError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ds_topo.engine.pipeline import LayerSpec as LayerSpec
     from ds_topo.engine.pipeline import PipelineModule as PipelineModule
     from ds_topo.engine.pipeline import TiedLayerSpec as TiedLayerSpec
+    from ds_topo.engine.replicas import check_replicas as check_replicas
     from ds_topo.engine.start import init_distributed as init_distributed
     from ds_topo.engine.use import use as use
     from ds_topo.process_groups.grid import ProcessGrid as ProcessGrid
@@ -61,10 +63,12 @@ __all__ = [
     "PipelineParallelGrid",
     "ProcessGrid",
     "ProcessTopology",
+    "ReplicaError",
     "TiedLayerSpec",
     "TopologyError",
     "UnknownAxisError",
     "WorldSizeError",
+    "check_replicas",
     "collectives",
     "distributed",
     "groups",
@@ -83,6 +87,7 @@ _LAZY = {
     "PipelineParallelGrid": "engine.grid",
     "ProcessGrid": "process_groups.grid",
     "TiedLayerSpec": "engine.pipeline",
+    "check_replicas": "engine.replicas",
     "init_distributed": "engine.start",
     "initialize": "engine.initialize",
     "mark_tensor_parallel_gradients": "engine.norms",

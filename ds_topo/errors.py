@@ -86,3 +86,15 @@ class EndOfSamplesError(RuntimeError, StopIteration):
 
 class DisagreementError(RuntimeError):
     """Ranks of one job came with different plans, or did not come: the message names ranks and hosts."""
+
+
+class StoreTimeoutError(DisagreementError, TimeoutError):
+    """The job's store does not answer, so nobody can say what the other ranks bring: the message names its server."""
+
+
+class ReplicaError(RuntimeError):
+    """Ranks that must have the same values have not: the message names the tensor, ranks and hosts."""
+
+
+class GroupCreationError(RuntimeError):
+    """A process group that its ranks agreed on was not created, because one of them, or the store, is gone."""

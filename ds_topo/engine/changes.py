@@ -458,6 +458,16 @@ TAKE_STEP = Change(
     why="a release whose engine no longer calls the names above would step on this rank's own gradients",
     during=REDUCER,
 )
+STEP, TRAIN_BATCH = (
+    Change(
+        engine,
+        name,
+        instead="the same, then, every so many steps, a comparison of replicas",
+        why="to find the step after which replicas differ",
+        during="check_replicas(engine, every=N) is in force",
+    )
+    for engine, name in ((DeepSpeedEngine, "step"), (PipelineEngine, "train_batch"))
+)
 FORWARD = Change(
     DeepSpeedEngine,
     "forward",

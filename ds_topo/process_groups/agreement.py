@@ -23,7 +23,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ds_topo.errors import DisagreementError, listed
+from ds_topo.errors import DisagreementError, StoreTimeoutError, listed
+from ds_topo.process_groups.deadline import UNANSWERED_AFTER, within
 from ds_topo.process_groups.torch_names import Store, append, default_store
 
 MAX_MESSAGE = 4000
@@ -76,9 +77,13 @@ def agree(
         if failure is not None:
             raise failure
         return token
-    verdict = Round(default_store(), token, dist.get_rank(), members, timeout, subject).verdict(
-        f"{_FAILED}{type(failure).__name__}: {failure}" if failure is not None else f"plan: {description}", lines
-    )
+    outcome = f"{_FAILED}{type(failure).__name__}: {failure}" if failure is not None else f"plan: {description}"
+    round_ = Round(default_store(), token, dist.get_rank(), members, timeout, subject)
+    try:
+        verdict = within(timeout * UNANSWERED_AFTER, f"agreement on {subject}", lambda: round_.verdict(outcome, lines))
+    except StoreTimeoutError:
+        if failure is None:
+            raise
     if failure is not None:
         raise failure
     if verdict:

@@ -14,8 +14,9 @@ from typing import TypeAlias, cast
 
 import torch.distributed as dist
 
-from ds_topo.errors import listed
+from ds_topo.errors import GroupCreationError, listed
 from ds_topo.process_groups.agreement import agree
+from ds_topo.process_groups.deadline import UNANSWERED_AFTER, within
 from ds_topo.process_groups.torch_names import is_known, job_timeout, next_group_named
 from ds_topo.topology.rank_tables import RankGroup
 
@@ -149,9 +150,21 @@ class ProcessGroups:
         if len(ranks) == dist.get_world_size():
             return cast("ProcessGroup", dist.group.WORLD)
         digest = hashlib.sha1(",".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()[:16]
-        with next_group_named(f"{self._token}/{digest}"):
+
+        def new_group() -> ProcessGroup:
             created: ProcessGroup = dist.new_group(
                 list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=f"ds_topo:{name}"
             )
+            return created
+
+        try:
+            with next_group_named(f"{self._token}/{digest}"):
+                created = within(self.timeout * UNANSWERED_AFTER, f"creation of the group {name!r}", new_group)
+        except RuntimeError as error:
+            raise GroupCreationError(
+                f"process group {name!r} of ranks {listed(ranks)}: all of them agreed to create it, but within "
+                f"{self.timeout} one of them did not; it has died or stopped since, its host has, or its link is cut. "
+                f"Its own output says more. Here: {error}"
+            ) from error
         self._created.append(created)
         return created

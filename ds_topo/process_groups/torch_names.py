@@ -41,6 +41,7 @@ ROWS: tuple[Change | Reliance, ...] = (
     DEFAULT_TIMEOUT,
     Reliance(c10d.Store, "append", "ranks write what they bring into one key"),
     Reliance(c10d, "_get_default_store", "ranks compare their plans through the job's store"),
+    Reliance(c10d.PrefixStore, "underlying_store", "messages say where the store is"),
     Reliance(c10d, "_get_default_group", "the job's timeout, which new_group does not inherit"),
     Reliance(c10d, "_world", "whether a group still exists: torch forgets all of them with the world's own"),
     Reliance(dist.ProcessGroup, "bound_device_id", "taken away while a group is created by its members alone"),
@@ -57,6 +58,15 @@ def append(store: Store, key: str, text: str) -> None:
 def default_store() -> Store:
     """The store of the job."""
     return c10d._get_default_store()
+
+
+def address_of_store() -> str:
+    """Where the store of the job is served, for messages; empty where torch does not tell."""
+    store = default_store()
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)  # a TCPStore's
+    return f" at {host}:{port}" if host else ""
 
 
 def timeout_of(given: float | timedelta | None) -> timedelta:

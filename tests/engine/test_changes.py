@@ -343,6 +343,8 @@ CALLED_BY_PROGRAMS = {
     changes.NAME_OF_PIPELINES,
     changes.MODIFIED,
     changes.MODIFIED_BY_ONE,
+    changes.STEP,
+    changes.TRAIN_BATCH,
     *changes.NAMES_OF_TOPOLOGIES,
 }
 """Names that DeepSpeed offers and does not call itself."""

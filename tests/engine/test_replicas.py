@@ -1,0 +1,255 @@
+"""``check_replicas``: finds what differs between ranks that must be alike, in every engine, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_topo import PipelineParallelGrid, ReplicaError, check_replicas, initialize
+from ds_topo.check.replicas import digest
+from tests.support import small_engines
+from tests.support.gpt_training import pipeline, plain_engine, train
+from tests.support.moe_training import Case, trainer
+from tests.support.training import destroy_engine
+from tests.support.world import Worlds
+
+Engines = Iterator[tuple[Any, Callable[[int], object]]]
+OVERLAPPED = {"gradient_reducer": {"overlap_parameters": True}}
+
+
+@contextmanager
+def _plain(topology: str, zero: int, **more: Any) -> Engines:
+    with plain_engine(topology, {"zero_optimization": {"stage": zero}, **more}) as (engine, grid):
+        yield engine, lambda step: train(engine, grid, [step])
+
+
+@contextmanager
+def _pipeline(topology: str, zero: int, **more: Any) -> Engines:
+    with pipeline(topology, zero, **more) as (engine, grid):
+        yield engine, lambda step: train(engine, grid, [step])
+
+
+@contextmanager
+def _experts(topology: str, zero: int, **options: Any) -> Engines:
+    with trainer(Case(topology, (2, 0, 2), zero, **options)) as trained:
+        yield trained.engine, lambda step: trained.train(range(step, step + 1))
+
+
+KINDS = {
+    "plain 0": lambda: _plain("data=2,model=2", 0),
+    "plain 1": lambda: _plain("model=2,data=2", 1, **OVERLAPPED),
+    "plain 2": lambda: _plain("data=2,model=2", 2, **OVERLAPPED),
+    "bf16": lambda: _plain("data=2,model=2", 0, bf16={"enabled": True}),
+    "bf16 1": lambda: _plain("data=4", 1, bf16={"enabled": True}),
+    "pipeline 0": lambda: _pipeline("pipe=2,data=2", 0),
+    "pipeline 1": lambda: _pipeline("data=2,pipe=2", 1, **OVERLAPPED),
+    "pipeline of slices": lambda: _pipeline("pipe=2,model=2", 0),
+    "experts": lambda: _experts("data=4", 0, pipeline=False),
+    "experts in a pipeline": lambda: _experts("pipe=2,data=2", 1),
+}
+
+
+def _agrees(kind: str) -> None:
+    with KINDS[kind]() as (engine, step):
+        check = check_replicas(engine, every=1, slices=kind != "pipeline of slices")
+        for number in range(3):
+            step(number)
+        check.now()
+        check.remove()
+        check.remove()
+        assert not {"step", "train_batch"} & vars(engine).keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_of_right_engines_are_alike(world: Worlds, kind: str) -> None:
+    world(4).run(_agrees, kind)
+
+
+def _change_a_bit(parameter: torch.Tensor) -> None:
+    """One that a step does not round off."""
+    integers, bit = (torch.int16, 4) if parameter.itemsize == 2 else (torch.int32, 16)
+    parameter.data.view(integers).view(-1)[0] ^= 1 << bit
+
+
+def _finds(kind: str, changed_rank: int, change: Callable[[Any], str], every: int = 2) -> tuple[str, str, int]:
+    """The name of what one rank has changed, the error of this rank, and after which step it came."""
+    with KINDS[kind]() as (engine, step):
+        check_replicas(engine, every=every)
+        step(0)
+        name = change(engine) if dist.get_rank() == changed_rank else ""
+        with pytest.raises(ReplicaError) as caught:
+            _steps(step)
+        return name, str(caught.value), engine.global_steps
+
+
+def _steps(step: Callable[[int], object]) -> None:
+    for number in range(1, 6):
+        step(number)
+
+
+def _a_parameter(engine: Any) -> str:
+    name, parameter = list(engine.module.named_parameters())[-1]
+    _change_a_bit(parameter)
+    return name
+
+
+def _a_state(engine: Any) -> str:
+    inner = engine.optimizer
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    state = next(iter(inner.state.values()))
+    key, value = next((key, value) for key, value in sorted(state.items()) if torch.is_tensor(value) and value.dim())
+    value.view(-1)[0] += 1.0
+    return key
+
+
+def _an_expert(engine: Any) -> str:
+    name, parameter = next((n, p) for n, p in engine.module.named_parameters() if not getattr(p, "allreduce", True))
+    _change_a_bit(parameter)
+    return name
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed_rank", "change", "alike"),
+    [
+        ("plain 0", 2, _a_parameter, (0, 2)),
+        ("pipeline 0", 3, _a_parameter, (2, 3)),
+        ("experts", 2, _an_expert, (0, 2)),
+    ],
+)
+def test_a_changed_bit_is_named_on_every_rank(
+    world: Worlds, kind: str, changed_rank: int, change: Callable[[Any], str], alike: tuple[int, int]
+) -> None:
+    """At the next step that is compared, with the name of the tensor, and the ranks that have each value."""
+    found = world(4).run(_finds, kind, changed_rank, change)
+    name = next(name for name, _, _ in found if name)
+    errors = {error for _, error, _ in found}
+    assert len(errors) == 1
+    (error,) = errors
+    assert name in error
+    assert "replicas differ after step 2, as 2 of 4 ranks see" in error
+    assert all(f"ranks [{rank}] on " in error for rank in alike)
+    assert {steps for _, _, steps in found} == {2}
+
+
+def _asked(kind: str, changed_rank: int, change: Callable[[Any], str]) -> tuple[str, str]:
+    """What one rank has changed, and the error of this one when it is asked at once."""
+    with KINDS[kind]() as (engine, step):
+        check = check_replicas(engine)
+        step(0)
+        name = change(engine) if dist.get_rank() == changed_rank else ""
+        with pytest.raises(ReplicaError) as caught:
+            check.now()
+        return name, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed_rank", "change", "alike"),
+    [
+        ("plain 0", 1, _a_state, ([1], [3])),
+        ("bf16", 3, _a_state, ([1], [3])),
+        ("bf16 1", 1, _a_parameter, ([0, 2, 3], [1])),
+    ],
+)
+def test_it_is_asked_at_any_time(
+    world: Worlds, kind: str, changed_rank: int, change: Callable[[Any], str], alike: tuple[list[int], list[int]]
+) -> None:
+    """States differ before parameters do; at ZeRO 1 owners put right what one rank has changed in its parameters."""
+    found = world(4).run(_asked, kind, changed_rank, change)
+    name = next(name for name, _ in found if name)
+    (error,) = {error for _, error in found}
+    assert name in error
+    assert all(f"ranks {ranks} on " in error for ranks in alike)
+
+
+def _slices_differ(what: str) -> str:
+    with KINDS["plain 0"]() as (engine, step):
+        check = check_replicas(engine, slices=True)
+        step(0)
+        odd = dist.get_rank() % 2 == 1
+        if what == "random" and odd:
+            torch.rand(1)
+        if what == "norm" and odd:
+            _change_a_bit(next(p for n, p in engine.module.named_parameters() if "norm" in n))
+        with pytest.raises(ReplicaError) as caught:
+            check.now()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(("what", "named"), [("random", "random state of the CPU"), ("norm", "norm")])
+def test_slices_are_compared_where_they_are_not_slices(world: Worlds, what: str, named: str) -> None:
+    (error,) = set(world(4).run(_slices_differ, what))
+    assert named in error
+    assert "along model" in error
+
+
+def _beside_a_reducer() -> None:
+    small_engines.start()
+    with PipelineParallelGrid("data=2") as grid:
+        for reducer_goes_first in (True, False):
+            engine, *_ = initialize(
+                model=torch.nn.Linear(4, 2), mpu=grid, config=small_engines.settings(gradient_reducer=True)
+            )
+            check = check_replicas(engine, every=1)
+            ends = [engine.gradient_reducer.detach, check.remove]
+            for end in ends if reducer_goes_first else ends[::-1]:
+                end()
+            assert not {"step", "_take_model_step"} & vars(engine).keys()
+            check_replicas(engine, every=1)
+            destroy_engine(engine)
+            assert "step" not in vars(engine), "it ends with the engine"
+
+
+def test_it_comes_and_goes_beside_a_reducer(world: Worlds) -> None:
+    world(2).run(_beside_a_reducer)
+
+
+def _refusals() -> None:
+    small_engines.start()
+    with PipelineParallelGrid("data=2") as grid:
+        config = small_engines.settings(zero_optimization={"stage": 3})
+        engine, *_ = initialize(model=torch.nn.Linear(4, 2), mpu=grid, config=config)
+        with pytest.raises(ValueError, match="ZeRO stage 3 partitions parameters"):
+            check_replicas(engine)
+        destroy_engine(engine)
+    with pytest.raises(TypeError, match="Linear is not what deepspeed"):
+        check_replicas(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_compared_is_said(world: Worlds) -> None:
+    world(2).run(_refusals)
+
+
+def _counts() -> None:
+    small_engines.start()
+    engine, *_ = initialize(model=torch.nn.Linear(4, 2), config=small_engines.settings())
+    for every, error in ((-1, ValueError), (True, TypeError), (1.5, TypeError)):
+        with pytest.raises(error, match="give a number of steps"):
+            check_replicas(engine, every=every)  # type: ignore[arg-type]
+    destroy_engine(engine)
+
+
+def test_a_number_of_steps_is_wanted(world: Worlds) -> None:
+    world(2).run(_counts)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]),
+    st.integers(1, 40),
+    st.data(),
+)
+def test_any_single_bit_changes_a_digest(dtype: torch.dtype, numel: int, data: st.DataObject) -> None:
+    tensor = torch.randint(0, 100, (numel, 2)).to(dtype)[:, 0]
+    changed = torch.empty(numel, dtype=dtype).copy_(tensor)
+    bits = changed.view(torch.uint8)
+    byte, bit = data.draw(st.integers(0, len(bits) - 1)), data.draw(st.integers(0, 7))
+    bits[byte] ^= 1 << bit
+    assert digest(tensor).tolist() == digest(tensor.contiguous()).tolist() != digest(changed).tolist()

@@ -1,0 +1,101 @@
+"""Where the process that serves the store stops, ranks that build a grid say so in time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from ds_topo import PipelineParallelGrid
+from ds_topo.errors import GroupCreationError, StoreTimeoutError
+from ds_topo.process_groups import creation
+from ds_topo.process_groups.deadline import within
+from tests.support.ranks import run_ranks
+
+LIMIT = 2.0
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _pids() -> list[int]:
+    """Of all ranks, whose job begins anew, with a store that rank 0 serves."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = [served.port if served else 0]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    store = served or dist.TCPStore("127.0.0.1", port[0], wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    pids = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    dist.barrier()
+    return pids
+
+
+def _errors(kind: type[Exception], first_rank: int) -> tuple[str, float]:
+    """Of a grid that is built while the first rank is stopped; it goes on when all have seen them."""
+    started = time.monotonic()
+    try:
+        with pytest.raises(kind) as caught:
+            PipelineParallelGrid("pipe=3,data=2", timeout=timedelta(seconds=LIMIT))
+        took = time.monotonic() - started
+        time.sleep(2 * LIMIT)
+    finally:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(first_rank, signal.SIGCONT)
+    return str(caught.value), took
+
+
+def _stopped_before_it_agrees() -> tuple[str, float]:
+    pids = _pids()
+    if dist.get_rank() == 0:
+        _stop()
+        time.sleep(1)  # the others' last requests
+        return "", 0.0
+    time.sleep(0.5)
+    return _errors(StoreTimeoutError, pids[0])
+
+
+def test_a_stopped_first_rank_is_named_by_those_that_agree() -> None:
+    for rank, (error, took) in enumerate(run_ranks(6, _stopped_before_it_agrees)):
+        if rank:
+            assert "agreement on the process groups to create: the store of the job at " in error
+            assert "did not answer within 0:00:02.4" in error
+            assert took < 2 * LIMIT
+
+
+def _stop_instead(*_: object, **__: object) -> None:
+    _stop()
+    raise ArithmeticError("on purpose")
+
+
+def _stopped_before_it_creates() -> tuple[str, float]:
+    pids = _pids()
+    if dist.get_rank() == 0:
+        with mock.patch.object(creation.dist, "new_group", _stop_instead), pytest.raises(ArithmeticError):
+            PipelineParallelGrid("pipe=3,data=2", timeout=timedelta(seconds=LIMIT))
+        return "", 0.0
+    return _errors(GroupCreationError, pids[0])
+
+
+def test_a_first_rank_that_stops_after_it_has_agreed_is_looked_for_in_its_groups() -> None:
+    for rank, (error, took) in enumerate(run_ranks(6, _stopped_before_it_creates)):
+        if rank:
+            assert error.startswith("process group ")
+            assert "all of them agreed to create it" in error
+            assert took < 3 * LIMIT
+
+
+def test_what_a_call_returns_or_raises_comes_back() -> None:
+    assert within(timedelta(seconds=5), "a name", lambda: threading.current_thread().name) == "ds_topo a name"
+    with pytest.raises(TimeoutError, match="its own") as caught:
+        within(timedelta(seconds=5), "an error", lambda: (_ for _ in ()).throw(TimeoutError("its own")))
+    assert not isinstance(caught.value, StoreTimeoutError)
