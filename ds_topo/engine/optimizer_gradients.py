@@ -249,6 +249,10 @@ def _refusal(engine: DeepSpeedEngine) -> str | None:
         )
     if not engine.enable_backward_allreduce and not engine.pipeline_parallelism:
         return f"the optimizer {engine.optimizer_name()!r} communicates by itself: choose one that does not"
+    if stage == 2 and engine.micro_steps % engine.gradient_accumulation_steps():
+        return (
+            "the micro-batches of a step are under way, and their gradients in DeepSpeed's partition: attach after it"
+        )
     if engine.is_deepcompile_active():
         return "DeepCompile reduces gradients inside the compiled graph: switch it off"
     return None

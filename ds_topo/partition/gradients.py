@@ -164,6 +164,11 @@ class PartitionedGradients:
             own = self._place_in_partition(region)[first - start : last - start]
             own.add_(gradient.reshape(-1)[first - offset : last - offset])
 
+    @property
+    def holds_sums(self) -> bool:
+        """Whether something is collected that was not taken yet."""
+        return bool(self._collected)
+
     def discard(self) -> None:
         """Forget what has been collected; lasting memory is overwritten by the next gradients."""
         self._lent.clear()

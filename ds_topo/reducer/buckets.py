@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -34,7 +35,9 @@ class GradientBucket:
         """Whether its memory lasts from step to step; if not, it has some from :meth:`open` to :meth:`give_back`."""
         self.is_open = self._lasts
         """Whether it has memory."""
-        self.numel = sum(member.parameter.numel() for member in self.members)
+        self.offsets = self._offsets()
+        """Where each member starts in the memory; in a region there may be gaps, for parameters that are frozen."""
+        self.numel = self.offsets[-1] + self.members[-1].parameter.numel()
         self.nbytes = self.numel * first.dtype.itemsize
         self.flat = self._memory(multiple_of)
         """The gradients, one after the other: ``[numel]``, then padding."""
@@ -67,7 +70,10 @@ class GradientBucket:
         if not self.accumulates:
             self.open()
             copy_in(self.members)
-        self.flat[self.numel :].zero_()
+        ends = [0] + [end + member.parameter.numel() for end, member in zip(self.offsets, self.members, strict=True)]
+        for end, start in zip(ends, [*self.offsets, len(self.flat)], strict=True):
+            if end < start:
+                self.flat[end:start].zero_()
 
     def give_back(self) -> None:
         """Let go of borrowed memory."""
@@ -76,9 +82,14 @@ class GradientBucket:
             for member in self.members:
                 member.view, member.holds_sum = self.flat, False
 
+    def _offsets(self) -> list[int]:
+        if self.region is not None:
+            return [member.address - self.region.region.start for member in self.members]
+        numels = [member.parameter.numel() for member in self.members]
+        return [end - numel for end, numel in zip(accumulate(numels), numels, strict=True)]
+
     def _set_views(self) -> None:
-        offset = 0
-        for member in self.members:
+        for member, offset in zip(self.members, self.offsets, strict=True):
             parameter, buffer = member.parameter, member.grad_buffer
             # Strides as autograd lays gradients out, but for a user's buffer, which is plain memory.
             if buffer is not None or self.region is not None:
@@ -88,7 +99,6 @@ class GradientBucket:
             else:
                 stride = torch.empty_like(parameter, device="meta").stride()
             view = self.flat.as_strided(parameter.shape, stride, self.flat.storage_offset() + offset)
-            offset += parameter.numel()
             if member.holds_live_view and buffer is None:
                 view.copy_(member.view)
                 parameter.grad = parameter.grad if member.is_apart else view
@@ -142,10 +152,9 @@ class CommHookBucket:
     def gradients(self) -> list[torch.Tensor]:
         """The gradients in their parameters' shapes, as views of ``buffer()``."""
         members = self._bucket.members
-        parts = self._buffer.split([member.parameter.numel() for member in members])
         return [
-            part.as_strided(member.view.shape, member.view.stride())
-            for part, member in zip(parts, members, strict=True)
+            self._buffer[offset:].as_strided(member.view.shape, member.view.stride())
+            for offset, member in zip(self._bucket.offsets, members, strict=True)
         ]
 
     def parameters(self) -> list[torch.Tensor]:

@@ -187,6 +187,10 @@ class BucketReducer:
             self._reduce_late(late)
             hand_out(self._states, self.options, without, unused)
             self._layout.learn(self.group)
+        except BaseException:  # what is collected of this step must not be added to the next one's
+            for partition in self.options.partitions:
+                partition.discard()
+            raise
         finally:
             timing.ended_ns = time.perf_counter_ns()
             self._reset()
@@ -287,6 +291,13 @@ class BucketReducer:
         """Remove the hooks; the module may get another reducer. Gradients stay as they are. Idempotent."""
         if self._state is ReducerState.DETACHED:
             return
+        partitions = self.options.partitions
+        if partitions and (self._is_unreduced or any(partition.holds_sums for partition in partitions)):
+            warnings.warn(
+                "detach() between the micro-batches of a step: the gradients of those that are over are lost",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._state = ReducerState.DETACHED
         self._hooks.remove()
         self._stop_watching()
@@ -433,6 +444,9 @@ class BucketReducer:
         try:
             _, told = self._launch_the_rest(failed)
             self._wait(told)
+            for partition in self.options.partitions:
+                if partition.keeps:  # the others hold earlier micro-batches, too
+                    partition.discard()
         finally:
             timing.ended_ns = time.perf_counter_ns()
             self._reset()

@@ -356,6 +356,84 @@ def test_gradients_that_come_late_are_added(world: Worlds, zero: int) -> None:
     world(2).run(_late_gradients, zero)
 
 
+# -- steps that are given up -------------------------------------------------------------------------------------------
+
+
+def _after_something_goes_wrong(zero: int, what: str) -> None:
+    start()
+    ends = []
+    with PipelineParallelGrid("data=2") as grid:
+        for goes_wrong in (False, True):
+            model = Stumbling()
+            engine = _engine(grid, zero, model=model, gradient_accumulation_steps=1)
+            _train(engine, 0, 2)
+            if goes_wrong and what == "a stray backward":
+                engine.module(torch.ones(2, 8)).sum().backward()
+                engine.module.zero_grad()
+            elif goes_wrong:
+                model.fails = dist.get_rank() == 0
+                with pytest.raises((ArithmeticError, RuntimeError)):
+                    _train(engine, 2, 1)
+                model.fails = False
+                engine.zero_grad()
+            _train(engine, 2, 3)
+            ends.append(_state(engine))
+            engine.destroy()
+    assert all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize(
+    ("zero", "what"), [(1, "a stray backward"), (1, "an exception on one rank"), (2, "an exception on one rank")]
+)
+def test_nothing_of_a_step_that_is_given_up_is_left(world: Worlds, zero: int, what: str) -> None:
+    world(2).run(_after_something_goes_wrong, zero, what)
+
+
+def _freezes(zero: int) -> None:
+    start()
+    ends = []
+    with PipelineParallelGrid("data=2") as grid:
+        for ours in (False, True):
+            engine = _engine(grid, zero, reducer={"bucket_bytes": 1 << 20} if ours else False)
+            _train(engine, 0, 1)
+            if ours:
+                engine.gradient_reducer.detach()
+            engine.module[2].weight.requires_grad_(False)
+            reducer = GradientReducer.attach(engine, bucket_bytes=1 << 20) if ours else None
+            ends.append((_train(engine, 1, 2), _state(engine)))
+            if reducer is not None:
+                reducer.detach()
+            engine.destroy()
+    (wanted, theirs), (seen, state) = ends
+    _assert_same(seen, wanted)
+    assert all(map(torch.equal, state, theirs))
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_parameter_that_was_frozen_before_a_reducer_came(world: Worlds, zero: int) -> None:
+    """Its gradient is zero, and those of its neighbors are their own."""
+    world(2).run(_freezes, zero)
+
+
+def _in_the_middle(zero: int) -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine = _engine(grid, zero, gradient_accumulation_steps=2)
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        with pytest.warns(RuntimeWarning, match="gradients of those that are over are lost"):
+            engine.gradient_reducer.detach()
+        if zero == 2:
+            with pytest.raises(ValueError, match="attach after it"):
+                GradientReducer.attach(engine)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_changes_between_micro_batches_are_said(world: Worlds, zero: int) -> None:
+    world(2).run(_in_the_middle, zero)
+
+
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 _BUCKET_BYTES = 25 << 20
