@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
@@ -26,10 +29,11 @@ from ds_topo.topology.axes import MODEL, PIPE
 class check_replicas:  # noqa: N801 (a verb, and what takes it back)
     """Compare the replicas of an engine's parameters and optimizer states bit by bit: now, and every few steps.
 
-    Compared are, over the ranks that average gradients: parameters and buffers of integers, experts over the replicas
-    of each; at ZeRO stage 0 the optimizer's states and master weights, too. At stages 1 and 2 these are partitioned, so
-    there are no replicas of them. Over the ranks of a ``model`` axis, if ``slices`` is set: parameters that are not
-    marked as a slice (``tensor_model_parallel``), and the random states, by which replicated dropout must draw alike.
+    Compared are, over the ranks that average gradients: parameters, experts over the replicas of each; without ZeRO the
+    optimizer's states and master weights, too, which otherwise are partitioned. Over the stages of a pipeline: tied
+    weights. Over the ranks of a ``model`` axis, if ``slices`` is set: parameters that are not marked as a slice
+    (``tensor_model_parallel``), and the random states, by which replicated dropout must draw alike. Buffers are each
+    rank's own.
 
     Costs one pass over the tensors, and an all_reduce of 32 bytes for each. Every rank of the engine raises, whichever
     replicas differ.
@@ -41,7 +45,9 @@ class check_replicas:  # noqa: N801 (a verb, and what takes it back)
 
     Raises:
         TypeError: not an engine, or ``every`` is no number.
-        ValueError: ``every`` is negative; or ZeRO stage 3, which keeps no replicas.
+        ValueError: ``every`` is negative; ``slices`` without a grid; or ZeRO stage 3, which keeps no replicas.
+        RuntimeError: the engine compares every few steps already.
+        DisagreementError: ranks compare after other steps, or with other arguments; names them.
         ReplicaError: replicas differ; names the first tensor that does, and the ranks on their hosts. From
             ``engine.step()`` or ``engine.train_batch()``, if it is found then.
 
@@ -63,9 +69,13 @@ class check_replicas:  # noqa: N801 (a verb, and what takes it back)
             raise ValueError(
                 "check_replicas: ZeRO stage 3 partitions parameters, too: there are no replicas to compare"
             )
+        if slices and not isinstance(engine.mpu, MpuGrid):
+            raise ValueError("slices=True: only a grid knows the slices of a model; give the engine one as its mpu")
         self._engine, self._every, self._slices = engine, every, slices
-        self.now()
         self._releases: list[Callable[[], None]] = []
+        if every and getattr(vars(engine).get(self._row.name), "compares_replicas", False):
+            raise RuntimeError("this engine compares its replicas every few steps already: remove() that check first")
+        self.now()
         if every:
             self._releases += [
                 ledger.bind(self._row, self._comparing, engine),
@@ -75,7 +85,8 @@ class check_replicas:  # noqa: N801 (a verb, and what takes it back)
     def now(self) -> None:
         """Compare; collective over the engine's ranks."""
         engine = self._engine
-        compare(list(self._replicated()), _everyone(engine), f"after step {engine.global_steps}")
+        options = ", slices too" if self._slices else ""
+        compare(self._replicated(), _everyone(engine), f"after step {engine.global_steps}{options}")
 
     def remove(self) -> None:
         """Compare no more. Idempotent."""
@@ -91,10 +102,12 @@ class check_replicas:  # noqa: N801 (a verb, and what takes it back)
         def step(*arguments: Any, **options: Any) -> Any:
             before = self._engine.global_steps
             result = take_step(*arguments, **options)
-            if self._engine.global_steps > before and self._engine.global_steps % self._every == 0:
+            is_due = self._engine.global_steps > before and self._engine.global_steps % self._every == 0
+            if is_due and self._releases:  # a program's own wrapper may keep this one after remove()
                 self.now()
             return result
 
+        step.compares_replicas = True  # type: ignore[attr-defined]
         return step
 
     def _before_destroy(self, destroy: Any) -> Any:
@@ -112,13 +125,23 @@ class check_replicas:  # noqa: N801 (a verb, and what takes it back)
         names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
         for name, parameter in engine.module.named_parameters():
             yield Replicated(name, parameter, *_group_of(parameter, dense))
-        for name, buffer in engine.module.named_buffers():
-            if not buffer.is_floating_point():  # running averages of samples are each rank's own
-                yield Replicated(f"buffer {name}", buffer, dense, "data")
-        if int(engine.zero_optimization_stage()) == 0 and engine.enable_backward_allreduce:
+        if _keeps_whole_states(engine):
             yield from _states(engine, names, dense)
+        if isinstance(engine, PipelineEngine):
+            numbers: Counter[ProcessGroup] = Counter()  # stages have other layers beside
+            for weight, group in engine.module.get_tied_weights_and_groups():
+                yield Replicated(f"tied weight {numbers[group]}", weight, group, "pipe")
+                numbers[group] += 1
         if self._slices and isinstance(engine.mpu, MpuGrid) and engine.mpu.get_axis_size(MODEL) > 1:
             yield from _alike_on_slices(engine.module, engine.mpu.get_group(MODEL))
+
+
+def _keeps_whole_states(engine: DeepSpeedEngine) -> bool:
+    """Whether every replica has all of the optimizer's states, and the same."""
+    if isinstance(engine.optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
+        return False
+    is_pipeline = isinstance(engine, PipelineEngine)
+    return bool(engine.pipeline_enable_backward_allreduce if is_pipeline else engine.enable_backward_allreduce)
 
 
 def _group_of(parameter: torch.Tensor, dense: ProcessGroup) -> tuple[ProcessGroup, str]:
@@ -135,7 +158,7 @@ def _dense_group(engine: DeepSpeedEngine) -> ProcessGroup:
     if isinstance(engine, PipelineEngine):
         group: ProcessGroup = engine.mpu.get_data_parallel_group()
     else:
-        group = deepspeed_groups._get_sequence_data_parallel_group()
+        group = engine.seq_data_parallel_group
     return group
 
 
@@ -152,7 +175,7 @@ def _everyone(engine: DeepSpeedEngine) -> ProcessGroup:
 def _states(engine: DeepSpeedEngine, names: dict[int, str], dense: ProcessGroup) -> Iterator[Replicated]:
     """Of the innermost optimizer: its own states, and master weights that are not the module's parameters."""
     optimizer = engine.optimizer
-    while hasattr(optimizer, "optimizer"):
+    while getattr(optimizer, "optimizer", optimizer) is not optimizer:
         optimizer = optimizer.optimizer
     for number, group in enumerate(getattr(optimizer, "param_groups", [])):
         for index, parameter in enumerate(group["params"]):
@@ -163,20 +186,15 @@ def _states(engine: DeepSpeedEngine, names: dict[int, str], dense: ProcessGroup)
                 place = _expert_group(group["name"])
             if known is None:
                 yield Replicated(label, parameter, *place)
-            for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=str):
                 if torch.is_tensor(value):
                     yield Replicated(f"{key} of {label}", value, *place)
 
 
 def _alike_on_slices(module: nn.Module, group: ProcessGroup) -> Iterator[Replicated]:
-    parameters = [(name, parameter) for name, parameter in module.named_parameters() if _may_be_alike(parameter)]
-    if parameters:
-        marked = [int(is_model_parallel_parameter(parameter)) for _, parameter in parameters]
-        marks = torch.tensor(marked, device=parameters[0][1].device)
-        dist.all_reduce(marks, dist.ReduceOp.MIN, group=group)  # what is whole may be marked on one, to count once
-        for (name, parameter), is_slice in zip(parameters, marks.tolist(), strict=True):
-            if not is_slice:
-                yield Replicated(name, parameter, group, "model")
+    for name, parameter in module.named_parameters():
+        if _may_be_alike(parameter):  # and what is whole may be marked on one slice, to count once
+            yield Replicated(name, parameter, group, "model", is_slice=bool(is_model_parallel_parameter(parameter)))
     yield Replicated("random state of the CPU", torch.get_rng_state(), group, "model")
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         yield Replicated("random state of the GPU", torch.cuda.get_rng_state(), group, "model")

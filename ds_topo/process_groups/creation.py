@@ -14,7 +14,7 @@ from typing import TypeAlias, cast
 
 import torch.distributed as dist
 
-from ds_topo.errors import GroupCreationError, listed
+from ds_topo.errors import GroupCreationError, StoreTimeoutError, listed
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.deadline import UNANSWERED_AFTER, within
 from ds_topo.process_groups.torch_names import is_known, job_timeout, next_group_named
@@ -160,6 +160,8 @@ class ProcessGroups:
         try:
             with next_group_named(f"{self._token}/{digest}"):
                 created = within(self.timeout * UNANSWERED_AFTER, f"creation of the group {name!r}", new_group)
+        except StoreTimeoutError:
+            raise
         except RuntimeError as error:
             raise GroupCreationError(
                 f"process group {name!r} of ranks {listed(ranks)}: all of them agreed to create it, but within "

@@ -53,8 +53,8 @@ def within(limit: timedelta, what: str, call: Callable[[], Result]) -> Result:
     try:
         return result.result(limit.total_seconds())
     except TimeoutError:
-        if result.done():  # the call's own
-            raise
+        if result.done():  # at the last moment, or the error is the call's own
+            return result.result()
         raise StoreTimeoutError(
             f"{what}: the store of the job{address_of_store()} did not answer within {limit}. The process that serves "
             "it (rank 0, or the launcher on its host) has stopped, its host has, or the link to it is cut"

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo import PipelineParallelGrid, ReplicaError, check_replicas, initialize
-from ds_topo.check.replicas import digest
+from ds_topo.check import replicas
+from ds_topo.errors import DisagreementError
 from tests.support import small_engines
 from tests.support.gpt_training import pipeline, plain_engine, train
 from tests.support.moe_training import Case, trainer
@@ -51,6 +52,7 @@ KINDS = {
     "pipeline 0": lambda: _pipeline("pipe=2,data=2", 0),
     "pipeline 1": lambda: _pipeline("data=2,pipe=2", 1, **OVERLAPPED),
     "pipeline of slices": lambda: _pipeline("pipe=2,model=2", 0),
+    "bf16 pipeline": lambda: _pipeline("pipe=2,data=2", 0, bf16={"enabled": True}),
     "experts": lambda: _experts("data=4", 0, pipeline=False),
     "experts in a pipeline": lambda: _experts("pipe=2,data=2", 1),
 }
@@ -110,6 +112,13 @@ def _a_state(engine: Any) -> str:
     return key
 
 
+def _a_tied_weight(engine: Any) -> str:
+    """Of the last stage, which has a copy of it."""
+    weight, _ = engine.module.get_tied_weights_and_groups()[0]
+    _change_a_bit(weight)
+    return "tied weight 0"
+
+
 def _an_expert(engine: Any) -> str:
     name, parameter = next((n, p) for n, p in engine.module.named_parameters() if not getattr(p, "allreduce", True))
     _change_a_bit(parameter)
@@ -155,6 +164,8 @@ def _asked(kind: str, changed_rank: int, change: Callable[[Any], str]) -> tuple[
     [
         ("plain 0", 1, _a_state, ([1], [3])),
         ("bf16", 3, _a_state, ([1], [3])),
+        ("pipeline 0", 1, _a_state, ([0], [1])),
+        ("pipeline of slices", 2, _a_tied_weight, ([0], [2])),
         ("bf16 1", 1, _a_parameter, ([0, 2, 3], [1])),
     ],
 )
@@ -181,6 +192,47 @@ def _slices_differ(what: str) -> str:
         with pytest.raises(ReplicaError) as caught:
             check.now()
         return str(caught.value)
+
+
+def _one_slice_has_more() -> str:
+    with KINDS["plain 0"]() as (engine, step):
+        step(0)
+        if dist.get_rank() % 2 == 1:
+            engine.module.register_parameter("more", torch.nn.Parameter(torch.zeros(3)))
+        with pytest.raises(ReplicaError) as caught:
+            check_replicas(engine, slices=True)
+        return str(caught.value)
+
+
+def test_slices_with_other_parameters_are_named(world: Worlds) -> None:
+    (error,) = set(world(4).run(_one_slice_has_more))
+    assert "ranks along model have not the same tensors" in error
+
+
+def _other_arguments() -> None:
+    with KINDS["plain 0"]() as (engine, step):
+        with pytest.raises(DisagreementError, match=r"ranks \[3\] on .* after step 0, slices too"):
+            check_replicas(engine, slices=dist.get_rank() == 3)
+        check_replicas(engine, every=1)
+        with pytest.raises(RuntimeError, match="remove\\(\\) that check first"):
+            check_replicas(engine, every=2)
+        step(0)
+
+
+def test_ranks_compare_together_or_not_at_all(world: Worlds) -> None:
+    world(4).run(_other_arguments)
+
+
+def _cannot_be_read() -> None:
+    with KINDS["plain 0"]() as (engine, _):
+        if dist.get_rank() == 2:
+            engine.module.register_parameter("absent", torch.nn.Parameter(torch.zeros(3, device="meta")))
+        with pytest.raises((DisagreementError, ValueError), match="meta device has no values"):
+            check_replicas(engine)
+
+
+def test_a_rank_that_cannot_read_a_tensor_holds_nobody_up(world: Worlds) -> None:
+    world(4).run(_cannot_be_read)
 
 
 @pytest.mark.parametrize(("what", "named"), [("random", "random state of the CPU"), ("norm", "norm")])
@@ -240,16 +292,31 @@ def test_a_number_of_steps_is_wanted(world: Worlds) -> None:
     world(2).run(_counts)
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64]),
-    st.integers(1, 40),
-    st.data(),
-)
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex128, torch.bool]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(DTYPES[:-1]), st.integers(1, 40), st.data())
 def test_any_single_bit_changes_a_digest(dtype: torch.dtype, numel: int, data: st.DataObject) -> None:
     tensor = torch.randint(0, 100, (numel, 2)).to(dtype)[:, 0]
     changed = torch.empty(numel, dtype=dtype).copy_(tensor)
     bits = changed.view(torch.uint8)
     byte, bit = data.draw(st.integers(0, len(bits) - 1)), data.draw(st.integers(0, 7))
     bits[byte] ^= 1 << bit
-    assert digest(tensor).tolist() == digest(tensor.contiguous()).tolist() != digest(changed).tolist()
+    one, same, other = (sums.tolist() for sums in replicas.digests([tensor, tensor.contiguous(), changed]))
+    assert one == same != other
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:3] + DTYPES[5:6], ids=str)
+def test_signs_and_places_change_a_digest(dtype: torch.dtype) -> None:
+    tensor = torch.randn(1000, dtype=dtype)
+    for other in (-tensor, tensor.flip(0), tensor.roll(2), torch.cat([-tensor[:2], tensor[2:]])):
+        one, two = replicas.digests([tensor, other])
+        assert not torch.equal(one, two)
+
+
+def test_digests_do_not_depend_on_what_is_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.randint(0, 2, (numel,)).to(dtype) for dtype in DTYPES for numel in (0, 1, 5, 16, 17, 40)]
+    whole = [replicas.digests([tensor])[0] for tensor in tensors]
+    monkeypatch.setattr(replicas, "_AT_A_TIME", 16)
+    assert all(map(torch.equal, replicas.digests(tensors), whole))

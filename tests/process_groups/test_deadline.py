@@ -26,8 +26,8 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def _pids() -> list[int]:
-    """Of all ranks, whose job begins anew, with a store that rank 0 serves."""
+def _serve_a_store() -> None:
+    """Begin the job anew, with a store that rank 0 serves; the tests' own one is another process's."""
     rank, size = dist.get_rank(), dist.get_world_size()
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = [served.port if served else 0]
@@ -35,6 +35,9 @@ def _pids() -> list[int]:
     dist.destroy_process_group()
     store = served or dist.TCPStore("127.0.0.1", port[0], wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def _pids() -> list[int]:
     pids = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     dist.barrier()
@@ -45,10 +48,10 @@ def _state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-def _errors(kinds: tuple[type[Exception], ...], first_rank: int) -> str:
+def _errors(kind: type[Exception], first_rank: int) -> str:
     """Of a grid that is built while the first rank is stopped; it goes on when all have seen them."""
     try:
-        with pytest.raises(kinds) as caught:
+        with pytest.raises(kind) as caught:
             PipelineParallelGrid("pipe=2,data=2", timeout=timedelta(seconds=LIMIT))
         time.sleep(LIMIT)  # until the others have raised, too
     finally:
@@ -58,6 +61,7 @@ def _errors(kinds: tuple[type[Exception], ...], first_rank: int) -> str:
 
 
 def _stopped_before_it_agrees() -> str:
+    _serve_a_store()
     pids = _pids()
     if dist.get_rank() == 0:
         _stop()
@@ -65,7 +69,7 @@ def _stopped_before_it_agrees() -> str:
         return ""
     while _state_of(pids[0]) != "T":
         time.sleep(0.01)
-    return _errors((StoreTimeoutError,), pids[0])
+    return _errors(StoreTimeoutError, pids[0])
 
 
 def test_a_stopped_first_rank_is_named_by_those_that_agree() -> None:
@@ -76,7 +80,6 @@ def test_a_stopped_first_rank_is_named_by_those_that_agree() -> None:
 
 
 def _stop_instead(*_: object, **__: object) -> None:
-    time.sleep(0.5)  # until the others have heard that all agree
     _stop()
     raise ArithmeticError("on purpose")
 
@@ -87,15 +90,13 @@ def _stopped_before_it_creates() -> str:
         with mock.patch.object(creation.dist, "new_group", _stop_instead), pytest.raises(ArithmeticError):
             PipelineParallelGrid("pipe=2,data=2", timeout=timedelta(seconds=LIMIT))
         return ""
-    return _errors((GroupCreationError, StoreTimeoutError), pids[0])
+    return _errors(GroupCreationError, pids[0])
 
 
-def test_a_first_rank_that_stops_after_it_has_agreed_is_looked_for_in_its_groups() -> None:
-    """A slow rank may still wait for the verdict."""
-    errors = run_ranks(4, _stopped_before_it_creates)[1:]
-    created = [error for error in errors if error.startswith("process group ")]
-    assert created
-    assert all("all of them agreed to create it" in error for error in created)
+def test_a_rank_that_stops_after_it_has_agreed_is_looked_for_in_its_groups() -> None:
+    for error in run_ranks(4, _stopped_before_it_creates)[1:]:
+        assert error.startswith("process group ")
+        assert "all of them agreed to create it" in error
 
 
 def test_what_a_call_returns_or_raises_comes_back() -> None:
