@@ -55,13 +55,14 @@ class Replicated:
         return f"{str(self.tensor.dtype).removeprefix('torch.')} {list(self.tensor.shape)}"
 
 
-def compare(tensors: Iterable[Replicated], everyone: ProcessGroup, when: str) -> None:
+def compare(tensors: Iterable[Replicated], everyone: ProcessGroup, when: str, how: str = "") -> None:
     """Compare replicas; collective over ``everyone``.
 
     Args:
         tensors: all that this rank has; ranks of a group bring its tensors in the same order.
         everyone: all ranks that compare at this time, so that all of them raise.
         when: the same on all of them; for messages.
+        how: what else must be the same on all of them, as arguments that decide what is compared.
 
     Raises:
         ReplicaError: on every rank; names the first tensor that differs, and which ranks on which hosts have the same.
@@ -78,7 +79,7 @@ def compare(tensors: Iterable[Replicated], everyone: ProcessGroup, when: str) ->
     except Exception as error:  # whatever it is: the others hear of it
         failure = error
     members = dist.get_process_group_ranks(everyone)
-    agree(when, members, job_timeout(), failure=failure, subject="a comparison of replicas")
+    agree(f"{when}{how}", members, job_timeout(), failure=failure, subject="a comparison of replicas")
     found = [_difference(brought, group, sums) for group, brought in by_group.items()]
     text = next((difference for difference in found if difference), "")
     first = torch.tensor([dist.get_rank(everyone) if text else _NOBODY], device=_device_of(everyone))

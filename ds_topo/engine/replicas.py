@@ -85,8 +85,8 @@ class check_replicas:  # noqa: N801 (a verb, and what takes it back)
     def now(self) -> None:
         """Compare; collective over the engine's ranks."""
         engine = self._engine
-        options = ", slices too" if self._slices else ""
-        compare(self._replicated(), _everyone(engine), f"after step {engine.global_steps}{options}")
+        how = f", every={self._every}, slices={self._slices}"
+        compare(self._replicated(), _everyone(engine), f"after step {engine.global_steps}", how)
 
     def remove(self) -> None:
         """Compare no more. Idempotent."""

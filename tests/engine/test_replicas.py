@@ -211,8 +211,11 @@ def test_slices_with_other_parameters_are_named(world: Worlds) -> None:
 
 def _other_arguments() -> None:
     with KINDS["plain 0"]() as (engine, step):
-        with pytest.raises(DisagreementError, match=r"ranks \[3\] on .* after step 0, slices too"):
-            check_replicas(engine, slices=dist.get_rank() == 3)
+        is_last = dist.get_rank() == 3
+        with pytest.raises(DisagreementError, match=r"ranks \[3\] on .* after step 0, every=0, slices=True"):
+            check_replicas(engine, slices=is_last)
+        with pytest.raises(DisagreementError, match=r"ranks \[3\] on .* after step 0, every=1, slices=False"):
+            check_replicas(engine, every=1 if is_last else 2)
         check_replicas(engine, every=1)
         with pytest.raises(RuntimeError, match="remove\\(\\) that check first"):
             check_replicas(engine, every=2)
