@@ -444,7 +444,7 @@ def _peak(zero: int, reducer: Any) -> int:
     start()
     with PipelineParallelGrid("data=2") as grid:
         own = {"stage": zero, "reduce_bucket_size": _BUCKET_BYTES // 4, "overlap_comm": zero == 2}
-        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24)))
+        model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
         engine = _engine(grid, zero, model=model, reducer=reducer, zero_optimization=own, gradient_accumulation_steps=3)
         inputs = torch.ones(2, 1024)
 

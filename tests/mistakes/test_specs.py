@@ -161,7 +161,7 @@ ANYTHING = st.recursive(
 NEARLY = st.text(alphabet="pipedatamodl=,+:*-0123456789 ﬁ²_", max_size=60)
 
 
-@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ANYTHING | NEARLY | st.dictionaries(NEARLY, st.integers()), st.none() | st.integers(1, 10**6))
 def test_any_spec_has_a_documented_error(spec: Any, world_size: int | None) -> None:
     start = time.process_time()
@@ -171,7 +171,7 @@ def test_any_spec_has_a_documented_error(spec: Any, world_size: int | None) -> N
     assert time.process_time() - start < 1.0, "not linear in what is written"
 
 
-@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ANYTHING | st.dictionaries(st.just("topology"), ANYTHING | NEARLY))
 def test_any_config_has_a_documented_error(config: Any) -> None:
     if not isinstance(config, (dict, str)) or config == "":
