@@ -35,7 +35,7 @@ class check_replicas:  # noqa: N801 (a verb, and what takes it back)
     (``tensor_model_parallel``), and the random states, by which replicated dropout must draw alike. Buffers are each
     rank's own.
 
-    Costs one pass over the tensors, and an all_reduce of 32 bytes for each. Every rank of the engine raises, whichever
+    Costs one pass over the tensors, and an all_reduce of 48 bytes for each. Every rank of the engine raises, whichever
     replicas differ.
 
     Args:

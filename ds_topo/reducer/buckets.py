@@ -37,7 +37,10 @@ class GradientBucket:
         """Whether it has memory."""
         self.offsets = self._offsets()
         """Where each member starts in the memory; in a region there may be gaps, for parameters that are frozen."""
-        self.numel = self.offsets[-1] + self.members[-1].parameter.numel()
+        ends = [start + member.parameter.numel() for start, member in zip(self.offsets, self.members, strict=True)]
+        self._gaps = [slice(end, start) for end, start in zip([0, *ends], self.offsets, strict=False) if end < start]
+        self._gaps.append(slice(ends[-1], None))
+        self.numel = ends[-1]
         self.nbytes = self.numel * first.dtype.itemsize
         self.flat = self._memory(multiple_of)
         """The gradients, one after the other: ``[numel]``, then padding."""
@@ -70,10 +73,8 @@ class GradientBucket:
         if not self.accumulates:
             self.open()
             copy_in(self.members)
-        ends = [0] + [end + member.parameter.numel() for end, member in zip(self.offsets, self.members, strict=True)]
-        for end, start in zip(ends, [*self.offsets, len(self.flat)], strict=True):
-            if end < start:
-                self.flat[end:start].zero_()
+        for gap in self._gaps:
+            self.flat[gap].zero_()
 
     def give_back(self) -> None:
         """Let go of borrowed memory."""

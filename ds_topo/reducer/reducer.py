@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
+from ds_topo.partition.gradients import PartitionedGradients
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
 from ds_topo.reducer.copy_in import accumulate, copy_in, copy_in_at_once, is_copied_at_once
 from ds_topo.reducer.driver import StepDriver, TrainingLoop
@@ -187,9 +188,8 @@ class BucketReducer:
             self._reduce_late(late)
             hand_out(self._states, self.options, without, unused)
             self._layout.learn(self.group)
-        except BaseException:  # what is collected of this step must not be added to the next one's
-            for partition in self.options.partitions:
-                partition.discard()
+        except BaseException:
+            self._discard_collected(self.options.partitions)
             raise
         finally:
             timing.ended_ns = time.perf_counter_ns()
@@ -213,8 +213,7 @@ class BucketReducer:
             state.discard_sum()
             if state.grad_buffer is not None:
                 state.grad_buffer.zero_()
-        for partition in self.options.partitions:
-            partition.discard()
+        self._discard_collected(self.options.partitions)
         self._is_unreduced = False
 
     def complete(self) -> None:
@@ -444,12 +443,19 @@ class BucketReducer:
         try:
             _, told = self._launch_the_rest(failed)
             self._wait(told)
-            for partition in self.options.partitions:
-                if partition.keeps:  # the others hold earlier micro-batches, too
-                    partition.discard()
+            self._discard_collected([partition for partition in self.options.partitions if partition.keeps])
         finally:
             timing.ended_ns = time.perf_counter_ns()
             self._reset()
+
+    @staticmethod
+    def _discard_collected(partitions: Iterable[PartitionedGradients]) -> None:
+        """Forget the sums of a step that is given up, which the next step's would be added to.
+
+        Partitions that do not keep whole gradients hold earlier micro-batches, too.
+        """
+        for partition in partitions:
+            partition.discard()
 
     def _launch_the_rest(self, failed: bool) -> tuple[list[ParameterState], list[UsedParameters]]:
         """Launch what is not yet in flight, with zeros for parameters that took no part, so that no rank waits.

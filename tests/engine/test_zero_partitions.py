@@ -20,7 +20,6 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_g
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.errors import DisagreementError
@@ -293,86 +292,30 @@ class Stumbling(nn.Module):
         raise ArithmeticError("on purpose")
 
 
-def _goes_on_after_an_exception(zero: int) -> None:
-    start()
-    ends = []
-    with PipelineParallelGrid("data=2") as grid:
-        for fails in (False, True):
-            model = Stumbling()
-            engine = _engine(
-                grid, zero, model=model, reducer={**SMALL, "overlap_parameters": True}, gradient_accumulation_steps=1
-            )
-            _train(engine, 0, 2)
-            if fails:
-                model.fails = True
-                with pytest.raises(ArithmeticError, match="on purpose"):
-                    _train(engine, 2, 1)
-                model.fails = False
-                engine.zero_grad()
-            _train(engine, 2, 3)
-            ends.append(_state(engine))
-            engine.destroy()
-    assert all(map(torch.equal, *ends))
-
-
-@pytest.mark.parametrize("zero", [1, 2])
-def test_training_goes_on_after_an_exception(world: Worlds, zero: int) -> None:
-    world(2).run(_goes_on_after_an_exception, zero)
-
-
-class Recomputing(nn.Module):
-    """Uses one layer in two recomputed parts, each of which leaves a gradient; from its third pass on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.twice, self.last, self.passes = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4), 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.passes += 1
-        hidden = self.first(inputs)
-        for _ in range(1 if self.passes < 3 else 2):
-            hidden = checkpoint(self._recomputed, hidden, use_reentrant=True)
-        return self.last(hidden)
-
-    def _recomputed(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.twice(hidden))
-
-
-def _late_gradients(zero: int) -> None:
-    start()
-    with PipelineParallelGrid("data=2") as grid:
-        whole = _engine(grid, 0, reducer=False, model=Recomputing(), gradient_accumulation_steps=1)
-        wanted = _train(whole)
-        whole.destroy()
-        ours = _engine(grid, zero, model=Recomputing(), gradient_accumulation_steps=1)
-        torch.testing.assert_close([loss for loss, _ in _train(ours)], [loss for loss, _ in wanted])
-        ours.destroy()
-
-
-@pytest.mark.parametrize("zero", [1, 2])
-def test_gradients_that_come_late_are_added(world: Worlds, zero: int) -> None:
-    """DeepSpeed's own stage 2 refuses them."""
-    world(2).run(_late_gradients, zero)
-
-
 # -- steps that are given up -------------------------------------------------------------------------------------------
 
 
-def _after_something_goes_wrong(zero: int, what: str) -> None:
+def _after_something_goes_wrong(zero: int, what: str, overlaps: bool) -> None:
     start()
     ends = []
     with PipelineParallelGrid("data=2") as grid:
         for goes_wrong in (False, True):
             model = Stumbling()
-            engine = _engine(grid, zero, model=model, gradient_accumulation_steps=1)
+            engine = _engine(
+                grid,
+                zero,
+                model=model,
+                reducer={**SMALL, "overlap_parameters": overlaps},
+                gradient_accumulation_steps=1,
+            )
             _train(engine, 0, 2)
             if goes_wrong and what == "a stray backward":
                 engine.module(torch.ones(2, 8)).sum().backward()
                 engine.module.zero_grad()
             elif goes_wrong:
-                model.fails = dist.get_rank() == 0
-                with pytest.raises((ArithmeticError, RuntimeError)):
+                model.fails = dist.get_rank() == 0 or what == "an exception on every rank"
+                own = (ArithmeticError, "on purpose") if model.fails else (RuntimeError, "1 of 2 ranks failed")
+                with pytest.raises(own[0], match=own[1]):
                     _train(engine, 2, 1)
                 model.fails = False
                 engine.zero_grad()
@@ -382,11 +325,16 @@ def _after_something_goes_wrong(zero: int, what: str) -> None:
     assert all(map(torch.equal, *ends))
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(
-    ("zero", "what"), [(1, "a stray backward"), (1, "an exception on one rank"), (2, "an exception on one rank")]
+    ("zero", "what"),
+    [
+        (1, "a stray backward"),
+        *((zero, f"an exception on {ranks}") for zero in (1, 2) for ranks in ("one rank", "every rank")),
+    ],
 )
-def test_nothing_of_a_step_that_is_given_up_is_left(world: Worlds, zero: int, what: str) -> None:
-    world(2).run(_after_something_goes_wrong, zero, what)
+def test_nothing_of_a_step_that_is_given_up_is_left(world: Worlds, zero: int, what: str, overlaps: bool) -> None:
+    world(2).run(_after_something_goes_wrong, zero, what, overlaps)
 
 
 def _freezes(zero: int) -> None:
