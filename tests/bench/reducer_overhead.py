@@ -1,35 +1,42 @@
 """What a reducer costs beside communication: microseconds per parameter, on one rank, where there is none.
 
-    OMP_NUM_THREADS=1 python -m tests.bench.reducer_overhead [--device cuda] [--rounds 40]
+    OMP_NUM_THREADS=1 python -m tests.bench.reducer_overhead [--device cuda] [--engines] [--layers 500] [--rounds 40]
 
-Backward of a chain of 500 small layers, gradients set to None before each step: plain autograd, torch's DDP (bucket
-views) and ours, alternately in one process; medians.
+Backward of a chain of small layers, gradients set to None before each step: plain autograd, torch's DDP (bucket views)
+and ours, alternately in one process; medians. With ``--engines``: whole steps of DeepSpeed's engine at ZeRO stages 0, 1
+and 2, by its own reduction and by ours, beside the same loop of torch's.
 """
 
 from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_topo import GradientReducer
+from ds_topo import GradientReducer, PipelineParallelGrid, initialize
 from tests.bench.sides import Times, alternate, medians, table
 from tests.support.ranks import run_ranks
 
-LAYERS, WIDTH = 500, 8
+WIDTH = 8
 
 
-def measure(rounds: int, device: str) -> Times:
+def chain(layers: int) -> nn.Module:
+    """Two parameters a layer."""
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+
+
+def measure(layers: int, rounds: int, device: str) -> Times:
     """Times of a backward pass."""
     warnings.simplefilter("ignore")
-    plain, ddp, ours = models = [
-        nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).to(device) for _ in range(3)
-    ]
+    plain, ddp, ours = models = [chain(layers).to(device) for _ in range(3)]
     wrapped = DistributedDataParallel(ddp, gradient_as_bucket_view=True)
     reducer = GradientReducer(ours)
     inputs = torch.ones(1, WIDTH, device=device)
@@ -53,22 +60,68 @@ def measure(rounds: int, device: str) -> Times:
     return alternate(sides, rounds, prepare, warmup=5)
 
 
+def measure_engines(layers: int, rounds: int) -> Times:
+    """Times of a whole step."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    grid = PipelineParallelGrid("data=1")
+    inputs = torch.ones(1, WIDTH)
+
+    def torch_step(model: nn.Module) -> Callable[[], object]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step() -> None:
+            model(inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    def engine_step(stage: int, **ours: Any) -> Callable[[], object]:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "steps_per_print": 10**9,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+            **ours,
+        }
+        engine, *_ = initialize(model=chain(layers), config=config, mpu=grid)
+
+        def step() -> None:
+            engine.backward(engine(inputs).sum())
+            engine.step()
+
+        return step
+
+    sides = {"plain": torch_step(chain(layers)), "ddp": torch_step(DistributedDataParallel(chain(layers)))}
+    for stage in (0, 1, 2):
+        sides[f"deepspeed, stage {stage}"] = engine_step(stage)
+        sides[f"ours, stage {stage}"] = engine_step(stage, gradient_reducer={})
+    return alternate(sides, rounds, lambda: None, warmup=3)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=500, help="of two parameters")
+    parser.add_argument("--engines", action="store_true", help="whole steps of DeepSpeed's engine, on a CPU")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
-    if arguments.device == "cuda":
+    if arguments.engines:
+        times = run_ranks(1, measure_engines, arguments.layers, arguments.rounds, deadline=900)[0]
+    elif arguments.device == "cuda":
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        times = measure(arguments.rounds, "cuda")
+        times = measure(arguments.layers, arguments.rounds, "cuda")
         dist.destroy_process_group()
     else:
-        times = run_ranks(1, measure, arguments.rounds, "cpu")[0]
+        times = run_ranks(1, measure, arguments.layers, arguments.rounds, "cpu")[0]
     print(table(times))
     middle = medians(times)
-    for side in ("ddp", "ours"):
-        print(f"{side}: {1e3 * (middle[side] - middle['plain']) / (2 * LAYERS):.2f} microseconds per parameter")
+    for side in list(middle)[1:]:
+        extra = 1e3 * (middle[side] - middle["plain"]) / (2 * arguments.layers)
+        print(f"{side}: {extra:.2f} microseconds per parameter")
 
 
 if __name__ == "__main__":

@@ -101,6 +101,7 @@ def measure(rounds: int, samples: int, wanted: str) -> tuple[Times, str, dict[st
         "ours, stage 1": lambda: engine(1, ours={}),
         "ours, stage 1, parameters": lambda: engine(1, ours={"overlap_parameters": True}),
         "ours, stage 2, parameters": lambda: engine(2, ours={"overlap_parameters": True}),
+        "deepspeed, stage 0": lambda: engine(0),
         "deepspeed, stage 1": lambda: engine(1),
         "deepspeed, stage 2": lambda: engine(2, overlap_comm=True),
         "ddp": lambda: (None, torch_step(replicated(), data)),
@@ -154,7 +155,8 @@ def limit(times: Times) -> float:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1gbit", help="of each host's link; 'none': two ranks on one host")
+    parser.add_argument("--rate", default="1gbit", help="of each host's link; 'none': all ranks on one host")
+    parser.add_argument("--ranks", type=int, default=2, help="on one host")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--samples", type=int, default=4, help="of 128 bytes, per rank")
     parser.add_argument("--sides", default="", help="only those with this in their names")
@@ -162,7 +164,7 @@ def main() -> None:
     arguments = parser.parse_args()
     work = (measure, arguments.rounds, arguments.samples, arguments.sides)
     if arguments.rate == "none":
-        times, report, trace = run_ranks(2, *work, deadline=900)[0]
+        times, report, trace = run_ranks(arguments.ranks, *work, deadline=900)[0]
     else:
         with Cluster(hosts=2, rate=arguments.rate) as cluster:
             times, report, trace = cluster.run_ranks(*work, timeout=900)[0]
