@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.launch.joining import as_timeout, join
 from ds_topo.launch.launchers import Launch
+from ds_topo.watch import start_watch, watch_limit
 
 
 def init_distributed(
@@ -21,6 +22,7 @@ def init_distributed(
     *,
     end_with_launcher: bool = True,
     verbose: bool = True,
+    watch: float | None = None,
 ) -> Launch:
     """Join the job; in place of ``deepspeed.init_distributed`` and ``torch.distributed.init_process_group``.
 
@@ -35,6 +37,9 @@ def init_distributed(
         backend: of torch; that of DeepSpeed's accelerator unless given.
         end_with_launcher: end this rank when its launcher has ended, so that killing the launcher leaves none behind.
         verbose: rank 0 writes a line to standard error that says which launcher it found.
+        watch: seconds without a sign of a rank after which it is named on all others, and those that wait for it are
+            ended: a :class:`~ds_topo.watch.watch.Watch` until the end of the process. None: no watch. The environment
+            decides before it: ``DS_TOPO_WATCH=60``, or ``off``.
 
     Returns:
         What the launcher says of this rank: ``rank``, ``world_size``, ``local_rank``, ...
@@ -42,7 +47,7 @@ def init_distributed(
     Raises:
         LaunchError: no launcher, variables that are missing or contradict each other, a master that cannot be reached.
         DisagreementError: ranks that did not come within the timeout; the message names them.
-        ValueError: a timeout that is not positive.
+        ValueError: a timeout, or seconds of the watch, that are not positive.
     """
     backend = backend or get_accelerator().communication_backend_name()
     launch = join(timeout, backend, end_with_launcher=end_with_launcher, verbose=verbose)
@@ -53,6 +58,9 @@ def init_distributed(
     )
     if get_accelerator().device_name() == "cpu":
         _unlink_shared_memory(launch)
+    limit = watch_limit(watch)
+    if limit is not None:
+        start_watch(limit)
     return launch
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ds_topo.errors import GroupCreationError, StoreTimeoutError, listed
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.deadline import UNANSWERED_AFTER, within
-from ds_topo.process_groups.torch_names import is_known, job_timeout, next_group_named
+from ds_topo.process_groups.torch_names import DESCRIPTION, is_known, job_timeout, next_group_named
 from ds_topo.topology.rank_tables import RankGroup
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
@@ -153,7 +153,7 @@ class ProcessGroups:
 
         def new_group() -> ProcessGroup:
             created: ProcessGroup = dist.new_group(
-                list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=f"ds_topo:{name}"
+                list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=f"{DESCRIPTION}{name}"
             )
             return created
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeAlias
@@ -41,6 +41,9 @@ ROWS: tuple[Change | Reliance, ...] = (
     DEFAULT_TIMEOUT,
     Reliance(c10d.Store, "append", "ranks write what they bring into one key"),
     Reliance(c10d, "_get_default_store", "ranks compare their plans through the job's store"),
+    Reliance(c10d.Store, "clone", "the watch has a connection of its own"),
+    Reliance(c10d.Store, "multi_get", "the watch reads several values by one request"),
+    Reliance(c10d, "_abort_process_group", "the watch ends NCCL's collectives that are blocked"),
     Reliance(c10d.PrefixStore, "underlying_store", "messages say where the store is"),
     Reliance(c10d, "_get_default_group", "the job's timeout, which new_group does not inherit"),
     Reliance(c10d, "_world", "whether a group still exists: torch forgets all of them with the world's own"),
@@ -50,9 +53,33 @@ ROWS: tuple[Change | Reliance, ...] = (
 )
 
 
+DESCRIPTION = "ds_topo:"
+"""What descriptions of our groups begin with."""
+
+
 def append(store: Store, key: str, text: str) -> None:
     """Add to the text of a key, which many ranks may do at once."""
     store.append(key, text)  # type: ignore[attr-defined]
+
+
+def get_several(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """The values of keys that exist, by one request."""
+    values: list[bytes] = store.multi_get(list(keys))
+    return values
+
+
+def clone(store: Store) -> Store:
+    """Another connection to the same store: calls through it do not wait for those through the first one."""
+    other: Store = store.clone()  # type: ignore[attr-defined]
+    return other
+
+
+def served_at(store: Store) -> tuple[str, int] | None:
+    """Where a store is served; None where it is not a ``TCPStore``."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return (str(host), int(port)) if host and port else None
 
 
 def default_store() -> Store:
@@ -62,11 +89,8 @@ def default_store() -> Store:
 
 def address_of_store() -> str:
     """Where the store of the job is served, for messages; empty where torch does not tell."""
-    store = default_store()
-    while isinstance(store, c10d.PrefixStore):
-        store = store.underlying_store
-    host, port = getattr(store, "host", None), getattr(store, "port", None)  # a TCPStore's
-    return f" at {host}:{port}" if host else ""
+    place = served_at(default_store())
+    return f" at {place[0]}:{place[1]}" if place else ""
 
 
 def timeout_of(given: float | timedelta | None) -> timedelta:
@@ -120,6 +144,18 @@ def _job_timeout_or(original: Callable[[str], timedelta]) -> Callable[[str], tim
 def devices_of(group: dist.ProcessGroup) -> list[str]:
     """The types of devices, ``"cpu"``, ``"cuda"``, ..., that a group's backends serve."""
     return [str(device.type) for device in group._device_types]
+
+
+def describe(group: dist.ProcessGroup) -> tuple[str, str]:
+    """What a group is over, for people, and its name, which is the same on all members; both may be empty."""
+    description = str(getattr(group, "group_desc", "") or "").removeprefix(DESCRIPTION)
+    return "" if description == "undefined" else description, c10d._world.pg_names.get(group, "")
+
+
+def abort_nccl() -> None:
+    """End NCCL's collectives that are blocked; gloo's are not ended by that."""
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        c10d._abort_process_group()
 
 
 def is_known(group: dist.ProcessGroup) -> bool:

@@ -233,6 +233,10 @@ class Cluster:
         self._in_network_of(self.hosts[index].pid, *shape, "eth0", "root", *discipline)
         self._in_network_of(self._switch_pid, *shape, f"port{index}", "root", *discipline)
 
+    def unplug(self, index: int) -> None:
+        """Cut the cable of one host; its processes go on."""
+        self._in_network_of(self._switch_pid, "ip", "link", "set", f"port{index}", "down")
+
     def bytes_sent(self) -> list[int]:
         """Bytes that each host has sent to others so far."""
         return [host.bytes_sent() for host in self.hosts]

@@ -1,0 +1,7 @@
+"""A rank that dies, stops or fails is named on every other one, in time; those that wait for it are ended."""
+
+from __future__ import annotations
+
+from ds_topo.watch.watch import Watch, start_watch, watch_limit
+
+__all__ = ["Watch", "start_watch", "watch_limit"]
