@@ -73,7 +73,7 @@ class Verdict:
 
     text: str
     speaker: int
-    """The rank that writes it at once, for all."""
+    """The rank that writes it at once, for all; -1 where each has its own traceback."""
 
 
 @dataclass(frozen=True)
@@ -225,16 +225,17 @@ class Heartbeat:
     def _inquire(self, is_silent: bool) -> Iterator[Finding]:
         """Ask for the neighbor, and if that is gone for those behind it, too: their host may be."""
         ring = self._ring
-        if not _is_evidence(self._ask([self._neighbor])[self._neighbor], is_silent):
-            return
         window = [ring.after(self._neighbor, steps) for steps in range(min(_WINDOW, ring.world_size - 1))]
-        states = self._ask(window)
+        states = self._ask(window if is_silent else window[:1])
+        if not _is_evidence(states[self._neighbor], is_silent):
+            return
+        states |= self._ask([rank for rank in window if rank not in states])
         for rank, beat in self._beats(window).items():
             if beat.state == RUNS and _is_evidence(states[rank], is_silent):
                 yield self._finding(_KINDS[states[rank]], rank, states[rank].value, beat)
 
     def _ask(self, ranks: Sequence[int]) -> dict[int, State]:
-        known = get_several(self._store, [self._ring.key("who", rank) for rank in ranks])
+        known = get_several(self._store, [self._ring.key("who", rank) for rank in ranks]) if ranks else []
         addresses = {rank: tuple(json.loads(text)["address"]) for rank, text in zip(ranks, known, strict=True)}
         self.asked_since = None
         try:
@@ -290,7 +291,7 @@ class Heartbeat:
         is_conclusive = any(finding.kind <= CONCLUSIVE for finding in findings)
         if self._alarmed >= (ring.interval if is_conclusive else ring.limit):
             named = {finding.who.rank for finding in findings if finding.kind <= CONCLUSIVE}
-            speaker = next((rank for rank in range(ring.world_size) if rank not in named), 0)
+            speaker = next((rank for rank in range(ring.world_size) if rank not in named), -1)
             text = json.dumps(vars(Verdict(message(findings, ring.world_size), speaker)))
             self._adopt(self._store.compare_set(ring.key("verdict"), "", text))
 
@@ -341,4 +342,4 @@ def _is_evidence(state: State, is_silent: bool) -> bool:
 
 def seconds_for_witness(limit: float) -> float:
     """How long an answer of a witness may take."""
-    return max(1.0, min(3.0, limit / 4))
+    return max(1.0, min(2.0, limit / 4))

@@ -69,7 +69,7 @@ def watch_limit(given: float | None) -> float | None:
     except ValueError:
         raise ValueError(f"{ENVIRONMENT}={text!r}: give seconds above 0, or off") from None
     if limit is not None and not 0 < limit < float("inf"):
-        raise ValueError(f"watch={limit}: give seconds above 0, or None for no watch")
+        raise ValueError(f"{ENVIRONMENT if text else 'watch'}={text or limit}: give seconds above 0")
     return limit
 
 
@@ -254,7 +254,7 @@ class Watch:
         """The verdict, and what this rank was doing; once."""
         if not self._is_told:
             self._is_told = True
-            faulthandler.dump_traceback_later(2 * GRACE, exit=True)  # torch may wait for others at the end, too
+            faulthandler.dump_traceback_later(GRACE, exit=True)  # torch may wait for others at the end, too
             self._speak()
             _write(f"Here: {self._who}, {self._last_doing or self._look()}.")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -63,7 +62,7 @@ class Outcome:
     """Processes that remain."""
     has_happened: bool = False
 
-    def problems(self) -> list[str]:
+    def problems(self, timed: bool = True) -> list[str]:
         """What is not as it should be."""
         case, found = self.case, []
         if not self.has_happened:
@@ -78,8 +77,10 @@ class Outcome:
                 continue
             if self.codes[rank] in (None, 0):
                 found.append(f"rank {rank}: exit code {self.codes[rank]}")
-            if self.seconds.get(rank, 1e9) > case.limit + ALLOWED_SECONDS:
-                found.append(f"rank {rank}: ended after {self.seconds.get(rank, 1e9):.1f} s")
+            if timed and rank in self.seconds and self.seconds[rank] > case.limit + ALLOWED_SECONDS:
+                found.append(f"rank {rank}: ended after {self.seconds[rank]:.1f} s")
+            if case.fault == "skip-collective" and self.codes[rank] == -signal.SIGABRT:
+                continue  # by gloo, which has found messages of other sizes than it waits for
             found += [f"rank {rank}: {problem}" for problem in self._problems_of_message(rank, output)]
         return found + [f"left: {line}" for line in self.left]
 
@@ -146,9 +147,11 @@ def _await_fault(case: Case, cluster: Cluster, processes: dict[int, Popen[Any]],
 
 
 def _await_ends(case: Case, processes: dict[int, Popen[Any]], outcome: Outcome, happened: float) -> None:
-    seconds = case.limit + ALLOWED_SECONDS + 10 + (FLAP_SECONDS + 20 if case.fault == "flap" else 0)
+    seconds = case.limit + ALLOWED_SECONDS + 30 + (FLAP_SECONDS + 20 if case.fault == "flap" else 0)
     waiting = dict(processes)
     while waiting and time.monotonic() < happened + seconds:
+        if case.fault == "flap":  # nsenter stops with its child, and does not go on with it
+            processes[case.victim].send_signal(signal.SIGCONT)
         for rank, process in list(waiting.items()):
             if process.poll() is not None:
                 outcome.seconds[rank] = time.monotonic() - happened
@@ -169,12 +172,3 @@ def _left(cluster: Cluster, case: Case) -> list[str]:
         listing = host.run(["ps", "-eo", "args"])
         found += [f"{host.name}: {line}" for line in listing.splitlines() if "witness_process" in line]
     return found
-
-
-def ended(pid: int) -> bool:
-    """Whether a process has ended."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False

@@ -1,0 +1,98 @@
+"""What a rank is doing, as another thread of it sees."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_topo import GradientReducer, PipelineParallelGrid
+from ds_topo.watch.activity import Activity, Observer
+from tests.support.world import Worlds
+
+SECONDS = 2.0
+
+
+def _seen(observer: Observer, seconds: float) -> list[Activity]:
+    """By a thread, from now on."""
+    found: list[Activity] = []
+
+    def look() -> None:
+        until = time.monotonic() + seconds
+        moved = 0
+        while time.monotonic() < until:
+            found.append(observer.look(moved))
+            time.sleep(0.05)
+
+    threading.Thread(target=look, daemon=True).start()
+    return found
+
+
+def _waits() -> list[Activity]:
+    grid = PipelineParallelGrid("data=2,model=2")
+    dist.barrier()
+    found = _seen(Observer(), SECONDS)
+    if dist.get_rank() == 3:
+        time.sleep(SECONDS + 0.5)
+    dist.all_reduce(torch.ones(1), group=grid.get_group("model"))
+    time.sleep(0.1)
+    dist.barrier()
+    grid.destroy()
+    return found
+
+
+def test_who_waits_says_in_what_over_whom_and_for_how_long(world: Worlds) -> None:
+    seen = world(4).run(_waits)
+    last = seen[2][-1]
+    assert last.wait is not None
+    assert (last.wait.call, last.wait.group, last.wait.ranks) == ("all_reduce", "model", (2, 3))
+    assert last.wait.name
+    assert SECONDS / 2 < last.seconds <= SECONDS + 1
+    assert last.quiet == last.seconds, "no byte has moved"
+    assert last.where.startswith("watch/test_activity.py")
+    assert seen[3][-1].wait is None, "it sleeps"
+    assert Activity.from_json(json.loads(json.dumps(last.to_json()))) == last
+
+
+def _trains() -> tuple[list[Activity], Activity]:
+    reducer = GradientReducer(module := nn.Linear(4, 4))
+    observer = Observer()
+    found: list[Activity] = []
+
+    def look(_: torch.Tensor) -> None:
+        thread = threading.Thread(target=lambda: found.append(observer.look()))
+        thread.start()
+        thread.join()
+
+    for _ in range(3):
+        loss = module(torch.ones(1, 4))
+        loss.register_hook(look)
+        loss.sum().backward()
+        reducer.finish()
+    try:
+        raise ValueError("a sample that cannot be read")
+    except ValueError as error:
+        look(loss)
+        return found, observer.read_traceback(error.__traceback__)
+    finally:
+        reducer.detach()
+
+
+def test_phase_and_handler_of_an_exception(world: Worlds) -> None:
+    for seen, raised in world(2).run(_trains):
+        assert [activity.phase for activity in seen] == ["backward"] * 3 + ["running"]
+        assert seen[-1].handling == "ValueError: a sample that cannot be read"
+        assert not seen[0].handling
+        assert raised.where.startswith("watch/test_activity.py")
+
+
+def test_a_look_is_cheap() -> None:
+    """Nothing is wrapped: this thread's functions are those of before."""
+    before = sys.excepthook, dist.all_reduce, nn.Module.__call__
+    Observer().look()
+    assert (sys.excepthook, dist.all_reduce, nn.Module.__call__) == before

@@ -1,0 +1,27 @@
+"""Real faults on virtual hosts; ``python -m tests.faults`` runs them all."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.cluster import missing_requirement
+from tests.cluster.conftest import REQUIRE
+from tests.faults.matrix import Case, run
+
+CASES = [
+    Case("plain1-reducer", "kill", "backward", victim=3),
+    Case("pipe1", "stop", "forward", victim=0),
+    Case("moe", "exception", "step", victim=2),
+    Case("reducer-two-level", "flap", "forward", victim=1, limit=10.0),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_rank_says_who_is_to_blame_and_ends(case: Case) -> None:
+    reason = missing_requirement(())
+    if reason and os.environ.get(REQUIRE) != "1":
+        pytest.skip(reason)
+    outcome = run(case)
+    assert outcome.problems(timed=False) == [], "\n".join(outcome.outputs.values())

@@ -1,0 +1,230 @@
+"""A ring of heartbeats over one store: who is named for what, and what is no fault."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from ds_topo.process_groups.torch_names import clone
+from ds_topo.watch.activity import Activity, Wait
+from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Who, read
+from ds_topo.watch.heartbeat import HAS_FAILED, Heartbeat, Ring
+
+INTERVAL, LIMIT = 0.05, 0.5
+SIZE = 4
+EVERYONE = tuple(range(SIZE))
+Look = Callable[[], Activity]
+
+
+@contextmanager
+def witness(answer: bytes | None) -> Iterator[tuple[str, int]]:
+    """An address that answers so; with an empty answer one where nobody is, with None one that stays silent."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        address = server.getsockname()
+        if answer == b"":
+            server.close()
+        elif answer is not None:
+            threading.Thread(target=_answer, args=(server, answer), daemon=True).start()
+        yield address
+
+
+def _answer(server: socket.socket, answer: bytes) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:
+            return
+        with connection:
+            connection.sendall(answer)
+
+
+class Job:
+    """Ranks as threads."""
+
+    def __init__(
+        self, stack: ExitStack, looks: dict[int, Look] | None = None, answers: dict[int, bytes | None] | None = None
+    ) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.hearts = [
+            Heartbeat(
+                clone(self.store),
+                Ring("watch", rank, SIZE, LIMIT, INTERVAL),
+                (looks or {}).get(rank, Activity),
+                serves=False,
+            )
+            for rank in EVERYONE
+        ]
+        for rank, heart in enumerate(self.hearts):
+            heart.prepare(f"node{rank}", stack.enter_context(witness((answers or {}).get(rank, b"S"))))
+        stack.callback(self.stop)
+
+    def start(self, *without: int) -> None:
+        for rank, heart in enumerate(self.hearts):
+            if rank not in without:
+                heart.start()
+
+    def stop(self) -> None:
+        for heart in self.hearts:
+            heart.stop(5)
+
+    def verdicts(self, ranks: tuple[int, ...], seconds: float = 20.0) -> set[str]:
+        """Of these ranks, when all have one."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not all(self.hearts[rank].verdict for rank in ranks):
+            time.sleep(INTERVAL / 2)
+        found = [self.hearts[rank].verdict for rank in ranks]
+        assert all(found), found
+        return {verdict.text for verdict in found if verdict}
+
+    def assert_no_verdict(self, seconds: float = 3 * LIMIT) -> None:
+        time.sleep(seconds)
+        assert [heart.verdict for heart in self.hearts] == [None] * SIZE
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as entered:
+        yield entered
+
+
+def finding(kind: int, rank: int, what: str) -> Finding:
+    return Finding(kind, Who(rank, f"node{rank}"), what, "was there", Who(rank, f"node{rank}"), "")
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"T", "has been stopped by a signal"),
+        (b"", "its process was killed, or crashed"),
+        (b"Z", "its process was killed, or crashed"),
+        (None, "does not answer, and neither does its host"),
+    ],
+)
+def test_a_silent_rank_is_named_with_what_its_witness_says(stack: ExitStack, answer: bytes | None, said: str) -> None:
+    job = Job(stack, answers={2: answer})
+    job.start(2)
+    [text] = job.verdicts((0, 1, 3))
+    assert "rank 2 on node2" in text
+    assert said in text
+    assert "Noticed by rank 1 on node1" in text
+
+
+@pytest.mark.parametrize("letter", [b"S", b"R", b"D", b"t"])
+def test_a_silent_rank_whose_process_is_alive_is_let_be(stack: ExitStack, letter: bytes) -> None:
+    job = Job(stack, answers={2: letter})
+    job.start(2)
+    job.assert_no_verdict()
+
+
+def test_a_host_that_is_gone_is_named_whole(stack: ExitStack) -> None:
+    job = Job(stack, answers={1: None, 2: None})
+    job.start(1, 2)
+    [text] = job.verdicts((0, 3))
+    assert "rank 1 on node1" in text
+    assert "rank 2 on node2" in text
+
+
+def test_a_failure_is_known_to_all_at_once_and_explains_the_rest(stack: ExitStack) -> None:
+    job = Job(stack)
+    job.start()
+    job.hearts[0].report(finding(TRANSPORT, 0, "could not reach others: Connection closed by peer"))
+    job.hearts[3].report(finding(FAILED, 3, "has failed: ValueError: no"))
+    [text] = job.verdicts(EVERYONE)
+    assert "rank 3 on node3 has failed: ValueError: no" in text
+    assert "Connection closed" not in text
+    assert {heart.verdict.speaker for heart in job.hearts if heart.verdict} == {0}, (
+        "the lowest rank that is not to blame"
+    )
+
+
+def test_an_error_of_the_transport_alone_waits_for_its_cause(stack: ExitStack) -> None:
+    job = Job(stack, answers={2: b""})
+    job.start(2)
+    time.sleep(2 * INTERVAL)
+    began = time.monotonic()
+    job.hearts[0].report(finding(TRANSPORT, 0, "could not reach others"))
+    [text] = job.verdicts((0, 1, 3))
+    assert "rank 2 on node2 is gone" in text
+    assert time.monotonic() - began < LIMIT, "an alarm: it was not silent for the limit yet"
+
+
+def test_ranks_that_end_are_no_fault_unless_others_wait_for_them(stack: ExitStack) -> None:
+    job = Job(stack)
+    job.start()
+    for rank in (1, 2):
+        job.hearts[rank].stop(5)
+    job.assert_no_verdict()
+    job.hearts[0].report(finding(TRANSPORT, 0, "could not reach others"))
+    [text] = job.verdicts((0, 3))
+    assert "rank 2 on node2 has ended before the others" in text or "rank 1 on node1 has ended before" in text
+
+
+def waits(call: str, *, seconds: float = 9.0, quiet: float = 9.0, ranks: tuple[int, ...] = EVERYONE) -> Activity:
+    return Activity(5, wait=Wait(call, "data", "0", ranks), seconds=seconds, quiet=quiet)
+
+
+def test_ranks_that_wait_for_each_other_are_told_so(stack: ExitStack) -> None:
+    looks: dict[int, Look] = {rank: lambda: waits("all_reduce") for rank in EVERYONE}
+    job = Job(stack, looks={**looks, 2: lambda: waits("barrier")})
+    job.start()
+    [text] = job.verdicts(EVERYONE)
+    assert "no byte moves" in text
+    assert "rank 2: after 5 steps, waiting in barrier of data" in text
+
+
+@pytest.mark.parametrize(
+    "of_rank_2",
+    [
+        Activity(5, "forward"),
+        waits("all_reduce", seconds=LIMIT / 5, quiet=0),
+        waits("all_reduce", quiet=0),
+        replace(Activity(5), handling="ValueError: no", handled=LIMIT / 5),
+    ],
+    ids=["computes", "has just come", "bytes move", "handles an exception for a moment"],
+)
+def test_what_is_slow_is_let_be(stack: ExitStack, of_rank_2: Activity) -> None:
+    looks: dict[int, Look] = {rank: lambda: waits("all_reduce") for rank in EVERYONE}
+    job = Job(stack, looks={**looks, 2: lambda: of_rank_2})
+    job.start()
+    job.assert_no_verdict()
+
+
+def test_a_handler_of_an_exception_that_keeps_others_waiting_is_named(stack: ExitStack) -> None:
+    looks: dict[int, Look] = {rank: lambda: waits("all_reduce") for rank in EVERYONE}
+    job = Job(stack, looks={**looks, 2: lambda: Activity(5, handling="ValueError: no", handled=9.0)})
+    job.start()
+    [text] = job.verdicts(EVERYONE)
+    assert "rank 2 on node2 keeps others waiting while it handles ValueError: no" in text
+
+
+def test_an_error_of_the_watch_itself_ends_nothing(stack: ExitStack, capfd: pytest.CaptureFixture[str]) -> None:
+    job = Job(stack, looks={1: lambda: Activity.from_json({})})
+    job.start()
+    job.assert_no_verdict()
+    assert "it goes on without rank 1" in capfd.readouterr().err
+
+
+def test_what_is_kept_of_reports_is_bounded(stack: ExitStack) -> None:
+    job = Job(stack)
+    job.start(1, 2, 3)
+    for number in range(100):
+        job.hearts[0].report(finding(TRANSPORT, number, "could not reach others"))
+    time.sleep(4 * INTERVAL)
+    assert len(read(job.store.get("watch/found/").decode() if job.store.check(["watch/found/"]) else "")) == 16
+
+
+def test_a_rank_that_has_failed_is_not_taken_for_dead(stack: ExitStack) -> None:
+    job = Job(stack, answers={2: b""})
+    job.hearts[2].state = HAS_FAILED
+    job.start()
+    job.hearts[2].stop(5)
+    job.assert_no_verdict()
+    assert json.loads(job.store.get("watch/beat/2"))["state"] == HAS_FAILED

@@ -1,0 +1,107 @@
+"""A watch of real ranks: what it binds is put back, and what is slow is let be."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_topo.errors import DisagreementError
+from ds_topo.watch import Watch, start_watch, watch_limit
+from tests.support.world import Worlds
+
+LIMIT = 1.0
+
+
+def _children() -> set[str]:
+    return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
+
+
+def _state() -> tuple[object, list[str], int]:
+    threads = [thread.name for thread in threading.enumerate() if "watch" in thread.name]
+    return sys.excepthook, threads, len(_children())
+
+
+def _twice() -> list[str]:
+    before = _state()
+    for _ in range(2):
+        with Watch(limit=30.0) as watch:
+            assert watch.verdict is None
+            assert _state() != before
+            dist.barrier()
+        assert _state() == before
+        watch.stop()
+    first = start_watch(30.0)
+    assert start_watch(30.0) is first
+    first.stop()
+    second = start_watch(30.0)
+    assert second is not first
+    second.stop()
+    return before[1]
+
+
+def test_what_it_binds_is_put_back_and_it_can_begin_again(world: Worlds) -> None:
+    assert world(2).run(_twice) == [[], []]
+
+
+def _holds_the_interpreter() -> str | None:
+    with Watch(limit=LIMIT) as watch:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            ctypes.PyDLL(None).usleep(int(3 * LIMIT * 1e6))
+        dist.all_reduce(torch.ones(1))
+        time.sleep(LIMIT)
+        dist.barrier()
+        return watch.verdict
+
+
+def test_a_rank_that_holds_the_interpreter_is_let_be(world: Worlds) -> None:
+    assert world(3).run(_holds_the_interpreter) == [None] * 3
+
+
+def _computes() -> str | None:
+    with Watch(limit=LIMIT) as watch:
+        if dist.get_rank() == 1:
+            time.sleep(3 * LIMIT)
+        dist.all_reduce(torch.ones(1))
+        return watch.verdict
+
+
+def test_a_collective_that_waits_for_a_long_computation_is_let_be(world: Worlds) -> None:
+    assert world(3).run(_computes) == [None] * 3
+
+
+def _disagrees() -> None:
+    Watch(limit=10.0 + dist.get_rank())
+
+
+def test_ranks_come_with_the_same_limit(world: Worlds) -> None:
+    errors = world(2).run(_disagrees, timeout=5, expect_failure=True)
+    assert all(isinstance(error, DisagreementError) and "the watch" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("inf"), float("nan")])
+def test_limits_are_positive(limit: float) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        watch_limit(limit)
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"), [("off", None), ("0", None), ("OFF", None), ("45", 45.0), ("2.5", 2.5), ("", 20.0)]
+)
+def test_the_environment_decides(text: str, limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_TOPO_WATCH", text)
+    assert watch_limit(20.0) == limit
+
+
+@pytest.mark.parametrize("text", ["soon", "-3", "1e999", "on"])
+def test_an_environment_that_cannot_be_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_TOPO_WATCH", text)
+    with pytest.raises(ValueError, match="above 0"):
+        watch_limit(20.0)
