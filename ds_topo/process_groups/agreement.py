@@ -80,9 +80,6 @@ def agree(
     if dist.get_backend() == "fake" or len(members) == 1:
         if failure is not None:
             raise failure
-        due = take_due(default_store(), dist.get_rank(), members)
-        if due:
-            within(timeout, "tidying up the store", lambda: _delete(default_store(), due))
         return token
     outcome = f"{_FAILED}{type(failure).__name__}: {failure}" if failure is not None else f"plan: {description}"
     round_ = Round(default_store(), token, dist.get_rank(), members, timeout, subject)
@@ -96,11 +93,6 @@ def agree(
     if verdict:
         raise DisagreementError(verdict)
     return token
-
-
-def _delete(store: Store, keys: Sequence[str]) -> None:
-    for key in keys:
-        store.delete_key(key)
 
 
 def _key_of(members: Sequence[int]) -> str:
@@ -142,7 +134,8 @@ class Round:
         verdict = self._heard(outcome, lines)
         if verdict.all_came:
             with suppress(RuntimeError):  # without a store the next request says so
-                _delete(self.store, take_due(self.store, self.rank, self.members))
+                for key in take_due(self.store, self.rank, self.members):
+                    self.store.delete_key(key)
         leave(self.store, self.rank, self.members, self.own)
         return verdict.text
 
