@@ -89,5 +89,5 @@ def _addresses() -> list[int]:
 
 
 def test_an_address_stays_until_all_members_of_its_group_have_come(world: Worlds) -> None:
-    """A word and two addresses of each rank; the pairs delete those of their own groups, and leave words and addresses."""
+    """A word and two addresses of each rank; the pairs delete those of their groups, and leave words and addresses."""
     assert world(4).run(_addresses) == [[9, 9, 1 + 4 + 2 + 4, 1]] * 4
