@@ -155,9 +155,8 @@ def _differences(cycles: int, life: Callable[[str], None], spec: str) -> list[st
     """What grew from the first cycles to the last one."""
     early, objects, resident = _after(WARM_UP, life, spec)
     late, more_objects, more_resident = _after(cycles, life, spec)
-    told = [
-        f"{name}: {was} -> {asdict(late)[name]}" for name, was in asdict(early).items() if asdict(late)[name] != was
-    ]
+    now = asdict(late)
+    told = [f"{name}: {was} -> {now[name]}" for name, was in asdict(early).items() if now[name] > was]
     if more_objects - objects > cycles / 2:
         told.append(f"objects: {objects} -> {more_objects}")
     if more_resident - resident > WORLD_BYTES + cycles * BYTES_PER_CYCLE:
