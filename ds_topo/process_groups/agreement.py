@@ -7,6 +7,9 @@ line to a key: its number, its host and its digest. The last one reads them all 
 wait for; where ranks do not come, the first one whose patience ends writes it. All go on together, or raise the same
 error that names the ranks and hosts that differ; no rank is needed for the others to hear of it.
 
+What a round leaves in the store is deleted in a later one, by the ranks that wrote it (``store_keys``): what stays is
+the last word of each set of members.
+
 What is written about a disagreement has at most ``MAX_MESSAGE`` characters, however many ranks there are.
 """
 
@@ -18,13 +21,14 @@ import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ds_topo.errors import DisagreementError, StoreTimeoutError, listed
 from ds_topo.process_groups.deadline import UNANSWERED_AFTER, within
+from ds_topo.process_groups.store_keys import leave, take_due
 from ds_topo.process_groups.torch_names import Store, append, default_store
 
 MAX_MESSAGE = 4000
@@ -100,6 +104,16 @@ def _key_of(members: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
+class _Verdict:
+    """What one rank hears in the end."""
+
+    text: str
+    """What is wrong; nothing if all agree."""
+    all_came: bool
+    """Whether all members have certainly left the rounds before."""
+
+
+@dataclass(frozen=True)
 class Round:
     """One agreement of some ranks, as one of them takes part in it."""
 
@@ -112,17 +126,28 @@ class Round:
     subject: str
     waited: timedelta = timedelta()
     """Before it, for all to be counted."""
+    own: list[str] = field(default_factory=list)
+    """Keys that this rank has written or takes care of, to be deleted when all members have left this round."""
 
     def verdict(self, outcome: str, lines: Callable[[], Sequence[str]] | None) -> str:
         """What is wrong with what the members bring, the same text on all of them; nothing if they agree."""
+        verdict = self._heard(outcome, lines)
+        if verdict.all_came:
+            with suppress(RuntimeError):  # without a store the next request says so
+                for key in take_due(self.store, self.rank, self.members):
+                    self.store.delete_key(key)
+        leave(self.store, self.rank, self.members, self.own)
+        return verdict.text
+
+    def _heard(self, outcome: str, lines: Callable[[], Sequence[str]] | None) -> _Verdict:
         counting = self.timeout * _COUNT_FOR
         named = replace(self, token=f"{self.token}/named", timeout=self.timeout - counting, waited=counting)
         try:
             if self._all_bring(outcome, counting):
-                return ""
+                return _Verdict("", all_came=True)
         except RuntimeError as error:
-            return named.no_connection(error)
-        return named.verdict_by_name(outcome, lines)
+            return named._no_connection(error)
+        return named._by_name(outcome, lines)
 
     def _all_bring(self, outcome: str, patience: timedelta) -> bool:
         """Whether all have come within that time, and bring the same."""
@@ -133,22 +158,23 @@ class Round:
         if number == len(self.members):
             agreed = total == own * number and not _is_failure(outcome)
             written = self.store.compare_set(word, "", _AGREED if agreed else _NAMES).decode()
-            if written == _AGREED:  # and so all have read the word of the round before
+            self.own.append(word)
+            if written == _AGREED:
                 self.store.delete_key(f"{self.token}/sum")
-                base, _, round_ = self.token.rpartition("/")
-                if int(round_) > 1:
-                    self.store.delete_key(f"{base}/{int(round_) - 1}/word")
+            else:
+                self.own.append(f"{self.token}/sum")
             return bool(written == _AGREED)
         with suppress(RuntimeError):
             self.store.wait([word], patience)
         return bool(self.store.compare_set(word, "", _NAMES).decode() == _AGREED)  # reads it, or writes it
 
-    def no_connection(self, error: RuntimeError) -> str:
-        """The message of a rank that cannot hear of the verdict."""
+    def _no_connection(self, error: RuntimeError) -> _Verdict:
+        """Of a rank that cannot hear of the verdict."""
         waited = self.waited + self.timeout
-        return f"{self._disagreement()} no verdict within {waited}, or no connection to the store: {error}"
+        text = f"{self._disagreement()} no verdict within {waited}, or no connection to the store: {error}"
+        return _Verdict(text, all_came=False)
 
-    def verdict_by_name(self, outcome: str, lines: Callable[[], Sequence[str]] | None) -> str:
+    def _by_name(self, outcome: str, lines: Callable[[], Sequence[str]] | None) -> _Verdict:
         """The verdict of ranks that say who they are."""
         try:
             is_last = self._report(outcome)
@@ -157,8 +183,8 @@ class Round:
             decided = json.loads(self._decided())
             difference = self._compared(decided["compare"], lines) if lines and decided["compare"] else ""
         except RuntimeError as error:
-            return self.no_connection(error)
-        return str(decided["text"]) + difference
+            return self._no_connection(error)
+        return _Verdict(str(decided["text"]) + difference, decided["all_came"])
 
     def _report(self, outcome: str) -> bool:
         """Show the others what this rank brings; whether all have done so now."""
@@ -166,8 +192,12 @@ class Round:
         digest = f"{_FAILED_MARK}{digest}" if _is_failure(outcome) else digest
         if self.store.add(f"{self.token}/bring/{digest}", 1) == 1:
             self.store.set(f"{self.token}/text/{digest}", _shortened(outcome, _SHOWN_TEXT))
+            self.own.extend(f"{self.token}/{what}/{digest}" for what in ("bring", "text"))
         append(self.store, f"{self.token}/came", f"{self.rank} {digest} {socket.gethostname()}\n")
-        return int(self.store.add(f"{self.token}/number", 1)) == len(self.members)
+        number = int(self.store.add(f"{self.token}/number", 1))
+        if number == len(self.members):
+            self.own.extend(f"{self.token}/{what}" for what in ("came", "number", "patience", "verdict", "difference"))
+        return number == len(self.members)
 
     def _decided(self) -> str:
         """The verdict once there is one; of the ranks that wait in vain, the first writes it."""
@@ -192,7 +222,7 @@ class Round:
             hosts_of[digest][host].append(int(rank))
         missing = [rank for rank in self.members if rank not in came]
         agreed = not missing and len(hosts_of) == 1 and not any(map(_has_failed, hosts_of))
-        verdict = {"text": "", "compare": []} if agreed else self._problems(hosts_of, missing)
+        verdict = {"text": "", "compare": [], "all_came": True} if agreed else self._problems(hosts_of, missing)
         self.store.compare_set(f"{self.token}/verdict", "", json.dumps(verdict))
 
     def _outcome(self, digest: str) -> str:
@@ -215,7 +245,7 @@ class Round:
         planned = [first[digest] for digest in ordered if not _has_failed(digest)]
         compare = planned[:_COMPARED] if len(planned) > 1 else []
         text = "\n  ".join([self._disagreement(), *problems])
-        return {"text": _shortened(text, MAX_MESSAGE - 1000), "compare": compare}
+        return {"text": _shortened(text, MAX_MESSAGE - 1000), "compare": compare, "all_came": not missing}
 
     def _disagreement(self) -> str:
         return f"the ranks do not agree on {self.subject}:"
@@ -226,6 +256,7 @@ class Round:
         with suppress(RuntimeError):  # of a rank that died: the verdict stands without it
             if rank in ranks:
                 self.store.set(f"{self.token}/lines/{rank}", "\n".join(lines()))
+                self.own.append(f"{self.token}/lines/{rank}")
             if rank == ranks[0]:
                 self.store.wait([f"{self.token}/lines/{other}" for other in ranks], self.timeout)
                 others = [self.store.get(f"{self.token}/lines/{other}").decode() for other in ranks]

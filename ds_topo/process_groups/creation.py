@@ -17,7 +17,16 @@ import torch.distributed as dist
 from ds_topo.errors import GroupCreationError, StoreTimeoutError, listed
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.deadline import UNANSWERED_AFTER, within
-from ds_topo.process_groups.torch_names import DESCRIPTION, is_known, job_timeout, next_group_named
+from ds_topo.process_groups.store_keys import leave
+from ds_topo.process_groups.torch_names import (
+    DESCRIPTION,
+    default_store,
+    destroy_group,
+    is_known,
+    job_timeout,
+    key_of_address,
+    next_group_named,
+)
 from ds_topo.topology.rank_tables import RankGroup
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
@@ -110,7 +119,7 @@ class ProcessGroups:
                 while self._created:
                     group = self._created.pop()
                     if is_known(group):  # torch forgets all groups with the world's own
-                        dist.destroy_process_group(group)
+                        _destroy(group)
 
     def on_destroy(self, callback: Callable[[], None]) -> None:
         """Call this, last one first, before the groups are destroyed."""
@@ -170,3 +179,11 @@ class ProcessGroups:
             ) from error
         self._created.append(created)
         return created
+
+
+def _destroy(group: ProcessGroup) -> None:
+    """Destroy it; other members may still be connecting to this rank, and so its address goes later."""
+    key, members = key_of_address(group), dist.get_process_group_ranks(group)
+    destroy_group(group)
+    if key is not None:
+        leave(default_store(), dist.get_rank(), members, [key])

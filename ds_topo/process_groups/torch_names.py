@@ -46,7 +46,12 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(c10d, "_abort_process_group", "the watch ends NCCL's collectives that are blocked"),
     Reliance(c10d.PrefixStore, "underlying_store", "messages say where the store is"),
     Reliance(c10d, "_get_default_group", "the job's timeout, which new_group does not inherit"),
-    Reliance(c10d, "_world", "whether a group still exists: torch forgets all of them with the world's own"),
+    Reliance(
+        c10d,
+        "_world",
+        "whether a group still exists: torch forgets all of them with the world's own; and the empty list of groups "
+        "that it keeps under the tag of each one that was destroyed",
+    ),
     Reliance(dist.ProcessGroup, "bound_device_id", "taken away while a group is created by its members alone"),
     Reliance(dist.ProcessGroup, "_device_types", "the devices that a group serves"),
     Reliance(dist.ProcessGroup, "_get_backend", "the job's timeout"),
@@ -161,6 +166,26 @@ def abort_nccl() -> None:
 def is_known(group: dist.ProcessGroup) -> bool:
     """Whether torch still has the group."""
     return group in c10d._world.pg_map
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy it, and the entry under its tag, which torch keeps, empty, for as long as the process lives."""
+    world = c10d._world
+    tag = world.pg_to_tag.get(group)
+    dist.destroy_process_group(group)
+    if tag and world.tags_to_pg.get(tag) == []:  # the empty tag is everybody's
+        del world.tags_to_pg[tag]
+
+
+def key_of_address(group: dist.ProcessGroup) -> str | None:
+    """The key of the job's store where gloo showed this rank's address to the group; None for other backends.
+
+    It is read while members connect: before ``new_group`` returns, or at their first use of the group where
+    ``TORCH_GLOO_LAZY_INIT`` is set.
+    """
+    if "cpu:gloo" not in dist.get_backend_config(group):
+        return None
+    return f"{group.group_name}//cpu//0/{dist.get_rank(group)}"
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def plain(engine_kind: str, fault: Fault) -> Loop:
     if engine_kind.endswith("reducer"):
         config["gradient_reducer"] = {}
     engine, *_ = initialize(model=model, config=config, mpu=grid)
-    inputs = torch.full((2, WIDTH), 1.0 + grid.get_data_parallel_rank())
+    inputs = torch.full((8, WIDTH), 1.0 + grid.get_data_parallel_rank())
 
     def step() -> None:
         loss = engine(inputs)

@@ -1,0 +1,180 @@
+"""Grids, expert groups and reducers that come and go leave nothing: groups, threads, files, keys of the store, memory.
+
+Among them such as never came to be, and steps that an exception ended. Under gloo ``DS_TOPO_CYCLES=100`` plays more.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ds_topo import GradientReducer, PipelineParallelGrid, groups
+from ds_topo.errors import DisagreementError, ExpertSizeError, TopologyError
+from tests.support.fake_world import fake_world
+from tests.support.process_groups import number_of_groups
+from tests.support.world import Worlds
+
+FAKE_CYCLES = 1000
+GLOO_CYCLES = int(os.environ.get("DS_TOPO_CYCLES", "20"))
+WARM_UP = 5
+"""Cycles after which whatever is made once has been made."""
+BYTES_PER_CYCLE = 4096
+"""Of resident memory, which the allocator hands out in pieces."""
+WORLD_BYTES = 4 << 20
+"""And what it may keep whatever the number of cycles."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process has, and keys of the store that it and the others left."""
+
+    groups: int
+    names_and_tags: int
+    """Entries of all of torch's tables of groups."""
+    threads: int
+    files: int
+    """Sockets among them."""
+    shared_memory: int
+    keys: int
+    """Of the whole job's store; none where there is no server."""
+
+
+def _held() -> Held:
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("ds_topo"):  # it has given its result, and ends
+            thread.join(10)
+    world, store = dist.distributed_c10d._world, dist.distributed_c10d._get_default_store()
+    tables = [value for name in dir(world) if isinstance(value := getattr(world, name), (dict, list))]
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line}
+    return Held(
+        groups=number_of_groups(),
+        names_and_tags=sum(map(len, tables)),
+        threads=_number_of_threads(),
+        files=len(os.listdir("/proc/self/fd")),
+        shared_memory=len(mapped | set(Path("/dev/shm").glob(f"*_{os.getpid()}_*"))),
+        keys=0 if dist.get_backend() == "fake" else store.num_keys(),
+    )
+
+
+def _number_of_threads() -> int:
+    """Those of C++ included; one that has ended is still counted for some microseconds."""
+    counted = []
+    for _ in range(10):
+        counted.append(len(os.listdir("/proc/self/task")))
+        time.sleep(0.01)
+    return min(counted)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Stop(Exception):
+    """In the middle of a step."""
+
+
+def _stop(_: torch.Tensor) -> None:
+    raise _Stop
+
+
+def _reduce(grid: PipelineParallelGrid, stops: bool) -> None:
+    """A step of a reducer, or half of one."""
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    reducer = GradientReducer(
+        module, grid=grid, bucket_bytes=200, first_bucket_bytes=100, find_unused_parameters=True, two_level=False
+    )
+    try:
+        if stops:
+            module[0].weight.register_hook(_stop)
+        module(torch.ones(2, 4)).sum().backward()
+        reducer.finish()
+    except _Stop:
+        assert stops
+    finally:
+        reducer.detach()
+
+
+def _live(spec: str) -> None:
+    with PipelineParallelGrid(spec) as grid:
+        groups.create_expert_groups(grid, 2)
+        _reduce(grid, stops=False)
+        dist.barrier()
+
+
+def _stop_in_a_step(spec: str) -> None:
+    with PipelineParallelGrid(spec) as grid:
+        _reduce(grid, stops=True)
+        dist.barrier()
+
+
+def _fail(spec: str) -> None:
+    """Nobody gets a grid, and nobody expert groups."""
+    one_of_all = dist.get_backend() == "fake" or dist.get_rank() == 1
+    with pytest.raises((TopologyError, DisagreementError)):
+        PipelineParallelGrid("data=3,model=7" if one_of_all else spec)
+    with PipelineParallelGrid(spec) as grid:
+        with pytest.raises((ExpertSizeError, DisagreementError)):
+            groups.create_expert_groups(grid, 3 if one_of_all else 2)
+        with pytest.raises(DisagreementError) if dist.get_backend() != "fake" else _nothing():
+            grid.create_groups(f"another plan of rank {dist.get_rank()}", [])
+        dist.barrier()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+LIVES = pytest.mark.parametrize("life", [_live, _stop_in_a_step, _fail], ids=["complete", "stopped", "failed"])
+SPECS = pytest.mark.parametrize("spec", ["data=2,model=2", "pipe=2,data=2"])
+
+
+def _after(cycles: int, life: Callable[[str], None], spec: str) -> tuple[Held, int, int]:
+    """What there is after so many cycles: counted, as objects of Python, and in bytes."""
+    for _ in range(cycles):
+        life(spec)
+    dist.barrier()
+    held = _held()
+    dist.barrier()
+    return held, len(gc.get_objects()), _resident()
+
+
+def _differences(cycles: int, life: Callable[[str], None], spec: str) -> list[str]:
+    """What grew from the first cycles to the last one."""
+    early, objects, resident = _after(WARM_UP, life, spec)
+    late, more_objects, more_resident = _after(cycles, life, spec)
+    now = asdict(late)
+    told = [f"{name}: {was} -> {now[name]}" for name, was in asdict(early).items() if now[name] > was]
+    if more_objects - objects > cycles / 2:
+        told.append(f"objects: {objects} -> {more_objects}")
+    if more_resident - resident > WORLD_BYTES + cycles * BYTES_PER_CYCLE:
+        told.append(f"bytes: {resident} -> {more_resident}")
+    return told
+
+
+@LIVES
+def test_a_thousand_cycles_of_one_rank_leave_nothing(life: Callable[[str], None]) -> None:
+    gc.freeze()  # else every collection, and every search for a module's owner, looks through all of DeepSpeed
+    try:
+        with fake_world(0, 4):
+            assert _differences(FAKE_CYCLES, life, "data=2,model=2") == []
+    finally:
+        gc.unfreeze()
+
+
+@LIVES
+@SPECS
+def test_cycles_of_real_ranks_leave_nothing(world: Worlds, life: Callable[[str], None], spec: str) -> None:
+    assert world(4).run(_differences, GLOO_CYCLES, life, spec) == [[]] * 4

@@ -1,0 +1,94 @@
+"""A key of the store goes when all ranks that may read it have come to a later agreement, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ds_topo import PipelineParallelGrid
+from ds_topo.process_groups.agreement import Round
+from ds_topo.process_groups.store_keys import leave, take_due
+from tests.support.world import Worlds
+
+
+def test_a_key_is_due_when_all_its_readers_have_come_and_once() -> None:
+    store, other = dist.HashStore(), dist.HashStore()
+    leave(store, 0, [0, 1], ["a", "b"])
+    leave(store, 0, [0, 2], ["c"])
+    leave(store, 1, [0, 1], ["of rank 1"])
+    leave(other, 0, [0], ["of another job"])
+    assert take_due(store, 0, [0]) == []
+    assert take_due(store, 0, range(2)) == ["a", "b"]
+    assert take_due(store, 0, range(2)) == []
+    assert take_due(store, 0, range(3)) == ["c"]
+    assert take_due(store, 1, range(3)) == ["of rank 1"]
+
+
+def _verdicts(store: dist.Store, number: int, came: Sequence[int], outcomes: Sequence[str], seconds: float) -> set[str]:
+    """Of a round of three ranks, of which these come, each in a thread of its own."""
+
+    def take_part(rank: int) -> str:
+        round_ = Round(store, f"ds_topo/x/{number}", rank, range(3), timedelta(seconds=seconds), "a test")
+        return round_.verdict(outcomes[rank], lambda: [outcomes[rank]])
+
+    with ThreadPoolExecutor(len(came)) as threads:
+        return set(threads.map(take_part, came))
+
+
+def test_a_disagreement_leaves_nothing_after_the_next_round() -> None:
+    store, differ = dist.HashStore(), ["plan: a", "plan: b", "plan: c"]
+    counted = []
+    for number in (1, 2, 3):
+        (verdict,) = _verdicts(store, number, range(3), differ, 20.0)
+        assert "only rank 0" in verdict, "their lines were read"
+        counted.append(store.num_keys())
+    assert counted[0] > 3, "which ranks may not have read"
+    assert counted == counted[:1] * 3
+    assert _verdicts(store, 4, range(3), ["plan: a"] * 3, 20.0) == {""}
+    assert store.num_keys() == 1, "the last word"
+
+
+def test_what_a_rank_has_not_come_to_stays_until_it_has() -> None:
+    store, alike = dist.HashStore(), ["plan: a"] * 3
+    (verdict,) = _verdicts(store, 1, (0, 1), alike, 1.0)
+    assert "ranks [2] did not come" in verdict
+    left = store.num_keys()
+    _verdicts(store, 2, (0, 1), alike, 1.0)
+    assert store.num_keys() == 2 * left, "rank 2 has left no round yet"
+    assert _verdicts(store, 1, (2,), alike, 1.0) == {verdict}, "what the others heard"
+    _verdicts(store, 2, (2,), alike, 1.0)
+    assert _verdicts(store, 3, range(3), alike, 20.0) == {""}
+    assert store.num_keys() == 1
+
+
+def _addresses() -> list[int]:
+    """Keys of the store with a grid, without it, and after agreements of some and of all of its ranks."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def keys() -> int:
+        dist.barrier()
+        counted = int(store.num_keys())
+        dist.barrier()
+        return counted
+
+    before, counted = keys(), []
+    with PipelineParallelGrid("data=2,model=2"):
+        counted.append(keys())
+    counted.append(keys())
+    pair = dist.new_group([0, 1]) if dist.get_rank() < 2 else dist.new_group([2, 3])
+    dist.new_group([2, 3]) if dist.get_rank() < 2 else dist.new_group([0, 1])
+    of_torch = keys() - counted[-1]
+    with PipelineParallelGrid("model=2", pair):
+        dist.barrier()  # gloo fails where a member goes while another one still connects
+    counted.append(keys() - of_torch)
+    PipelineParallelGrid("data=4").destroy()
+    counted.append(keys() - of_torch)
+    return [count - before for count in counted]
+
+
+def test_an_address_stays_until_all_members_of_its_group_have_come(world: Worlds) -> None:
+    """A word and two addresses of each rank; the pairs delete those of their groups, and leave words and addresses."""
+    assert world(4).run(_addresses) == [[9, 9, 1 + 4 + 2 + 4, 1]] * 4
