@@ -41,7 +41,7 @@ def test_a_written_plan_trains(name: str, tmp_path: Path, capsys: pytest.Capture
     launcher = str(Path(sys.executable).with_name(words[0]))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [launcher, *words[1:], "--steps", "2", "--out", str(tmp_path)],
+        [launcher, *words[1:], "--steps", "2", "--continuation", "12", "--out", str(tmp_path)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
