@@ -38,7 +38,6 @@ PLANS = {
     "sequence parallel": "--topology data=2,model=2 --sequence-parallel",
     "recomputed": "--topology pipe=2,model=2 --recompute full --zero 0 --sequence-parallel",
     "deep": "--topology pipe=4",
-    "the best": "",
     "the best in slices": "--fix model=2 --sequence-parallel",
 }
 IN_CI = ("the best in slices",)
