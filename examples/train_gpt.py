@@ -35,6 +35,7 @@ from ds_topo.collectives import gather
 def main() -> None:
     parser = argument_parser(__doc__, out="runs/gpt")
     parser.add_argument("--sequence-parallel", action="store_true", help="split activations along the sequence, too")
+    parser.add_argument("--continuation", type=int, default=200, help="bytes that the model writes on at the end")
     arguments = parser.parse_args()
     config, grid = start(arguments)
     text = standard_library()
@@ -55,14 +56,12 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def continuation(
-    engine: Any, grid: PipelineParallelGrid, text: Text, arguments: argparse.Namespace, length: int = 200
-) -> str:
+def continuation(engine: Any, grid: PipelineParallelGrid, text: Text, arguments: argparse.Namespace) -> str:
     """Let the model write on from a validation file; every rank takes part, and the last stage draws the bytes."""
     prompt = text.validation[: arguments.context // 2].long()
     written = prompt.expand(engine.train_micro_batch_size_per_gpu(), -1).to(engine.device)
     generator = torch.Generator(device=engine.device).manual_seed(arguments.seed)
-    for _ in range(length):
+    for _ in range(arguments.continuation):
         seen = written[:, -arguments.context :]
         padded = torch.nn.functional.pad(seen, (0, arguments.context - seen.shape[1]))
         _, logits = engine.eval_batch(iter([(padded, padded)]), return_logits=True, num_micro_batches=1)

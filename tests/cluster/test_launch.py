@@ -25,7 +25,8 @@ StartCluster = Callable[..., Cluster]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 WAITING_RANK = Path(__file__).with_name("waiting_rank.py")
 JOINING_RANK = Path(__file__).with_name("joining_rank.py")
-OPTIONS = ["--topology", "pipe=2,data=2", "--steps", "3", "--batch-size", "16", "--context", "16", "--width", "32"]
+OPTIONS = ["--topology", "pipe=2,data=2", "--steps", "3", "--continuation", "12"]
+OPTIONS += ["--batch-size", "16", "--context", "16", "--width", "32", "--depth", "2"]
 TOOLS = {"pdsh": ("pdsh",), "openmpi": ("mpirun", "ompi_info"), "srun": SLURM_TOOLS, "slurm": SLURM_TOOLS}
 START_SECONDS, END_SECONDS = 180.0, 60.0
 
@@ -39,7 +40,7 @@ def _always_first(cases: Sequence[Any], always: Sequence[Any]) -> list[Any]:
 def _train_gpt(out: str) -> None:
     import train_gpt
 
-    sys.argv = [str(EXAMPLE), *OPTIONS, "--depth", "2", "--out", out]
+    sys.argv = [str(EXAMPLE), *OPTIONS, "--out", out]
     train_gpt.main()
 
 
@@ -72,7 +73,7 @@ def test_two_hosts_train_as_one_does(
     launcher: str, start_hosts: Callable[..., Any], losses_on_one_host: list[float], tmp_path: Path
 ) -> None:
     cluster, variables = start_hosts(launcher)
-    job = [str(EXAMPLE), *OPTIONS, "--depth", "2", "--out", "both"]
+    job = [str(EXAMPLE), *OPTIONS, "--out", "both"]
     output = finish(start_job(cluster, launcher, job, tmp_path, env=variables))
     name = {"pdsh": "deepspeed", "no_ssh": "deepspeed", "openmpi": "mpirun", "slurm": "srun"}.get(launcher, launcher)
     assert f"ds_topo: 4 ranks, 2 on this host, started by {name}" in output

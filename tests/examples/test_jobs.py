@@ -32,7 +32,7 @@ def _train(name: str, out: Path, *options: str) -> dict[str, Any]:
 
 # -- the main job ----------------------------------------------------------------------------------------------------
 
-STEPS = ("--topology", "data=2,pipe=2", "--steps", "4")
+STEPS = ("--topology", "data=2,pipe=2", "--steps", "4", "--continuation", "12")
 
 
 @pytest.fixture(scope="module")
