@@ -17,6 +17,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from gpt import GPTConfig, next_byte_loss
 from parallel_layers import Parallel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -36,6 +37,9 @@ from ds_topo import (
 Batch = tuple[torch.Tensor, torch.Tensor]
 DEFAULT_CONFIG = Path(__file__).with_name("train_gpt.json")
 VALIDATION_STEPS = 8
+LATEST = "latest"
+"""The file in --out that names the newest complete checkpoint, as DeepSpeed calls it."""
+HISTORY = "history.json"
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -68,7 +72,13 @@ def argument_parser(description: str | None, out: str) -> argparse.ArgumentParse
     parser.add_argument("--overlap", action="store_true", help="reduce gradients during backward, and show a report")
     parser.add_argument("--out", type=Path, default=Path(out), help="folder of checkpoints, curve and history")
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; the last is always saved")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="always",
+        choices=("auto", "always"),
+        help="go on from the newest complete checkpoint in --out; with auto, start anew where there is none",
+    )
     parser.add_argument("--local_rank", type=int, help="set by the deepspeed launcher")
     return parser
 
@@ -168,8 +178,8 @@ def micro_batches(
 def train(
     engine: Any, grid: PipelineParallelGrid, text: Text, arguments: argparse.Namespace, first_step: int
 ) -> list[dict[str, float]]:
-    """Run the remaining steps; return step, loss and tokens per second of each."""
-    history: list[dict[str, float]] = []
+    """Run the remaining steps; return step, loss and tokens per second of each, of those before ``first_step``, too."""
+    history = _earlier_history(arguments.out / HISTORY, first_step)
     with progress_bar(grid) as bar:
         task = bar and bar.add_task("training", total=arguments.steps, completed=first_step, loss=0.0, speed=0.0)
         for step in range(first_step, arguments.steps):
@@ -181,7 +191,7 @@ def train(
                 bar.update(task, advance=1, loss=float(loss), speed=speed)
             is_last = step + 1 == arguments.steps
             if is_last or (arguments.save_every and (step + 1) % arguments.save_every == 0):
-                engine.save_checkpoint(str(arguments.out), client_state={"step": step + 1})
+                save(engine, arguments, history)
     if engine.gradient_reducer is not None and grid.global_rank == 0:
         report = engine.gradient_reducer.report()
         report.save_trace(arguments.out / "trace.json")
@@ -198,9 +208,58 @@ def validate(engine: Any, grid: PipelineParallelGrid, text: Text, arguments: arg
     return sum(losses) / len(losses)
 
 
+def save(engine: Any, arguments: argparse.Namespace, history: list[dict[str, float]]) -> None:
+    """Save a checkpoint, which becomes known when every rank has written its files.
+
+    So ``latest`` names a complete one, and ``history.json`` has every step up to it, whenever a process is killed.
+    """
+    step = int(history[-1]["step"])
+    tag = f"global_step{step}"
+    is_first = dist.get_rank() == 0
+    if is_first and newest_checkpoint(arguments.out) == tag:  # of an earlier run: its files are overwritten now
+        (arguments.out / LATEST).unlink()
+    engine.save_checkpoint(str(arguments.out), tag=tag, client_state={"step": step}, save_latest=False)
+    for path in sorted((arguments.out / tag).rglob("*"))[dist.get_rank() :: dist.get_world_size()]:
+        _flush(path)
+    dist.barrier()
+    if is_first:
+        _replace(arguments.out / HISTORY, json.dumps({"history": history}))
+        _replace(arguments.out / LATEST, tag)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all, after a power failure too."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text(text)
+    _flush(draft)
+    draft.replace(path)
+    _flush(path.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def newest_checkpoint(out: Path) -> str | None:
+    """The tag of the newest complete checkpoint."""
+    latest = out / LATEST
+    return (latest.read_text().strip() or None) if latest.exists() else None
+
+
 def resume(engine: Any, arguments: argparse.Namespace) -> int:
-    """Load the newest checkpoint; return the number of steps that it has behind it."""
-    path, state = engine.load_checkpoint(str(arguments.out))
+    """Load the newest complete checkpoint, the one that rank 0 sees; return the number of steps that it has behind it.
+
+    With ``--resume auto`` that is 0 where there is none.
+    """
+    tags = [newest_checkpoint(arguments.out)]
+    dist.broadcast_object_list(tags, src=0)
+    if tags[0] is None and arguments.resume == "auto":
+        return 0
+    path, state = engine.load_checkpoint(str(arguments.out), tag=tags[0]) if tags[0] else (None, {})
     if path is None:
         raise TopologyError(f"--resume: no checkpoint in {arguments.out}")
     if state["step"] >= arguments.steps and engine.global_rank == 0:
@@ -221,10 +280,12 @@ def progress_bar(grid: PipelineParallelGrid) -> Any:
     )
 
 
-def _earlier_history(path: Path, history: list[dict[str, float]]) -> list[dict[str, float]]:
-    """What was written before, up to the first of the steps that came now."""
-    earlier: list[dict[str, float]] = json.loads(path.read_text())["history"] if path.exists() else []
-    return [row for row in earlier if not history or row["step"] < history[0]["step"]]
+def _earlier_history(path: Path, first_step: int) -> list[dict[str, float]]:
+    """What was written before of the steps up to ``first_step``."""
+    if not first_step or not path.exists():
+        return []
+    earlier: list[dict[str, float]] = json.loads(path.read_text())["history"]
+    return [row for row in earlier if row["step"] <= first_step]
 
 
 def write_history(
@@ -232,10 +293,8 @@ def write_history(
 ) -> None:
     """Keep losses and whatever ``more`` as JSON and, where matplotlib is installed, the losses as a picture."""
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.resume:
-        history = [*_earlier_history(arguments.out / "history.json", history), *history]
     record = {"validation_loss": validation_loss, "history": history, **more}
-    (arguments.out / "history.json").write_text(json.dumps(record))
+    _replace(arguments.out / HISTORY, json.dumps(record))
     try:
         from matplotlib.figure import Figure
     except ImportError:

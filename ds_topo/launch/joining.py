@@ -21,6 +21,8 @@ from ds_topo.launch.network import GLOO_INTERFACE, check_master, choose_interfac
 from ds_topo.placement.summary import fold_numbers
 from ds_topo.process_groups.torch_names import inherit_timeout, job_timeout
 
+_NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""torchrun's variable: 1 for a new store after each restart."""
 _LEADER_SHARE = 0.9
 """Rank 0 stops waiting before the others do, so that they still read whom it missed."""
 
@@ -58,6 +60,7 @@ def join(
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if "nccl" in backend:
         take_device(launch)
+    warn_of_restarts(launch)
     store = open_store(launch, limit)
     wait_for_all(store, launch, limit)
     create_world(store, launch, limit, backend)
@@ -123,8 +126,26 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
         )
     except (dist.DistError, RuntimeError) as error:
         raise LaunchError(_why_no_store(launch, timeout, error)) from error
-    # after a restart torchrun keeps the store, and with it addresses of ranks that are gone
-    return PrefixStore(f"ds_topo/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    # After a restart torchrun keeps its own store, and with it addresses of ranks that are gone. One that rank 0 serves
+    # is new, and hosts that count their restarts differently meet there.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if of_agent else "0"
+    return PrefixStore(f"ds_topo/attempt{attempt}", store)
+
+
+def warn_of_restarts(launch: Launch) -> None:
+    """Warn, on rank 0, where ranks would not meet after a restart.
+
+    With ``torchrun --rdzv-backend c10d`` a host whose own ranks did not fail restarts them without counting it.
+    """
+    hosts = launch.node[1] if launch.node else 1
+    keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if launch.rank == 0 and hosts > 1 and keeps_store and restarts and os.environ.get(_NEW_STORE, "0") != "1":
+        warnings.warn(
+            f"torchrun --max-restarts on {hosts} hosts: each host counts its own restarts, so that ranks may not meet "
+            f"after one. Start torchrun with {_NEW_STORE}=1 on every host",
+            stacklevel=3,
+        )
 
 
 def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
+from tests.support.world import Worlds
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +42,7 @@ STEPS = ("--topology", "data=2,pipe=2", "--steps", "4", "--continuation", "12")
 def through(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Folder and record of the main job without a stop."""
     out = tmp_path_factory.mktemp("through") / "out"
-    return out, _train("train_gpt", out, *STEPS, "--save-every", "2")
+    return out, _train("train_gpt", out, *STEPS, "--save-every", "2", "--resume", "auto")
 
 
 def test_the_main_job_saves_and_draws(through: tuple[Path, dict[str, Any]]) -> None:
@@ -62,12 +65,45 @@ def test_a_resumed_job_goes_on_with_its_record(through: tuple[Path, dict[str, An
     out = tmp_path / "out"
     shutil.copytree(through[0], out)
     (out / "latest").write_text("global_step2")
-    again = _train("train_gpt", out, *STEPS, "--resume")
+    for path in (out / "global_step4").iterdir():  # as if it was killed while it wrote these
+        path.write_bytes(path.read_bytes()[:100])
+    again = _train("train_gpt", out, *STEPS, "--resume", "auto")
     assert again["history"][:2] == through[1]["history"][:2], "what was written before"
     assert [row["step"] for row in again["history"]] == [1, 2, 3, 4]
     assert [row["loss"] for row in again["history"]] == [row["loss"] for row in through[1]["history"]]
     done = _train("train_gpt", out, *STEPS, "--resume")
     assert done["history"] == again["history"], "nothing was left to do"
+
+
+def test_a_job_without_a_checkpoint_cannot_resume(tmp_path: Path) -> None:
+    options = ("--out", str(tmp_path), *STEPS, "--resume")
+    errors = run_ranks(4, _run_main, "train_gpt", *options, expect_failure=True)
+    assert {str(error) for error in errors} == {f"--resume: no checkpoint in {tmp_path}"}
+
+
+def _known_checkpoints(out: Path, step: int) -> list[str | None]:
+    """Which checkpoint is known while one is being saved, and after that."""
+    from training import newest_checkpoint, save
+
+    known = []
+
+    class Engine:
+        def save_checkpoint(self, folder: str, *, tag: str, **_: Any) -> None:
+            Path(folder, tag).mkdir(exist_ok=True)
+            dist.barrier()
+            known.append(newest_checkpoint(out))
+
+    save(Engine(), argparse.Namespace(out=out), [{"step": step}])
+    dist.barrier()
+    return [*known, newest_checkpoint(out)]
+
+
+@pytest.mark.parametrize(("step", "meanwhile"), [(4, "global_step2"), (2, None)], ids=["another", "the same again"])
+def test_a_checkpoint_is_known_once_it_is_complete(
+    step: int, meanwhile: str | None, world: Worlds, tmp_path: Path
+) -> None:
+    (tmp_path / "latest").write_text("global_step2")
+    assert world(2).run(_known_checkpoints, tmp_path, step) == [[meanwhile, f"global_step{step}"]] * 2
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 
 import pytest
 
-from ds_topo.launch.joining import as_timeout
+from ds_topo.launch.joining import as_timeout, warn_of_restarts
+from ds_topo.launch.launchers import Launch
 
 NOT_INHERITED = ("SLURM_", "OMPI_", "PMI_", "MPI_", "TORCHELASTIC_", "CROSS_", "LOCAL_")
 
@@ -77,3 +79,46 @@ def test_timeouts_are_positive(timeout: float | None, variable: str, monkeypatch
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", variable)
     with pytest.raises(ValueError, match=r"timeout=|DEEPSPEED_TIMEOUT="):
         as_timeout(timeout)
+
+
+RESTARTING = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "variables", "warns"),
+    [
+        (2, {}, True),
+        (1, {}, False),
+        (2, {"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        (2, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, False),
+    ],
+    ids=["two hosts", "one host", "no restarts", "a new store each time"],
+)
+def test_hosts_that_count_their_restarts_separately_are_warned_of(
+    hosts: int, variables: dict[str, str], warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**RESTARTING, **variables}.items():
+        monkeypatch.setenv(name, value)
+    launch = Launch("torchrun", 0, 2, 0, "node1", 29500, node=(0, hosts))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_restarts(launch)
+    assert ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(warning.message) for warning in caught] == [True] * warns
+
+
+def test_ranks_meet_though_their_hosts_count_restarts_differently() -> None:
+    """Two hosts under ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, where rank 0 serves a new store after each restart."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    program = "from ds_topo.launch.joining import join; join(timeout=60, backend='gloo', verbose=False)"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
+    shared = {**inherited, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
