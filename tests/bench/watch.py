@@ -11,14 +11,13 @@ processes says and asks what a share of the ranks would in one interval, as fast
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -65,14 +64,9 @@ def steps(rounds: int) -> tuple[dict[str, list[float]], float]:
 
 
 def watch_seconds() -> float:
-    """Processor time of the threads of this process that are a watch's; Linux names them so."""
-    total = 0
-    for folder in Path("/proc/self/task").iterdir():
-        name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
-        if name.startswith("ds_topo watch"):
-            fields = rest.split()
-            total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")
+    """Processor time of the threads of this process that are a watch's."""
+    threads = [thread.ident for thread in threading.enumerate() if thread.name.startswith("ds_topo watch")]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in threads if ident)
 
 
 def serve(ranks: int, pipe: Connection) -> None:

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
+from collections.abc import Iterator
 
 from tests.faults.matrix import ENGINES, FAULTS, PHASES, Case, run
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    """Those that are asked for; with ``--in-turn`` a phase and a victim for every engine and fault."""
+    phases, victims = itertools.cycle(arguments.phases), itertools.cycle(arguments.victims)
+    for fault in arguments.faults:
+        limit = max(arguments.limit, 8.0) if fault == "flap" else arguments.limit
+        has_phases = not fault.startswith("skip")  # a skip is between phases
+        for engine in arguments.engines:
+            if arguments.in_turn:
+                yield Case(engine, fault, next(phases) if has_phases else "forward", next(victims), limit)
+            else:
+                for phase in arguments.phases if has_phases else ("forward",):
+                    yield from (Case(engine, fault, phase, victim, limit) for victim in arguments.victims)
+        if arguments.in_turn and len(arguments.engines) % len(arguments.phases) == 0:
+            next(phases)
 
 
 def main() -> int:
@@ -14,29 +32,24 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", default=ENGINES, choices=ENGINES)
     parser.add_argument("--faults", nargs="+", default=FAULTS, choices=FAULTS)
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
-    parser.add_argument("--victims", nargs="+", type=int, default=[3, 0])
+    parser.add_argument("--victims", nargs="+", type=int, default=[3, 0, 1])
+    parser.add_argument("--in-turn", action="store_true", help="one phase and victim for every engine and fault")
     parser.add_argument("--limit", type=float, default=4.0, help="seconds, of the watch")
-    parser.add_argument("--show", action="store_true", help="what every rank has written")
+    parser.add_argument(
+        "--show", action="store_true", help="what every rank has written, where it is not as it should be"
+    )
     arguments = parser.parse_args()
     failed = 0
-    for fault in arguments.faults:
-        phases = arguments.phases if not fault.startswith("skip") else ("forward",)  # a skip is between phases
-        limit = max(arguments.limit, 8.0) if fault == "flap" else arguments.limit
-        for case in (
-            Case(engine, fault, phase, victim, limit)
-            for engine in arguments.engines
-            for phase in phases
-            for victim in arguments.victims
-        ):
-            outcome = run(case)
-            problems = outcome.problems()
-            failed += bool(problems)
-            survivors = [seconds for rank, seconds in outcome.seconds.items() if rank not in case.broken]
-            took = f"{min(survivors):.1f}-{max(survivors):.1f} s" if survivors else "-"
-            print(f"{case!s:50} {took:12} {'; '.join(problems) or 'as it should be'}", flush=True)
-            if arguments.show:
-                for rank, output in outcome.outputs.items():
-                    print(f"--- rank {rank}, exit code {outcome.codes[rank]}\n{output}", flush=True)
+    for case in cases(arguments):
+        outcome = run(case)
+        problems = outcome.problems()
+        failed += bool(problems)
+        survivors = [seconds for rank, seconds in outcome.seconds.items() if rank not in case.broken]
+        took = f"{min(survivors):.1f}-{max(survivors):.1f} s" if survivors else "-"
+        print(f"{case!s:50} {took:12} {'; '.join(problems) or 'as it should be'}", flush=True)
+        if arguments.show and problems:
+            for rank, output in outcome.outputs.items():
+                print(f"--- rank {rank}, exit code {outcome.codes[rank]}\n{output}", flush=True)
     return min(failed, 1)
 
 
