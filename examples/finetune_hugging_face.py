@@ -139,7 +139,7 @@ def main() -> None:
     arguments = parser.parse_args()
     deepspeed.utils.logger.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    init_distributed()
+    init_distributed(watch=30)
     grid = PipelineParallelGrid(arguments.topology)
     if grid.topology().get_dim("seq") > 1:
         raise TopologyError(

@@ -87,7 +87,7 @@ def start(arguments: argparse.Namespace) -> tuple[dict[str, Any], PipelineParall
     """Join the job; return the DeepSpeed config and the grid of the topology."""
     deepspeed.utils.logger.setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    init_distributed()
+    init_distributed(watch=30)
     config = _read_config(arguments.config)
     if arguments.topology:
         config["topology"] = arguments.topology

@@ -119,6 +119,10 @@ class EngineDriver:
         """Never: nothing else runs beside the end of backward."""
         return False
 
+    def steps_taken(self) -> int:
+        """By the engine's count."""
+        return int(self.engine.global_steps)
+
     def wait_for_parameters(self) -> None:
         """Those of the last step's gather."""
         if self._gradients.parameters is not None:

@@ -31,6 +31,10 @@ class StepDriver(Protocol):
         """
         ...
 
+    def steps_taken(self) -> int:
+        """How many steps of the optimizer are over; on all ranks the same, unless one has left one out."""
+        ...
+
     def wait_for_parameters(self) -> None:
         """Until all that other ranks have updated are there."""
         ...
@@ -58,6 +62,10 @@ class TrainingLoop:
     def prefers_to_defer(self, communication_ns: Sequence[int]) -> bool:
         """Never: nothing is known of the loop."""
         return False
+
+    def steps_taken(self) -> int:
+        """Unknown."""
+        return 0
 
     def wait_for_parameters(self) -> None:
         """They are: every rank updates all."""

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import gc
 import operator
+import socket
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_topo.errors import abridged, listed
+from ds_topo.errors import DisagreementError, abridged, listed
 from ds_topo.partition.arrivals import peeking
 from ds_topo.reducer.copy_in import is_replaced
 from ds_topo.reducer.hooks import GradientHooks
 from ds_topo.reducer.parameter_state import COPIED_IN, ParameterState
 from ds_topo.reducer.step import ReducerState
+
+SHOWN = 8
+"""So many ranks are named in a message."""
 
 
 def check_module(module: object) -> None:
@@ -88,6 +94,19 @@ def missing_gradients(names: Sequence[str], whose: str) -> RuntimeError:
     return RuntimeError(
         f"parameters {listed(names)} got no gradient on {whose} in this step: use them, freeze them before "
         "construction, or pass find_unused_parameters=True"
+    )
+
+
+def other_steps(steps: int, group: dist.ProcessGroup) -> DisagreementError:
+    """Ranks that are at different steps, as all of the group see; collective over it."""
+    everyone: list[tuple[int, int, str]] = [(0, 0, "")] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (steps, dist.get_rank(), socket.gethostname()), group=group)
+    usual = Counter(number for number, _, _ in everyone).most_common(1)[0][0]
+    others = [f"rank {rank} on {host} has taken {number}" for number, rank, host in everyone if number != usual]
+    more = f"; and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+    return DisagreementError(
+        f"ranks that share gradients are at different steps: {'; '.join(others[:SHOWN])}{more}; the others have taken "
+        f"{usual}. A rank has left out or repeated step(): its parameters are no longer those of the others"
     )
 
 

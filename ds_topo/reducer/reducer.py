@@ -44,6 +44,7 @@ from ds_topo.reducer.misuse import (
     Changes,
     check_module,
     missing_gradients,
+    other_steps,
     unequal_repetition,
     unexpected_gradient,
     unreduced_gradients,
@@ -169,6 +170,7 @@ class BucketReducer:
         """Wait until every gradient is reduced. Call it once per step, after the last backward, before the optimizer.
 
         Raises:
+            DisagreementError: a rank has left out a step of its engine; names it.
             RuntimeError: no gradient arrived since the last time (``finish()`` twice); on every rank of the group: a
                 parameter without a gradient, one added, frozen or unfrozen since construction, a gradient that was
                 replaced. On a GPU, ranks that are not to blame learn of it at the next step.
@@ -485,7 +487,17 @@ class BucketReducer:
             members = [state for state in self._states if self._routes[state.index] is route]
             mine = [used[state.index] for state in members]
             late = self._step.late.keys()
-            told.append(UsedParameters(members, mine, late, route, failed=failed, prefers_to_defer=prefers_to_defer))
+            told.append(
+                UsedParameters(
+                    members,
+                    mine,
+                    late,
+                    route,
+                    failed=failed,
+                    prefers_to_defer=prefers_to_defer,
+                    step=self.driver.steps_taken(),
+                )
+            )
         return without, told
 
     def _wait(self, told: list[UsedParameters]) -> None:
@@ -530,6 +542,8 @@ class BucketReducer:
             raise missing_gradients([state.name for state in counts.unused_anywhere], "some other ranks")
         if self._device.type == "cuda" and len(counts.late_anywhere) > len(counts.late_everywhere):
             raise unequal_repetition([state.name for state in counts.late_anywhere])
+        if counts.steps_differ:  # the last: it is told by a collective, to which all ranks have come here
+            raise other_steps(self.driver.steps_taken(), counts.route.group)
 
     def _reduce_late(self, late: list[ParameterState]) -> None:
         groups = [self._routes[state.index].group for state in late]

@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other at the end of a step: used parameters, failures, preferences."""
+"""What the ranks of a group tell each other at the end of a step: used parameters, failures, preferences, the step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from ds_topo.reducer.routes import Route
 
 _LATE = 1 << 16
 """What a rank adds to a parameter's count of ranks where a gradient came late; so there are at most 32,767 ranks."""
+
+
+_STEPS = 256
+"""Numbers of steps are told modulo this, so that their squares fit; ranks that are exactly so far apart are missed."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Counts:
     """Ranks that failed in ``finish()``."""
     prefer_to_defer: int
     """Ranks that would rather hold the next step's reductions back until its backward is over."""
+    steps_differ: bool
+    """Whether ranks are at different steps."""
 
 
 class UsedParameters:
@@ -43,6 +49,7 @@ class UsedParameters:
         late: indices of parameters whose gradient came late here.
         failed: whether this rank failed in ``finish()``.
         prefers_to_defer: whether it would rather hold the next step's reductions back.
+        step: how many steps of the optimizer are over here.
     """
 
     def __init__(
@@ -54,10 +61,12 @@ class UsedParameters:
         *,
         failed: bool,
         prefers_to_defer: bool,
+        step: int = 0,
     ) -> None:
         route.wait_for_hook()
         self._members, self._route = members, route
-        notes: list[int] = [*used, failed, prefers_to_defer]
+        number = step % _STEPS
+        notes: list[int] = [*used, failed, prefers_to_defer, number, number * number]
         if late:
             for place, state in enumerate(members):
                 notes[place] += _LATE * (state.index in late)
@@ -77,7 +86,7 @@ class UsedParameters:
         """The sum, read."""
         if self._event is not None:
             self._event.synchronize()
-        *counts, failed, prefer_to_defer = self._counts.tolist()
+        *counts, failed, prefer_to_defer, steps, squares = self._counts.tolist()
         size = self._route.size
         ranks = [(state, count % _LATE, count // _LATE) for state, count in zip(self._members, counts, strict=True)]
         return Counts(
@@ -88,4 +97,5 @@ class UsedParameters:
             [state for state, _, late in ranks if late == size],
             failed,
             prefer_to_defer,
+            steps * steps != size * squares,  # whether they have a variance
         )

@@ -9,6 +9,7 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -44,16 +45,22 @@ _AROUND = ("evaluation", "save", "load", "start")
 _STEPS = ("global_steps", "step_count")
 """Attributes of engines and reducers: how many steps are over."""
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
-_IN_BETWEEN = {"wrapper", "_object_to_tensor", "_tensor_to_object", "inner"}
+_BETWEEN = ("torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/_base.py")
+"""Files whose functions may be inside one that waits."""
 _WAITS = {
     ("ds_topo/reducer/reductions.py", "_wait"): "the reduction of gradients",
     ("ds_topo/reducer/used_parameters.py", "settle"): "the reduction of gradients",
     ("ds_topo/partition/arrivals.py", "wait"): "parameters from their owners",
     ("ds_topo/partition/exchange.py", "wait"): "slices from other ranks",
+    ("ds_topo/partition/exchange.py", "_advance"): "slices from other ranks",
     ("ds_topo/process_groups/deadline.py", "within"): "the store of the job",
     ("torch/distributed/rendezvous.py", "rendezvous"): "the other ranks of the job",
 }
 """Functions that wait for other ranks outside torch's collectives."""
+_GROUPS = (("route", "group"), ("_route", "group"), ("_peers", "_living_group"))
+"""Where objects with such functions have their process group."""
+_IDLE_SECONDS = 0.01
+"""Of processor time: what a thread that waits may use meanwhile."""
 MAX_RANKS = 64
 """Of a larger group, members are not told."""
 
@@ -89,6 +96,8 @@ class Activity:
     """For so long it has waited in the same call."""
     quiet: float = 0.0
     """For so long no byte has come or gone meanwhile."""
+    still: float = 0.0
+    """For so long it has been at one instruction without any processor time: in a call that waits for something."""
     handling: str = ""
     """The exception inside whose handler it is."""
     handled: float = 0.0
@@ -129,6 +138,8 @@ class Observer:
         self._waits_since = self._handles_since = 0.0
         self._last: tuple[FrameType, Wait] | None = None
         self._handled: object = None
+        self._place: tuple[FrameType, int] | None = None
+        self._still_since = self._used = 0.0
         self._last_quiet: float | None = None
 
     def look(self, moved: object = None) -> Activity:
@@ -146,7 +157,14 @@ class Observer:
                 self._quiet_at, self._last_quiet = moved, now
             quiet = now - (self._last_quiet or now)
             activity = replace(activity, seconds=now - self._waits_since, quiet=quiet)
-        return self._with_handler(activity, now)
+        return self._with_handler(replace(activity, still=self._still(frame, now)), now)
+
+    def _still(self, frame: FrameType | None, now: float) -> float:
+        used = time.clock_gettime(time.pthread_getcpuclockid(self._thread)) if self._thread else 0.0
+        place = (frame, frame.f_lasti) if frame is not None else None
+        if place != self._place or used - self._used > _IDLE_SECONDS:
+            self._place, self._used, self._still_since = place, used, now
+        return now - self._still_since
 
     def read_traceback(self, trace: TracebackType | None) -> Activity:
         """What it did when an exception was raised."""
@@ -173,7 +191,8 @@ class Observer:
         for frame in frames:
             role, name = self._role(frame.f_code)
             if is_innermost and role in ("collective", "wait"):
-                wait, waiting_frame = (_collective(frame) if role == "collective" else Wait(name)), frame
+                wait = _collective(frame) if role == "collective" else _known_wait(name, frame)
+                waiting_frame = frame
             is_innermost = is_innermost and role in ("collective", "between")
             if role == "phase":
                 owner = frame.f_locals.get("self")
@@ -234,7 +253,7 @@ def _role_of(file: str, function: str) -> tuple[str, str]:
                 return role, meaning
     if file.endswith(_COLLECTIVES) and not function.startswith("_"):
         return "collective", function
-    if file.endswith("torch/distributed/c10d_logger.py") or function in _IN_BETWEEN:
+    if file.endswith(_BETWEEN):
         return "between", function
     if file.endswith((_DEEPSPEED, _PIPELINE, "ds_topo/reducer/reducer.py")):
         return "counts", function
@@ -261,6 +280,21 @@ def _collective(frame: FrameType) -> Wait:
     )
     if call in ("send", "recv", "isend", "irecv") and isinstance(peer, int):
         call = f"{call} {'to' if 'send' in call else 'from'} {peer}"
+    return _over(call, group)
+
+
+def _known_wait(call: str, frame: FrameType) -> Wait:
+    """One of ours."""
+    for path in _GROUPS:
+        try:
+            group = reduce(getattr, path, frame.f_locals.get("self"))
+        except (AttributeError, RuntimeError):  # another kind of object; its group is gone
+            continue
+        return _over(call, group)
+    return Wait(call)
+
+
+def _over(call: str, group: object) -> Wait:
     if not isinstance(group, dist.ProcessGroup) or not is_known(group):
         return Wait(call)
     ranks = dist.get_process_group_ranks(group)

@@ -327,9 +327,9 @@ class Heartbeat:
 
     def _linger(self) -> None:
         """The process that serves the store ends after those that it serves, unless they take long."""
-        ring, patience = self._ring, 2 * self._ring.interval + 1
+        ring = self._ring
         ended = self._store.add(ring.key("ends"), 1)
-        until = time.monotonic() + (ring.interval if self.verdict is not None else patience)
+        until = time.monotonic() + 1.5 * ring.interval + 0.5  # all have beaten once more by then
         while self._serves and ended < ring.world_size and time.monotonic() < until:
             time.sleep(ring.interval / 10)
             ended = self._store.add(ring.key("ends"), 0)

@@ -20,8 +20,8 @@ _WELL_KNOWN = 1024
 """Ports below belong to services, not to ranks."""
 
 
-def connections(besides: Collection[int]) -> Iterator[socket.socket]:
-    """Established TCP connections of this process, but for those with one of these ports at either end.
+def connections() -> Iterator[tuple[socket.socket, int, int]]:
+    """Established TCP connections of this process, with the ports of this end and of the other one.
 
     Each is a duplicate, open until the next one is asked for.
     """
@@ -34,27 +34,26 @@ def connections(besides: Collection[int]) -> Iterator[socket.socket]:
             with socket.socket(fileno=os.dup(int(name))) as each:
                 if each.family not in (socket.AF_INET, socket.AF_INET6) or each.type != socket.SOCK_STREAM:
                     continue
-                ports = {each.getsockname()[1], each.getpeername()[1]}
-                if min(ports) >= _WELL_KNOWN and not ports & set(besides):
-                    yield each
+                own, other = each.getsockname()[1], each.getpeername()[1]
+                if min(own, other) >= _WELL_KNOWN:
+                    yield each, own, other
 
 
 def bytes_moved(besides: Collection[int]) -> int | None:
-    """So many have come and gone over all connections; None where the system does not tell, or there are none."""
+    """So many have come and gone, but for connections with one of these ports; None where nothing is known."""
     total, found = 0, False
-    for each in connections(besides):
-        with suppress(OSError, struct.error):
-            info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            total += sum(struct.unpack_from("=QQ", info, _BYTES_ACKED_AND_RECEIVED))
-            found = True
+    for each, *ports in connections():
+        if not set(ports) & set(besides):
+            with suppress(OSError, struct.error):
+                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += sum(struct.unpack_from("=QQ", info, _BYTES_ACKED_AND_RECEIVED))
+                found = True
     return total if found else None
 
 
-def shut_down(besides: Collection[int]) -> int:
-    """End them: whoever waits in one raises; how many there were."""
-    count = 0
-    for each in connections(besides):
-        with suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
-            count += 1
-    return count
+def shut_down(serves: Collection[int]) -> None:
+    """End them, but for those that this process has accepted at one of these ports: whoever waits in one raises."""
+    for each, own, _ in connections():
+        if own not in serves:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)

@@ -30,7 +30,7 @@ from ds_topo.launch.identity import COORDINATE
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.torch_names import abort_nccl, clone, default_store, job_timeout, served_at
-from ds_topo.watch.activity import Activity, Observer, first_line
+from ds_topo.watch.activity import OTHERWISE, Activity, Observer, first_line
 from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Who, headline
 from ds_topo.watch.heartbeat import HAS_FAILED, Heartbeat, Ring, Verdict, seconds_for_witness
 from ds_topo.watch.transport import bytes_moved, shut_down
@@ -43,6 +43,10 @@ EXIT_CODE = 70
 GRACE = 4.0
 """Seconds for a blocked main thread to raise after its connections were shut down."""
 _TICK = 0.2
+_STILL = 1.0
+"""Seconds at one instruction, inside an engine, after which a call is one that waits, whatever it is."""
+_UNTOUCHED = ("save", OTHERWISE)
+"""Phases in which nothing is ended but what is known to wait for other ranks."""
 _RANKS_PER_SECOND = 2000
 """Of which the store hears: in larger jobs beats are rarer."""
 _OF_TRANSPORT = re.compile(
@@ -202,11 +206,16 @@ class Watch:
             if self.verdict is None and unanswered >= self.limit:
                 self._judge_store(f"has not answered for {self.limit:g} s")
                 unanswered = 0.0
-            elif self.verdict is None and self._heart.lost is not None and self._look().wait is not None:
+            elif self.verdict is None and self._heart.lost is not None and self._is_blocked():
                 self._judge_store(f"has closed its connections ({first_line(self._heart.lost)})")
             if self.verdict is not None:
                 self._end_what_is_blocked()
                 return
+
+    def _is_blocked(self) -> bool:
+        """Whether the main thread waits for other ranks, as far as can be seen."""
+        doing = self._look()
+        return doing.wait is not None or (doing.still >= _STILL and doing.phase not in _UNTOUCHED)
 
     def _judge_store(self, what: str) -> None:
         """Without the store every rank judges for itself: who serves it?"""
@@ -230,7 +239,7 @@ class Watch:
             self._speak()
         blocked = 0.0
         while not self._stopped.wait(_TICK):
-            if self._look().wait is None:
+            if not self._is_blocked():
                 blocked = 0.0
                 continue
             shut_down(self._ports)

@@ -15,8 +15,9 @@ from deepspeed.pipe import LayerSpec
 from packaging.version import Version
 from torch import nn
 
-from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
+from ds_topo import DisagreementError, GradientReducer, PipelineModule, PipelineParallelGrid, initialize
 from tests.support.gpt_training import BF16, SMALL_BUCKETS, train_pipeline
+from tests.support.small_engines import settings, start
 from tests.support.training import Reference, Run, assert_trained_alike, destroy_engine, engine_config
 from tests.support.world import Worlds
 
@@ -255,3 +256,27 @@ def _half_used_both_ways(stage: int) -> None:
 def test_gradients_beside_unused_parameters_count_once(world: Worlds, stage: int) -> None:
     """Their bucket is not full when backward ends, and micro-batches before the last one have accumulated there."""
     world(2).run(_half_used_both_ways, stage)
+
+
+def _leaves_out_a_step(stage: int) -> list[str]:
+    start()
+    grid = PipelineParallelGrid("data=4")
+    config = settings(zero_optimization={"stage": stage}, gradient_accumulation_steps=1, gradient_reducer={})
+    engine, *_ = initialize(model=nn.Linear(4, 1), config=config, mpu=grid)
+    for step in range(3):
+        loss = engine(torch.ones(2, 4)).sum()
+        if step == 2:
+            with pytest.raises(DisagreementError) as caught:
+                engine.backward(loss)
+            return [str(caught.value)]
+        engine.backward(loss)
+        if (step, dist.get_rank()) != (1, 2):
+            engine.step()
+    return []
+
+
+def test_a_rank_that_leaves_out_a_step_is_named_at_the_next_one(world: Worlds) -> None:
+    """Without ZeRO no collective of a step misses it."""
+    [message] = {message for [message] in world(4).run(_leaves_out_a_step, 0)}
+    assert "rank 2 on " in message
+    assert "has taken 1; the others have taken 2" in message

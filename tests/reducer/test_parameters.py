@@ -225,7 +225,8 @@ def _copied() -> None:
         first.finish()
 
 
-def test_what_ranks_tell_each_other_at_the_end_of_a_step() -> None:
+@pytest.mark.parametrize("steps_of", [None, 0, 2], ids=["alike", "the first rank is ahead", "the last rank is ahead"])
+def test_what_ranks_tell_each_other_at_the_end_of_a_step(steps_of: int | None) -> None:
     """Three ranks in turn, whose notes are then summed."""
     used = {"everywhere": [1, 1, 1], "some": [0, 1, 1], "nowhere": [0, 0, 0], "late": [1, 1, 1], "all late": [1, 1, 1]}
     late = [{"late", "all late"}, {"all late"}, {"all late", "nowhere"}]
@@ -253,6 +254,7 @@ def test_what_ranks_tell_each_other_at_the_end_of_a_step() -> None:
                 route,
                 failed=rank == 1,
                 prefers_to_defer=rank > 0,
+                step=255 + (rank == steps_of),
             )
             for rank in range(3)
         ]
@@ -268,6 +270,7 @@ def test_what_ranks_tell_each_other_at_the_end_of_a_step() -> None:
             assert [state.name for state in counts.late_anywhere] == ["nowhere", "late", "all late"]
             assert [state.name for state in counts.late_everywhere] == ["all late"]
             assert (counts.failed, counts.prefer_to_defer, counts.route) == (1, 2, route)
+            assert counts.steps_differ == (steps_of is not None)
 
 
 def test_notes_of_many_ranks_do_not_run_into_each_other() -> None:
@@ -275,16 +278,18 @@ def test_notes_of_many_ranks_do_not_run_into_each_other() -> None:
     for late, unused in (((), False), ((0,), False), ((), True), ((0,), True)):
         with fake_world(0, ranks), mock.patch.object(dist, "all_reduce", lambda counts, **_: counts.mul_(ranks)):
             route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1)
-            counts = UsedParameters([state], [not unused], late, route, failed=True, prefers_to_defer=False).counts()
+            counts = UsedParameters(
+                [state], [not unused], late, route, failed=True, prefers_to_defer=False, step=255
+            ).counts()
         assert counts.late_everywhere == counts.late_anywhere == ([state] if late else [])
         assert counts.unused_everywhere == counts.unused_anywhere == ([state] if unused else [])
-        assert (counts.failed, counts.prefer_to_defer) == (ranks, 0)
+        assert (counts.failed, counts.prefer_to_defer, counts.steps_differ) == (ranks, 0, False)
 
 
 def test_on_a_gpu_notes_are_copied_without_waiting_and_read_once_they_have_come() -> None:
     state, calls = ParameterState(0, "p", nn.Parameter(torch.zeros(1)), torch.float32, False), mock.Mock()
     calls.notes.is_cuda = True
-    calls.notes.to.return_value.tolist.return_value = [2, 0, 0]
+    calls.notes.to.return_value.tolist.return_value = [2, 0, 0, 0, 0]
     with (
         fake_world(0, 2),
         mock.patch.object(torch, "tensor", return_value=calls.notes),
