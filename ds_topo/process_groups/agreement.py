@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,6 +37,8 @@ _COUNT_FOR = 0.6
 """The share of the timeout after which ranks no longer wait for all to be counted, and say who they are."""
 _PATIENCE = 0.8
 """The share of what is then left after which a rank writes the verdict itself; in the rest the others read it."""
+_MOMENT = 2.0
+"""Seconds."""
 _COUNT_BITS = 24
 _SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
 _FAILED, _FAILED_MARK = "failed: ", "!"
@@ -182,6 +185,7 @@ class Round:
                 self._decide()
             decided = json.loads(self._decided())
             difference = self._compared(decided["compare"], lines) if lines and decided["compare"] else ""
+            self._let_others_read()
         except RuntimeError as error:
             return self._no_connection(error)
         return _Verdict(str(decided["text"]) + difference, decided["all_came"])
@@ -196,7 +200,8 @@ class Round:
         append(self.store, f"{self.token}/came", f"{self.rank} {digest} {socket.gethostname()}\n")
         number = int(self.store.add(f"{self.token}/number", 1))
         if number == len(self.members):
-            self.own.extend(f"{self.token}/{what}" for what in ("came", "number", "patience", "verdict", "difference"))
+            names = ("came", "number", "patience", "verdict", "difference", "read")
+            self.own.extend(f"{self.token}/{name}" for name in names)
         return number == len(self.members)
 
     def _decided(self) -> str:
@@ -246,6 +251,14 @@ class Round:
         compare = planned[:_COMPARED] if len(planned) > 1 else []
         text = "\n  ".join([self._disagreement(), *problems])
         return {"text": _shortened(text, MAX_MESSAGE - 1000), "compare": compare, "all_came": not missing}
+
+    def _let_others_read(self) -> None:
+        """The first rank, which may serve the store and end, waits a moment until all that came know the verdict."""
+        read = self.store.add(f"{self.token}/read", 1)
+        until = time.monotonic() + min(_MOMENT, self.timeout.total_seconds() / 4)
+        while self.rank == 0 and read < self.store.add(f"{self.token}/number", 0) and time.monotonic() < until:
+            time.sleep(_MOMENT / 100)
+            read = self.store.add(f"{self.token}/read", 0)
 
     def _disagreement(self) -> str:
         return f"the ranks do not agree on {self.subject}:"

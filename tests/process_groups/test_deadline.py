@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid
-from ds_topo.errors import GroupCreationError, StoreTimeoutError
+from ds_topo.errors import DisagreementError, GroupCreationError, StoreTimeoutError
 from ds_topo.process_groups import creation
 from ds_topo.process_groups.deadline import within
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankFailure, run_ranks
 
 LIMIT = 2.0
 
@@ -77,6 +77,23 @@ def test_a_stopped_first_rank_is_named_by_those_that_agree() -> None:
         if rank:
             assert "agreement on the process groups to create: the store of the job at " in error
             assert "did not answer within 0:00:02.4" in error
+
+
+def _ends_at_once(folder: str) -> None:
+    _serve_a_store()
+    rank = dist.get_rank()
+    with pytest.raises(DisagreementError) as caught:
+        PipelineParallelGrid("pipe=2,data=2" if rank else "data=4", timeout=timedelta(seconds=10))
+    Path(folder, str(rank)).write_text(str(caught.value))
+    if rank == 0:
+        os._exit(0)
+
+
+def test_a_first_rank_that_ends_as_soon_as_it_has_raised_takes_no_verdict_along(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):  # of the first rank, which returns nothing
+        run_ranks(4, _ends_at_once, str(tmp_path))
+    assert len({(tmp_path / str(rank)).read_text() for rank in range(4)}) == 1
+    assert "data=4" in (tmp_path / "3").read_text()
 
 
 def _stop_instead(*_: object, **__: object) -> None:

@@ -78,8 +78,7 @@ def _addresses() -> list[int]:
     with PipelineParallelGrid("data=2,model=2"):
         counted.append(keys())
     counted.append(keys())
-    pair = dist.new_group([0, 1]) if dist.get_rank() < 2 else dist.new_group([2, 3])
-    dist.new_group([2, 3]) if dist.get_rank() < 2 else dist.new_group([0, 1])
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
     of_torch = keys() - counted[-1]
     with PipelineParallelGrid("model=2", pair):
         dist.barrier()  # gloo fails where a member goes while another one still connects
