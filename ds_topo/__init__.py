@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ds_topo.engine.start import init_distributed as init_distributed
     from ds_topo.engine.use import use as use
     from ds_topo.process_groups.grid import ProcessGrid as ProcessGrid
+    from ds_topo.watch.watch import Watch as Watch
 
 __version__ = "0.1.0"
 
@@ -71,6 +72,7 @@ __all__ = [
     "TiedLayerSpec",
     "TopologyError",
     "UnknownAxisError",
+    "Watch",
     "WorldSizeError",
     "check_replicas",
     "collectives",
@@ -90,6 +92,7 @@ _LAZY = {
     "PipelineModule": "engine.pipeline",
     "PipelineParallelGrid": "engine.grid",
     "ProcessGrid": "process_groups.grid",
+    "Watch": "watch.watch",
     "TiedLayerSpec": "engine.pipeline",
     "check_replicas": "engine.replicas",
     "init_distributed": "engine.start",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from types import CodeType, FrameType, TracebackType
@@ -47,12 +48,12 @@ _STEPS = ("global_steps", "step_count")
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _BETWEEN = ("torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/futures/_base.py")
 """Files whose functions may be inside one that waits."""
+_ANY = ""
 _WAITS = {
-    ("ds_topo/reducer/reductions.py", "_wait"): "the reduction of gradients",
+    ("ds_topo/reducer/reductions.py", _ANY): "the reduction of gradients",
     ("ds_topo/reducer/used_parameters.py", "settle"): "the reduction of gradients",
     ("ds_topo/partition/arrivals.py", "wait"): "parameters from their owners",
-    ("ds_topo/partition/exchange.py", "wait"): "slices from other ranks",
-    ("ds_topo/partition/exchange.py", "_advance"): "slices from other ranks",
+    ("ds_topo/partition/exchange.py", _ANY): "slices from other ranks",
     ("ds_topo/process_groups/deadline.py", "within"): "the store of the job",
     ("torch/distributed/rendezvous.py", "rendezvous"): "the other ranks of the job",
 }
@@ -135,6 +136,7 @@ class Observer:
         self._subject: weakref.ref[Any] | None = None
         """What counts steps."""
         self._seen: dict[CodeType, tuple[str, str]] = {}
+        self._calls: dict[tuple[CodeType, int], str] = {}
         self._waits_since = self._handles_since = 0.0
         self._last: tuple[FrameType, Wait] | None = None
         self._handled: object = None
@@ -142,11 +144,12 @@ class Observer:
         self._still_since = self._used = 0.0
         self._last_quiet: float | None = None
 
-    def look(self, moved: object = None) -> Activity:
-        """What it does now; ``moved`` is a number that changes when bytes come or go, None where that is not known."""
+    def look(self, count: Callable[[], int | None] = lambda: None) -> Activity:
+        """What it does now; ``count()`` is a number that changes when bytes come or go, None where nothing is known."""
         frame = sys._current_frames().get(self._thread or 0)
         activity, waiting_frame = self._read(_outwards(frame))
         now = time.monotonic()
+        moved = count() if activity.wait is not None else None
         if activity.wait is None or waiting_frame is None:
             self._last, self._last_quiet = None, None
         elif self._last is None or self._last[0] is not waiting_frame or self._last[1] != activity.wait:
@@ -187,10 +190,14 @@ class Observer:
     def _read(self, frames: Iterator[FrameType]) -> tuple[Activity, FrameType | None]:
         """The activity, without durations, and the frame that waits."""
         phase, where, wait, waiting_frame = "", "", None, None
-        is_innermost = True
+        is_innermost, innermost = True, None
         for frame in frames:
+            innermost = innermost or frame
             role, name = self._role(frame.f_code)
-            if is_innermost and role in ("collective", "wait"):
+            if waiting_frame is None and frame is innermost and role not in ("collective", "wait"):
+                if self._call_of(frame) == "wait":  # of torch's work or future: all others have frames of their own
+                    wait, waiting_frame = Wait("wait() for a collective"), frame
+            elif is_innermost and role in ("collective", "wait"):
                 wait = _collective(frame) if role == "collective" else _known_wait(name, frame)
                 waiting_frame = frame
             is_innermost = is_innermost and role in ("collective", "between")
@@ -213,6 +220,15 @@ class Observer:
         if known is None:
             known = self._seen[code] = _role_of(code.co_filename.replace("\\", "/"), code.co_name)
         return known
+
+    def _call_of(self, frame: FrameType) -> str:
+        """The method that a frame is calling, as far as its instructions tell."""
+        place = (frame.f_code, frame.f_lasti)
+        if place not in self._calls:
+            before = (each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti)
+            names = [str(each.argval) for each in before if each.opname in ("LOAD_METHOD", "LOAD_ATTR")]
+            self._calls[place] = names[-1] if names else ""
+        return self._calls[place]
 
     def _note_subject(self, owner: object) -> None:
         if any(isinstance(getattr(owner, name, None), int) for name in _STEPS):
@@ -249,7 +265,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 def _role_of(file: str, function: str) -> tuple[str, str]:
     for table, role in ((_WAITS, "wait"), (_PHASES, "phase")):
         for (ending, name), meaning in table.items():
-            if name == function and file.endswith(ending):
+            if name in (function, _ANY) and file.endswith(ending):
                 return role, meaning
     if file.endswith(_COLLECTIVES) and not function.startswith("_"):
         return "collective", function

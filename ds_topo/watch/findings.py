@@ -62,6 +62,8 @@ class Finding:
         return json.dumps(asdict(self)) + "\n"
 
     def __str__(self) -> str:
+        if self.kind == BLOCKED:
+            return f"{self.who} {self.what}"
         lines = [f"{self.who} {self.what}.", f"  It {self.doing}."]
         if self.seen_by != self.who:
             lines.append(f"  Noticed by {self.seen_by}, {self.meanwhile}.")
@@ -97,6 +99,6 @@ def headline(world_size: int) -> str:
 
 def blocked(waits: Sequence[tuple[int, str]]) -> str:
     """What is said of ranks that wait for each other."""
-    shown = "; ".join(f"rank {rank}: {doing}" for rank, doing in waits[:_SHOWN])
-    more = f"; and {len(waits) - _SHOWN} more" if len(waits) > _SHOWN else ""
-    return f"waits with others for each other, and no byte moves ({shown}{more})"
+    lines = [f"  rank {rank}: {doing}" for rank, doing in waits[:_SHOWN]]
+    lines += [f"  and {len(waits) - _SHOWN} more"] if len(waits) > _SHOWN else []
+    return "\n".join(["and others wait for each other, and no byte moves:", *lines])

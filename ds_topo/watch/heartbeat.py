@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ds_topo.launch.identity import COORDINATE
 from ds_topo.process_groups.torch_names import Store, append, get_several
-from ds_topo.watch.activity import Activity
+from ds_topo.watch.activity import MAX_RANKS, Activity
 from ds_topo.watch.findings import (
     BLOCKED,
     CONCLUSIVE,
@@ -42,7 +42,9 @@ _WINDOW = 64
 """So many ranks behind a silent one are looked at, too: its whole host may be gone."""
 _CLOSURE = 256
 """So many ranks that wait for each other are looked at."""
-_NO_WAIT = 0.9
+ASK_AT = 0.75
+"""Of the limit: so that the answer is known to all within it, or hardly later."""
+_ABOUT = 0.9 * ASK_AT
 """Of the limit: ranks do not begin to wait at the same time."""
 _KINDS = {State.GONE: GONE, State.STOPPED: STOPPED, State.UNREACHABLE: UNREACHABLE}
 
@@ -217,7 +219,7 @@ class Heartbeat:
                 self._passed += [self._neighbor] if beat.state == HAS_ENDED else []
                 self._neighbor, self._heard, self._silence = ring.after(self._neighbor), -1, 0.0
             return
-        is_silent = self._silence >= ring.limit
+        is_silent = self._silence >= ASK_AT * ring.limit
         if is_silent or is_alarm:
             for finding in self._inquire(is_silent):
                 self._tell(finding)
@@ -246,14 +248,18 @@ class Heartbeat:
     def _consider_own_wait(self, doing: Activity) -> None:
         """Whoever waits for long looks at those that it waits for; one of them, for all."""
         wait = doing.wait
-        if wait is None or not wait.ranks or doing.seconds < self._ring.limit:
+        ring = self._ring
+        ranks = wait.ranks if wait is not None else ()
+        if wait is not None and not wait.name and ring.world_size <= MAX_RANKS:
+            ranks = tuple(range(ring.world_size))  # for an agreement, say
+        if wait is None or not ranks or doing.seconds < ASK_AT * ring.limit:
             self._inquiries = 0
             return
-        if doing.seconds < self._ring.limit + 2 * self._ring.interval * self._inquiries:
+        if doing.seconds < ASK_AT * ring.limit + 2 * ring.interval * self._inquiries:
             return
         self._inquiries += 1
         if self._store.add(self._ring.key("asks", f"{wait.name}/{wait.call}/{self._inquiries}"), 1) == 1:
-            for finding in self._held_up(doing, wait.ranks):
+            for finding in self._held_up(doing, ranks):
                 self._tell(finding)
 
     def _held_up(self, doing: Activity, ranks: Sequence[int]) -> Iterator[Finding]:
@@ -267,11 +273,11 @@ class Heartbeat:
             for rank, beat in new.items():
                 if beat.state == HAS_ENDED:
                     yield self._finding(ENDED, rank, "has ended while others wait for it", beat)
-                elif beat.doing.handled >= _NO_WAIT * self._ring.limit:
+                elif beat.doing.handled >= _ABOUT * self._ring.limit:
                     yield self._finding(
                         HANDLES, rank, f"keeps others waiting while it handles {beat.doing.handling}", beat
                     )
-                may_come |= beat.doing.wait is None or beat.doing.quiet < _NO_WAIT * self._ring.limit
+                may_come |= beat.doing.wait is None or beat.doing.quiet < _ABOUT * self._ring.limit
             waits = (beat.doing.wait for beat in new.values())
             ahead = sorted({other for wait in waits if wait for other in wait.ranks} - asked.keys())
         if not may_come:

@@ -32,7 +32,7 @@ from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.torch_names import abort_nccl, clone, default_store, job_timeout, served_at
 from ds_topo.watch.activity import OTHERWISE, Activity, Observer, first_line
 from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Who, headline
-from ds_topo.watch.heartbeat import HAS_FAILED, Heartbeat, Ring, Verdict, seconds_for_witness
+from ds_topo.watch.heartbeat import ASK_AT, HAS_FAILED, Heartbeat, Ring, Verdict, seconds_for_witness
 from ds_topo.watch.transport import bytes_moved, shut_down
 from ds_topo.watch.witness import State, Witness, address_towards, ask
 
@@ -46,7 +46,7 @@ _TICK = 0.2
 _STILL = 1.0
 """Seconds at one instruction, inside an engine, after which a call is one that waits, whatever it is."""
 _UNTOUCHED = ("save", OTHERWISE)
-"""Phases in which nothing is ended but what is known to wait for other ranks."""
+"""Phases in which a process is not ended unless it is known to wait for other ranks; its connections are."""
 _RANKS_PER_SECOND = 2000
 """Of which the store hears: in larger jobs beats are rarer."""
 _OF_TRANSPORT = re.compile(
@@ -127,8 +127,8 @@ class Watch:
         self._is_told = self._has_spoken = False
         self._stopped = threading.Event()
         self._witness = Witness()
-        serves = self._is_served_by_rank_0 and self._rank == 0
-        self._heart = Heartbeat(clone(self._job_store), self._ring, self._look, serves=serves)
+        self._serves = self._is_served_by_rank_0 and self._rank == 0
+        self._heart = Heartbeat(clone(self._job_store), self._ring, self._look, serves=self._serves)
         try:
             self._heart.prepare(self._host, (address_towards(*place), self._witness.port))
             agree("all are ready", range(world_size), job_timeout(), subject="the start of the watch")
@@ -168,6 +168,8 @@ class Watch:
         if self._stopped.is_set() or os.getpid() != self._pid:
             return
         self._heart.stop(0.0 if self._local is not None else 2 * self._ring.interval + 2)
+        if self._serves and self.verdict is not None and self._heart.lost is not None:
+            time.sleep(1.5 * self._ring.interval + 0.5)  # until the others have read the verdict
         self._stopped.set()
         self._judge.join(2)
         self._witness.end()
@@ -179,10 +181,7 @@ class Watch:
 
     def _look(self) -> Activity:
         with self._looking:
-            activity = self._observer.look()
-            if activity.wait is not None:
-                activity = self._observer.look(bytes_moved(self._ports))
-            return activity
+            return self._observer.look(lambda: bytes_moved(self._ports))
 
     @property
     def _ports(self) -> tuple[int, ...]:
@@ -203,8 +202,8 @@ class Watch:
             since = self._heart.asked_since
             unanswered = unanswered + awake if since is not None and since == asked_since else 0.0
             asked_since = since
-            if self.verdict is None and unanswered >= self.limit:
-                self._judge_store(f"has not answered for {self.limit:g} s")
+            if self.verdict is None and unanswered >= ASK_AT * self.limit:
+                self._judge_store(f"has not answered for {unanswered:.0f} s")
                 unanswered = 0.0
             elif self.verdict is None and self._heart.lost is not None and self._is_blocked():
                 self._judge_store(f"has closed its connections ({first_line(self._heart.lost)})")
@@ -239,13 +238,14 @@ class Watch:
             self._speak()
         blocked = 0.0
         while not self._stopped.wait(_TICK):
-            if not self._is_blocked():
+            doing = self._look()
+            if doing.wait is None and doing.still < _STILL:
                 blocked = 0.0
                 continue
             shut_down(self._ports)
             if not blocked:
                 abort_nccl()
-            blocked += _TICK
+            blocked += _TICK if doing.wait is not None or doing.phase not in _UNTOUCHED else 0.0
             if blocked > GRACE:
                 self._tell()
                 faulthandler.dump_traceback(all_threads=True)

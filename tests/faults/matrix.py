@@ -95,7 +95,10 @@ class Outcome:
         is_cut = case.fault == "cut" and rank // RANKS_PER_HOST == case.victim // RANKS_PER_HOST
         if case.fault == "skip-collective" or is_cut:
             return found  # nobody is to blame alone; on the side that is cut off, others are silent
-        named = "|".join(map(str, sorted(case.broken)))
+        of_host = {each for each in self.outputs if each // RANKS_PER_HOST == case.victim // RANKS_PER_HOST}
+        named = "|".join(map(str, sorted(of_host if case.fault == "cut" else case.broken)))
+        if "wait for each other" in text and case.fault == "skip-step":
+            return found if f"  rank {case.victim}: " in text else [*found, "does not say what the rank does"]
         if not re.search(rf"rank ({named})\b[^\n]*on host{case.victim // RANKS_PER_HOST}", text):
             found.append("does not name the rank and its host")
         if not re.search(r"It was,? (when last heard of, )?(before the first step|after \d+ steps?)", text):

@@ -24,9 +24,8 @@ def _seen(observer: Observer, seconds: float) -> list[Activity]:
 
     def look() -> None:
         until = time.monotonic() + seconds
-        moved = 0
         while time.monotonic() < until:
-            found.append(observer.look(moved))
+            found.append(observer.look(lambda: 0))
             time.sleep(0.05)
 
     threading.Thread(target=look, daemon=True).start()
