@@ -247,42 +247,44 @@ class Heartbeat:
 
     def _consider_own_wait(self, doing: Activity) -> None:
         """Whoever waits for long looks at those that it waits for; one of them, for all."""
-        wait = doing.wait
-        ring = self._ring
-        ranks = wait.ranks if wait is not None else ()
-        if wait is not None and not wait.name and ring.world_size <= MAX_RANKS:
-            ranks = tuple(range(ring.world_size))  # for an agreement, say
-        if wait is None or not ranks or doing.seconds < ASK_AT * ring.limit:
+        ring, wait = self._ring, doing.wait
+        if wait is None or doing.seconds < ASK_AT * ring.limit:
             self._inquiries = 0
             return
-        if doing.seconds < ASK_AT * ring.limit + 2 * ring.interval * self._inquiries:
+        ranks = wait.ranks
+        if not wait.name and ring.world_size <= MAX_RANKS:  # an agreement, or a call that is not known
+            ranks = tuple(range(ring.world_size))
+        if not ranks or doing.seconds < ASK_AT * ring.limit + 2 * ring.interval * self._inquiries:
             return
         self._inquiries += 1
-        if self._store.add(self._ring.key("asks", f"{wait.name}/{wait.call}/{self._inquiries}"), 1) == 1:
-            for finding in self._held_up(doing, ranks):
+        if self._store.add(ring.key("asks", f"{wait.name}/{wait.call}/{self._inquiries}"), 1) == 1:
+            for finding in self._held_up(doing, ranks, are_waited_for=bool(wait.name)):
                 self._tell(finding)
 
-    def _held_up(self, doing: Activity, ranks: Sequence[int]) -> Iterator[Finding]:
-        """Why the ranks of a group do not come; nothing where one of them may still."""
+    def _held_up(self, doing: Activity, ranks: Sequence[int], *, are_waited_for: bool) -> list[Finding]:
+        """Why ranks do not come; nothing where one of them may still, or another one may be waited for."""
         asked: dict[int, Beat] = {}
-        ahead = sorted(ranks)
-        may_come = False
+        found: list[Finding] = []
+        ahead, may_come = sorted(ranks), False
         while ahead and len(asked) < _CLOSURE:
             new = self._beats(ahead)
             asked |= new
             for rank, beat in new.items():
                 if beat.state == HAS_ENDED:
-                    yield self._finding(ENDED, rank, "has ended while others wait for it", beat)
-                elif beat.doing.handled >= _ABOUT * self._ring.limit:
-                    yield self._finding(
-                        HANDLES, rank, f"keeps others waiting while it handles {beat.doing.handling}", beat
-                    )
-                may_come |= beat.doing.wait is None or beat.doing.quiet < _ABOUT * self._ring.limit
+                    found.append(self._finding(ENDED, rank, "has ended while others wait for it", beat))
+                elif beat.doing.handled >= self._ring.limit:
+                    what = f"keeps others waiting while it handles {beat.doing.handling}"
+                    found.append(self._finding(HANDLES, rank, what, beat))
+                else:
+                    may_come |= beat.doing.wait is None or beat.doing.quiet < _ABOUT * self._ring.limit
             waits = (beat.doing.wait for beat in new.values())
             ahead = sorted({other for wait in waits if wait for other in wait.ranks} - asked.keys())
-        if not may_come:
-            told = blocked([(rank, str(beat.doing)) for rank, beat in sorted(asked.items())])
-            yield self._finding(BLOCKED, self._ring.rank, told, self._own(doing))
+        if found:
+            return found if are_waited_for or not may_come else []
+        if may_come:
+            return []
+        told = blocked([(rank, str(beat.doing)) for rank, beat in sorted(asked.items())])
+        return [self._finding(BLOCKED, self._ring.rank, told, self._own(doing))]
 
     def _consider_alarm(self, awake: float) -> None:
         """Write the verdict when all that matters is known: ranks that have reported do so, else any other one."""

@@ -289,7 +289,8 @@ class Watch:
             what = f"{'could not reach others' if is_consequence else 'has failed'}: {first_line(error)}"
             suspects = doing.wait.ranks if doing.wait and is_consequence else ()
             self._heart.report(Finding(kind, self._who, what, f"was {doing}", self._who, str(doing)), suspects)
-        self._await_verdict(self.limit + 3 if is_consequence else 3 * self._ring.interval + 1)
+        if not isinstance(error, KeyboardInterrupt):
+            self._await_verdict(self.limit + 3 if is_consequence else 3 * self._ring.interval + 1)
         if self.verdict is not None and is_consequence:
             self._tell()
 

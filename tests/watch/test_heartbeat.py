@@ -180,6 +180,22 @@ def test_ranks_that_wait_for_each_other_are_told_so(stack: ExitStack) -> None:
     assert "rank 2: after 5 steps, waiting in barrier of data" in text
 
 
+def test_a_rank_that_has_ended_is_blamed_by_those_that_are_known_to_wait_for_it_alone(stack: ExitStack) -> None:
+    unknown = replace(waits("all_reduce"), wait=Wait("wait() for a collective"))
+    job = Job(stack, looks={0: lambda: unknown, 1: lambda: Activity(5, "save")})
+    job.start()
+    job.hearts[2].stop(5)
+    job.assert_no_verdict()
+
+
+def test_a_rank_that_has_ended_is_named_by_its_group(stack: ExitStack) -> None:
+    job = Job(stack, looks={0: lambda: waits("all_reduce", ranks=(0, 2)), 1: lambda: Activity(5, "save")})
+    job.start()
+    job.hearts[2].stop(5)
+    [text] = job.verdicts((0, 1, 3))
+    assert "rank 2 on node2 has ended while others wait for it" in text
+
+
 @pytest.mark.parametrize(
     "of_rank_2",
     [
