@@ -263,7 +263,6 @@ class Watch:
         """The verdict, and what this rank was doing; once."""
         if not self._is_told:
             self._is_told = True
-            faulthandler.dump_traceback_later(GRACE, exit=True)  # torch may wait for others at the end, too
             self._speak()
             _write(f"Here: {self._who}, {self._last_doing or self._look()}.")
 
@@ -275,6 +274,7 @@ class Watch:
         self._hook_before(kind, error, trace)
         if os.getpid() == self._pid:
             self._note_exception(error, trace)
+            self._limit_the_end()
 
     def _note_exception(self, error: BaseException, trace: TracebackType | None) -> None:
         """Tell the others, and learn the cause if this is only a consequence of it."""
@@ -306,7 +306,13 @@ class Watch:
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException) and os.getpid() == self._pid:
             self._note_exception(error, error.__traceback__)
+            self._limit_the_end()
         self.stop()
+
+    def _limit_the_end(self) -> None:
+        """After a fault, what torch and others do at the end of a process may wait for ranks that do not come."""
+        if self.verdict is not None:
+            faulthandler.dump_traceback_later(GRACE, exit=True)
 
 
 def start_watch(limit: float) -> Watch:

@@ -6,6 +6,7 @@ import ctypes
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from ds_topo.errors import DisagreementError
 from ds_topo.watch import Watch, start_watch, watch_limit
+from ds_topo.watch.watch import GRACE
 from tests.support.world import Worlds
 
 LIMIT = 1.0
@@ -63,6 +65,22 @@ def _holds_the_interpreter() -> str | None:
 
 def test_a_rank_that_holds_the_interpreter_is_let_be(world: Worlds) -> None:
     assert world(3).run(_holds_the_interpreter) == [None] * 3
+
+
+def _fails_and_goes_on() -> str:
+    watch = Watch(limit=LIMIT)
+    with suppress(ValueError, RuntimeError), watch:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise ValueError("a sample that cannot be read")
+        dist.all_reduce(torch.ones(1))
+    time.sleep(GRACE + 1)  # a program that handles the error goes on
+    return str(watch.verdict)
+
+
+def test_a_program_that_handles_the_error_goes_on(world: Worlds) -> None:
+    for text in world(3).run(_fails_and_goes_on):
+        assert "has failed: ValueError: a sample that cannot be read" in text
 
 
 def _computes() -> str | None:
