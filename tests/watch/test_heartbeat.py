@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
+from ds_topo.launch.identity import COORDINATE
 from ds_topo.process_groups.torch_names import clone
 from ds_topo.watch.activity import Activity, Wait
 from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Who, read
@@ -90,7 +91,8 @@ class Job:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
+def stack(monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
+    monkeypatch.delenv(COORDINATE, raising=False)
     with ExitStack() as entered:
         yield entered
 
