@@ -36,6 +36,8 @@ from ds_topo.watch.findings import (
 from ds_topo.watch.witness import State, ask_all
 
 RUNS, HAS_ENDED, HAS_FAILED = "runs", "ended", "failed"
+WITNESS_SECONDS = 2.0
+"""How long an answer of a witness may take; it may have to wait for a processor."""
 _REPORTS = 16
 """So many findings of each kind are kept: in a large job all ranks may have the same one."""
 _WINDOW = 64
@@ -241,7 +243,7 @@ class Heartbeat:
         addresses = {rank: tuple(json.loads(text)["address"]) for rank, text in zip(ranks, known, strict=True)}
         self.asked_since = None
         try:
-            return ask_all(addresses, seconds_for_witness(self._ring.limit))
+            return ask_all(addresses, WITNESS_SECONDS)
         finally:
             self.asked_since = time.monotonic()
 
@@ -346,8 +348,3 @@ class Heartbeat:
 def _is_evidence(state: State, is_silent: bool) -> bool:
     """Whether a rank is to blame: a process that is gone is, others only if nothing was heard of them for long."""
     return state is State.GONE or (is_silent and state is not State.ALIVE)
-
-
-def seconds_for_witness(limit: float) -> float:
-    """How long an answer of a witness may take."""
-    return max(1.0, min(2.0, limit / 4))

@@ -32,7 +32,7 @@ from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.torch_names import abort_nccl, clone, default_store, job_timeout, served_at
 from ds_topo.watch.activity import OTHERWISE, Activity, Observer, first_line
 from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Who, headline
-from ds_topo.watch.heartbeat import ASK_AT, HAS_FAILED, Heartbeat, Ring, Verdict, seconds_for_witness
+from ds_topo.watch.heartbeat import ASK_AT, HAS_FAILED, WITNESS_SECONDS, Heartbeat, Ring, Verdict
 from ds_topo.watch.transport import bytes_moved, shut_down
 from ds_topo.watch.witness import State, Witness, address_towards, ask
 
@@ -221,7 +221,7 @@ class Watch:
         host, port = self._server_place
         lines = [f"the store of the job at {host}:{port} {what}."]
         if self._is_served_by_rank_0:
-            state, last = ask(self._first_witness, seconds_for_witness(self.limit)), self._heart.first_rank
+            state, last = ask(self._first_witness, WITNESS_SECONDS), self._heart.first_rank
             if state is State.ALIVE and self._heart.lost is None:
                 return
             first = Who(0, self._heart.first_host, last.coordinate if last else "")
