@@ -180,9 +180,9 @@ class PeerExchange:
     """
 
     def __init__(self, group: ProcessGroup, hosts: list[str]) -> None:
-        peers = _Peers(group, rounds_of(dist.get_rank(group), hosts))
+        self._peers = _Peers(group, rounds_of(dist.get_rank(group), hosts))
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._worker = _Worker(self._jobs, peers)
+        self._worker = _Worker(self._jobs, self._peers)
         self._end_thread: Callable[[], object] | None = None
         """Set while there is a thread."""
 
@@ -197,7 +197,7 @@ class PeerExchange:
     def gather_now(self, flat: torch.Tensor) -> None:
         """See :class:`Exchange`."""
         if self._end_thread is None:
-            job = _Job(flat.detach(), sums=False)
+            job = _Job(flat.detach(), sums=False, peers=self._peers)
             self._worker.do(job)
             job.wait()
         else:
@@ -210,7 +210,7 @@ class PeerExchange:
             self._end_thread = None
 
     def _submit(self, flat: torch.Tensor, *, sums: bool) -> Pending:
-        job = _Job(flat.detach(), sums)
+        job = _Job(flat.detach(), sums, self._peers)
         if self._end_thread is None:
             thread = threading.Thread(target=self._worker.run, name="ds_topo exchange of slices", daemon=True)
             thread.start()
@@ -222,8 +222,8 @@ class PeerExchange:
 class _Job:
     """One tensor to exchange."""
 
-    def __init__(self, flat: torch.Tensor, sums: bool) -> None:
-        self.flat, self.sums = flat, sums
+    def __init__(self, flat: torch.Tensor, sums: bool, peers: _Peers) -> None:
+        self.flat, self.sums, self.peers = flat, sums, peers
         self.pieces_left = 0
         self.done: Future[int] = Future()
 
@@ -283,13 +283,14 @@ class _Peers:
         return spare
 
     def _send(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
-        return _existing(dist.isend(tensor, group=self._living_group, group_dst=rank, tag=self._tag(number, index)))
+        return _existing(dist.isend(tensor, group=self.living_group, group_dst=rank, tag=self._tag(number, index)))
 
     def _receive(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
-        return _existing(dist.irecv(tensor, group=self._living_group, group_src=rank, tag=self._tag(number, index)))
+        return _existing(dist.irecv(tensor, group=self.living_group, group_src=rank, tag=self._tag(number, index)))
 
     @property
-    def _living_group(self) -> ProcessGroup:
+    def living_group(self) -> ProcessGroup:
+        """Of these ranks."""
         group = self._group()
         if group is None:  # torch would take that for the whole world
             raise RuntimeError(

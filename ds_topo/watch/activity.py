@@ -58,7 +58,7 @@ _WAITS = {
     ("torch/distributed/rendezvous.py", "rendezvous"): "the other ranks of the job",
 }
 """Functions that wait for other ranks outside torch's collectives."""
-_GROUPS = (("route", "group"), ("_route", "group"), ("_peers", "_living_group"))
+_GROUPS = (("route", "group"), ("_route", "group"), ("_peers", "living_group"), ("peers", "living_group"))
 """Where objects with such functions have their process group."""
 _IDLE_SECONDS = 0.01
 """Of processor time: what a thread that waits may use meanwhile."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ds_topo.launch.identity import COORDINATE
 from ds_topo.process_groups.torch_names import Store, append, get_several
-from ds_topo.watch.activity import MAX_RANKS, Activity
+from ds_topo.watch.activity import MAX_RANKS, Activity, Wait
 from ds_topo.watch.findings import (
     BLOCKED,
     CONCLUSIVE,
@@ -44,10 +44,13 @@ _WINDOW = 64
 """So many ranks behind a silent one are looked at, too: its whole host may be gone."""
 _CLOSURE = 256
 """So many ranks that wait for each other are looked at."""
+_HASTE = 4
+"""So many times faster beats come in an alarm."""
 ASK_AT = 0.75
 """Of the limit: so that the answer is known to all within it, or hardly later."""
 _ABOUT = 0.9 * ASK_AT
 """Of the limit: ranks do not begin to wait at the same time."""
+_ABSENT = (GONE, STOPPED, UNREACHABLE, HANDLES)
 _KINDS = {State.GONE: GONE, State.STOPPED: STOPPED, State.UNREACHABLE: UNREACHABLE}
 
 
@@ -78,6 +81,8 @@ class Verdict:
     text: str
     speaker: int
     """The rank that writes it at once, for all; -1 where each has its own traceback."""
+    absent: int = 0
+    """How many ranks will not say that they have ended."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +134,8 @@ class Heartbeat:
         self._heard = -1
         self._silence = self._alarmed = 0.0
         """Seconds that this rank was awake for: while its process is stopped, it counts nothing."""
+        self._blamed = self._asked_in_alarm = -1
+        """Neighbors that need not be asked for again."""
         self._passed: list[int] = []
         """Neighbors that have ended."""
         self._has_reported = False
@@ -179,8 +186,8 @@ class Heartbeat:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self._beat()
-                self._wake.wait(self._ring.interval)
+                is_alarmed = self._beat()
+                self._wake.wait(self._ring.interval / (_HASTE if is_alarmed else 1))
                 self._wake.clear()
             self._beat()
             self._linger()
@@ -192,7 +199,8 @@ class Heartbeat:
         finally:
             self.asked_since = None
 
-    def _beat(self) -> None:
+    def _beat(self) -> bool:
+        """Tell and hear; whether there is an alarm."""
         ring, doing = self._ring, self._look()
         self._number += 1
         self.asked_since = now = time.monotonic()
@@ -211,6 +219,7 @@ class Heartbeat:
             if alarm:
                 self._consider_alarm(awake)
         self.asked_since = None
+        return bool(alarm)
 
     def _consider_neighbor(self, beat: Beat, awake: float, *, is_alarm: bool) -> None:
         ring, has_moved = self._ring, beat.number != self._heard
@@ -222,9 +231,12 @@ class Heartbeat:
                 self._neighbor, self._heard, self._silence = ring.after(self._neighbor), -1, 0.0
             return
         is_silent = self._silence >= ASK_AT * ring.limit
-        if is_silent or is_alarm:
-            for finding in self._inquire(is_silent):
-                self._tell(finding)
+        if self._neighbor == self._blamed or not (is_silent or (is_alarm and self._neighbor != self._asked_in_alarm)):
+            return
+        self._asked_in_alarm = self._neighbor if is_alarm else -1
+        for finding in self._inquire(is_silent):
+            self._blamed = self._neighbor
+            self._tell(finding)
 
     def _inquire(self, is_silent: bool) -> Iterator[Finding]:
         """Ask for the neighbor, and if that is gone for those behind it, too: their host may be."""
@@ -253,15 +265,19 @@ class Heartbeat:
         if wait is None or doing.seconds < ASK_AT * ring.limit:
             self._inquiries = 0
             return
-        ranks = wait.ranks
-        if not wait.name and ring.world_size <= MAX_RANKS:  # an agreement, or a call that is not known
-            ranks = tuple(range(ring.world_size))
+        ranks = self._awaited(wait)
         if not ranks or doing.seconds < ASK_AT * ring.limit + 2 * ring.interval * self._inquiries:
             return
         self._inquiries += 1
         if self._store.add(ring.key("asks", f"{wait.name}/{wait.call}/{self._inquiries}"), 1) == 1:
             for finding in self._held_up(doing, ranks, are_waited_for=bool(wait.name)):
                 self._tell(finding)
+
+    def _awaited(self, wait: Wait) -> Sequence[int]:
+        """Ranks that may be waited for; none where that is not known."""
+        if not wait.name and self._ring.world_size <= MAX_RANKS:  # an agreement, or a call that is not known
+            return range(self._ring.world_size)
+        return wait.ranks
 
     def _held_up(self, doing: Activity, ranks: Sequence[int], *, are_waited_for: bool) -> list[Finding]:
         """Why ranks do not come; nothing where one of them may still, or another one may be waited for."""
@@ -279,8 +295,9 @@ class Heartbeat:
                     found.append(self._finding(HANDLES, rank, what, beat))
                 else:
                     may_come |= beat.doing.wait is None or beat.doing.quiet < _ABOUT * self._ring.limit
-            waits = (beat.doing.wait for beat in new.values())
-            ahead = sorted({other for wait in waits if wait for other in wait.ranks} - asked.keys())
+            waits = [beat.doing.wait for beat in new.values() if beat.doing.wait]
+            may_come |= any(not self._awaited(wait) for wait in waits)
+            ahead = sorted({other for wait in waits for other in self._awaited(wait)} - asked.keys())
         if found:
             return found if are_waited_for or not may_come else []
         if may_come:
@@ -302,7 +319,8 @@ class Heartbeat:
         if self._alarmed >= (ring.interval if is_conclusive else ring.limit):
             named = {finding.who.rank for finding in findings if finding.kind <= CONCLUSIVE}
             speaker = next((rank for rank in range(ring.world_size) if rank not in named), -1)
-            text = json.dumps(vars(Verdict(message(findings, ring.world_size), speaker)))
+            absent = len({finding.who.rank for finding in findings if finding.kind in _ABSENT})
+            text = json.dumps(vars(Verdict(message(findings, ring.world_size), speaker, absent)))
             self._adopt(self._store.compare_set(ring.key("verdict"), "", text))
 
     def _adopt(self, text: bytes) -> None:
@@ -338,9 +356,10 @@ class Heartbeat:
     def _linger(self) -> None:
         """The process that serves the store ends after those that it serves, unless they take long."""
         ring = self._ring
+        awaited = ring.world_size - (self.verdict.absent if self.verdict else 0)
         ended = self._store.add(ring.key("ends"), 1)
         until = time.monotonic() + 1.5 * ring.interval + 0.5  # all have beaten once more by then
-        while self._serves and ended < ring.world_size and time.monotonic() < until:
+        while self._serves and ended < awaited and time.monotonic() < until:
             time.sleep(ring.interval / 10)
             ended = self._store.add(ring.key("ends"), 0)
 

@@ -124,7 +124,7 @@ class Watch:
         self._observer = Observer()
         self._looking = threading.Lock()
         self._local: Verdict | None = None
-        self._is_told = self._has_spoken = False
+        self._is_told = self._has_spoken = self._is_ending = False
         self._stopped = threading.Event()
         self._witness = Witness()
         self._serves = self._is_served_by_rank_0 and self._rank == 0
@@ -167,6 +167,7 @@ class Watch:
         """End it on this rank: others then know that it has ended. Idempotent."""
         if self._stopped.is_set() or os.getpid() != self._pid:
             return
+        self._is_ending = True
         self._heart.stop(0.0 if self._local is not None else 2 * self._ring.interval + 2)
         if self._serves and self.verdict is not None and self._heart.lost is not None:
             time.sleep(1.5 * self._ring.interval + 0.5)  # until the others have read the verdict
@@ -239,7 +240,7 @@ class Watch:
         blocked = 0.0
         while not self._stopped.wait(_TICK):
             doing = self._look()
-            if doing.wait is None and doing.still < _STILL:
+            if self._is_ending or (doing.wait is None and doing.still < _STILL):
                 blocked = 0.0
                 continue
             shut_down(self._ports)

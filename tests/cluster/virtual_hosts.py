@@ -205,7 +205,7 @@ class Cluster:
             self._start_switch()
             self._start_hosts()
             for index, host in enumerate(self.hosts):
-                self._plug_in(index, host)
+                self._lay_cable(index, host)
                 host.connect()
             for host in self.hosts:
                 host.wait_until_reachable()
@@ -236,6 +236,10 @@ class Cluster:
     def unplug(self, index: int) -> None:
         """Cut the cable of one host; its processes go on."""
         self._in_network_of(self._switch_pid, "ip", "link", "set", f"port{index}", "down")
+
+    def plug_in(self, index: int) -> None:
+        """Join the cable of one host again. Idempotent."""
+        self._in_network_of(self._switch_pid, "ip", "link", "set", f"port{index}", "up")
 
     def bytes_sent(self) -> list[int]:
         """Bytes that each host has sent to others so far."""
@@ -304,7 +308,7 @@ class Cluster:
         if self._switch.stdout.readline() != "ready\n":
             raise RuntimeError("the switch: its network namespace could not be set up")
 
-    def _plug_in(self, index: int, host: Host) -> None:
+    def _lay_cable(self, index: int, host: Host) -> None:
         port = f"port{index}"
         new_pair = ["type", "veth", "peer", "name", "eth0", "netns", str(host.pid)]
         self._in_network_of(self._switch_pid, "ip", "link", "add", port, *new_pair)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+import threading
 from collections.abc import Iterator
+from multiprocessing.pool import ThreadPool
 
-from tests.faults.matrix import ENGINES, FAULTS, PHASES, Case, run
+from tests.faults.matrix import ENGINES, FAULTS, PHASES, Case, Outcome, Rig
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
@@ -34,23 +36,43 @@ def main() -> int:
     parser.add_argument("--phases", nargs="+", default=PHASES, choices=PHASES)
     parser.add_argument("--victims", nargs="+", type=int, default=[3, 0, 1])
     parser.add_argument("--in-turn", action="store_true", help="one phase and victim for every engine and fault")
+    parser.add_argument("--jobs", type=int, default=1, help="so many cases at a time, each on hosts of its own")
     parser.add_argument("--limit", type=float, default=4.0, help="seconds, of the watch")
     parser.add_argument(
         "--show", action="store_true", help="what every rank has written, where it is not as it should be"
     )
     arguments = parser.parse_args()
-    failed = 0
-    for case in cases(arguments):
-        outcome = run(case)
-        problems = outcome.problems()
-        failed += bool(problems)
-        survivors = [seconds for rank, seconds in outcome.seconds.items() if rank not in case.broken]
-        took = f"{min(survivors):.1f}-{max(survivors):.1f} s" if survivors else "-"
-        print(f"{case!s:50} {took:12} {'; '.join(problems) or 'as it should be'}", flush=True)
-        if arguments.show and problems:
-            for rank, output in outcome.outputs.items():
-                print(f"--- rank {rank}, exit code {outcome.codes[rank]}\n{output}", flush=True)
+    failed = total = 0
+    with ThreadPool(arguments.jobs, _start_rig) as pool:
+        for outcome in pool.imap(_run, cases(arguments)):
+            problems = outcome.problems()
+            failed, total = failed + bool(problems), total + 1
+            print(_row(outcome, problems), flush=True)
+            if arguments.show and problems:
+                for rank, output in outcome.outputs.items():
+                    print(f"--- rank {rank}, exit code {outcome.codes[rank]}\n{output}", flush=True)
+    print(f"{total - failed} of {total} cases are as they should be")
     return min(failed, 1)
+
+
+def _row(outcome: Outcome, problems: list[str]) -> str:
+    case = outcome.case
+    survivors = [seconds for rank, seconds in outcome.seconds.items() if rank not in case.broken]
+    took = f"{min(survivors):.1f}-{max(survivors):.1f} s" if survivors else "-"
+    return f"{case!s:50} {took:12} {'; '.join(problems) or 'as it should be'}"
+
+
+_of_thread = threading.local()
+"""Every thread of the pool has a rig, whose hosts end with the thread."""
+
+
+def _start_rig() -> None:
+    _of_thread.rig = Rig().__enter__()
+
+
+def _run(case: Case) -> Outcome:
+    outcome: Outcome = _of_thread.rig.run(case)
+    return outcome
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import sys
@@ -9,12 +10,16 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from subprocess import DEVNULL, STDOUT, Popen
+from subprocess import PIPE, Popen
+from types import TracebackType
 from typing import Any
 
+from typing_extensions import Self
+
 from tests.cluster import Cluster
-from tests.cluster.rank_jobs import ENVIRONMENT, rank_environment
-from tests.faults.job import FLAP_SECONDS, HAPPENED
+from tests.cluster.rank_jobs import ENVIRONMENT, MASTER_PORT, rank_environment
+from tests.faults import rank_server
+from tests.faults.job import HAPPENED
 
 ENGINES = (
     "plain0", "plain1", "plain2", "plain3", "pipe0", "pipe1",
@@ -26,6 +31,7 @@ PHASES = ("start", "forward", "backward", "step", "save", "evaluation")
 RANKS_PER_HOST, HOSTS = 2, 2
 ALLOWED_SECONDS = 5.0
 """After the watch's limit."""
+START_SECONDS, POLL_SECONDS = 120.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -106,72 +112,124 @@ class Outcome:
         return found
 
 
-def run(case: Case) -> Outcome:
-    """Run it; in a cluster of its own."""
-    outcome = Outcome(case)
-    with Cluster(HOSTS) as cluster, tempfile.TemporaryDirectory() as folder:
-        processes: dict[int, Popen[Any]] = {}
-        logs = {rank: Path(folder, f"rank{rank}") for rank in range(HOSTS * RANKS_PER_HOST)}
-        command = [sys.executable, "-m", "tests.faults.job", case.engine, case.fault, case.phase]
-        command += [str(case.victim), str(case.limit)]
-        for rank, log in logs.items():
-            host = cluster.hosts[rank // RANKS_PER_HOST]
-            variables = rank_environment(rank, len(logs), RANKS_PER_HOST, cluster.hosts[0].address)
-            with log.open("wb") as output:
-                processes[rank] = host.start(
-                    command, env={**ENVIRONMENT, **variables}, stdin=DEVNULL, stdout=output, stderr=STDOUT
-                )
+class Rig:
+    """Virtual hosts on which one case after the other runs, for the time of a ``with`` statement."""
+
+    def __init__(self) -> None:
+        self._cluster = Cluster(HOSTS)
+        self._servers: list[Popen[str]] = []
+        self._cases = 0
+
+    def __enter__(self) -> Self:
+        self._cluster.__enter__()
         try:
-            happened = _await_fault(case, cluster, processes, logs)
-            outcome.has_happened = happened is not None
-            _await_ends(case, processes, outcome, happened or time.monotonic())
-            outcome.left = _left(cluster, case)
-        finally:
-            for process in processes.values():
-                process.kill()
-                process.wait()
-        outcome.outputs = {rank: log.read_text(errors="replace") for rank, log in logs.items()}
-    return outcome
+            for host in self._cluster.hosts:
+                command = [sys.executable, "-m", "tests.faults.rank_server"]
+                self._servers.append(host.start(command, env=ENVIRONMENT, stdin=PIPE, stdout=PIPE, text=True))
+            for server in self._servers:
+                assert server.stdout is not None
+                while (line := server.stdout.readline()) != f"{rank_server.READY}\n":
+                    assert line, "a rank server has ended"
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for server in self._servers:
+            server.kill()
+            server.communicate()
+        self._cluster.__exit__(kind, error, trace)
+
+    def run(self, case: Case) -> Outcome:
+        """Run one, and leave the hosts as they were."""
+        outcome = Outcome(case)
+        with tempfile.TemporaryDirectory() as folder:
+            logs = {rank: Path(folder, f"rank{rank}") for rank in range(HOSTS * RANKS_PER_HOST)}
+            try:
+                self._start(case, logs)
+                happened = self._await_fault(case, logs)
+                outcome.has_happened = happened is not None
+                self._await_ends(case, logs, outcome, happened or time.monotonic())
+                outcome.left = _left(self._cluster, case)
+            finally:
+                self._clean_up()
+            outcome.outputs = {rank: log.read_text(errors="replace") for rank, log in logs.items()}
+        return outcome
+
+    def _start(self, case: Case, logs: dict[int, Path]) -> None:
+        self._cases += 1
+        arguments = [case.engine, case.fault, case.phase, str(case.victim), str(case.limit)]
+        for rank, log in logs.items():
+            log.touch()
+            variables = rank_environment(rank, len(logs), RANKS_PER_HOST, self._cluster.hosts[0].address)
+            variables["MASTER_PORT"] = str(MASTER_PORT + self._cases)  # connections of the case before may linger
+            start = {"arguments": arguments, "variables": variables, "log": str(log)}
+            self._ask(rank // RANKS_PER_HOST, {"start": start})
+
+    def _ask(self, host: int, request: dict[str, Any]) -> None:
+        server = self._servers[host]
+        assert server.stdin is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+
+    def _await_fault(self, case: Case, logs: dict[int, Path]) -> float | None:
+        """When it happened."""
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and any(_exit_code(log) is None for log in logs.values()):
+            if HAPPENED in logs[case.victim].read_text(errors="replace"):
+                host = case.victim // RANKS_PER_HOST
+                if case.fault in ("cut", "gone"):
+                    self._cluster.unplug(host)
+                if case.fault == "gone":
+                    self._ask(host, {"kill": True})
+                return time.monotonic()
+            time.sleep(POLL_SECONDS)
+        return None
+
+    def _await_ends(self, case: Case, logs: dict[int, Path], outcome: Outcome, happened: float) -> None:
+        """Of all ranks; the victims' need not come."""
+        end = happened + case.limit + ALLOWED_SECONDS + 30
+        waiting = set(logs)
+        stays = case.broken if case.fault in ("stop", "handler", "gone") else set()
+        while waiting - stays and time.monotonic() < end:
+            for rank in sorted(waiting):
+                if _exit_code(logs[rank]) is not None:
+                    outcome.seconds[rank] = time.monotonic() - happened
+                    waiting.remove(rank)
+            time.sleep(POLL_SECONDS)
+        outcome.codes = {rank: _exit_code(log) for rank, log in logs.items()}
+
+    def _clean_up(self) -> None:
+        for index in range(HOSTS):
+            self._cluster.plug_in(index)
+            self._ask(index, {"kill": True})
 
 
-def _await_fault(case: Case, cluster: Cluster, processes: dict[int, Popen[Any]], logs: dict[int, Path]) -> float | None:
-    end = time.monotonic() + 120
-    while time.monotonic() < end and any(process.poll() is None for process in processes.values()):
-        if HAPPENED in logs[case.victim].read_text(errors="replace"):
-            if case.fault == "cut":
-                cluster.unplug(case.victim // RANKS_PER_HOST)
-            elif case.fault == "gone":
-                cluster.unplug(case.victim // RANKS_PER_HOST)
-                for rank in case.broken:
-                    processes[rank].send_signal(signal.SIGKILL)
-            return time.monotonic()
-        time.sleep(0.05)
-    return None
-
-
-def _await_ends(case: Case, processes: dict[int, Popen[Any]], outcome: Outcome, happened: float) -> None:
-    seconds = case.limit + ALLOWED_SECONDS + 30 + (FLAP_SECONDS + 20 if case.fault == "flap" else 0)
-    waiting = dict(processes)
-    while waiting and time.monotonic() < happened + seconds:
-        if case.fault == "flap":  # nsenter stops with its child, and does not go on with it
-            processes[case.victim].send_signal(signal.SIGCONT)
-        for rank, process in list(waiting.items()):
-            if process.poll() is not None:
-                outcome.seconds[rank] = time.monotonic() - happened
-                del waiting[rank]
-            elif rank in case.broken and len(waiting) == len(case.broken) and case.fault != "flap":
-                del waiting[rank]
-        time.sleep(0.05)
-    outcome.codes = {rank: process.poll() for rank, process in processes.items()}
+def _exit_code(log: Path) -> int | None:
+    path = rank_server.exit_code_of(log)
+    return int(path.read_text()) if path.exists() else None
 
 
 def _left(cluster: Cluster, case: Case) -> list[str]:
-    """Processes of ranks that have ended, such as witnesses."""
-    if case.fault in ("gone", "stop", "handler"):  # the victim itself is still there
-        return []
+    """Processes and shared memory that remain where no rank is meant to."""
     time.sleep(0.5)
     found = []
-    for host in cluster.hosts:
-        listing = host.run(["ps", "-eo", "args"])
-        found += [f"{host.name}: {line}" for line in listing.splitlines() if "witness_process" in line]
+    for index, host in enumerate(cluster.hosts):
+        if case.fault in ("stop", "handler") and case.victim // RANKS_PER_HOST == index:
+            continue  # the victim is still there
+        root = Path(f"/proc/{host.pid}/root")
+        commands = [_command(entry) for entry in Path(root, "proc").iterdir() if entry.name.isdigit()]
+        ours = [command for command in commands if "python" in command]
+        found += [f"{host.name}: {command}" for command in sorted(ours)[1:]]  # one is the server
+        found += [f"{host.name}: /dev/shm/{file.name}" for file in Path(root, "dev/shm").iterdir()]
     return found
+
+
+def _command(process: Path) -> str:
+    try:
+        return Path(process, "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""  # ended meanwhile

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
 from tests.cluster import missing_requirement
 from tests.cluster.conftest import REQUIRE
-from tests.faults.matrix import Case, run
+from tests.faults.matrix import Case, Rig
 
 CASES = [
     Case("plain1-reducer", "kill", "backward", victim=3),
@@ -18,10 +19,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_rank_says_who_is_to_blame_and_ends(case: Case) -> None:
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
     reason = missing_requirement(())
     if reason and os.environ.get(REQUIRE) != "1":
         pytest.skip(reason)
-    outcome = run(case)
+    with Rig() as started:
+        yield started
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_rank_says_who_is_to_blame_and_ends(rig: Rig, case: Case) -> None:
+    outcome = rig.run(case)
     assert outcome.problems(timed=False) == [], "\n".join(outcome.outputs.values())
