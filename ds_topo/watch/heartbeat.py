@@ -146,22 +146,18 @@ class Heartbeat:
 
     # -- of all threads
 
-    def prepare(self, host: str, address: tuple[str, int]) -> None:
-        """Before all ranks agree to start: what others find of this one."""
+    def prepare(self, host: str, address: tuple[str, int]) -> tuple[str, int]:
+        """Before all ranks agree to start: what others find of this one. Where the first rank's witness answers."""
         ring = self._ring
         self._store.set(ring.key("who", ring.rank), json.dumps({"host": host, "address": address}))
         self._store.set(ring.key("beat", ring.rank), self._own(Activity()).to_text())
         if ring.rank == 0:
             for name in ("alarm", "verdict", "found"):
                 self._store.set(ring.key(name), "")
-
-    def witness_of(self, rank: int) -> tuple[str, int]:
-        """Where it answers; before the start."""
-        known = json.loads(self._store.get(self._ring.key("who", rank)))
-        if rank == 0:
-            self.first_host = known["host"]
-        host, port = known["address"]
-        return host, port
+        known = json.loads(self._store.get(ring.key("who", 0)))
+        self.first_host, (first_host, port) = known["host"], known["address"]
+        self.first_rank = Beat.read(self._store.get(ring.key("beat", 0)))
+        return first_host, port
 
     def start(self) -> None:
         """Beat from now on."""

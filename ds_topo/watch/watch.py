@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from ds_topo.launch.identity import COORDINATE
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import require_initialized
+from ds_topo.process_groups.deadline import within
 from ds_topo.process_groups.torch_names import abort_nccl, clone, default_store, job_timeout, served_at
 from ds_topo.watch.activity import OTHERWISE, Activity, Observer, first_line
 from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Who, headline
@@ -42,6 +44,8 @@ EXIT_CODE = 70
 """Of a rank that had to be ended: ``EX_SOFTWARE``."""
 GRACE = 4.0
 """Seconds for a blocked main thread to raise after its connections were shut down."""
+_SECONDS_TO_START = 5.0
+"""At least; more where the limit is larger."""
 _TICK = 0.2
 _STILL = 1.0
 """Seconds at one instruction, inside an engine, after which a call is one that waits, whatever it is."""
@@ -50,8 +54,8 @@ _UNTOUCHED = ("save", OTHERWISE)
 _RANKS_PER_SECOND = 2000
 """Of which the store hears: in larger jobs beats are rarer."""
 _OF_TRANSPORT = re.compile(
-    r"gloo|NCCL|[Cc]onnection (closed|reset|refused)|Timed out|wait timeout|Broken pipe|[Ss]ocket|TCPStore|"
-    r"their own errors say why|did not answer within"
+    r"gloo|NCCL|[Cc]onnection (closed|reset|refused|was)|no connection|Failed to recv|Timed out|wait timeout|"
+    r"Broken pipe|[Ss]ocket|TCPStore|their own errors say why|did not answer within"
 )
 _HookOfExceptions = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -119,20 +123,17 @@ class Watch:
             raise RuntimeError("Watch: the store of this job is no TCPStore, so ranks cannot hear of each other")
         self._server_place = place
         self._is_served_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        token = agree(f"watch, limit {limit}", range(world_size), job_timeout(), subject="the watch")
-        self._ring = Ring(f"{token}/watch", self._rank, world_size, limit, interval)
         self._observer = Observer()
         self._looking = threading.Lock()
         self._local: Verdict | None = None
         self._is_told = self._has_spoken = self._is_ending = False
         self._stopped = threading.Event()
-        self._witness = Witness()
         self._serves = self._is_served_by_rank_0 and self._rank == 0
-        self._heart = Heartbeat(clone(self._job_store), self._ring, self._look, serves=self._serves)
+        self._witness = Witness()
         try:
-            self._heart.prepare(self._host, (address_towards(*place), self._witness.port))
-            agree("all are ready", range(world_size), job_timeout(), subject="the start of the watch")
-            self._first_witness = self._heart.witness_of(0)
+            token = agree(f"watch, limit {limit}", range(world_size), job_timeout(), subject="the watch")
+            self._ring = Ring(f"{token}/watch", self._rank, world_size, limit, interval)
+            self._begin()
         except BaseException:
             self._witness.end()
             raise
@@ -143,6 +144,23 @@ class Watch:
         self._hook = self._on_exception
         sys.excepthook = self._hook
         atexit.register(self._at_exit)
+
+    def _begin(self) -> None:
+        """Let the others find this rank, and find them; bounded, since all have come a moment ago."""
+        bound = timedelta(seconds=max(self.limit, _SECONDS_TO_START))
+        subject = "the start of the watch"
+        store = within(bound, subject, lambda: clone(self._job_store))
+        self._heart = Heartbeat(store, self._ring, self._look, serves=self._serves)
+        address = address_towards(*self._server_place), self._witness.port
+        try:
+            self._first_witness = within(bound, subject, lambda: self._heart.prepare(self._host, address))
+            agree("all are ready", range(self._ring.world_size), bound, subject=subject)
+        except Exception as error:
+            if self._heart.first_rank is not None and _is_of_transport(error):
+                self._heart.lost, self._last_doing = error, self._observer.read_traceback(error.__traceback__)
+                self._judge_store(f"could not be asked at {subject}")
+                self._tell()
+            raise
 
     def __enter__(self) -> Watch:
         return self
