@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from datetime import timedelta
 from typing import TypeAlias
 
 import torch
+import torch._C._distributed_c10d as _C
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -43,6 +45,7 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(c10d, "_get_default_store", "ranks compare their plans through the job's store"),
     Reliance(c10d.Store, "clone", "the watch has a connection of its own"),
     Reliance(c10d.Store, "multi_get", "the watch reads several values by one request"),
+    Reliance(_C, "_dump_fr_trace", "the watch saves what torch's flight recorder has of this rank"),
     Reliance(c10d, "_abort_process_group", "the watch ends NCCL's collectives that are blocked"),
     Reliance(c10d.PrefixStore, "underlying_store", "messages say where the store is"),
     Reliance(c10d, "_get_default_group", "the job's timeout, which new_group does not inherit"),
@@ -161,6 +164,22 @@ def abort_nccl() -> None:
     """End NCCL's collectives that are blocked; gloo's are not ended by that."""
     if dist.is_initialized() and "nccl" in dist.get_backend():
         c10d._abort_process_group()
+
+
+def flight_record() -> bytes:
+    """What torch's flight recorder holds of this rank's collectives but NCCL's; nothing where it is off, or is not.
+
+    A pickle, in the format that ``torchfrtrace`` reads: with the groups, which gloo does not tell the recorder.
+    """
+    dump = getattr(_C, "_dump_fr_trace", None)
+    record = pickle.loads(dump()) if dump is not None else {}
+    if not record.get("entries"):
+        return b""
+    record["pg_config"] = {
+        name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
+        for group, name in c10d._world.pg_names.items()
+    }
+    return pickle.dumps(record)
 
 
 def is_known(group: dist.ProcessGroup) -> bool:

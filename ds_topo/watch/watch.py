@@ -34,6 +34,7 @@ from ds_topo.process_groups.deadline import within
 from ds_topo.process_groups.torch_names import abort_nccl, clone, default_store, job_timeout, served_at
 from ds_topo.watch.activity import OTHERWISE, Activity, Observer, first_line
 from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Who, headline
+from ds_topo.watch.flight_record import save_flight_record
 from ds_topo.watch.heartbeat import ASK_AT, HAS_FAILED, WITNESS_SECONDS, Heartbeat, Ring, Verdict
 from ds_topo.watch.transport import bytes_moved, shut_down
 from ds_topo.watch.witness import State, Witness, address_towards, ask
@@ -283,7 +284,9 @@ class Watch:
         if not self._is_told:
             self._is_told = True
             self._speak()
-            _write(f"Here: {self._who}, {self._last_doing or self._look()}.")
+            record = save_flight_record(self._rank)
+            collectives = f" Its last collectives, for torchfrtrace: {record}" if record else ""
+            _write(f"Here: {self._who}, {self._last_doing or self._look()}.{collectives}")
 
     _last_doing: Activity | None = None
 
