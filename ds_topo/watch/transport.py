@@ -39,6 +39,11 @@ def connections() -> Iterator[tuple[socket.socket, int, int]]:
                     yield each, own, other
 
 
+def ports_towards(port: int) -> set[int]:
+    """Of this process's ends of connections to a port."""
+    return {own for _, own, other in connections() if other == port}
+
+
 def bytes_moved(besides: Collection[int]) -> int | None:
     """So many have come and gone, but for connections with one of these ports; None where nothing is known."""
     total, found = 0, False
@@ -51,9 +56,9 @@ def bytes_moved(besides: Collection[int]) -> int | None:
     return total if found else None
 
 
-def shut_down(serves: Collection[int]) -> None:
-    """End them, but for those that this process has accepted at one of these ports: whoever waits in one raises."""
+def shut_down(spared: Collection[int]) -> None:
+    """End them, but for those whose end here has one of these ports: whoever waits in one raises."""
     for each, own, _ in connections():
-        if own not in serves:
+        if own not in spared:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

@@ -36,7 +36,7 @@ from ds_topo.watch.activity import OTHERWISE, Activity, Observer, first_line
 from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Who, headline
 from ds_topo.watch.flight_record import save_flight_record
 from ds_topo.watch.heartbeat import ASK_AT, HAS_FAILED, WITNESS_SECONDS, Heartbeat, Ring, Verdict
-from ds_topo.watch.transport import bytes_moved, shut_down
+from ds_topo.watch.transport import bytes_moved, ports_towards, shut_down
 from ds_topo.watch.witness import State, Witness, address_towards, ask
 
 DEFAULT_LIMIT = 30.0
@@ -131,6 +131,8 @@ class Watch:
         self._stopped = threading.Event()
         self._serves = self._is_served_by_rank_0 and self._rank == 0
         self._witness = Witness()
+        self._ports = {place[1], self._witness.port}
+        """Of connections that are not the transport's: the store's server, the witness, the beats."""
         try:
             token = agree(f"watch, limit {limit}", range(world_size), job_timeout(), subject="the watch")
             self._ring = Ring(f"{token}/watch", self._rank, world_size, limit, interval)
@@ -150,7 +152,9 @@ class Watch:
         """Let the others find this rank, and find them; bounded, since all have come a moment ago."""
         bound = timedelta(seconds=max(self.limit, _SECONDS_TO_START))
         subject = "the start of the watch"
+        others = ports_towards(self._server_place[1])
         store = within(bound, subject, lambda: clone(self._job_store))
+        self._ports |= ports_towards(self._server_place[1]) - others
         self._heart = Heartbeat(store, self._ring, self._look, serves=self._serves)
         address = address_towards(*self._server_place), self._witness.port
         try:
@@ -202,11 +206,6 @@ class Watch:
     def _look(self) -> Activity:
         with self._looking:
             return self._observer.look(lambda: bytes_moved(self._ports))
-
-    @property
-    def _ports(self) -> tuple[int, ...]:
-        """Of connections that are not the transport's."""
-        return (self._server_place[1], self._witness.port)
 
     @property
     def _who(self) -> Who:
