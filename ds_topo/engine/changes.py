@@ -142,6 +142,13 @@ PIPELINE_GRID = Change(
     why="PipelineModule has no argument for a grid, and creates groups of tied layers with the one it makes",
     during="the construction of a PipelineModule, or use()",
 )
+PIPELINE_WORLD = Change(
+    deepspeed.comm,
+    "new_group",
+    instead="the world itself, for the first group that is wanted, if it is of all ranks in their order",
+    why="PipelineModule clones the world, by connections between all ranks that nothing is ever sent over",
+    during="the construction of a PipelineModule",
+)
 
 # -- a grid in use ----------------------------------------------------------------------------------------------------
 

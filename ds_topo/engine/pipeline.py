@@ -46,12 +46,28 @@ def _grid_of_construction(_: Any) -> Any:
     return build
 
 
+def _world_of_construction(new_group: Any) -> Any:
+    is_first = True
+
+    @wraps(new_group)
+    def world_or_new_group(ranks: Any = None, *arguments: Any, **named: Any) -> Any:
+        nonlocal is_first
+        is_of_world = is_first and ranks is not None and list(ranks) == list(range(dist.get_world_size()))
+        is_first = False
+        return dist.group.WORLD if is_of_world else new_group(ranks, *arguments, **named)
+
+    return world_or_new_group
+
+
 @contextmanager
 def building_on(grid: PipelineEngineGrid) -> Iterator[None]:
     """DeepSpeed's ``PipelineModule`` makes no grid inside, but takes this one."""
     _building.append(grid)
     try:
-        with ledger.bound(changes.PIPELINE_GRID, _grid_of_construction):
+        with (
+            ledger.bound(changes.PIPELINE_GRID, _grid_of_construction),
+            ledger.bound(changes.PIPELINE_WORLD, _world_of_construction),
+        ):
             yield
     finally:
         _building.pop()

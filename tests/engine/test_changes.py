@@ -190,7 +190,7 @@ def pipeline(**settings: Any) -> None:
     engine.destroy()
     grid.destroy()
     assert hooks_of(module) == 0
-    dist.destroy_process_group(module.world_group)  # a clone of the world that DeepSpeed makes
+    assert module.world_group is dist.group.WORLD
 
 
 def mixture(**case: Any) -> None:
@@ -229,7 +229,7 @@ def grid_in_use() -> None:
         engine.destroy()
     assert not bound_on(engine, engine.optimizer, module)
     grid.destroy()
-    dist.destroy_process_group(module.world_group)  # a clone of the world that DeepSpeed makes
+    assert module.world_group is dist.group.WORLD
     use(grid := PipelineParallelGrid("seq=2,data=2"))
     config = _settings(zero_optimization={"stage": 3}, gradient_accumulation_steps=1)
     with deepspeed.zero.Init(config_dict_or_path=config):
@@ -383,6 +383,7 @@ def _calls_of_a_job(folder: str) -> set[tuple[str, str]]:
 
     with mock.patch.object(ledger_module, "_replace", replace_and_count):
         inherit_timeout()
+        dist.destroy_process_group(dist.new_group())
         plain(zero_optimization={"stage": 1})
         plain(zero_optimization={"stage": 2})
         # What Muon calls of its own is no matter here: neither its matrices' kernels nor DeepSpeed's Adam are compiled.
