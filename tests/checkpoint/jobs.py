@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import deepspeed
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -54,6 +53,13 @@ KINDS = {
     "moe": Kind("data=2", zero=1, experts=2),
 }
 """Those whose saves are broken off, on two ranks."""
+
+
+class Own:
+    """A type of a program, in its ``client_state``."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
 
 
 class Layer(nn.Module):
@@ -142,26 +148,31 @@ class Job:
         loss = F.mse_loss(self.engine(inputs), targets)
         self.engine.backward(loss)
         self.engine.step()
-        return float(loss) + random.random() + float(np.random.rand())
+        return float(loss.detach()) + random.random() + float(np.random.rand())
 
     def state(self) -> dict[str, str]:
         """A digest of every parameter, optimizer state and random state of this rank."""
-        module, optimizer = self.engine.module, self.engine.optimizer
-        found = {f"parameter {name}": _digest(_own(value)) for name, value in module.named_parameters()}
-        while getattr(optimizer, "optimizer", optimizer) is not optimizer:
-            optimizer = optimizer.optimizer
-        for number, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                found[f"weight {number}.{index}"] = _digest(_own(parameter))
-                for key, value in optimizer.state[parameter].items():
-                    found[f"{key} {number}.{index}"] = _digest(torch.as_tensor(value))
-        found["step"] = str(self.engine.global_steps)
-        found["random"] = _digest(torch.get_rng_state()) + hashlib.sha1(pickle.dumps(random.getstate())).hexdigest()
-        return found
+        states = _digest(torch.get_rng_state()) + hashlib.sha1(pickle.dumps(random.getstate())).hexdigest()
+        return {**state_of(self.engine), "random": states}
 
     def destroy(self) -> None:
         destroy_engine(self.engine)
         self.grid.destroy()
+
+
+def state_of(engine: Any) -> dict[str, str]:
+    """A digest of every parameter and optimizer state of this rank."""
+    module, optimizer = engine.module, engine.optimizer
+    found = {f"parameter {name}": _digest(_own(value)) for name, value in module.named_parameters()}
+    while getattr(optimizer, "optimizer", optimizer) is not optimizer:
+        optimizer = optimizer.optimizer
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            found[f"weight {number}.{index}"] = _digest(_own(parameter))
+            for key, value in optimizer.state[parameter].items():
+                found[f"{key} {number}.{index}"] = _digest(torch.as_tensor(value))
+    found["step"] = str(engine.global_steps)
+    return found
 
 
 def _own(parameter: torch.Tensor) -> torch.Tensor:
@@ -180,8 +191,3 @@ def job(kind: Kind, **settings: Any) -> Iterator[Job]:
     made = Job(kind, **settings)
     yield made
     made.destroy()
-
-
-def join() -> None:
-    """Join without a grid."""
-    deepspeed.init_distributed(verbose=False)
