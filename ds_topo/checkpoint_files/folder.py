@@ -103,6 +103,20 @@ def _holds_states(path: Path) -> bool:
     return (path / manifests.NAME).exists() or any(name.name.endswith("_states.pt") for name in path.iterdir())
 
 
+def manifest_of(path: Path) -> Manifest | None:
+    """The manifest of one checkpoint; None of one that DeepSpeed alone saved. Looks at no other file.
+
+    Raises:
+        DamagedCheckpointError, CheckpointVersionError, OSError: it cannot be read.
+    """
+    try:
+        return manifests.from_text((path / manifests.NAME).read_text(), manifests.NAME)
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpointError(f"{manifests.NAME}: {error}") from None
+
+
 def look_at(folder: Path, tag: str, *, digests: bool = False, expected: Places | None = None) -> Checkpoint:
     """What is known of a checkpoint: by the sizes of its files, or with ``digests`` by all of their content.
 
@@ -116,15 +130,14 @@ def look_at(folder: Path, tag: str, *, digests: bool = False, expected: Places |
     if not path.is_dir():
         return Checkpoint(tag, path, None, (f"there is no folder {tag!r}",))
     modified = path.stat().st_mtime
-    file = path / manifests.NAME
     try:
-        manifest = manifests.from_text(file.read_text(), file.name)
-    except FileNotFoundError:
-        return Checkpoint(tag, path, None, tuple(wrong_without_manifest(path, expected)), modified=modified)
+        manifest = manifest_of(path)
     except CheckpointVersionError as error:
         return Checkpoint(tag, path, None, (), needs=str(error), modified=modified)
-    except (DamagedCheckpointError, OSError, UnicodeDecodeError) as error:
+    except (DamagedCheckpointError, OSError) as error:
         return Checkpoint(tag, path, None, (str(error),), modified=modified)
+    if manifest is None:
+        return Checkpoint(tag, path, None, tuple(wrong_without_manifest(path, expected)), modified=modified)
     problems = wrong_sizes(path, manifest)
     if digests and not problems:
         problems = wrong_digests(path, manifest.files)

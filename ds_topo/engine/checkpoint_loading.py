@@ -26,8 +26,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_topo.checkpoint_files.folder import (
     Checkpoint,
     candidates,
-    check_tag,
     look_at,
+    manifest_of,
     named_latest,
     tags_in,
     take_back_replaced,
@@ -107,7 +107,7 @@ def load(
     """
     failure = _problem_of(engine, tag, verify)
     root, wanted = Path(folder), Wanted(load_optimizer_states and not load_module_only)
-    name = None if tag is None or failure else check_tag(tag)
+    name = None if tag is None else str(tag)
     options = f"{load_module_strict=} {load_optimizer_states=} {load_module_only=} {load_lr_scheduler_states=}"
     plan = f"tag {name!r} {verify=} {trusted=} {restore_random_states=} {options}"
     what = f"the checkpoint {name!r}" if name else "the newest checkpoint"
@@ -116,8 +116,7 @@ def load(
     choice = _Choice(root, name, layout_of(engine), places_of(engine), wanted)
     for number in range(1, 1 << 20):
         chosen = meeting.decided(f"choice {number}", choice.next)
-        found = look_at(root, chosen)
-        share = _look(engine, found, digests=verify == DIGESTS, trusted=trusted, is_strict=is_strict)
+        share = _look(engine, root / chosen, digests=verify == DIGESTS, trusted=trusted, is_strict=is_strict)
         meeting.post(f"found {number}", share)
         meeting.all_or_none("all files were looked at", None)
         if meeting.decided(f"verdict {number}", partial(_judge, choice, meeting, number)):
@@ -149,10 +148,8 @@ def _problem_of(engine: Any, tag: object, verify: object) -> Exception | None:
         return TypeError(f"engine: {type(engine).__name__} is not what deepspeed.initialize returns")
     if verify not in (SIZES, DIGESTS):
         return ValueError(f"verify={abridged(verify)}: give {SIZES!r} or {DIGESTS!r}")
-    try:
-        check_tag("latest" if tag is None else tag)
-    except ValueError as error:
-        return error
+    if tag is not None and not str(tag).strip():
+        return ValueError(f"tag={abridged(tag)}: give the name of a checkpoint, or None for the newest one")
     return None
 
 
@@ -316,21 +313,22 @@ def _judge(choice: _Choice, meeting: Meeting, number: int) -> bool:
 # -- every rank looks --------------------------------------------------------------------------------------------------
 
 
-def _look(
-    engine: DeepSpeedEngine, found: Checkpoint, *, digests: bool, trusted: bool, is_strict: bool
-) -> dict[str, Any]:
+def _look(engine: DeepSpeedEngine, path: Path, *, digests: bool, trusted: bool, is_strict: bool) -> dict[str, Any]:
     """What this rank sees: damaged files and other types among its share, and whether the model is this one."""
-    damaged: list[str] = list(found.problems) if found.manifest is None and not found.path.is_dir() else []
+    damaged: list[str] = []
     refused: list[str] = []
     model = ""
     try:
-        if found.manifest is not None:
-            if digests:
-                damaged += wrong_digests(found.path, shared_out(found.manifest.files))
-            if is_strict and replica_of(engine) == 0:
-                model = difference_of_models(engine, found.manifest)
+        manifest = manifest_of(path)
+        if manifest is not None and digests:
+            damaged += wrong_digests(path, shared_out(manifest.files))
+        if manifest is not None and is_strict and replica_of(engine) == 0:
+            model = difference_of_models(engine, manifest)
         if not trusted and not damaged:
-            refused += refused_types(shared_out(sorted(found.path.glob("*.pt"))))
+            names = [file.path for file in manifest.files] if manifest else sorted(one.name for one in path.iterdir())
+            refused += refused_types([path / name for name in shared_out(names) if name.endswith(".pt")])
     except OSError as error:
-        damaged.append(f"{error.filename or found.path}: {error.strerror or error}")
+        damaged.append(f"{error.filename or path}: {error.strerror or error}")
+    except CheckpointError as error:
+        damaged.append(str(error))
     return {"damaged": damaged, "refused": refused, "model": model, "model_rank": int(engine.checkpoint_mp_rank)}
