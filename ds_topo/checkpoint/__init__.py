@@ -10,6 +10,15 @@ from __future__ import annotations
 from ds_topo.checkpoint_files.folder import Checkpoint, checkpoints_in, look_at
 from ds_topo.checkpoint_files.manifest import Manifest
 from ds_topo.engine.checkpoint_loading import load
-from ds_topo.engine.checkpoint_saving import save
+from ds_topo.engine.checkpoint_saving import BackgroundSave, save, save_in_background
 
-__all__ = ["Checkpoint", "Manifest", "checkpoints_in", "load", "look_at", "save"]
+__all__ = [
+    "BackgroundSave",
+    "Checkpoint",
+    "Manifest",
+    "checkpoints_in",
+    "load",
+    "look_at",
+    "save",
+    "save_in_background",
+]

@@ -38,7 +38,7 @@ from ds_topo.checkpoint_files.wholeness import Places, told, wrong_digests
 from ds_topo.engine import changes
 from ds_topo.engine.checkpoint_facts import difference_of_models, layout_of, places_of, replica_of
 from ds_topo.engine.checkpoint_meeting import Meeting, shared_out
-from ds_topo.engine.checkpoint_saving import deepspeeds_part
+from ds_topo.engine.checkpoint_saving import deepspeeds_part, finish_what_is_unfinished
 from ds_topo.engine.random_states import name_of_states, restore
 from ds_topo.engine.safe_reading import only_allowed_types, refused_types
 from ds_topo.errors import (
@@ -106,6 +106,7 @@ def load(
         CheckpointError: a rank failed while it loaded; the engine cannot be used then.
     """
     failure = _problem_of(engine, tag, verify)
+    finish_what_is_unfinished()
     root, wanted = Path(folder), Wanted(load_optimizer_states and not load_module_only)
     name = None if tag is None else str(tag)
     options = f"{load_module_strict=} {load_optimizer_states=} {load_module_only=} {load_lr_scheduler_states=}"

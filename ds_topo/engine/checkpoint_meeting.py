@@ -49,6 +49,8 @@ class Meeting:
             DisagreementError: they are not, or have not come.
             Exception: ``failure``, which the others hear of.
         """
+        if failure is not None and not dist.is_initialized():
+            raise failure
         timeout = job_timeout()
         token = agree(plan, range(dist.get_world_size()), timeout, failure=failure, subject=subject)
         return cls(subject, f"{token}/checkpoint", timeout)

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -35,7 +36,7 @@ from ds_topo.checkpoint_files.folder import (
     remove_old,
     tidy,
 )
-from ds_topo.checkpoint_files.manifest import Manifest, SavedFile, SavedParameter, merged
+from ds_topo.checkpoint_files.manifest import Manifest, SavedFile, SavedLayout, SavedParameter, merged
 from ds_topo.checkpoint_files.wholeness import sizes_in, told, wrong_sizes
 from ds_topo.engine.checkpoint_facts import (
     bytes_of_checkpoint,
@@ -51,6 +52,8 @@ from ds_topo.errors import CheckpointError, CheckpointSpaceError, abridged
 
 at_work: WeakSet[DeepSpeedEngine] = WeakSet()
 """Engines that are being saved or loaded: what they are asked to save or load meanwhile is DeepSpeed's own part."""
+unfinished: list[BackgroundSave] = []
+"""What is being written in the background, in the one order of all ranks."""
 _MARGIN = 1.02
 """Of room on the disk."""
 
@@ -92,45 +95,171 @@ def save(
         CheckpointError: a rank could not write its files; the same on every rank, with ranks, hosts and paths. The
             checkpoints before are as they were.
     """
-    problem = _problem_of(engine, tag, keep_last)
-    name = "" if problem else check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
-    options = f"{save_latest=} {exclude_frozen_parameters=} {keep_last=} {keep_random_states=}"
-    root = Path(folder)
-    meeting = Meeting.begin(f"saving the checkpoint {name!r} in {root}", f"tag {name!r} {options}", problem)
-    draft = draft_of(root, name)
-    meeting.decided("room", lambda: _make_room(engine, root, name))
-    files = _write(engine, draft, name, client_state, exclude_frozen_parameters, keep_random_states, meeting)
-    try:
-        meeting.all_or_none("all files are written", files.failure)
-    except CheckpointError:
+    begun = _Save(engine, Path(folder), tag, keep_last, save_latest, exclude_frozen_parameters, keep_random_states)
+    begun.write(engine, client_state)
+    return begun.finish()
+
+
+def save_in_background(
+    engine: DeepSpeedEngine,
+    folder: str | PathLike[str],
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    *,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+    keep_random_states: bool = True,
+) -> BackgroundSave:
+    """As :func:`save`, but it returns when this rank's part is copied to host memory, and threads write it.
+
+    The checkpoint is put in place by ``finish()`` of what this returns: some steps later, or at the end. The next call
+    that saves or loads finishes it, too. A program that ends before has the checkpoints that it had.
+
+    Args:
+        engine: and all others, as in :func:`save`.
+        folder: as there.
+        tag: as there.
+        client_state: as there.
+        keep_last: as there.
+        save_latest: as there.
+        exclude_frozen_parameters: as there.
+        keep_random_states: as there.
+
+    Raises:
+        CheckpointError: as :func:`save`; what goes wrong while files are written, ``finish()`` raises.
+    """
+    begun = _Save(engine, Path(folder), tag, keep_last, save_latest, exclude_frozen_parameters, keep_random_states)
+    begun.write(engine, client_state, copies=True)
+    unfinished.append(started := BackgroundSave(begun))
+    return started
+
+
+class BackgroundSave:
+    """A checkpoint that is being written."""
+
+    def __init__(self, begun: _Save) -> None:
+        self._begun = begun
+        self._path: Path | None = None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has written its files, so that ``finish()`` need not wait for it."""
+        return self._begun.files.is_done
+
+    def finish(self) -> Path:
+        """Wait for the files of all ranks, and put the checkpoint in place; collective, once. Returns its folder.
+
+        Raises:
+            CheckpointError: a rank could not write its files; the same on every rank.
+        """
+        if self in unfinished:
+            unfinished.remove(self)
+            self._path = self._begun.finish()
+        if self._path is None:
+            raise CheckpointError("this checkpoint was not saved: finish() has said why before")
+        return self._path
+
+
+class _Save:
+    """One checkpoint from the agreement on it until it is in place."""
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        root: Path,
+        tag: str | None,
+        keep_last: int | None,
+        save_latest: bool,
+        exclude_frozen_parameters: bool,
+        keep_random_states: bool,
+    ) -> None:
+        problem = _problem_of(engine, tag, keep_last)
+        finish_what_is_unfinished()
+        self._root, self._keep_last, self._save_latest = root, keep_last, save_latest
+        self._exclude_frozen_parameters, self._keep_random_states = exclude_frozen_parameters, keep_random_states
+        self._tag = "" if problem else check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
+        options = f"{save_latest=} {exclude_frozen_parameters=} {keep_last=} {keep_random_states=}"
+        subject = f"saving the checkpoint {self._tag!r} in {root}"
+        self._meeting = Meeting.begin(subject, f"tag {self._tag!r} {options}", problem)
+        self._draft = draft_of(root, self._tag)
+        self._meeting.decided("room", lambda: _make_room(engine, root, self._tag))
+        self._step, self._layout = int(engine.global_steps), layout_of(engine)
+        self._parameters: list[SavedParameter] = []
+
+    def write(self, engine: DeepSpeedEngine, client_state: Mapping[str, Any] | None, *, copies: bool = False) -> None:
+        """Let DeepSpeed write this rank's files, or copy them; a failure is kept until :meth:`finish`."""
+        files = self.files = WrittenFiles(self._draft / self._tag, copies=copies)
+        try:
+            with deepspeeds_part(engine), files.of(engine):
+                engine.save_checkpoint(
+                    str(self._draft),
+                    tag=self._tag,
+                    client_state=dict(client_state or {}),
+                    save_latest=False,
+                    exclude_frozen_parameters=self._exclude_frozen_parameters,
+                )
+            if self._keep_random_states:
+                files.write(random_states(engine), self._draft / self._tag / name_of_states(engine))
+            self._parameters = parameters_of(engine) if replica_of(engine) == 0 else []
+        except Exception as error:
+            files.failure = files.failure or error
+
+    def finish(self) -> Path:
+        """Put it in place when all ranks have written their files."""
+        files = self.files
+        try:
+            written = [asdict(file) for file in files.finish()]
+            rows = [asdict(row) for row in self._parameters]
+            self._meeting.post("written", {"files": written, "parameters": rows})
+        except Exception as error:
+            files.failure = files.failure or error
+        try:
+            self._meeting.all_or_none("all files are written", files.failure)
+        except CheckpointError:
+            self._take_back()
+            raise
+        self._meeting.decided("in place", self._commit_or_take_back)
+        return self._root / self._tag
+
+    # -- on rank 0
+
+    def _take_back(self) -> None:
         if dist.get_rank() == 0:
             with suppress(OSError):
-                discard(draft)
-        raise
+                discard(self._draft)
 
-    def commit() -> None:
-        manifest = _manifest_of(engine, name, meeting, draft / name)
-        replace_text(draft / name / manifests.NAME, manifests.to_text(manifest))
+    def _commit_or_take_back(self) -> None:
+        try:
+            self._commit()
+        except Exception:
+            self._take_back()
+            raise
+
+    def _commit(self) -> None:
+        draft, root, tag = self._draft, self._root, self._tag
+        manifest = _manifest_of(tag, self._step, self._layout, self._meeting, draft / tag)
+        replace_text(draft / tag / manifests.NAME, manifests.to_text(manifest))
         for script in (path for path in draft.iterdir() if path.is_file()):  # DeepSpeed's, for the folder of all
             flush(script)
             script.replace(root / script.name)
-        put_in_place(draft / name, root, name)
-        if save_latest:
-            replace_text(root / LATEST, name)
+        put_in_place(draft / tag, root, tag)
+        if self._save_latest:
+            replace_text(root / LATEST, tag)
         discard(draft)
-        if keep_last is not None:
-            remove_old(root, keep_last, name)
+        if self._keep_last is not None:
+            try:
+                remove_old(root, self._keep_last, tag)
+            except OSError as error:  # what was to be saved is
+                warnings.warn(
+                    f"an older checkpoint in {root} could not be removed: {error}", RuntimeWarning, stacklevel=2
+                )
 
-    def commit_or_take_back() -> None:
-        try:
-            commit()
-        except Exception:
-            with suppress(OSError):
-                discard(draft)
-            raise
 
-    meeting.decided("in place", commit_or_take_back)
-    return root / name
+def finish_what_is_unfinished() -> None:
+    """Before anything else is saved or loaded."""
+    while unfinished:
+        unfinished[0].finish()
 
 
 def _problem_of(engine: Any, tag: object, keep_last: object) -> Exception | None:
@@ -196,45 +325,10 @@ def _bytes_needed(engine: DeepSpeedEngine, root: Path) -> int:
     return max(last.bytes, expected) if last is not None and last.layout == layout else expected
 
 
-# -- every rank --------------------------------------------------------------------------------------------------------
-
-
-def _write(
-    engine: DeepSpeedEngine,
-    draft: Path,
-    tag: str,
-    client_state: Mapping[str, Any] | None,
-    exclude_frozen_parameters: bool,
-    keep_random_states: bool,
-    meeting: Meeting,
-) -> WrittenFiles:
-    """Write this rank's files, and tell rank 0 of them; a failure is kept in what is returned."""
-    files = WrittenFiles(draft / tag)
-    try:
-        with deepspeeds_part(engine), files.of(engine):
-            engine.save_checkpoint(
-                str(draft),
-                tag=tag,
-                client_state=dict(client_state or {}),
-                save_latest=False,
-                exclude_frozen_parameters=exclude_frozen_parameters,
-            )
-        if keep_random_states:
-            files.write(random_states(engine), draft / tag / name_of_states(engine))
-        rows = parameters_of(engine) if replica_of(engine) == 0 else []
-        written = [asdict(file) for file in files.finish()]
-        meeting.post("written", {"files": written, "parameters": [asdict(row) for row in rows]})
-    except Exception as error:
-        files.failure = files.failure or error
-    finally:
-        files.close()
-    return files
-
-
 # -- rank 0, after -----------------------------------------------------------------------------------------------------
 
 
-def _manifest_of(engine: DeepSpeedEngine, tag: str, meeting: Meeting, path: Path) -> Manifest:
+def _manifest_of(tag: str, step: int, layout: SavedLayout, meeting: Meeting, path: Path) -> Manifest:
     """What all ranks have written.
 
     Raises:
@@ -252,9 +346,9 @@ def _manifest_of(engine: DeepSpeedEngine, tag: str, meeting: Meeting, path: Path
     files += [finished(path / name, path, 0) for name in unknown]  # DeepSpeed copies swapped states by itself
     manifest = Manifest(
         tag,
-        int(engine.global_steps),
+        step,
         datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        layout_of(engine),
+        layout,
         tuple(sorted(files, key=lambda file: file.path)),
         merged(rows),
         versions(),

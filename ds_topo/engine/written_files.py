@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ds_topo.checkpoint_files.durable import flush
 from ds_topo.checkpoint_files.manifest import SavedFile
 from ds_topo.checkpoint_files.wholeness import digest_of
 from ds_topo.engine import changes
+from ds_topo.engine.host_copies import copied
 from ds_topo.errors import CheckpointError
 from ds_topo.ledger import ledger
 
@@ -32,10 +33,13 @@ _THREADS = 2
 
 
 class WrittenFiles:
-    """What this rank writes below a folder, from the first file until :meth:`finish`."""
+    """What this rank writes below a folder, from the first file until :meth:`finish`.
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    With ``copies`` a call that writes returns when what is to be written has been copied.
+    """
+
+    def __init__(self, root: Path, *, copies: bool = False) -> None:
+        self._root, self._copies = root, copies
         self._pool = ThreadPoolExecutor(_THREADS, "ds_topo checkpoint")
         self._paths: dict[Path, Future[SavedFile] | None] = {}
         self.failure: Exception | None = None
@@ -73,6 +77,11 @@ class WrittenFiles:
             raise self.failure
         return sorted((future.result() for future in waiting.values()), key=lambda file: file.path)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`finish` has nothing to wait for."""
+        return all(future is None or future.done() for future in self._paths.values())
+
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -83,6 +92,10 @@ class WrittenFiles:
             if self.failure is not None:
                 return
             try:
+                if self._copies:
+                    work = partial(save, copied(state_dict), path, *arguments, **options)
+                    self._paths[Path(path)] = self._pool.submit(self._written, work, Path(path))
+                    return
                 save(state_dict, path, *arguments, **options)
             except Exception as error:
                 self.failure = _told(Path(path), error)
@@ -101,6 +114,10 @@ class WrittenFiles:
                 self.failure = _told(Path(path), error)
 
         return work_and_keep
+
+    def _written(self, work: Callable[[], Any], path: Path) -> SavedFile:
+        work()
+        return self._finished(path)
 
     def _finished(self, path: Path) -> SavedFile:
         return finished(path, self._root, dist.get_rank())
