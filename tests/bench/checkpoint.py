@@ -28,7 +28,7 @@ from tests.support.ranks import run_ranks
 
 
 def measure(width: int, layers: int, zero: int, rounds: int, folder: Path) -> tuple[Times, Times, int]:
-    """Seconds of saving and of loading, and bytes of a checkpoint."""
+    """Seconds of saving (its call alone, in the background) and of loading, and bytes of a checkpoint."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     with PipelineParallelGrid(f"data={dist.get_world_size()}") as grid:
@@ -55,6 +55,15 @@ def measure(width: int, layers: int, zero: int, rounds: int, folder: Path) -> tu
                 flush(path)
             dist.barrier()
 
+        started: list[checkpoint.BackgroundSave] = []
+
+        def finish_and_sync() -> None:
+            while started:
+                started.pop().finish()
+            if dist.get_rank() == 0:
+                os.sync()
+            dist.barrier()
+
         def load_theirs() -> Any:
             with deepspeeds_part(engine):
                 return engine.load_checkpoint(str(theirs), tag="last")
@@ -64,11 +73,15 @@ def measure(width: int, layers: int, zero: int, rounds: int, folder: Path) -> tu
                 "save: DeepSpeed": lambda: save_theirs(theirs),
                 "save: DeepSpeed, flushed": save_flushed,
                 "save: ours": lambda: checkpoint.save(engine, ours, "last"),
+                "save: ours, background": lambda: started.append(
+                    checkpoint.save_in_background(engine, folder / "background", "last")
+                ),
             },
             rounds,
-            os.sync if dist.get_rank() == 0 else lambda: None,
+            finish_and_sync,
             warmup=1,
         )
+        finish_and_sync()
         loading: Times = {}
         if zero != 3:  # there DeepSpeed loads into engines that have not trained alone
             loading = alternate(
@@ -101,7 +114,12 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     print(f"{size / 1e6:,.0f} MB in two ranks at ZeRO {arguments.zero}\n{table(saving)}")
-    print(ratios(saving, [("save: ours", "save: DeepSpeed"), ("save: ours", "save: DeepSpeed, flushed")]))
+    pairs = [
+        ("save: ours", "save: DeepSpeed"),
+        ("save: ours", "save: DeepSpeed, flushed"),
+        ("save: ours, background", "save: ours"),
+    ]
+    print(ratios(saving, pairs))
     if loading:
         print(table(loading))
         print(ratios(loading, [("load: ours", "load: DeepSpeed"), ("load: ours, digests", "load: DeepSpeed")]))
