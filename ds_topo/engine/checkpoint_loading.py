@@ -140,7 +140,7 @@ def load(
         )
     except Exception as raised:  # whatever it is: the others hear of it
         error = raised
-    meeting.all_or_none("loaded", error)
+    meeting.all_or_none("loaded", error, is_alone=error is not None)
     return path, state
 
 

@@ -24,6 +24,8 @@ from ds_topo.process_groups.torch_names import default_store, get_several, job_t
 
 _PART = 1 << 22
 """Characters of a value; the store's server refuses 8 MiB."""
+_ALONE = timedelta(seconds=20)
+"""How long a rank whose call of DeepSpeed failed waits for others, which may be dead or wait there for it."""
 _AT_ONCE = 256
 """Values that are read by one request."""
 
@@ -55,15 +57,21 @@ class Meeting:
         token = agree(plan, range(dist.get_world_size()), timeout, failure=failure, subject=subject)
         return cls(subject, f"{token}/checkpoint", timeout)
 
-    def all_or_none(self, done: str, failure: Exception | None) -> None:
+    def all_or_none(self, done: str, failure: Exception | None, *, is_alone: bool = False) -> None:
         """Go on if no rank has failed.
+
+        Args:
+            done: what this rank has done.
+            failure: why it has not.
+            is_alone: it left a function early in which others may be or have died: they get some seconds to come.
 
         Raises:
             CheckpointError: some have, or did not come; with ranks, hosts and what they say, the same on every rank.
         """
         said = done if failure is None else _one_line(failure)
         try:
-            agree(said, range(dist.get_world_size()), self.timeout, subject=self.subject)
+            timeout = min(self.timeout, _ALONE) if is_alone else self.timeout
+            agree(said, range(dist.get_world_size()), timeout, subject=self.subject)
         except DisagreementError as error:
             raise CheckpointError(f"{error}".replace("-> plan: ", "-> ")) from failure or error
         if failure is not None:

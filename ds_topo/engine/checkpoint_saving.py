@@ -186,6 +186,7 @@ class _Save:
         self._meeting.decided("room", lambda: _make_room(engine, root, self._tag))
         self._step, self._layout = int(engine.global_steps), layout_of(engine)
         self._parameters: list[SavedParameter] = []
+        self._left_early = False
 
     def write(self, engine: DeepSpeedEngine, client_state: Mapping[str, Any] | None, *, copies: bool = False) -> None:
         """Let DeepSpeed write this rank's files, or copy them; a failure is kept until :meth:`finish`."""
@@ -202,7 +203,8 @@ class _Save:
             if self._keep_random_states:
                 files.write(random_states(engine), self._draft / self._tag / name_of_states(engine))
             self._parameters = parameters_of(engine) if replica_of(engine) == 0 else []
-        except Exception as error:
+        except Exception as error:  # what a rank could not write is kept by the files
+            self._left_early = True
             files.failure = files.failure or error
 
     def finish(self) -> Path:
@@ -215,7 +217,7 @@ class _Save:
         except Exception as error:
             files.failure = files.failure or error
         try:
-            self._meeting.all_or_none("all files are written", files.failure)
+            self._meeting.all_or_none("all files are written", files.failure, is_alone=self._left_early)
         except CheckpointError:
             self._take_back()
             raise

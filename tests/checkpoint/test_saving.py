@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo import CheckpointError, CheckpointSpaceError, DisagreementError, checkpoint
-from ds_topo.checkpoint_files.folder import look_at, named_latest
+from ds_topo.checkpoint_files.folder import checkpoints_in, look_at, named_latest
 from ds_topo.engine import checkpoint_facts, checkpoint_saving, written_files
 from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, job, state_of
+from tests.support.ranks import Ranks
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine
 from tests.support.world import Worlds
@@ -258,3 +260,22 @@ def _put_back() -> None:
     with job(KINDS["zero1"]):
         assert vars(DeepSpeedEngine)["save_checkpoint"] is not before[0]
     assert (vars(DeepSpeedEngine)["save_checkpoint"], vars(DeepSpeedEngine)["load_checkpoint"], torch.load) == before
+
+
+def _interrupted(folder: Path) -> str:
+    """Rank 1 leaves DeepSpeed's function early, before the others can."""
+    with job(KINDS["zero1"]) as here:
+        here.train(range(1))
+        failing = mock.patch.object(here.engine, "_save_zero_checkpoint", side_effect=KeyError("no such state"))
+        with failing if dist.get_rank() else nullcontext(), pytest.raises(CheckpointError) as raised:
+            checkpoint.save(here.engine, folder, "one")
+        return str(raised.value)
+
+
+def test_a_rank_that_leaves_early_is_named_in_time(tmp_path: Path) -> None:
+    with Ranks(2) as ranks:
+        first, second = ranks.call(_interrupted, (tmp_path,), deadline=60, timeout=12)
+    for text in (first, second):
+        assert "ranks [1] on" in text
+        assert "KeyError: 'no such state'" in text
+    assert checkpoints_in(tmp_path) == []
