@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from ds_topo._moved import install as _install_moved_modules
 from ds_topo.errors import (
+    CheckpointError,
+    CheckpointLayoutError,
+    CheckpointModelError,
+    CheckpointSpaceError,
+    CheckpointVersionError,
     CoordinateError,
+    DamagedCheckpointError,
     DisagreementError,
     EndOfSamplesError,
     EngineOptionError,
@@ -19,11 +25,13 @@ from ds_topo.errors import (
     GroupCreationError,
     HostError,
     LaunchError,
+    MissingCheckpointError,
     MissingTopologyError,
     ReplicaError,
     StoreTimeoutError,
     TopologyError,
     UnknownAxisError,
+    UnsafeCheckpointError,
     WorldSizeError,
 )
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
@@ -48,7 +56,13 @@ __version__ = "0.1.0"
 _install_moved_modules()
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointLayoutError",
+    "CheckpointModelError",
+    "CheckpointSpaceError",
+    "CheckpointVersionError",
     "CoordinateError",
+    "DamagedCheckpointError",
     "DisagreementError",
     "EndOfSamplesError",
     "EngineOptionError",
@@ -59,6 +73,7 @@ __all__ = [
     "HostError",
     "LaunchError",
     "LayerSpec",
+    "MissingCheckpointError",
     "MissingTopologyError",
     "ModelParallelUnit",
     "PipeDataParallelTopology",
@@ -72,9 +87,11 @@ __all__ = [
     "TiedLayerSpec",
     "TopologyError",
     "UnknownAxisError",
+    "UnsafeCheckpointError",
     "Watch",
     "WorldSizeError",
     "check_replicas",
+    "checkpoint",
     "collectives",
     "distributed",
     "groups",
@@ -102,7 +119,7 @@ _LAZY = {
 }
 
 
-_LAZY_MODULES = {"collectives", "distributed", "groups", "parallel_state"}
+_LAZY_MODULES = {"checkpoint", "collectives", "distributed", "groups", "parallel_state"}
 
 
 def __getattr__(name: str) -> Any:

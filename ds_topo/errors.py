@@ -98,3 +98,35 @@ class ReplicaError(RuntimeError):
 
 class GroupCreationError(RuntimeError):
     """A process group that its ranks agreed on was not created, because one of them, or the store, is gone."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be saved or loaded: the message names it, and ranks, hosts and files."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint, or none of that tag: the message lists those that there are."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that is not as it was written: the message names the files."""
+
+
+class CheckpointVersionError(CheckpointError):
+    """A checkpoint of a later release."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """A file that would run code when it is read: the message names the types, and how to allow them."""
+
+
+class CheckpointLayoutError(CheckpointError, TopologyError):
+    """A checkpoint of a layout whose files this one cannot read as they are: the message has both."""
+
+
+class CheckpointModelError(CheckpointError):
+    """A checkpoint of another model: the message names the first parameter that differs."""
+
+
+class CheckpointSpaceError(CheckpointError, OSError):
+    """Not enough room on the disk for a checkpoint; nothing was written."""

@@ -44,8 +44,8 @@ def main() -> None:
         config.setdefault("pipeline", {}).update(pipe_partitioned=False, grad_partitioned=False)
     engine = build_engine(arguments, config, grid, parallel, gpt_layers(model_config(arguments), parallel))
 
-    first_step = resume(engine, arguments) if arguments.resume else 0
-    history = train(engine, grid, text, arguments, first_step)
+    earlier = resume(engine, arguments) if arguments.resume else []
+    history = train(engine, grid, text, arguments, earlier)
     loss = validate(engine, grid, text, arguments)
     sample = continuation(engine, grid, text, arguments)
     if dist.get_rank() == 0:

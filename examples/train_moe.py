@@ -50,8 +50,8 @@ def main() -> None:
     mixture = partial(Mixture, groups=groups, experts=arguments.experts, balance=balance)
     engine = build_engine(arguments, config, grid, parallel, gpt_layers(model_config(arguments), parallel, mixture))
 
-    first_step = resume(engine, arguments) if arguments.resume else 0
-    history = train(engine, grid, text, arguments, first_step)
+    earlier = resume(engine, arguments) if arguments.resume else []
+    history = train(engine, grid, text, arguments, earlier)
     loss = validate(engine, grid, text, arguments)
     load = expert_load(engine, grid, arguments.depth, arguments.experts)
     if dist.get_rank() == 0:

@@ -25,20 +25,22 @@ from text import Text, windows
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_topo import (
+    CheckpointError,
     DisagreementError,
     LaunchError,
+    MissingCheckpointError,
     PipelineModule,
     PipelineParallelGrid,
     TopologyError,
+    checkpoint,
     init_distributed,
     initialize,
 )
+from ds_topo.checkpoint_files.durable import replace_text
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 DEFAULT_CONFIG = Path(__file__).with_name("train_gpt.json")
 VALIDATION_STEPS = 8
-LATEST = "latest"
-"""The file in --out that names the newest complete checkpoint, as DeepSpeed calls it."""
 HISTORY = "history.json"
 
 
@@ -51,7 +53,7 @@ def told_once() -> Iterator[None]:
     """Mistakes of a person are a sentence of rank 0, not a traceback of every rank."""
     try:
         yield
-    except (TopologyError, DisagreementError, LaunchError) as error:
+    except (TopologyError, CheckpointError, DisagreementError, LaunchError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
@@ -77,8 +79,9 @@ def argument_parser(description: str | None, out: str) -> argparse.ArgumentParse
         nargs="?",
         const="always",
         choices=("auto", "always"),
-        help="go on from the newest complete checkpoint in --out; with auto, start anew where there is none",
+        help="go on from the newest whole checkpoint in --out; with auto, start anew where there is none",
     )
+    parser.add_argument("--keep-last", type=int, help="whole checkpoints to keep; all of them by default")
     parser.add_argument("--local_rank", type=int, help="set by the deepspeed launcher")
     return parser
 
@@ -176,10 +179,15 @@ def micro_batches(
 
 
 def train(
-    engine: Any, grid: PipelineParallelGrid, text: Text, arguments: argparse.Namespace, first_step: int
+    engine: Any,
+    grid: PipelineParallelGrid,
+    text: Text,
+    arguments: argparse.Namespace,
+    earlier: list[dict[str, float]],
 ) -> list[dict[str, float]]:
-    """Run the remaining steps; return step, loss and tokens per second of each, of those before ``first_step``, too."""
-    history = _earlier_history(arguments.out / HISTORY, first_step)
+    """Run the remaining steps; return step, loss and tokens per second of each, the ``earlier`` ones included."""
+    history = list(earlier)
+    first_step = int(history[-1]["step"]) if history else 0
     with progress_bar(grid) as bar:
         task = bar and bar.add_task("training", total=arguments.steps, completed=first_step, loss=0.0, speed=0.0)
         for step in range(first_step, arguments.steps):
@@ -209,62 +217,29 @@ def validate(engine: Any, grid: PipelineParallelGrid, text: Text, arguments: arg
 
 
 def save(engine: Any, arguments: argparse.Namespace, history: list[dict[str, float]]) -> None:
-    """Save a checkpoint, which becomes known when every rank has written its files.
-
-    So ``latest`` names a complete one, and ``history.json`` has every step up to it, whenever a process is killed.
-    """
+    """Save a checkpoint that is there as a whole or not at all, with every step up to it."""
     step = int(history[-1]["step"])
-    tag = f"global_step{step}"
-    is_first = dist.get_rank() == 0
-    if is_first and newest_checkpoint(arguments.out) == tag:  # of an earlier run: its files are overwritten now
-        (arguments.out / LATEST).unlink()
-    engine.save_checkpoint(str(arguments.out), tag=tag, client_state={"step": step}, save_latest=False)
-    for path in sorted((arguments.out / tag).rglob("*"))[dist.get_rank() :: dist.get_world_size()]:
-        _flush(path)
-    dist.barrier()
-    if is_first:
-        _replace(arguments.out / HISTORY, json.dumps({"history": history}))
-        _replace(arguments.out / LATEST, tag)
+    state = {"step": step, "history": history}
+    checkpoint.save(engine, arguments.out, f"global_step{step}", state, keep_last=arguments.keep_last)
+    if dist.get_rank() == 0:
+        replace_text(arguments.out / HISTORY, json.dumps({"history": history}))
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all, after a power failure too."""
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(text)
-    _flush(draft)
-    draft.replace(path)
-    _flush(path.parent)
+def resume(engine: Any, arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """Load the newest whole checkpoint; return the steps that it has behind it.
 
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def newest_checkpoint(out: Path) -> str | None:
-    """The tag of the newest complete checkpoint."""
-    latest = out / LATEST
-    return (latest.read_text().strip() or None) if latest.exists() else None
-
-
-def resume(engine: Any, arguments: argparse.Namespace) -> int:
-    """Load the newest complete checkpoint, the one that rank 0 sees; return the number of steps that it has behind it.
-
-    With ``--resume auto`` that is 0 where there is none.
+    With ``--resume auto`` there are none where there is no checkpoint.
     """
-    tags = [newest_checkpoint(arguments.out)]
-    dist.broadcast_object_list(tags, src=0)
-    if tags[0] is None and arguments.resume == "auto":
-        return 0
-    path, state = engine.load_checkpoint(str(arguments.out), tag=tags[0]) if tags[0] else (None, {})
-    if path is None:
-        raise TopologyError(f"--resume: no checkpoint in {arguments.out}")
+    try:
+        _, state = checkpoint.load(engine, arguments.out, verify="digests")
+    except MissingCheckpointError:
+        if arguments.resume == "auto":
+            return []
+        raise
     if state["step"] >= arguments.steps and engine.global_rank == 0:
         print(f"{state['step']} steps are done, and --steps {arguments.steps} asks for no more")
-    return int(state["step"])
+    history: list[dict[str, float]] = state["history"]
+    return history
 
 
 def progress_bar(grid: PipelineParallelGrid) -> Any:
@@ -280,21 +255,13 @@ def progress_bar(grid: PipelineParallelGrid) -> Any:
     )
 
 
-def _earlier_history(path: Path, first_step: int) -> list[dict[str, float]]:
-    """What was written before of the steps up to ``first_step``."""
-    if not first_step or not path.exists():
-        return []
-    earlier: list[dict[str, float]] = json.loads(path.read_text())["history"]
-    return [row for row in earlier if row["step"] <= first_step]
-
-
 def write_history(
     history: list[dict[str, float]], validation_loss: float, arguments: argparse.Namespace, **more: Any
 ) -> None:
     """Keep losses and whatever ``more`` as JSON and, where matplotlib is installed, the losses as a picture."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     record = {"validation_loss": validation_loss, "history": history, **more}
-    _replace(arguments.out / HISTORY, json.dumps(record))
+    replace_text(arguments.out / HISTORY, json.dumps(record))
     try:
         from matplotlib.figure import Figure
     except ImportError:

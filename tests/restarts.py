@@ -23,6 +23,8 @@ from typing import Any
 
 import psutil
 
+from ds_topo.checkpoint_files.durable import DRAFT
+
 ROOT = Path(__file__).parents[1]
 SHAPE = ("--batch-size", "8", "--context", "16", "--width", "16", "--heads", "2", "--depth", "2")
 PHASES = ("start", "steps", "save")
@@ -146,11 +148,13 @@ class _Watch:
 
     def _unfinished(self, since: float) -> int | None:
         """The step of a checkpoint that is being written and not known yet."""
-        known = self._known()
-        for folder in self._out.glob("global_step*"):
-            written = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
-            if _step(folder.name) > known and max(written) > since:
-                return _step(folder.name)
+        for folder in self._out.glob(f".global_step*{DRAFT}"):
+            try:
+                written = [path.stat().st_mtime for path in (folder, *folder.rglob("*"))]
+            except FileNotFoundError:  # it has just got its name
+                continue
+            if max(written) > since:
+                return _step(folder.name.removeprefix(".").removesuffix(DRAFT))
         return None
 
 

@@ -15,11 +15,11 @@ from tests.support.imports import circles_in, imports_in
 
 PACKAGE = Path(ds_topo.__file__).parent
 LAYERS: dict[int, set[str]] = {
-    0: {"errors", "ledger", "placement", "planner", "topology"},
+    0: {"checkpoint_files", "errors", "ledger", "placement", "planner", "topology"},
     1: {"launch", "measurement", "process_groups"},
     2: {"check", "collectives", "partition", "reducer", "watch"},
     3: {"engine"},
-    4: {"groups", "distributed", "parallel_state"},
+    4: {"checkpoint", "groups", "distributed", "parallel_state"},
     5: {"cli", "__main__"},
 }
 """The rooms. Imports point down, or sideways inside a layer."""

@@ -10,8 +10,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_topo.cli import check, plan, show
-from ds_topo.errors import TopologyError
+from ds_topo.cli import check, checkpoint, plan, show
+from ds_topo.errors import CheckpointError, TopologyError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,11 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it to every program
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     check.add_parser(subparsers)
+    checkpoint.add_parser(subparsers)
     plan.add_parser(subparsers)
     show.add_parser(subparsers)
     parsed = parser.parse_args(arguments)
     try:
         return int(parsed.run(parsed))
-    except TopologyError as error:
+    except (TopologyError, CheckpointError) as error:
         print(f"ds-topo {parsed.command}: {error}", file=sys.stderr)
         return 2

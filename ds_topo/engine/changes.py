@@ -8,10 +8,13 @@ that release, and look up in its source what the failing rows name.
 from __future__ import annotations
 
 import deepspeed
+import torch
 from deepspeed.moe import mappings
 from deepspeed.moe.sharded_moe import TopKGate
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -94,8 +97,19 @@ ENTRIES_OF_ENGINES = tuple(
         (DeepSpeedEngine, "forward"),
         (DeepSpeedEngine, "backward"),
         (DeepSpeedEngine, "step"),
-        (DeepSpeedEngine, "save_checkpoint"),
-        (DeepSpeedEngine, "load_checkpoint"),
+    )
+)
+SAVE_CHECKPOINT, LOAD_CHECKPOINT = (
+    Change(
+        DeepSpeedEngine,
+        name,
+        instead=f"ds_topo.checkpoint.{name.partition('_')[0]} with the engine's own mpu, on engines of a grid",
+        why=why,
+        during=A_GRID,
+    )
+    for name, why in (
+        ("save_checkpoint", "latest is written, in place, when rank 0 has its own files, which may be the only ones"),
+        ("load_checkpoint", "it loads what was half written, or fails on some ranks, and runs code that files bring"),
     )
 )
 STEPS_OF_PIPELINES = tuple(
@@ -131,6 +145,44 @@ SECOND_PARTITION = Change(
     instead="ranks of one data parallel group",
     why="DeepSpeed takes contiguous ranks of the world, which hold different parameters under tensor parallelism",
     during="the grid of create_zero_partition_groups() exists",
+)
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+WRITE_FILE = Change(
+    CheckpointEngine,
+    "save",
+    instead="the same, on an engine's own; who wrote what is noted, and a failure kept until all ranks hear of it",
+    why="where one rank cannot write, the others wait for it at the end of save_checkpoint()",
+    during=A_CALL,
+)
+MAKE_FOLDER = Change(
+    CheckpointEngine,
+    "makedirs",
+    instead="the same, and a failure is kept until all ranks hear of it",
+    why="the others wait at the start of save_checkpoint()",
+    during=A_CALL,
+)
+COPY_SCRIPTS = Change(
+    DeepSpeedEngine,
+    "_copy_recovery_script",
+    instead="the same, and a failure is kept until all ranks hear of it",
+    why="rank 0 copies zero_to_fp32.py while the others wait at the end of save_checkpoint()",
+    during=A_CALL,
+)
+TORCH_LOAD = Change(
+    torch,
+    "load",
+    instead="the same with weights_only=True, on the thread that loads a checkpoint",
+    why="DeepSpeed passes weights_only=False, which runs whatever code a file brings",
+    during=A_CALL,
+)
+WEIGHTS_OF_LATEST = Change(
+    deepspeed_engine,
+    "get_fp32_state_dict_from_zero_checkpoint",
+    instead="the same of the tag that is loaded",
+    why="ZeRO 3 without optimizer states reads the checkpoint that latest names, whatever the tag",
+    during=A_CALL,
 )
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
@@ -518,6 +570,7 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(deepspeed_groups, "_create_zero_param_parallel_group", "for an mpu that is no grid"),
     Reliance(deepspeed_groups, "_get_local_all_to_all_group", "for topologies of data alone"),
     Reliance(DeepSpeedEngine, "_config", "the engine's options"),
+    Reliance(DeepSpeedEngine, "_get_ckpt_name", "the path that load_checkpoint() returns"),
     Reliance(DeepSpeedConfig, "_param_dict", "sections and options that DeepSpeed itself does not read"),
     Reliance(DeepSpeedEngine, "_global_grad_norm", "what get_global_grad_norm() answers"),
     Reliance(pipe_module.PipelineModule, "_grid", "the grid that a module was built on"),

@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine import changes
+from ds_topo.engine.checkpoint_routes import loaded_whole, saved_as_a_whole
 from ds_topo.engine.expert_registry import registry
 from ds_topo.engine.inputs import (
     agree_on_model,
@@ -46,6 +47,14 @@ def _with_own_mpu(method: Any) -> Any:
 
 def _forward_with_own_mpu(method: Any) -> Any:
     return _with_own_mpu(with_same_samples(method))
+
+
+def _save_with_own_mpu(method: Any) -> Any:
+    return _with_own_mpu(saved_as_a_whole(method))
+
+
+def _load_with_own_mpu(method: Any) -> Any:
+    return _with_own_mpu(loaded_whole(method))
 
 
 def _steps_with_own_mpu(method: Any) -> Any:
@@ -92,6 +101,8 @@ WHILE_A_GRID_EXISTS: tuple[tuple[Change, Make], ...] = (
         (change, _forward_with_own_mpu if change.name == "forward" else _with_own_mpu)
         for change in changes.ENTRIES_OF_ENGINES
     ),
+    (changes.SAVE_CHECKPOINT, _save_with_own_mpu),
+    (changes.LOAD_CHECKPOINT, _load_with_own_mpu),
     (changes.NEXT_BATCH, remember_samples),
     *((change, _steps_with_own_mpu) for change in changes.STEPS_OF_PIPELINES),
 )

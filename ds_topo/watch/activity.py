@@ -35,6 +35,8 @@ _PHASES = {
     ("torch/autograd/__init__.py", "backward"): "backward",
     ("torch/nn/modules/module.py", "_call_impl"): "forward",
     ("torch/serialization.py", "save"): "save",
+    ("ds_topo/engine/checkpoint_saving.py", "save"): "save",
+    ("ds_topo/engine/checkpoint_loading.py", "load"): "load",
     ("torch/distributed/distributed_c10d.py", "init_process_group"): "start",
     ("torch/distributed/distributed_c10d.py", "new_group"): "start",
     ("deepspeed/__init__.py", "initialize"): "start",

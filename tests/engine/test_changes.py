@@ -178,6 +178,19 @@ def save_and_load(folder: str, settings: dict[str, Any]) -> None:
             engine.destroy()
 
 
+def load_weights_alone(folder: str) -> None:
+    """Of ZeRO 3, which reads the partitions of all ranks for that."""
+    with PipelineParallelGrid("data=4") as grid:
+        config = _settings(zero_optimization={"stage": 3}, gradient_accumulation_steps=1)
+        for is_saved in (False, True):
+            engine, *_ = initialize(model=nn.Linear(4, 4), mpu=grid, config=config)
+            if is_saved:
+                engine.load_checkpoint(folder, "whole", load_optimizer_states=False)
+            else:
+                engine.save_checkpoint(folder, "whole")
+            engine.destroy()
+
+
 def pipeline(**settings: Any) -> None:
     grid = PipelineParallelGrid("pipe=2,data=2")
     module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 4, grid=grid, loss_fn=F.mse_loss)
@@ -396,6 +409,7 @@ def _calls_of_a_job(folder: str) -> set[tuple[str, str]]:
         grid_in_use()
         save_and_load(folder, {"zero_optimization": {"stage": 1}})
         save_and_load(folder, FP32_GRADIENTS)
+        load_weights_alone(folder)
         for zero in (0, 1):
             trainer = Trainer(Case("data=2,model=2", (0, 2), zero, pipeline=False, clip=0.1))
             trainer.train(range(2))

@@ -197,7 +197,10 @@ def main() -> None:
         save_file(*arguments, **options)
 
     torch.save = failing_save
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        folder = folders[0]
         for fault.step in range(STEPS):
             if not fault.skips("skip-step"):
                 step()

@@ -92,6 +92,10 @@ class Outcome:
 
     def _problems_of_message(self, rank: int, output: str) -> list[str]:
         case = self.case
+        if case.fault == "exception" and case.phase == "save" and not case.engine.startswith("reducer"):
+            where = rf"ranks \[{case.victim}\] on host{case.victim // RANKS_PER_HOST}"
+            told = rf"{where} -> \S+ could not be written: ValueError"
+            return [] if re.search(told, output) else ["does not name the rank that could not write, and its host"]
         if "ds_topo watch: a fault" not in output:
             return ["no message of the watch"]
         text = output[output.index("ds_topo watch: a fault") :]

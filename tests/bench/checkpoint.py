@@ -1,0 +1,129 @@
+"""Time to save and load an engine's checkpoint: ours beside DeepSpeed's own.
+
+    OMP_NUM_THREADS=1 python -m tests.bench.checkpoint [--width 1024] [--layers 12] [--zero 1] [--rounds 8] [--folder .]
+
+Sides alternate in the same two processes; medians and quartiles of the slower rank, and ratios. DeepSpeed's own leaves
+files in the system's cache; "flushed" is its own followed by an fsync of every file, by the rank that has written it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from ds_topo import PipelineParallelGrid, checkpoint, initialize
+from ds_topo.checkpoint_files.durable import flush
+from ds_topo.engine.checkpoint_saving import deepspeeds_part
+from tests.bench.sides import Times, alternate, ratios, table
+from tests.support.ranks import run_ranks
+
+
+def measure(width: int, layers: int, zero: int, rounds: int, folder: Path) -> tuple[Times, Times, int]:
+    """Seconds of saving (its call alone, in the background) and of loading, and bytes of a checkpoint."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    with PipelineParallelGrid(f"data={dist.get_world_size()}") as grid:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "steps_per_print": 10**9,
+            "zero_optimization": {"stage": zero},
+            "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        }
+        module = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+        engine, *_ = initialize(model=module, config=config, mpu=grid)
+        engine.backward(engine(torch.ones(1, width)).sum())
+        engine.step()
+        theirs, flushed, ours = (folder / name for name in ("theirs", "flushed", "ours"))
+
+        def save_theirs(where: Path) -> None:
+            with deepspeeds_part(engine):
+                engine.save_checkpoint(str(where), tag="last")
+
+        def save_flushed() -> None:
+            save_theirs(flushed)
+            for path in sorted((flushed / "last").iterdir())[dist.get_rank() :: dist.get_world_size()]:
+                flush(path)
+            dist.barrier()
+
+        started: list[checkpoint.BackgroundSave] = []
+
+        def finish_and_sync() -> None:
+            while started:
+                started.pop().finish()
+            if dist.get_rank() == 0:
+                os.sync()
+            dist.barrier()
+
+        def load_theirs() -> Any:
+            with deepspeeds_part(engine):
+                return engine.load_checkpoint(str(theirs), tag="last")
+
+        saving = alternate(
+            {
+                "save: DeepSpeed": lambda: save_theirs(theirs),
+                "save: DeepSpeed, flushed": save_flushed,
+                "save: ours": lambda: checkpoint.save(engine, ours, "last"),
+                "save: ours, background": lambda: started.append(
+                    checkpoint.save_in_background(engine, folder / "background", "last")
+                ),
+            },
+            rounds,
+            finish_and_sync,
+            warmup=1,
+        )
+        finish_and_sync()
+        loading: Times = {}
+        if zero != 3:  # there DeepSpeed loads into engines that have not trained alone
+            loading = alternate(
+                {
+                    "load: DeepSpeed": load_theirs,
+                    "load: ours": lambda: checkpoint.load(engine, ours, "last"),
+                    "load: ours, digests": lambda: checkpoint.load(engine, ours, "last", verify="digests"),
+                },
+                rounds,
+                lambda: None,
+                warmup=1,
+            )
+        size = checkpoint.look_at(ours, "last").bytes
+        engine.destroy()
+    return saving, loading, size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--zero", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=arguments.folder))
+    options = (arguments.width, arguments.layers, arguments.zero, arguments.rounds, folder)
+    try:
+        saving, loading, size = run_ranks(2, measure, *options, deadline=900, timeout=300)[0]
+    finally:
+        shutil.rmtree(folder)
+    print(f"{size / 1e6:,.0f} MB in two ranks at ZeRO {arguments.zero}\n{table(saving)}")
+    pairs = [
+        ("save: ours", "save: DeepSpeed"),
+        ("save: ours", "save: DeepSpeed, flushed"),
+        ("save: ours, background", "save: ours"),
+    ]
+    print(ratios(saving, pairs))
+    if loading:
+        print(table(loading))
+        print(ratios(loading, [("load: ours", "load: DeepSpeed"), ("load: ours, digests", "load: DeepSpeed")]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Checkpoints that are made without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ds_topo.checkpoint_files import manifest as manifests
+from ds_topo.checkpoint_files.manifest import Manifest, SavedFile, SavedLayout, SavedParameter
+from ds_topo.checkpoint_files.wholeness import digest_of
+
+LAYOUT = SavedLayout("pipe=2,data=2", 4, 2, 2, 1, "DeepSpeedZeroOptimizer", "fp32", is_pipeline=True)
+FILES = {"mp_rank_00_model_states.pt": b"model 0", "mp_rank_01_model_states.pt": b"model one"}
+
+
+def make(folder: Path, tag: str, step: int, files: dict[str, bytes] | None = None, **more: Any) -> Manifest:
+    """A whole checkpoint in ``folder / tag``."""
+    path = folder / tag
+    path.mkdir(parents=True)
+    listed = []
+    for name, content in (files or FILES).items():
+        (path / name).write_bytes(content)
+        listed.append(SavedFile(name, len(content), digest_of(path / name), 0))
+    manifest = Manifest(
+        tag,
+        step,
+        "2026-01-31T12:00:00+00:00",
+        more.get("layout", LAYOUT),
+        tuple(listed),
+        (SavedParameter("0.weight", (4, 2), "float32", (0,)), SavedParameter("1.weight", (2, 2), "float32", (1,), 0)),
+        {"ds_topo": "0.1.0"},
+    )
+    (path / manifests.NAME).write_text(manifests.to_text(manifest))
+    return manifest

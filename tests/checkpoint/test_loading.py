@@ -1,0 +1,322 @@
+"""What is loaded is whole, of this model and readable in this layout, or every rank says why not."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ds_topo import (
+    CheckpointError,
+    CheckpointLayoutError,
+    CheckpointModelError,
+    CheckpointVersionError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    UnsafeCheckpointError,
+    checkpoint,
+)
+from tests.checkpoint.jobs import KINDS, Kind, Own, job
+from tests.support.world import Worlds
+
+KIND = KINDS["zero1"]
+MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def _save_three(kind: Kind, folder: Path) -> list[tuple[dict[str, str], list[float]]]:
+    """Checkpoints after steps 1, 2 and 3, and how the job goes on from each."""
+    states = []
+    with job(kind) as here:
+        losses = []
+        for step in range(1, 4):
+            losses += here.train(range(step - 1, step))
+            checkpoint.save(here.engine, folder, f"step{step}", {"step": step})
+            states.append(here.state())
+        losses += here.train(range(3, 5))
+    return [(state, losses[step : step + 2]) for step, state in enumerate(states, 1)]
+
+
+Saved = Callable[[str], tuple[Path, list[list[tuple[dict[str, str], list[float]]]]]]
+
+
+@pytest.fixture(scope="module")
+def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A fresh copy of the folder of a kind, and what every rank has seen."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def copy_of(name: str) -> tuple[Path, Any]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            made[name] = folder, world(2).run(_save_three, KINDS[name], folder)
+        copy = tmp_path_factory.mktemp("copy") / "folder"
+        shutil.copytree(made[name][0], copy)
+        return copy, made[name][1]
+
+    return copy_of
+
+
+def _load(kind: Kind, folder: Path, options: dict[str, Any]) -> tuple[dict[str, str], list[float], int, list[str]]:
+    """State, losses of two steps, the step it was saved at, and warnings."""
+    with job(kind) as here, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", message="checkpoints in")
+        _, state = checkpoint.load(here.engine, folder, **options)
+        step = state["step"]
+        return here.state(), here.train(range(step, step + 2)), step, [str(one.message) for one in caught]
+
+
+def _change_byte(path: Path) -> None:
+    """In the middle, where tensors are."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
+
+
+def _cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut off": (_cut_off, r" has [\d,]+ bytes instead of [\d,]+"),
+    "gone": (Path.unlink, " is missing"),
+    "a byte changed": (_change_byte, r" is not as it was written \(its SHA-256 differs\)"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", KINDS)
+def test_the_newest_whole_one_is_loaded(world: Worlds, saved: Saved, name: str, damage: str, tmp_path: Path) -> None:
+    folder, states = saved(name)
+    change, said = DAMAGES[damage]
+    file = sorted((folder / "step3").glob("*_states.pt"))[-1]
+    change(file)
+    found = world(2).run(_load, KINDS[name], folder, {"verify": "digests"})
+    for rank, (state, losses, step, told) in enumerate(found):
+        assert (step, state, losses) == (2, *states[rank][1])
+        assert len(told) == (1 if rank == 0 else 0), "said once"
+    assert re.search(
+        rf"'step3' is damaged: {file.name}{said}\. Going on from the newest whole one, 'step2'", found[0][3][0]
+    )
+
+
+def test_a_leftover_draft_is_ignored(world: Worlds, saved: Saved) -> None:
+    folder, _ = saved("zero1")
+    shutil.copytree(folder / "step3", folder / ".step4.saving" / "step4")
+    assert [step for _, _, step, _ in world(2).run(_load, KIND, folder, {})] == [3, 3]
+
+
+def test_one_that_was_being_replaced_is_found(world: Worlds, saved: Saved) -> None:
+    folder, _ = saved("zero1")
+    (folder / "step3").rename(folder / ".step3.former")
+    assert [(step, told) for _, _, step, told in world(2).run(_load, KIND, folder, {})] == [(3, []), (3, [])]
+
+
+def test_without_latest_the_newest_is_loaded(world: Worlds, saved: Saved) -> None:
+    folder, _ = saved("zero1")
+    (folder / "latest").unlink()
+    found = world(2).run(_load, KIND, folder, {})
+    assert [step for _, _, step, _ in found] == [3, 3]
+    assert "there is no file 'latest'. Going on from" in found[0][3][0]
+
+
+def _errors(kind: Kind, folder: Path, options: dict[str, Any], settings: dict[str, Any]) -> tuple[type[Exception], str]:
+    with job(kind, **settings) as here, pytest.raises(CheckpointError) as raised:
+        checkpoint.load(here.engine, folder, **options)
+    return type(raised.value), str(raised.value)
+
+
+def _raised(
+    world: Worlds, folder: Path, kind: Kind = KIND, size: int = 2, options: Any = None, **settings: Any
+) -> tuple[type[Exception], str]:
+    """What every rank raises."""
+    errors = world(size).run(_errors, kind, folder, options or {}, settings)
+    assert len(set(errors)) == 1, "the same on all ranks"
+    return errors[0]
+
+
+def test_there_is_no_checkpoint(world: Worlds, tmp_path: Path) -> None:
+    assert _raised(world, tmp_path) == (MissingCheckpointError, f"no checkpoint in {tmp_path}")
+
+
+def test_there_is_none_of_that_tag(world: Worlds, saved: Saved) -> None:
+    folder, _ = saved("zero1")
+    error, text = _raised(world, folder, options={"tag": "step9"})
+    assert (error, text) == (
+        MissingCheckpointError,
+        f"no checkpoint 'step9' in {folder}: there are ['step1', 'step2', 'step3']",
+    )
+
+
+def test_the_one_that_is_wanted_is_damaged(world: Worlds, saved: Saved) -> None:
+    folder, _ = saved("zero1")
+    (folder / "step3" / OPTIMIZER).unlink()
+    error, text = _raised(world, folder, options={"tag": "step3"})
+    assert error is DamagedCheckpointError
+    assert text.endswith(f"'step3' of {folder} is damaged: {OPTIMIZER} is missing; the newest whole one is 'step2'")
+
+
+def test_all_are_damaged(world: Worlds, saved: Saved) -> None:
+    folder, _ = saved("zero1")
+    for step in (1, 2, 3):
+        (folder / f"step{step}" / MODEL).unlink()
+    error, text = _raised(world, folder)
+    assert error is DamagedCheckpointError
+    assert text.count(f"{MODEL} is missing") == 3
+
+
+def test_a_later_version_is_not_passed_over(world: Worlds, saved: Saved) -> None:
+    folder, _ = saved("zero1")
+    file = folder / "step3/manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 2}))
+    error, text = _raised(world, folder)
+    assert error is CheckpointVersionError
+    assert "version 2 of the manifest, and this ds_topo reads versions up to 1" in text
+
+
+def test_another_model_is_named_by_its_first_parameter(world: Worlds, saved: Saved) -> None:
+    folder, _ = saved("zero1")
+    error, text = _raised(world, folder, Kind("data=2", zero=1, width=16))
+    assert error is CheckpointModelError
+    assert "parameter '0.linear.weight' is [8, 8] there and [16, 16] in the model" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "reason"),
+    [
+        (Kind("data=4", zero=1), 4, "2 replicas became 4: ZeRO's partitions are one for each replica"),
+        (Kind("data=2", zero=3), 2, "DeepSpeedZeroOptimizer at ZeRO 1 became DeepSpeedZeroOptimizer_Stage3 at ZeRO 3"),
+        (Kind("pipe=2", zero=1, is_pipeline=True), 2, "pipe=1 became pipe=2"),
+        (KINDS["moe"], 2, r"experts over (ranks, tensor parallel) [] became [(2, False)]"),
+    ],
+    ids=["replicas", "ZeRO", "pipe", "experts"],
+)
+def test_another_layout_is_told_with_both(world: Worlds, saved: Saved, kind: Kind, size: int, reason: str) -> None:
+    folder, _ = saved("zero1")
+    error, text = _raised(world, folder, kind, size)
+    assert error is CheckpointLayoutError
+    assert (
+        f"'step3' of {folder} is of data=2 (2 ranks), ZeRO 1, fp32; this job is {kind.topology} ({size} ranks)" in text
+    )
+    assert reason in text
+    assert "in any order of axes" in text
+
+
+# -- any order ---------------------------------------------------------------------------------------------------------
+
+ORDERS = ["pipe=2,data=2", "data=2,pipe=2"]
+SLICED = ["model=2,data=2", "data=2,model=2"]
+
+
+def _save_here(kind: Kind, folder: Path) -> dict[tuple[int, ...], tuple[dict[str, str], list[float]]]:
+    with job(kind) as here:
+        here.train(range(2))
+        checkpoint.save(here.engine, folder, client_state={"step": 2})
+        return {_place(here): (here.state(), here.train(range(2, 4)))}
+
+
+def _load_here(kind: Kind, folder: Path) -> dict[tuple[int, ...], tuple[dict[str, str], list[float]]]:
+    with job(kind) as here:
+        _, state = checkpoint.load(here.engine, folder)
+        assert state["step"] == 2
+        return {_place(here): (here.state(), here.train(range(2, 4)))}
+
+
+def _place(here: Any) -> tuple[int, ...]:
+    coordinate = here.grid.topology().get_coord(here.grid.global_rank)._asdict()
+    return tuple(coordinate[axis] for axis in sorted(coordinate))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("before", "after"), [*permutations(ORDERS), *permutations(SLICED)], ids=str)
+def test_another_order_goes_on_bit_for_bit(
+    world: Worlds, other_world: Worlds, before: str, after: str, zero: int, tmp_path: Path
+) -> None:
+    is_pipeline = "pipe" in before
+    wanted = world(4).run(_save_here, Kind(before, zero, is_pipeline), tmp_path)
+    found = other_world(4).run(_load_here, Kind(after, zero, is_pipeline), tmp_path)
+    by_place = [{place: run for one in runs for place, run in one.items()} for runs in (wanted, found)]
+    assert by_place[0] == by_place[1]
+    assert len(by_place[0]) == 4
+
+
+# -- safe reading ------------------------------------------------------------------------------------------------------
+
+
+def _save_with(kind: Kind, folder: Path) -> None:
+    with job(kind) as here:
+        here.train(range(1))
+        checkpoint.save(here.engine, folder, "own", {"step": 1, "own": Own(3)})
+
+
+def _load_trusted(kind: Kind, folder: Path) -> tuple[int, int]:
+    with job(kind) as here:
+        trusted = checkpoint.load(here.engine, folder, trusted=True)[1]["own"].value
+        with torch.serialization.safe_globals([Own]):
+            allowed = here.engine.load_checkpoint(folder)[1]["own"].value
+        return trusted, allowed
+
+
+def test_types_that_may_run_code_are_refused(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_save_with, KIND, tmp_path)
+    error, text = _raised(world, tmp_path)
+    assert error is UnsafeCheckpointError
+    assert f"{MODEL} holds tests.checkpoint.jobs.Own, and building it may run code" in text
+    assert "torch.serialization.add_safe_globals([...])" in text
+    assert world(2).run(_load_trusted, KIND, tmp_path) == [(3, 3)] * 2
+
+
+# -- DeepSpeed's own methods -------------------------------------------------------------------------------------------
+
+
+def _by_methods(folder: Path) -> None:
+    with job(KIND) as here, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert here.engine.load_checkpoint(folder) == (None, None), "as DeepSpeed says it"
+        here.train(range(2))
+        here.engine.save_checkpoint(folder, client_state={"more": 1})
+        here.engine.save_checkpoint(folder, tag="unnamed", save_latest=False)
+        assert (folder / "latest").read_text() == "global_step2"
+        path, state = here.engine.load_checkpoint(folder)
+        assert path == str(folder / "global_step2" / MODEL)
+        assert state["more"] == 1
+        before = torch.get_rng_state()
+        assert here.engine.load_checkpoint(folder, "unnamed", load_module_only=True)[0] is not None
+        assert torch.equal(torch.get_rng_state(), before), "random states are the program's"
+        with pytest.raises(MissingCheckpointError):
+            here.engine.load_checkpoint(folder, "absent")
+
+
+def test_arguments_keep_their_meaning(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_by_methods, tmp_path)
+
+
+def _without_states(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    kind = KINDS["zero3"]
+    with job(kind) as here:
+        here.train(range(2))
+        checkpoint.save(here.engine, folder, "first", {"step": 2})
+        saved = here.state()
+        here.train(range(2, 4))
+        checkpoint.save(here.engine, folder, "second", {"step": 4})
+    dist.barrier()
+    with job(kind) as here:
+        checkpoint.load(here.engine, folder, "first", load_optimizer_states=False)
+        return _parameters(saved), _parameters(here.state())
+
+
+def _parameters(state: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in state.items() if name.startswith("parameter")}
+
+
+def test_zero_3_without_states_reads_the_tag_that_is_wanted(world: Worlds, tmp_path: Path) -> None:
+    for saved, loaded in world(2).run(_without_states, tmp_path):
+        assert saved == loaded

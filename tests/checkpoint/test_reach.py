@@ -1,0 +1,75 @@
+"""Which layouts read the files of which others as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+from typing import Any
+
+import pytest
+
+from ds_topo.checkpoint_files.manifest import SavedExperts, SavedLayout
+from ds_topo.checkpoint_files.reach import Wanted, why_unreachable
+from ds_topo.topology.expert_tables import ExpertPlan
+from ds_topo.topology.process_topology import ProcessTopology
+
+ZERO_1 = SavedLayout("pipe=2,data=2,model=2", 8, 4, 2, 1, "DeepSpeedZeroOptimizer", "fp32", is_pipeline=True)
+ORDERS = [",".join(f"{axis}=2" for axis in order) for order in permutations(("pipe", "data", "model"))]
+
+
+@pytest.mark.parametrize("before", ORDERS)
+@pytest.mark.parametrize("after", ORDERS)
+def test_every_order_reads_every_other(before: str, after: str) -> None:
+    assert why_unreachable(replace(ZERO_1, topology=before), replace(ZERO_1, topology=after), Wanted()) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"topology": "pipe=4,data=2"}, "model=2 became model=1|pipe=2 became pipe=4"),
+        ({"topology": None, "model_ranks": 2}, "4 model ranks"),
+        ({"replicas": 4, "topology": "pipe=2,data=4,model=2"}, "2 replicas became 4"),
+        ({"zero_stage": 0, "optimizer": "Adam"}, "DeepSpeedZeroOptimizer at ZeRO 1 became Adam at ZeRO 0"),
+        ({"zero_stage": 3, "optimizer": "DeepSpeedZeroOptimizer_Stage3"}, "at ZeRO 3"),
+        ({"is_pipeline": False}, "a PipelineModule became a plain engine"),
+        ({"experts": (SavedExperts(2),)}, r"became \[\(2, False\)\]"),
+    ],
+    ids=str,
+)
+def test_other_degrees_are_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
+    import re
+
+    assert re.search(reason, why_unreachable(ZERO_1, replace(ZERO_1, **change), Wanted()))
+
+
+def test_without_zero_other_replicas_read_it() -> None:
+    whole = replace(ZERO_1, zero_stage=0, optimizer="Adam")
+    assert why_unreachable(whole, replace(whole, replicas=4, topology="pipe=2,data=4,model=2"), Wanted()) == ""
+
+
+def test_parameters_alone_are_read_by_other_replicas() -> None:
+    more = replace(ZERO_1, replicas=4, topology="pipe=2,data=4,model=2", zero_stage=0, optimizer="Adam")
+    assert why_unreachable(ZERO_1, more, Wanted(optimizer_states=False)) == ""
+    assert "ZeRO 3" in why_unreachable(ZERO_1, replace(more, zero_stage=3), Wanted(optimizer_states=False))
+
+
+@pytest.mark.parametrize("tensor_parallel", [False, True])
+@pytest.mark.parametrize("before", ORDERS)
+@pytest.mark.parametrize("after", ORDERS)
+def test_experts_are_read_where_they_are_dealt_alike(before: str, after: str, tensor_parallel: bool) -> None:
+    """Against a slow account: a file's name leads every rank to what a rank with the same experts has written."""
+    experts = (SavedExperts(2, tensor_parallel),)
+    layouts = [replace(ZERO_1, topology=spec, experts=experts) for spec in (before, after)]
+    assert (why_unreachable(*layouts, Wanted()) == "") == (_by_names(before, experts) == _by_names(after, experts))
+
+
+def _by_names(spec: str, experts: tuple[SavedExperts, ...]) -> dict[str, set[tuple[int, int]]]:
+    """What is in each file of a replica's optimizer states: which experts, and which part of them."""
+    topology, found = ProcessTopology.from_spec(spec), {}
+    for rank in range(topology.world_size()):
+        place = topology.get_coord(rank)
+        plan = ExpertPlan(topology, experts[0].size, experts[0].tensor_parallel, experts[0].data_first)
+        name = f"zero_pp_rank_{place.data}_mp_rank_{place.pipe * 2 + place.model}"
+        own, copies = plan.expert_ranks(rank), plan.expert_data_ranks(rank)
+        found[name] = {(own.index(rank), copies.index(rank))}
+    return found

@@ -1,0 +1,281 @@
+"""A checkpoint is there as a whole or not at all, and goes on bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_topo import CheckpointError, CheckpointSpaceError, DisagreementError, checkpoint
+from ds_topo.checkpoint_files.folder import checkpoints_in, look_at, named_latest
+from ds_topo.engine import checkpoint_facts, checkpoint_saving, written_files
+from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, job, state_of
+from tests.support.ranks import Ranks
+from tests.support.small_engines import start
+from tests.support.training import destroy_engine
+from tests.support.world import Worlds
+
+CASES = [
+    *KINDS.values(),
+    Kind("data=2", zero=0),
+    Kind("data=2", zero=2, reduced=True),
+    Kind("data=2", zero=1, bf16=True),
+    Kind("pipe=2", zero=1, is_pipeline=True, reduced=True),
+]
+
+
+def _save(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float], dict[str, str]]:
+    with job(kind) as here:
+        here.train(range(2))
+        checkpoint.save(here.engine, folder, client_state={"step": 2})
+        saved = here.state()
+        return saved, here.train(range(2, 4)), here.state()
+
+
+def _load(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float], dict[str, str]]:
+    with job(kind) as here:
+        if kind.zero != 3:  # DeepSpeed wants a pristine model there
+            here.train(range(7, 8))
+        path, state = checkpoint.load(here.engine, folder, verify="digests")
+        assert (path, state["step"]) == (str(folder / "global_step2"), 2)
+        loaded = here.state()
+        return loaded, here.train(range(2, 4)), here.state()
+
+
+@pytest.mark.parametrize("kind", CASES, ids=str)
+def test_goes_on_bit_for_bit(world: Worlds, other_world: Worlds, kind: Kind, tmp_path: Path) -> None:
+    without_stop = world(2).run(_save, kind, tmp_path)
+    continued = other_world(2).run(_load, kind, tmp_path)
+    for wanted, found in zip(without_stop, continued, strict=True):
+        assert found[0] == wanted[0], "as it was saved"
+        assert found[1:] == wanted[1:], "as if it had gone on"
+
+
+# -- DeepSpeed alone ---------------------------------------------------------------------------------------------------
+
+
+def _alone(kind: Kind) -> Any:
+    """DeepSpeed's own engine of the same model, without a grid."""
+    start()
+    module = torch.nn.Sequential(*(Layer(kind.width) for _ in range(3)))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": kind.zero},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": ADAM,
+    }
+    engine, *_ = deepspeed.initialize(model=module, config=config)
+    return engine
+
+
+def _state_alone(kind: Kind, folder: Path) -> dict[str, str]:
+    """Loaded and saved by DeepSpeed alone."""
+    engine = _alone(kind)
+    assert type(engine).load_checkpoint.__module__ == "deepspeed.runtime.engine"
+    assert engine.load_checkpoint(folder)[0] is not None
+    loaded = state_of(engine)
+    engine.save_checkpoint(folder / "theirs", tag="own")
+    destroy_engine(engine)
+    return loaded
+
+
+def _load_theirs(kind: Kind, folder: Path) -> dict[str, str]:
+    with job(kind) as here:
+        path, _ = checkpoint.load(here.engine, folder / "theirs")
+        assert path.endswith("/own")
+        return state_of(here.engine)
+
+
+@pytest.mark.parametrize("kind", [KINDS["zero1"], KINDS["zero3"]], ids=str)
+def test_deepspeed_alone_reads_ours_and_we_read_its(
+    world: Worlds, other_world: Worlds, kind: Kind, tmp_path: Path
+) -> None:
+    saved = [state for state, *_ in world(2).run(_save, kind, tmp_path)]
+    wanted = [{key: value for key, value in state.items() if key != "random"} for state in saved]
+    assert other_world(2).run(_state_alone, kind, tmp_path) == wanted
+    assert world(2).run(_load_theirs, kind, tmp_path) == wanted
+
+
+def _weights(kind: Kind, folder: Path) -> dict[str, torch.Tensor]:
+    with job(kind) as here:
+        here.train(range(2))
+        assert here.engine.save_checkpoint(str(folder), "mine") is True, "DeepSpeed's own method"
+        with deepspeed.zero.GatheredParameters(list(here.engine.module.parameters())):
+            return {name: value.detach().clone() for name, value in here.engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [KINDS["zero1"], KINDS["zero3"]], ids=str)
+def test_zero_to_fp32_reads_ours(world: Worlds, kind: Kind, tmp_path: Path) -> None:
+    weights, _ = world(2).run(_weights, kind, tmp_path)
+    script, out = tmp_path / "zero_to_fp32.py", tmp_path / "out"
+    command = [sys.executable, str(script), str(tmp_path), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = torch.load(out / "pytorch_model.bin", weights_only=True)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+def _refused_write(kind: Kind, folder: Path, where: str, number: int) -> tuple[str, str, list[str]]:
+    """The error of a save in which rank 1's so-many-th write finds no room, and what the folder has then."""
+    with job(kind) as here:
+        here.train(range(1))
+        checkpoint.save(here.engine, folder, "before")
+        here.train(range(1, 2))
+        owner: Any = {"save": type(here.engine.checkpoint_engine), "flush": written_files}[where]
+        real, left = getattr(owner, where), [number]
+
+        def full(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0 and here.grid.global_rank == 1:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return real(*arguments, **options)
+
+        with mock.patch.object(owner, where, full), pytest.raises(CheckpointError) as raised:
+            checkpoint.save(here.engine, folder, "after")
+        dist.barrier()  # rank 0 takes the draft away after it has heard of the failure
+        left_behind = sorted(path.name for path in folder.iterdir() if not path.name.endswith(".py"))
+        here.train(range(2, 3))
+        checkpoint.save(here.engine, folder, "again")
+        assert named_latest(folder) == "again"
+        return type(raised.value).__name__, str(raised.value), left_behind
+
+
+@pytest.mark.parametrize("where", ["save", "flush"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=str)
+def test_a_full_disk_is_named_on_every_rank(world: Worlds, kind: Kind, where: str, tmp_path: Path) -> None:
+    errors = world(2).run(_refused_write, kind, tmp_path, where, 0)
+    assert errors[0] == errors[1], "the same on all ranks"
+    name, text, left_behind = errors[0]
+    assert (name, left_behind) == ("CheckpointError", ["before", "latest"])
+    assert "saving the checkpoint 'after'" in text
+    assert re.search(
+        r"ranks \[1\] on \S+ -> \S*/\.after\.saving/after/\S+\.pt could not be written: OSError: No space left on "
+        r"device \(errno 28\); [\d,]+ bytes are free there",
+        text,
+    ), text
+
+
+def _too_little_room(kind: Kind, folder: Path) -> str:
+    with job(kind) as here:
+        here.train(range(1))
+        with (
+            mock.patch.object(checkpoint_saving, "free_bytes", return_value=1000),
+            pytest.raises(CheckpointSpaceError) as raised,
+        ):
+            checkpoint.save(here.engine, folder, "first")
+        assert list(folder.iterdir()) == []
+        checkpoint.save(here.engine, folder, "second")
+        (found,) = checkpoint.checkpoints_in(folder)
+        estimate = checkpoint_facts.bytes_of_checkpoint(here.engine)
+        assert estimate <= found.bytes, "no save that would fit is refused"
+        return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=str)
+def test_too_little_room_is_said_before_anything_is_written(world: Worlds, kind: Kind, tmp_path: Path) -> None:
+    errors = world(2).run(_too_little_room, kind, tmp_path)
+    assert errors[0] == errors[1]
+    assert re.search(r"'first' takes about [\d,]+ bytes, and the disk of \S+ has 1,000: make room", errors[0])
+
+
+def _several(folder: Path) -> list[str]:
+    with job(KINDS["zero1"]) as here:
+        (folder / ".left.saving" / "left").mkdir(parents=True, exist_ok=True)
+        for step in range(4):
+            here.train(range(step, step + 1))
+            checkpoint.save(here.engine, folder, f"step{step}", keep_last=2)
+            assert named_latest(folder) == f"step{step}", "on every rank"
+            assert look_at(folder, f"step{step}", digests=True).is_whole
+        checkpoint.save(here.engine, folder, "step2", keep_last=2, save_latest=False)
+        assert named_latest(folder) == "step3"
+        manifest = look_at(folder, "step2").manifest
+        assert manifest is not None
+        assert manifest.step == 4, "the one before was replaced"
+        assert {file.rank for file in manifest.files} == {0, 1}
+        return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".py"))
+
+
+def test_so_many_are_kept_and_nothing_else_stays(world: Worlds, tmp_path: Path) -> None:
+    assert world(2).run(_several, tmp_path)[0] == ["latest", "step2", "step3"]
+
+
+def _different(folder: Path) -> str:
+    with job(KINDS["zero1"]) as here:
+        with pytest.raises(DisagreementError) as raised:
+            checkpoint.save(here.engine, folder, f"of rank {here.grid.global_rank}")
+        return str(raised.value)
+
+
+def test_ranks_that_save_different_tags_are_named(world: Worlds, tmp_path: Path) -> None:
+    first, second = world(2).run(_different, tmp_path)
+    assert "ranks [0] on" in first
+    assert "'of rank 1'" in first
+    assert "tag 'of rank 0'" in second
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"tag": "a/b"}, ValueError, "a tag is the name of a folder"),
+        ({"keep_last": 0}, ValueError, "keep_last=0: give a number of checkpoints from 1 on"),
+        ({"keep_last": True}, ValueError, "keep_last=True"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(
+    world: Worlds, options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    world(2).run(_refused, options, error, message, tmp_path)
+
+
+def _refused(options: dict[str, Any], error: type[Exception], message: str, folder: Path) -> None:
+    with job(KINDS["zero1"]) as here, pytest.raises(error, match=message):
+        checkpoint.save(here.engine, folder, **options)
+
+
+def test_the_method_of_a_plain_engine_is_put_back(world: Worlds) -> None:
+    world(2).run(_put_back)
+
+
+def _put_back() -> None:
+    before = vars(DeepSpeedEngine)["save_checkpoint"], vars(DeepSpeedEngine)["load_checkpoint"], torch.load
+    with job(KINDS["zero1"]):
+        assert vars(DeepSpeedEngine)["save_checkpoint"] is not before[0]
+    assert (vars(DeepSpeedEngine)["save_checkpoint"], vars(DeepSpeedEngine)["load_checkpoint"], torch.load) == before
+
+
+def _interrupted(folder: Path) -> str:
+    """Rank 1 leaves DeepSpeed's function early, before the others can."""
+    with job(KINDS["zero1"]) as here:
+        here.train(range(1))
+        failing = mock.patch.object(here.engine, "_save_zero_checkpoint", side_effect=KeyError("no such state"))
+        with failing if dist.get_rank() else nullcontext(), pytest.raises(CheckpointError) as raised:
+            checkpoint.save(here.engine, folder, "one")
+        return str(raised.value)
+
+
+def test_a_rank_that_leaves_early_is_named_in_time(tmp_path: Path) -> None:
+    with Ranks(2) as ranks:
+        first, second = ranks.call(_interrupted, (tmp_path,), deadline=60, timeout=12)
+    for text in (first, second):
+        assert "ranks [1] on" in text
+        assert "KeyError: 'no such state'" in text
+    assert checkpoints_in(tmp_path) == []
