@@ -46,15 +46,15 @@ def _grid_of_construction(_: Any) -> Any:
     return build
 
 
-def _world_of_construction(new_group: Any) -> Any:
+def _world_of_construction(create: Any) -> Any:
     is_first = True
 
-    @wraps(new_group)
+    @wraps(create)
     def world_or_new_group(ranks: Any = None, *arguments: Any, **named: Any) -> Any:
         nonlocal is_first
         is_of_world = is_first and ranks is not None and list(ranks) == list(range(dist.get_world_size()))
         is_first = False
-        return dist.group.WORLD if is_of_world else new_group(ranks, *arguments, **named)
+        return dist.group.WORLD if is_of_world else create(ranks, *arguments, **named)
 
     return world_or_new_group
 
