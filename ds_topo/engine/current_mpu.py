@@ -27,6 +27,7 @@ from ds_topo.engine.mpu import MpuGrid
 from ds_topo.engine.samples import remember_samples, with_same_batches, with_same_samples
 from ds_topo.errors import ExpertGroupError
 from ds_topo.ledger import Change, Make
+from ds_topo.watch import compare_steps
 
 
 def forget(grid: MpuGrid) -> None:
@@ -43,6 +44,24 @@ def _with_own_mpu(method: Any) -> Any:
         return method(engine, *args, **options)
 
     return with_own_mpu
+
+
+STEPS_BETWEEN = 100
+"""Comparisons of what ranks have done, while there is a watch."""
+
+
+def _comparing_steps(method: Any) -> Any:
+    @wraps(method)
+    def compare_steps_sometimes(engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        before = engine.global_steps
+        result = method(engine, *args, **options)
+        taken = engine.global_steps
+        compares_itself = getattr(engine, "gradient_reducer", None) is not None
+        if taken != before and not taken % STEPS_BETWEEN and isinstance(engine.mpu, MpuGrid) and not compares_itself:
+            compare_steps(engine.mpu.get_data_parallel_group(), taken)
+        return result
+
+    return compare_steps_sometimes
 
 
 def _forward_with_own_mpu(method: Any) -> Any:
@@ -95,12 +114,13 @@ def _check_names_of_experts(engine: DeepSpeedEngine, model: Any) -> None:
             )
 
 
+_OF_ENTRIES = {
+    "forward": _forward_with_own_mpu,
+    "step": lambda method: _with_own_mpu(_comparing_steps(method)),
+}
 WHILE_A_GRID_EXISTS: tuple[tuple[Change, Make], ...] = (
     (changes.CONFIGURE_MODEL, _configured_with_own_mpu),
-    *(
-        (change, _forward_with_own_mpu if change.name == "forward" else _with_own_mpu)
-        for change in changes.ENTRIES_OF_ENGINES
-    ),
+    *((change, _OF_ENTRIES.get(change.name, _with_own_mpu)) for change in changes.ENTRIES_OF_ENGINES),
     (changes.SAVE_CHECKPOINT, _save_with_own_mpu),
     (changes.LOAD_CHECKPOINT, _load_with_own_mpu),
     (changes.NEXT_BATCH, remember_samples),

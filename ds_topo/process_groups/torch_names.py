@@ -45,6 +45,7 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(c10d, "_get_default_store", "ranks compare their plans through the job's store"),
     Reliance(c10d.Store, "clone", "the watch has a connection of its own"),
     Reliance(c10d.Store, "multi_get", "the watch reads several values by one request"),
+    Reliance(dist.ProcessGroup, "_get_sequence_number_for_group", "the watch compares ranks by the same step"),
     Reliance(_C, "_dump_fr_trace", "the watch saves what torch's flight recorder has of this rank"),
     Reliance(c10d, "_abort_process_group", "the watch ends NCCL's collectives that are blocked"),
     Reliance(c10d.PrefixStore, "underlying_store", "messages say where the store is"),
@@ -158,6 +159,12 @@ def describe(group: dist.ProcessGroup) -> tuple[str, str]:
     """What a group is over, for people, and its name, which is the same on all members; both may be empty."""
     description = str(getattr(group, "group_desc", "") or "").removeprefix(DESCRIPTION)
     return "" if description == "undefined" else description, c10d._world.pg_names.get(group, "")
+
+
+def calls_of(group: dist.ProcessGroup) -> int:
+    """How many collectives of a group this rank has called."""
+    calls: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return calls
 
 
 def abort_nccl() -> None:

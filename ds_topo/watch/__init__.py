@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ds_topo.watch.watch import Watch, start_watch, watch_limit
+from ds_topo.watch.watch import Watch, compare_steps, start_watch, watch_limit
 
-__all__ = ["Watch", "start_watch", "watch_limit"]
+__all__ = ["Watch", "compare_steps", "start_watch", "watch_limit"]

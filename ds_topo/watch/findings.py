@@ -44,6 +44,19 @@ class Who:
 
 
 @dataclass(frozen=True)
+class Steps:
+    """What a rank has done when it has taken some number of steps."""
+
+    group: str
+    """The name of a process group, the same on all its members."""
+    over: str
+    """What that group is over, for people."""
+    taken: int
+    calls: int
+    """So many collectives of the group."""
+
+
+@dataclass(frozen=True)
 class Finding:
     """Something that a rank has found out about another one, or itself."""
 
@@ -95,6 +108,25 @@ def message(findings: Iterable[Finding], world_size: int) -> str:
 def headline(world_size: int) -> str:
     """Of the message."""
     return f"ds_topo watch: a fault in a job of {world_size} ranks."
+
+
+def different(here: Who, other: Who, own: Steps, calls: int) -> str:
+    """What is said of ranks that have called other numbers of collectives by the same step; it ends no job.
+
+    >>> print(different(Who(1, "a"), Who(0, "a"), Steps("g", "data", 100, 203), 201))
+    ds_topo watch: ranks are at different steps. By its step 100,
+      rank 1 on a has called 203 collectives of data,
+      rank 0 on a has called 201: the first one has left out engine.step(), or its program calls others besides.
+    Replicas may differ: ds_topo.check_replicas(engine) compares them.
+    """
+    which = "the first one" if own.calls > calls else "the second one"
+    lines = [
+        f"ds_topo watch: ranks are at different steps. By its step {own.taken},",
+        f"  {here} has called {own.calls} collectives of {own.over},",
+        f"  {other} has called {calls}: {which} has left out engine.step(), or its program calls others besides.",
+        "Replicas may differ: ds_topo.check_replicas(engine) compares them.",
+    ]
+    return "\n".join(lines)
 
 
 def blocked(waits: Sequence[tuple[int, str]]) -> str:

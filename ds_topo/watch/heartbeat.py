@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -28,8 +29,10 @@ from ds_topo.watch.findings import (
     STOPPED,
     UNREACHABLE,
     Finding,
+    Steps,
     Who,
     blocked,
+    different,
     message,
     read,
 )
@@ -44,6 +47,8 @@ _WINDOW = 64
 """So many ranks behind a silent one are looked at, too: its whole host may be gone."""
 _CLOSURE = 256
 """So many ranks that wait for each other are looked at."""
+_KEPT_STEPS = 64
+"""So many steps of a group are compared at a time: ranks come to them at different beats."""
 _HASTE = 4
 """So many times faster beats come in an alarm."""
 ASK_AT = 0.75
@@ -140,6 +145,11 @@ class Heartbeat:
         """Neighbors that have ended."""
         self._has_reported = False
         self._inquiries = 0
+        self._steps: queue.SimpleQueue[Steps] = queue.SimpleQueue()
+        self._compared: dict[str, deque[str]] = {}
+        """By group: keys of steps that this rank was the first to come to."""
+        self._differing: set[str] = set()
+        """Groups whose ranks are known to differ."""
         self._to_report: queue.SimpleQueue[tuple[Finding, Sequence[int]]] = queue.SimpleQueue()
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds_topo watch: beats", daemon=True)
@@ -177,6 +187,10 @@ class Heartbeat:
         self._to_report.put((finding, suspects))
         self._wake.set()
 
+    def note(self, steps: Steps) -> None:
+        """Compare what this rank has done with what others of the group have, at some later beat."""
+        self._steps.put(steps)
+
     # -- of its own thread
 
     def _run(self) -> None:
@@ -204,6 +218,8 @@ class Heartbeat:
         self._store.set(ring.key("beat", ring.rank), self._own(doing).to_text())
         while not self._to_report.empty():
             self._tell(*self._to_report.get())
+        while not self._steps.empty():
+            self._compare(self._steps.get())
         keys = [ring.key("beat", self._neighbor), ring.key("beat", 0), ring.key("alarm"), ring.key("verdict")]
         neighbor, first, alarm, verdict = get_several(self._store, keys)
         self.first_rank = Beat.read(first)
@@ -216,6 +232,20 @@ class Heartbeat:
                 self._consider_alarm(awake)
         self.asked_since = None
         return bool(alarm)
+
+    def _compare(self, own: Steps) -> None:
+        """Whoever has left out a step has called more collectives than others when it has taken as many."""
+        key = self._ring.key("steps", f"{own.group}/{own.taken}")
+        calls, rank = map(int, self._store.compare_set(key, "", f"{own.calls} {self._ring.rank}").split())
+        if rank == self._ring.rank:
+            keys = self._compared.setdefault(own.group, deque())
+            keys.append(key)
+            if len(keys) > _KEPT_STEPS:
+                self._store.delete_key(keys.popleft())
+        elif calls != own.calls and own.group not in self._differing:
+            self._differing.add(own.group)
+            here, other = self._who(self._ring.rank, self._own(Activity())), self._who(rank, self._beats([rank])[rank])
+            print(different(here, other, own, calls), file=sys.stderr, flush=True)
 
     def _consider_neighbor(self, beat: Beat, awake: float, *, is_alarm: bool) -> None:
         ring, has_moved = self._ring, beat.number != self._heard

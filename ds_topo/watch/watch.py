@@ -31,9 +31,17 @@ from ds_topo.launch.identity import COORDINATE
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.deadline import within
-from ds_topo.process_groups.torch_names import abort_nccl, clone, default_store, job_timeout, served_at
+from ds_topo.process_groups.torch_names import (
+    abort_nccl,
+    calls_of,
+    clone,
+    default_store,
+    describe,
+    job_timeout,
+    served_at,
+)
 from ds_topo.watch.activity import OTHERWISE, Activity, Observer, first_line
-from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Who, headline
+from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Steps, Who, headline
 from ds_topo.watch.flight_record import save_flight_record
 from ds_topo.watch.heartbeat import ASK_AT, HAS_FAILED, WITNESS_SECONDS, Heartbeat, Ring, Verdict
 from ds_topo.watch.transport import bytes_moved, ports_towards, shut_down
@@ -186,6 +194,10 @@ class Watch:
         """Whether it goes on, and ``torch.distributed`` is still what it began with."""
         return not self._stopped.is_set() and dist.is_initialized() and default_store() is self._job_store
 
+    def note(self, steps: Steps) -> None:
+        """See :func:`compare_steps`."""
+        self._heart.note(steps)
+
     def stop(self) -> None:
         """End it on this rank: others then know that it has ended. Idempotent."""
         if self._stopped.is_set() or os.getpid() != self._pid:
@@ -334,6 +346,18 @@ class Watch:
         """After a fault, what torch and others do at the end of a process may wait for ranks that do not come."""
         if self.verdict is not None:
             faulthandler.dump_traceback_later(GRACE, exit=True)
+
+
+def compare_steps(group: dist.ProcessGroup, taken: int) -> None:
+    """Let the watch, if there is one, compare this rank with others of a group that have taken as many steps.
+
+    Of programs whose ranks call the same collectives, a rank that leaves out a step has called more by its next one.
+    What differs is told on standard error, once; nothing waits for it, and nothing is ended.
+    """
+    if _current is not None and _current.is_of_this_job:
+        over, name = describe(group)
+        over = "all ranks" if group == dist.group.WORLD else over or "their group"
+        _current.note(Steps(name, over, taken, calls_of(group)))
 
 
 def start_watch(limit: float) -> Watch:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+import io
+import re
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ds_topo import PipelineParallelGrid, initialize
+from ds_topo.engine.current_mpu import STEPS_BETWEEN
 from ds_topo.errors import DisagreementError
 from ds_topo.watch import Watch, start_watch, watch_limit
 from ds_topo.watch.watch import GRACE
+from tests.support.small_engines import settings
 from tests.support.world import Worlds
 
 LIMIT = 1.0
@@ -123,3 +128,31 @@ def test_an_environment_that_cannot_be_is_named(text: str, monkeypatch: pytest.M
     monkeypatch.setenv("DS_TOPO_WATCH", text)
     with pytest.raises(ValueError, match="above 0"):
         watch_limit(20.0)
+
+
+def _trains(leaves_out_a_step: bool) -> str:
+    engine_model = torch.nn.Linear(2, 1)
+    start_watch(30.0)
+    config = settings(zero_optimization={"stage": 0}, gradient_accumulation_steps=1)
+    told = io.StringIO()
+    with PipelineParallelGrid("data=2") as grid, redirect_stderr(told):
+        engine, *_ = initialize(model=engine_model, config=config, mpu=grid)
+        for step in range(2 * STEPS_BETWEEN + 1):
+            engine.backward(engine(torch.ones(8, 2)).sum())
+            if not (leaves_out_a_step and dist.get_rank() == 1 and step == STEPS_BETWEEN // 2):
+                engine.step()
+        dist.barrier()
+        time.sleep(2.5)  # until all have beaten
+        engine.destroy()
+    start_watch(30.0).stop()
+    return told.getvalue()
+
+
+def test_a_rank_that_leaves_out_a_step_without_our_reducer_is_named(world: Worlds) -> None:
+    told = "".join(world(2).run(_trains, True))
+    assert told.count("ranks are at different steps") == 1
+    assert re.search(r"By its step 100,\n  rank \d \(data=\d\) on \S+ has called \d+ collectives of", told)
+
+
+def test_ranks_that_take_the_same_steps_are_not_told_of(world: Worlds) -> None:
+    assert "different steps" not in "".join(world(2).run(_trains, False))
