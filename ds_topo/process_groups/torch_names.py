@@ -157,7 +157,7 @@ def devices_of(group: dist.ProcessGroup) -> list[str]:
 
 def describe(group: dist.ProcessGroup) -> tuple[str, str]:
     """What a group is over, for people, and its name, which is the same on all members; both may be empty."""
-    description = str(getattr(group, "group_desc", "") or "").removeprefix(DESCRIPTION)
+    description = str(getattr(group, "group_desc", "") or "").removeprefix(DESCRIPTION).partition("+ExpertPlan(")[0]
     return "" if description == "undefined" else description, c10d._world.pg_names.get(group, "")
 
 

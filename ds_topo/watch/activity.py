@@ -57,6 +57,8 @@ _WAITS = {
     ("ds_topo/partition/arrivals.py", "wait"): "parameters from their owners",
     ("ds_topo/partition/exchange.py", _ANY): "slices from other ranks",
     ("ds_topo/process_groups/deadline.py", "within"): "the store of the job",
+    ("ds_topo/process_groups/agreement.py", "agree"): "an agreement of the ranks",
+    ("ds_topo/engine/checkpoint_meeting.py", _ANY): "the other ranks' parts of a checkpoint",
     ("torch/distributed/rendezvous.py", "rendezvous"): "the other ranks of the job",
 }
 """Functions that wait for other ranks outside torch's collectives."""
@@ -204,14 +206,14 @@ class Observer:
                 waiting_frame = frame
             is_innermost = is_innermost and role in ("collective", "between")
             if role == "phase":
-                owner = frame.f_locals.get("self")
+                owner = frame.f_locals.get("self", frame.f_locals.get("engine"))
                 self._note_subject(owner)
                 if name == "forward" and getattr(getattr(owner, "module", None), "training", True) is False:
                     name = "evaluation"
                 if not phase or name in _AROUND:
                     phase = name
             elif role == "counts":
-                self._note_subject(frame.f_locals.get("self"))
+                self._note_subject(frame.f_locals.get("self", frame.f_locals.get("engine")))
             if not where and role == "own":
                 where = f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
         return Activity(self._step(), phase or OTHERWISE, where, wait), waiting_frame
@@ -273,7 +275,7 @@ def _role_of(file: str, function: str) -> tuple[str, str]:
         return "collective", function
     if file.endswith(_BETWEEN):
         return "between", function
-    if file.endswith((_DEEPSPEED, _PIPELINE, "ds_topo/reducer/reducer.py")):
+    if file.endswith((_DEEPSPEED, _PIPELINE, "ds_topo/reducer/reducer.py", "ds_topo/engine/current_mpu.py")):
         return "counts", function
     return ("own" if _is_own(file) else "library"), function
 

@@ -94,14 +94,18 @@ class Outcome:
         case = self.case
         if case.fault == "exception" and case.phase == "save" and not case.engine.startswith("reducer"):
             where = rf"ranks \[{case.victim}\] on host{case.victim // RANKS_PER_HOST}"
-            told = rf"{where} -> \S+ could not be written: ValueError"
-            return [] if re.search(told, output) else ["does not name the rank that could not write, and its host"]
+            if re.search(rf"{where} -> \S+ could not be written: ValueError", output):
+                return []  # a rank that writes nothing fails after the save
         if "ds_topo watch: a fault" not in output:
             return ["no message of the watch"]
         text = output[output.index("ds_topo watch: a fault") :]
         found = []
-        if not re.search(rf"Here: rank {rank} .*on host{rank // RANKS_PER_HOST}", text):
+        coordinate = r"\([a-z]+=\d.*\) " if case.phase != "start" else ""
+        here = re.search(rf"Here: rank {rank} {coordinate}.*on host{rank // RANKS_PER_HOST}, .*", text)
+        if not here:
             found.append("does not say where it was itself")
+        elif case.phase != "start" and "waiting in" not in here[0]:
+            found.append("does not say what it waited for")
         is_cut = case.fault == "cut" and rank // RANKS_PER_HOST == case.victim // RANKS_PER_HOST
         if case.fault == "skip-collective" or is_cut:
             return found  # nobody is to blame alone; on the side that is cut off, others are silent
