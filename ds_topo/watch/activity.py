@@ -53,6 +53,7 @@ _BETWEEN = ("torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/fu
 _ANY = ""
 _WAITS = {
     ("ds_topo/reducer/reductions.py", _ANY): "the reduction of gradients",
+    ("ds_topo/reducer/two_level.py", _ANY): "the reduction of gradients",
     ("ds_topo/reducer/used_parameters.py", "settle"): "the reduction of gradients",
     ("ds_topo/partition/arrivals.py", "wait"): "parameters from their owners",
     ("ds_topo/partition/exchange.py", _ANY): "slices from other ranks",
