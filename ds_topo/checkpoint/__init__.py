@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ds_topo.checkpoint_files.folder import Checkpoint, checkpoints_in, look_at
 from ds_topo.checkpoint_files.manifest import Manifest
-from ds_topo.conversion.convert import convert
+from ds_topo.conversion.converting import convert
 from ds_topo.conversion.loading import load
 from ds_topo.conversion.single_file import to_single_file
 from ds_topo.engine.checkpoint_saving import BackgroundSave, save, save_in_background

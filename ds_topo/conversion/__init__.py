@@ -9,8 +9,9 @@
 ``content``      what a file is to hold, before its tensors are there
 ``files``        DeepSpeed's files of the wanted layout
 ``filling``      files written in place, parameter by parameter, and taken up again after a kill
-``convert``      all of it
+``converting``   all of it
 ``single_file``  one plain file of weights, for torch or safetensors
+``loading``      a share of the conversion on every rank, then loading
 ===============  =====================================================================================================
 
 A parameter is read from the old files, put together and copied into the new ones, one after the other: both sides are
@@ -19,7 +20,7 @@ mapped into memory, which holds no more than the largest parameter beside what t
 
 from __future__ import annotations
 
-from ds_topo.conversion.convert import convert
+from ds_topo.conversion.converting import convert
 from ds_topo.conversion.single_file import to_single_file
 
 __all__ = ["convert", "to_single_file"]

@@ -24,7 +24,7 @@ from ds_topo.checkpoint_files.folder import Checkpoint, candidates, look_at
 from ds_topo.checkpoint_files.manifest import SavedFile
 from ds_topo.checkpoint_files.structure import SavedStructure, structure_from
 from ds_topo.checkpoint_files.wholeness import told, wrong_digests
-from ds_topo.conversion.convert import Conversion, readable
+from ds_topo.conversion.converting import Conversion, readable
 from ds_topo.conversion.model import SavedModel, model_of
 from ds_topo.conversion.target import Target, target_like
 from ds_topo.engine.checkpoint_facts import layout_of, parameters_of

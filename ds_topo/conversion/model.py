@@ -111,16 +111,12 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
                 f"slices of {row.name!r} have different shapes, {list(known.shape)} and {list(row.shape)}: they can be "
                 "put together only where slices are equal"
             )
-    if (beside := _without_dimension(found)) is not None:
-        raise CheckpointLayoutError(
-            f"{beside.name!r} {list(beside.shape)} declares partition_dim={beside.split.dim if beside.split else None}, "
-            "a dimension that it does not have"
-        )
+    for name, split in splits.items():
+        if name in found and split.dim >= len(found[name].shape):
+            raise CheckpointLayoutError(
+                f"{name!r} {list(found[name].shape)} declares partition_dim={split.dim}, which it does not have"
+            )
     return SavedModel(_in_order(found, manifest.parameters, slices), structure, layout, slices, stages)
-
-
-def _without_dimension(found: Mapping[str, Parameter]) -> Parameter | None:
-    return next((one for one in found.values() if one.split and one.split.dim >= len(one.shape)), None)
 
 
 def _in_order(found: Mapping[str, Parameter], rows: tuple[SavedParameter, ...], slices: int) -> dict[str, Parameter]:

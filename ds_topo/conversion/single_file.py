@@ -12,7 +12,7 @@ import torch
 
 from ds_topo.checkpoint_files.durable import flush
 from ds_topo.checkpoint_files.folder import Checkpoint
-from ds_topo.conversion.convert import Progress, readable
+from ds_topo.conversion.converting import Progress, readable
 from ds_topo.conversion.model import model_of, require_splits
 from ds_topo.conversion.reading import WEIGHT, Files, Source
 from ds_topo.engine.written_files import free_bytes

@@ -50,6 +50,10 @@ def target_of(
     Raises:
         TopologyError, CheckpointLayoutError: it cannot be reached; says why.
     """
+    if "-1" in spec:
+        raise TopologyError(
+            f"--topology {abridged(spec)}: give all degrees; there is no job whose ranks could fill in -1"
+        )
     topology = ProcessTopology.from_spec(spec)
     degrees = dict(zip(topology.axes, topology.dims, strict=True))
     slices, stages = degrees.get("model", 1), degrees.get("pipe", 1)
