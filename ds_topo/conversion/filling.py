@@ -12,6 +12,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def make_room(files: Iterable[FileContent], folder: Path) -> None:
         if path.exists():
             continue
         draft = path.with_name(f"{path.name}{_UNFINISHED}")
-        content = with_tensors(file.make(), _room)  # not below: what is read meanwhile would have no bytes, too
+        rooms: dict[Region, torch.Tensor] = {}  # a region that is there twice takes room once
+        content = with_tensors(file.make(), partial(_room, rooms))  # below, what is read would have no bytes, too
         with skip_data():
             torch.save(content, draft)
         with draft.open("r+b") as written:  # else a full disk would end the process while it copies
@@ -41,8 +43,10 @@ def make_room(files: Iterable[FileContent], folder: Path) -> None:
         draft.rename(path)
 
 
-def _room(region: Region) -> torch.Tensor:
-    return torch.empty(region.shape, dtype=region.dtype)  # never touched: takes no memory
+def _room(rooms: dict[Region, torch.Tensor], region: Region) -> torch.Tensor:
+    if region not in rooms:
+        rooms[region] = torch.empty(region.shape, dtype=region.dtype)  # never touched: takes no memory
+    return rooms[region]
 
 
 class Filling:

@@ -11,8 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
-from ds_topo import CheckpointError, CheckpointLayoutError, CheckpointModelError, TopologyError, checkpoint, cli
+from ds_topo import (
+    CheckpointError,
+    CheckpointLayoutError,
+    CheckpointModelError,
+    PipelineParallelGrid,
+    TopologyError,
+    checkpoint,
+    cli,
+    initialize,
+)
 from ds_topo.checkpoint_files import manifest as manifests
 from ds_topo.checkpoint_files.structure import SavedSplit
 from ds_topo.conversion import converting, filling, to_single_file
@@ -20,7 +32,9 @@ from ds_topo.conversion.converting import Conversion, convert
 from ds_topo.conversion.model import model_of
 from ds_topo.conversion.slices import cut, joined
 from ds_topo.conversion.target import target_of
-from tests.checkpoint.conversions import TAG, TOLERANCE, Layout, go_on, greatest_difference, save
+from tests.checkpoint.conversions.layouts import TAG, TOLERANCE, Layout, go_on, greatest_difference, save
+from tests.support.small_engines import settings, start
+from tests.support.training import destroy_engine
 from tests.support.world import Worlds
 
 PIPELINE = Layout("pipe=2,data=2")
@@ -147,6 +161,76 @@ def test_all_weights_as_safetensors(saved: Saved, tmp_path: Path) -> None:
     found, _ = saved(PLAIN)
     weights = safetensors.load_file(to_single_file(found, tmp_path / "weights.safetensors", "safetensors"))
     _same(torch.load(to_single_file(found, tmp_path / "weights.pt"), weights_only=True), weights, "weights")
+
+
+class Various(nn.Module):
+    """A tied parameter, a frozen one, a buffer, and parameters of two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.frozen = nn.Linear(8, 7)
+        self.frozen.requires_grad_(False)
+        self.norm = nn.LayerNorm(8)
+        self.inner = nn.Linear(7, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.arange(8.0))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.inner(self.frozen(self.embedding(tokens))) + self.scale)
+        return F.cross_entropy(self.head(hidden), tokens)
+
+
+def _various(zero: int, folder: Path, options: dict[str, Any] | None) -> list[float]:
+    """Train and save, or load; then two more steps: their losses."""
+    start()
+    with PipelineParallelGrid(f"data={dist.get_world_size()}") as grid:
+        module = Various()
+        some = [one for one in module.parameters() if one.requires_grad]
+        groups = [
+            {"params": [one for one in some if one.dim() > 1], "weight_decay": 0.1},
+            {"params": [one for one in some if one.dim() == 1], "weight_decay": 0.0, "lr": 0.02},
+        ]
+        engine, *_ = initialize(
+            model=module,
+            config=settings(zero_optimization={"stage": zero}, optimizer=None, gradient_accumulation_steps=1),
+            optimizer=torch.optim.AdamW(groups, lr=0.01),
+            mpu=grid,
+        )
+        losses = []
+        for step in range(4):
+            if step == 2 and options is None:
+                checkpoint.save(engine, folder, TAG)
+            elif step == 2:
+                checkpoint.load(engine, folder, **(options or {}))
+            own = grid.get_data_parallel_rank() * (8 // grid.get_data_parallel_world_size())
+            tokens = torch.arange(8)[own : own + 8 // grid.get_data_parallel_world_size()] + step
+            loss = engine(tokens)
+            engine.backward(loss)
+            engine.step()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(float(mean) / dist.get_world_size())
+        destroy_engine(engine)
+        return losses[2:]
+
+
+def test_groups_frozen_parameters_buffers_and_other_names(world: Worlds, tmp_path: Path) -> None:
+    expected = world(2).run(_various, 1, tmp_path / "saved", None)[0]
+    found = checkpoint.look_at(tmp_path / "saved", TAG)
+    for number, (spec, zero) in enumerate((("data=3", 3), ("data=4", 2), ("data=2", 3))):
+        there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
+        convert(found, there, spec, zero=zero)
+        convert(checkpoint.look_at(there, TAG), back, "data=2", zero=1)
+        _same_checkpoint(found.path, back / TAG, () if zero < 3 else ("clip_grad",))
+    assert world(2).run(_various, 2, found.path.parent, {"convert": True})[0] == pytest.approx(expected, rel=TOLERANCE)
+    assert world(1).run(_various, 2, found.path.parent, {"convert": True})[0] == pytest.approx(expected, rel=TOLERANCE)
+    weights = torch.load(to_single_file(found, tmp_path / "weights.pt"), weights_only=True)
+    assert weights.keys() == Various().state_dict().keys()
+    assert torch.equal(weights["head.weight"], weights["embedding.weight"])
+    with pytest.raises(CheckpointLayoutError, match=r"frozen.weight.* are not trained"):
+        convert(found, tmp_path / "no", "data=2", zero=0)
 
 
 # -- going on --------------------------------------------------------------------------------------------------------
