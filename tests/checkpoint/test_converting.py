@@ -9,10 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from parallel_layers import Parallel
 from torch import nn
 
 from ds_topo import (
@@ -32,9 +35,10 @@ from ds_topo.conversion.converting import Conversion, convert
 from ds_topo.conversion.model import model_of
 from ds_topo.conversion.slices import cut, joined
 from ds_topo.conversion.target import target_of
-from tests.checkpoint.conversions.layouts import TAG, TOLERANCE, Layout, go_on, greatest_difference, save
-from tests.support.small_engines import settings, start
-from tests.support.training import destroy_engine
+from tests.checkpoint.conversions.layouts import AFTER, BEFORE, TAG, TOLERANCE, Layout, go_on, greatest_difference, save
+from tests.support import gpt_training
+from tests.support.small_engines import start
+from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds
 
 PIPELINE = Layout("pipe=2,data=2")
@@ -150,6 +154,50 @@ def test_all_weights_in_one_file(saved: Saved, tmp_path: Path) -> None:
     assert weights["tied_modules.embedding.weight"].shape == (256, 32), "once, and as a whole"
 
 
+@pytest.mark.parametrize(("spec", "zero"), [("data=3", 1), ("data=3", 2), ("data=3", 3), ("data=1", 2)])
+def test_deepspeeds_own_script_reads_what_was_converted(saved: Saved, spec: str, zero: int, tmp_path: Path) -> None:
+    found, _ = saved(PLAIN)
+    convert(found, tmp_path / "to", spec, zero=zero)
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "to"), TAG)
+    expected = torch.load(to_single_file(found, tmp_path / "weights.pt"), weights_only=True)
+    _same(expected, weights, "weights")
+    assert (tmp_path / "to" / "zero_to_fp32.py").exists()
+
+
+def _with_deepspeed_alone(folder: Path, zero: int) -> list[float]:
+    """Load without a grid, by DeepSpeed's own call, and go on."""
+    deepspeed.init_distributed(verbose=False)
+    config = gpt_training.engine_config(2, gpt_training.MICRO_BATCHES, gpt_training.CLIP)
+    module = gpt_training.PlainGPT(Parallel(dist.new_group([dist.get_rank()], use_local_synchronization=True)))
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        config={**config, "zero_optimization": {"stage": zero}},
+        optimizer=gpt_training.optimizer_of(module.parameters()),
+    )
+    path, state = engine.load_checkpoint(str(folder))
+    assert (path is not None, state["of the program"]) == (True, 7)
+    losses = []
+    for step in range(BEFORE, BEFORE + AFTER):
+        inputs, labels = (part.chunk(2)[dist.get_rank()] for part in gpt_training.batch(step))
+        mean = torch.zeros(())
+        for some in zip(inputs.split(2), labels.split(2), strict=True):
+            loss = engine(*some)
+            engine.backward(loss)
+            engine.step()
+            mean += loss.detach() / gpt_training.MICRO_BATCHES
+        dist.all_reduce(mean)
+        losses.append(float(mean) / 2)
+    destroy_engine(engine)
+    return losses
+
+
+def test_deepspeed_alone_goes_on_with_what_was_converted(world: Worlds, saved: Saved, tmp_path: Path) -> None:
+    found, expected = saved(PLAIN)
+    convert(found, tmp_path, "data=2", zero=2)
+    losses = world(2).run(_with_deepspeed_alone, tmp_path, 2)[0]
+    assert greatest_difference(losses, expected) < TOLERANCE
+
+
 def test_safetensors_is_asked_for_by_name(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match="needs the package safetensors"):
@@ -194,7 +242,7 @@ def _various(zero: int, folder: Path, options: dict[str, Any] | None) -> list[fl
         ]
         engine, *_ = initialize(
             model=module,
-            config=settings(zero_optimization={"stage": zero}, optimizer=None, gradient_accumulation_steps=1),
+            config=engine_config(8 // grid.get_data_parallel_world_size(), zero_optimization={"stage": zero}),
             optimizer=torch.optim.AdamW(groups, lr=0.01),
             mpu=grid,
         )
