@@ -44,6 +44,8 @@ from tests.support.world import Worlds
 PIPELINE = Layout("pipe=2,data=2")
 PLAIN = Layout("data=2,model=2", is_pipeline=False)
 
+HALF = Layout("data=2", 3, is_pipeline=False, settings={"bf16": {"enabled": True}})
+
 Saved = Callable[[Layout], tuple[checkpoint.Checkpoint, list[float]]]
 
 
@@ -103,6 +105,7 @@ def _same_checkpoint(one: Path, other: Path, without: tuple[str, ...] = ()) -> N
         (PLAIN, "model=4,data=3", 3),
         (PLAIN, "data=7", 2),
         (PLAIN, "data=1", 0),
+        (HALF, "data=3,model=2", 1),
     ],
 )
 def test_there_and_back_every_bit_is_the_same(

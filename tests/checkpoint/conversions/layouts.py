@@ -112,7 +112,10 @@ def greatest_difference(found: list[float], expected: list[float]) -> float:
 
 
 def pairs(kinds: list[str], targets: list[str]) -> Iterator[tuple[Layout, list[Layout]]]:
-    """Sources, and what each is converted to: in bf16 as many slices and replicas, which round alike."""
+    """Sources, and what each is converted to.
+
+    In bf16 those that round alike: as many slices and replicas, and not ZeRO 3, whose linear layers add biases apart.
+    """
     if "pipeline" in kinds and "orders" in targets:
         for source in PIPELINES["orders"]:
             yield source, [target for target in PIPELINES["orders"] if target != source]
@@ -126,6 +129,6 @@ def pairs(kinds: list[str], targets: list[str]) -> Iterator[tuple[Layout, list[L
         yield Layout("data=2,model=2", 3, is_pipeline=False), PLAIN["stages"]
         bf16 = {"bf16": {"enabled": True}}
         yield (
-            Layout("data=4", 3, is_pipeline=False, settings=bf16),
-            [Layout("data=4", zero, is_pipeline=False, settings=bf16) for zero in (1, 2)],
+            Layout("data=4", 1, is_pipeline=False, settings=bf16),
+            [Layout("data=4", 2, is_pipeline=False, settings=bf16)],
         )
