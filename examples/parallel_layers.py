@@ -47,9 +47,10 @@ class Parallel:
         return collectives.copy(parameter, self.group) if self.sequence else parameter
 
     def own(self, full: torch.Tensor, dim: int) -> nn.Parameter:
-        """This rank's part of a full weight, marked for the norm of all gradients."""
+        """This rank's part of a full weight, marked for the norm of all gradients and for checkpoints."""
         part = nn.Parameter(collectives.scatter(full.detach(), self.group, dim))
         part.tensor_model_parallel = True  # type: ignore[attr-defined]
+        part.partition_dim = dim  # type: ignore[attr-defined]
         return part
 
 

@@ -19,7 +19,7 @@ LAYERS: dict[int, set[str]] = {
     1: {"launch", "measurement", "process_groups"},
     2: {"check", "collectives", "partition", "reducer", "watch"},
     3: {"engine"},
-    4: {"checkpoint", "groups", "distributed", "parallel_state"},
+    4: {"checkpoint", "conversion", "groups", "distributed", "parallel_state"},
     5: {"cli", "__main__"},
 }
 """The rooms. Imports point down, or sideways inside a layer."""

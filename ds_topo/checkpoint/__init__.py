@@ -1,15 +1,18 @@
-"""Checkpoints that are there as a whole or not at all, know their layout, and load in any order of axes.
+"""Checkpoints that are there as a whole or not at all, know their layout, and load in any order of axes, or converted.
 
 :func:`save` and :func:`load` take any engine; engines on a grid call them from their own ``save_checkpoint`` and
 ``load_checkpoint``. What is in a folder, without an engine, says :mod:`ds_topo.checkpoint_files`, and on the command
-line ``ds-topo checkpoint FOLDER``.
+line ``ds-topo checkpoint FOLDER``. :func:`convert` and ``load(..., convert=True)`` write and load checkpoints for other
+degrees and stages of ZeRO, :func:`to_single_file` one plain file of weights; on the command line ``ds-topo convert``.
 """
 
 from __future__ import annotations
 
 from ds_topo.checkpoint_files.folder import Checkpoint, checkpoints_in, look_at
 from ds_topo.checkpoint_files.manifest import Manifest
-from ds_topo.engine.checkpoint_loading import load
+from ds_topo.conversion.converting import convert
+from ds_topo.conversion.loading import load
+from ds_topo.conversion.single_file import to_single_file
 from ds_topo.engine.checkpoint_saving import BackgroundSave, save, save_in_background
 
 __all__ = [
@@ -17,8 +20,10 @@ __all__ = [
     "Checkpoint",
     "Manifest",
     "checkpoints_in",
+    "convert",
     "load",
     "look_at",
     "save",
     "save_in_background",
+    "to_single_file",
 ]

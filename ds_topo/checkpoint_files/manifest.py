@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ds_topo.checkpoint_files.structure import SavedStructure, structure_from
 from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, abridged
 from ds_topo.topology.process_topology import ProcessTopology
 
@@ -120,6 +121,8 @@ class Manifest:
     files: tuple[SavedFile, ...]
     parameters: tuple[SavedParameter, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
+    structure: SavedStructure | None = None
+    """How the model is put together, for conversions; None where it was not noted."""
 
     @property
     def bytes(self) -> int:
@@ -198,6 +201,7 @@ def _from_content(content: Mapping[str, Any]) -> Manifest:
         tuple(SavedFile(**row) for row in content["files"]),
         tuple(SavedParameter(**row) for row in parameters),
         dict(content["versions"]),
+        structure_from(content.get("structure")),
     )
 
 

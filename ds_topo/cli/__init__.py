@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_topo.cli import check, checkpoint, plan, show
+from ds_topo.cli import check, checkpoint, convert, plan, show
 from ds_topo.errors import CheckpointError, TopologyError
 
 
@@ -21,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     check.add_parser(subparsers)
     checkpoint.add_parser(subparsers)
+    convert.add_parser(subparsers)
     plan.add_parser(subparsers)
     show.add_parser(subparsers)
     parsed = parser.parse_args(arguments)

@@ -24,9 +24,12 @@ class Quiet:
 class Lines(Quiet):
     """A line for each step, for logs."""
 
+    def __init__(self, command: str) -> None:
+        self._command = command
+
     def begin(self, step: str) -> None:
         """A step begins."""
-        print(f"ds-topo check: {step}", file=sys.stderr, flush=True)
+        print(f"ds-topo {self._command}: {step}", file=sys.stderr, flush=True)
 
 
 class Bar(Quiet):
@@ -45,12 +48,12 @@ class Bar(Quiet):
 
 
 @contextmanager
-def progress_of(shown: bool) -> Iterator[Quiet]:
+def progress_of(shown: bool, command: str = "check") -> Iterator[Quiet]:
     """The right one of these for standard error."""
     if not shown:
         yield Quiet()
     elif not sys.stderr.isatty():
-        yield Lines()
+        yield Lines(command)
     else:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

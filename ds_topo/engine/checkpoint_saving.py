@@ -46,6 +46,7 @@ from ds_topo.engine.checkpoint_facts import (
     versions,
 )
 from ds_topo.engine.checkpoint_meeting import Meeting
+from ds_topo.engine.checkpoint_structure import share_of_structure, whole_structure
 from ds_topo.engine.random_states import name_of_states, random_states
 from ds_topo.engine.written_files import WrittenFiles, finished, free_bytes
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, abridged
@@ -187,6 +188,7 @@ class _Save:
         self._step, self._layout = int(engine.global_steps), layout_of(engine)
         self._parameters: list[SavedParameter] = []
         self._left_early = False
+        self._structure: dict[str, Any] | None = None
 
     def write(self, engine: DeepSpeedEngine, client_state: Mapping[str, Any] | None, *, copies: bool = False) -> None:
         """Let DeepSpeed write this rank's files, or copy them; a failure is kept until :meth:`finish`."""
@@ -203,6 +205,7 @@ class _Save:
             if self._keep_random_states:
                 files.write(random_states(engine), self._draft / self._tag / name_of_states(engine))
             self._parameters = parameters_of(engine) if replica_of(engine) == 0 else []
+            self._structure = share_of_structure(engine)
         except Exception as error:  # what a rank could not write is kept by the files
             self._left_early = True
             files.failure = files.failure or error
@@ -213,7 +216,7 @@ class _Save:
         try:
             written = [asdict(file) for file in files.finish()]
             rows = [asdict(row) for row in self._parameters]
-            self._meeting.post("written", {"files": written, "parameters": rows})
+            self._meeting.post("written", {"files": written, "parameters": rows, "structure": self._structure})
         except Exception as error:
             files.failure = files.failure or error
         try:
@@ -354,6 +357,7 @@ def _manifest_of(tag: str, step: int, layout: SavedLayout, meeting: Meeting, pat
         tuple(sorted(files, key=lambda file: file.path)),
         merged(rows),
         versions(),
+        whole_structure(one["structure"] for one in posted),
     )
     if problems := wrong_sizes(path, manifest):
         ranks = sorted({file.rank for file in files if any(problem.startswith(file.path) for problem in problems)})

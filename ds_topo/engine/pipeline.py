@@ -159,6 +159,10 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
     def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
         with_plain_bounds(super()._set_bounds)(start, stop)
 
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self.partition_method = method
+        super()._partition_layers(method)
+
     def _synchronize_tied_weights(self) -> None:
         with torch.no_grad():  # without it torch warns that the broadcast of a parameter is not differentiable
             super()._synchronize_tied_weights()

@@ -1,0 +1,88 @@
+"""What a file is to hold, before its tensors are there: containers, values, and regions that parameters will fill."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Piece(NamedTuple):
+    """Elements ``start:stop`` of a slice of a parameter's weight or state, at ``offset`` of a region."""
+
+    name: str
+    key: str
+    place: int
+    """Which slice."""
+    offset: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A tensor that pieces of parameters fill; zero elsewhere."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def of_slice(cls, name: str, key: str, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> Region:
+        """All of one slice of a parameter."""
+        return cls(shape, dtype, (Piece(name, key, place, 0, 0, math.prod(shape)),))
+
+
+@dataclass(frozen=True)
+class FileContent:
+    """A file that is to be written."""
+
+    path: str
+    """In the checkpoint's folder."""
+    make: Callable[[], Any]
+    """What ``torch.save`` is to write, with regions in place of tensors."""
+
+
+def with_tensors(content: Any, make: Callable[[Region], torch.Tensor]) -> Any:
+    """The same with a tensor in place of every region."""
+    if isinstance(content, Region):
+        return make(content)
+    if isinstance(content, OrderedDict):
+        return OrderedDict((key, with_tensors(value, make)) for key, value in content.items())
+    if type(content) is dict:
+        return {key: with_tensors(value, make) for key, value in content.items()}
+    if type(content) in (list, tuple):
+        return type(content)(with_tensors(value, make) for value in content)
+    return content
+
+
+def side_by_side(content: Any, written: Any) -> Iterator[tuple[Region | torch.Tensor, torch.Tensor]]:
+    """Every region or tensor of a content, with the tensor of the file that is to hold it."""
+    if isinstance(content, Region) or torch.is_tensor(content):
+        yield content, written
+    elif isinstance(content, dict):
+        for key, value in content.items():
+            yield from side_by_side(value, written[key])
+    elif type(content) in (list, tuple):
+        for one, other in zip(content, written, strict=False):
+            yield from side_by_side(one, other)
+
+
+def bytes_of(content: Any) -> int:
+    """Of all its tensors."""
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one, _ in side_by_side(content, _Anything()))
+
+
+class _Anything:
+    """In place of a file that is not there yet."""
+
+    def __getitem__(self, key: Any) -> _Anything:
+        return self
+
+    def __iter__(self) -> Iterator[_Anything]:
+        while True:
+            yield self

@@ -1,0 +1,151 @@
+"""Files written in place, parameter by parameter, by one process or several, and taken up again after a kill.
+
+A file is first written without its tensors' bytes, for which there is room in it; then it is mapped into memory, and
+parameters are copied to where they belong. A parameter that is done is noted in a journal.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import safe_globals, set_default_mmap_options, skip_data
+
+from ds_topo.conversion.content import FileContent, Piece, Region, side_by_side, with_tensors
+from ds_topo.conversion.reading import Source
+from ds_topo.engine.safe_reading import ALLOWED
+
+_JOURNAL = "done-{}.txt"
+_UNFINISHED = ".part"
+
+
+def make_room(files: Iterable[FileContent], folder: Path) -> None:
+    """Write every file without its tensors' bytes, but for those that are there already."""
+    for file in files:
+        path = folder / file.path
+        if path.exists():
+            continue
+        draft = path.with_name(f"{path.name}{_UNFINISHED}")
+        rooms: dict[Region, torch.Tensor] = {}  # a region that is there twice takes room once
+        content = with_tensors(file.make(), partial(_room, rooms))  # below, what is read would have no bytes, too
+        with skip_data():
+            torch.save(content, draft)
+        with draft.open("r+b") as written:  # else a full disk would end the process while it copies
+            os.posix_fallocate(written.fileno(), 0, draft.stat().st_size)
+        draft.rename(path)
+
+
+def _room(rooms: dict[Region, torch.Tensor], region: Region) -> torch.Tensor:
+    if region not in rooms:
+        rooms[region] = torch.empty(region.shape, dtype=region.dtype)  # never touched: takes no memory
+    return rooms[region]
+
+
+class Filling:
+    """What is to be copied where, in all files of a folder, or in a share of them.
+
+    Args:
+        source: what is read.
+        slices: of the target.
+        files: with room for their tensors.
+        folder: where these are.
+    """
+
+    def __init__(self, source: Source, slices: int, files: Iterable[FileContent], folder: Path) -> None:
+        self._source, self._slices = source, slices
+        self._pieces: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
+        self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for file in files:
+            self._add(file.make(), _mapped(folder / file.path))
+
+    def _add(self, content: Any, written: Any) -> None:
+        for one, tensor in side_by_side(content, written):
+            if not isinstance(one, Region):
+                self._values.append((one, tensor))
+                continue
+            flat = tensor.view(-1)
+            for piece in one.pieces:
+                self._pieces[piece.name].append((piece, flat[piece.offset : piece.offset + piece.stop - piece.start]))
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters that are to be copied."""
+        return list(self._pieces)
+
+    def copy_values(self) -> None:
+        """Everything that is no part of a parameter: steps of optimizers, buffers."""
+        for value, tensor in self._values:
+            tensor.copy_(value.detach())
+
+    def copy(self, name: str) -> int:
+        """One parameter, with all its states; return the bytes that were written."""
+        by_key: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
+        for piece, place in self._pieces[name]:
+            by_key[piece.key].append((piece, place))
+        done = 0
+        for key, pieces in by_key.items():
+            parts = [part.detach().reshape(-1) for part in self._source.local(name, key, self._slices)]
+            for piece, place in pieces:
+                place.copy_(parts[piece.place][piece.start : piece.stop])
+                done += place.nbytes
+        return done
+
+
+def _mapped(path: Path) -> Any:
+    """A file's content, whose tensors are the file's own bytes."""
+    with safe_globals(list(ALLOWED)), set_default_mmap_options(mmap.MAP_SHARED):
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+
+
+class Journal:
+    """Which parameters are done, in a folder that several processes write to, each its own file."""
+
+    def __init__(self, folder: Path, worker: int) -> None:
+        self._folder = folder
+        self._path = folder / _JOURNAL.format(worker)
+        self._lock = threading.Lock()
+
+    def done(self) -> set[str]:
+        """By any process."""
+        return {
+            line
+            for path in self._folder.glob(_JOURNAL.format("*"))
+            for line in path.read_text().split("\n")[:-1]  # the last line may be cut off
+        }
+
+    def note(self, name: str) -> None:
+        """One more."""
+        with self._lock, self._path.open("a") as file:
+            file.write(f"{name}\n")
+
+
+def copy_all(
+    filling: Filling,
+    names: Sequence[str],
+    journal: Journal,
+    threads: int,
+    progress: Callable[[int], None],
+    *,
+    with_values: bool,
+) -> None:
+    """Copy these parameters, but for those that are done, and if wished what is no part of a parameter."""
+    done = journal.done()
+
+    def copy(name: str) -> None:
+        progress(filling.copy(name) if name not in done else 0)
+        if name not in done:
+            journal.note(name)
+
+    if with_values:
+        filling.copy_values()
+    with ThreadPoolExecutor(threads, "ds_topo convert") as pool:
+        for _ in pool.map(copy, names):
+            pass

@@ -1,0 +1,274 @@
+"""The layout that is wanted, and what each of its stages holds; or why it cannot be reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ds_topo.checkpoint_files.manifest import SavedLayout
+from ds_topo.checkpoint_files.structure import SavedStructure
+from ds_topo.conversion.model import TIED, SavedModel, require_splits, slices_of
+from ds_topo.engine.saved_types import stage_bounds
+from ds_topo.errors import CheckpointLayoutError, TopologyError, abridged, listed
+from ds_topo.topology.process_topology import ProcessTopology
+
+STAGES_OF_ZERO = (0, 1, 2, 3)
+_OPTIMIZERS = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
+"""DeepSpeed's, by the stage of ZeRO; without ZeRO it is the program's own."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A layout, and what its stages hold."""
+
+    layout: SavedLayout
+    structure: SavedStructure
+    """With the groups and bounds of this layout."""
+    slices: int
+    names: tuple[tuple[str, ...], ...]
+    """Of each stage, its parameters in the module's order."""
+
+    @property
+    def stages(self) -> int:
+        """The degree of ``pipe``."""
+        return self.layout.model_ranks // self.slices
+
+
+def target_of(
+    model: SavedModel, spec: str, zero: int | None = None, method: str | None = None, bounds: Sequence[int] = ()
+) -> Target:
+    """The layout of a topology.
+
+    Args:
+        model: what is to be converted.
+        spec: of the topology, with all degrees.
+        zero: the stage of ZeRO; as it was saved by default.
+        method: the pipeline's ``partition_method``; as it was saved by default.
+        bounds: the first layer of every stage and the number of layers, instead of a method.
+
+    Raises:
+        TopologyError, CheckpointLayoutError: it cannot be reached; says why.
+    """
+    if "-1" in spec:
+        raise TopologyError(
+            f"--topology {abridged(spec)}: give all degrees; there is no job whose ranks could fill in -1"
+        )
+    topology = ProcessTopology.from_spec(spec)
+    degrees = dict(zip(topology.axes, topology.dims, strict=True))
+    slices, stages = degrees.get("model", 1), degrees.get("pipe", 1)
+    stage = model.layout.zero_stage if zero is None else zero
+    _require_reachable(model, stage)
+    require_splits(model, slices)
+    structure = replace(
+        model.structure, bounds=_bounds(model, slices, stages, method, bounds), method=method or model.structure.method
+    )
+    layout = SavedLayout(
+        topology.spec,
+        topology.world_size(),
+        stages * slices,
+        topology.world_size() // (stages * slices),
+        stage,
+        _OPTIMIZERS.get(stage, structure.optimizer),
+        model.layout.precision,
+        model.layout.is_pipeline,
+    )
+    names = tuple(tuple(_names(structure, list(model.parameters), place)) for place in range(stages))
+    structure = replace(structure, groups=_groups(model, structure, names))
+    return _checked(model, Target(layout, structure, slices, names))
+
+
+def target_like(model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> Target:
+    """The layout of an engine that is there, with its own groups and stages.
+
+    Raises:
+        CheckpointLayoutError: it cannot be reached; says why.
+    """
+    slices = slices_of(layout)
+    _require_reachable(model, layout.zero_stage, layout)
+    require_splits(model, slices)
+    if model.layout.is_pipeline and len(structure.layers) != len(model.structure.layers):
+        raise CheckpointLayoutError(
+            f"the checkpoint is of a pipeline of {len(model.structure.layers)} layers, and this one has "
+            f"{len(structure.layers)}"
+        )
+    stages = layout.model_ranks // slices
+    names = tuple(tuple(_names(structure, list(model.parameters), place)) for place in range(stages))
+    return _checked(model, Target(replace(layout, has_reducer=False), structure, slices, names))
+
+
+def _require_reachable(model: SavedModel, zero: int, wanted: SavedLayout | None = None) -> None:
+    saved = model.layout
+    for problem in _problems(model, saved, zero, wanted):
+        raise CheckpointLayoutError(f"the checkpoint of {saved} cannot be converted: {problem}")
+
+
+def _problems(model: SavedModel, saved: SavedLayout, zero: int, wanted: SavedLayout | None) -> Iterator[str]:
+    own = model.structure.optimizer
+    if zero not in STAGES_OF_ZERO:
+        yield f"ZeRO {abridged(zero)} is none of {list(STAGES_OF_ZERO)}"
+    if saved.optimizer is None:
+        yield "it was saved without an optimizer, and only training is converted; take its weights as one plain file"
+    if saved.is_pipeline and zero > 1:
+        yield f"ZeRO {zero} with a PipelineModule: DeepSpeed's pipelines go with ZeRO 0 and 1"
+    if saved.precision != "fp32" and 0 in (zero, saved.zero_stage):
+        yield f"ZeRO 0 in {saved.precision}, where DeepSpeed keeps the states of {saved.optimizer}; use ZeRO 1, 2 or 3"
+    known = _OPTIMIZERS.get(saved.zero_stage, own)
+    if saved.optimizer != known:
+        yield f"{saved.optimizer} at ZeRO {saved.zero_stage} saves in a way that is not known; {known} is"
+    if wanted is None:
+        return
+    if wanted.is_pipeline != saved.is_pipeline:
+        kinds = {True: "a PipelineModule", False: "a plain engine"}
+        yield f"{kinds[saved.is_pipeline]} became {kinds[wanted.is_pipeline]}, whose parameters have other names"
+    if wanted.precision != saved.precision:
+        yield f"{saved.precision} became {wanted.precision}"
+    if wanted.experts:
+        yield "this job has experts, which cannot be converted"
+    if wanted.optimizer != (expected := _OPTIMIZERS.get(zero, own)):
+        yield f"{expected} is expected at ZeRO {zero}, and this job has {wanted.optimizer}"
+
+
+# -- what each stage holds ---------------------------------------------------------------------------------------------
+
+
+def _bounds(model: SavedModel, slices: int, stages: int, method: str | None, given: Sequence[int]) -> tuple[int, ...]:
+    layers = model.structure.layers
+    if not model.layout.is_pipeline:
+        if stages > 1:
+            raise CheckpointLayoutError(
+                f"pipe={stages}: the checkpoint is of a plain engine, whose model has no layers to share out; pipe=1 "
+                "would do, or a checkpoint of a PipelineModule"
+            )
+        return ()
+    if stages > len(layers):
+        raise CheckpointLayoutError(f"pipe={stages}: the pipeline has {len(layers)} layers, and each stage needs one")
+    if given:
+        return _checked_bounds(given, stages, len(layers))
+    saved = model.structure
+    if method is None and stages == len(saved.bounds) - 1 and slices == model.slices:
+        return saved.bounds
+    kinds = [layer.kind for layer in layers]
+    weights = _weights(model, slices)
+    for name in [method or saved.method] if method or saved.method else ["parameters", "uniform"]:
+        try:
+            own = stage_bounds(name, _weights(model, model.slices), kinds, len(saved.bounds) - 1)
+            if method is None and own != saved.bounds:
+                continue
+            return stage_bounds(name, weights, kinds, stages)
+        except ValueError as error:
+            raise CheckpointLayoutError(f"partition_method={error}") from None
+    raise CheckpointLayoutError(
+        f"the pipeline's stages begin with layers {list(saved.bounds[:-1])}, which is not what "
+        f"partition_method={saved.method or 'parameters'!r} gives: say where the {stages} stages are to begin"
+    )
+
+
+def _checked_bounds(given: Sequence[int], stages: int, layers: int) -> tuple[int, ...]:
+    bounds = tuple(given)
+    rising = all(one < other for one, other in pairwise(bounds))
+    if len(bounds) != stages + 1 or bounds[0] != 0 or bounds[-1] != layers or not rising:
+        raise TopologyError(
+            f"stages={list(bounds)}: give {stages + 1} rising numbers of layers, from 0 to {layers}: where each of the "
+            f"{stages} stages begins, and the end"
+        )
+    return bounds
+
+
+def _weights(model: SavedModel, slices: int) -> list[int]:
+    """Elements that are trained, of each layer; what is tied counts in each of its layers."""
+    return [
+        sum(
+            one.numel_of_slice(slices)
+            for name in names_of_layer(model.structure, number, list(model.parameters))
+            if (one := model.parameters[name]).is_trained
+        )
+        for number in range(len(model.structure.layers))
+    ]
+
+
+def names_of_layer(structure: SavedStructure, number: int, names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that a layer of a pipeline holds, in their order."""
+    prefix = prefix_of_layer(structure, number)
+    return [name for name in names if name.startswith(prefix)]
+
+
+def prefix_of_layer(structure: SavedStructure, number: int) -> str:
+    """How the names of a layer's parameters begin in the whole pipeline."""
+    tied = structure.layers[number].tied
+    return f"{TIED}{tied}." if tied else f"{number}."
+
+
+def _names(structure: SavedStructure, names: Sequence[str], stage: int) -> Iterator[str]:
+    """A stage's parameters in its module's order: first what is tied, as DeepSpeed registers it."""
+    if not structure.layers:
+        yield from names
+        return
+    own = range(structure.bounds[stage], structure.bounds[stage + 1])
+    tied = [number for number in own if structure.layers[number].tied]
+    rest = [number for number in own if not structure.layers[number].tied]
+    for prefix in dict.fromkeys(prefix_of_layer(structure, number) for number in (*tied, *rest)):
+        yield from (name for name in names if name.startswith(prefix))
+
+
+def _groups(
+    model: SavedModel, structure: SavedStructure, names: Sequence[Sequence[str]]
+) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    saved = model.structure
+    if not structure.layers or structure.bounds == saved.bounds:
+        return saved.groups
+    for stage, groups in enumerate(saved.groups):
+        order = {name: place for place, name in enumerate(_names(saved, list(model.parameters), stage))}
+        for number, group in enumerate(groups):
+            if (found := next(_out_of_order(group, order), None)) is not None:
+                raise CheckpointLayoutError(
+                    f"group {number} of the optimizer has {found[0]!r} before {found[1]!r}, which is not the module's "
+                    "order: how other stages would order it is not known. Give the optimizer parameters in the "
+                    "module's order, or convert while loading, where the job says it"
+                )
+    group_of = model.group_of()
+    count = max(map(len, saved.groups))
+    return tuple(
+        tuple(tuple(name for name in stage if group_of.get(name) == number) for number in range(count))
+        for stage in names
+    )
+
+
+def _out_of_order(group: Sequence[str], order: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    for one, other in pairwise(group):
+        if order[one] > order[other]:
+            yield one, other
+
+
+def _checked(model: SavedModel, target: Target) -> Target:
+    """Refuse what the optimizer of the target could not hold."""
+    count = {len(groups) for groups in (*model.structure.groups, *target.structure.groups)}
+    if len(count) != 1:
+        raise CheckpointLayoutError(
+            f"the optimizer has {min(count)} groups of parameters on one stage and {max(count)} on another, here or "
+            "there: which of them belong together is not known"
+        )
+    saved, wanted = model.group_of(), {}
+    for stage, groups in enumerate(target.structure.groups):
+        for number, group in enumerate(groups):
+            wanted.update(dict.fromkeys(group, number))
+            if not group:
+                raise CheckpointLayoutError(
+                    f"group {number} of the optimizer would have no parameter on stage {stage} of {target.stages}: "
+                    "DeepSpeed cannot hold that"
+                )
+    if differing := [name for name in wanted if name in saved and wanted[name] != saved[name]]:
+        raise CheckpointLayoutError(
+            f"{listed(differing, 3)} are in another group of the optimizer than they were saved in"
+        )
+    held = {name for names in target.names for name in names}
+    if missing := [name for name in model.parameters if name not in held]:
+        raise CheckpointLayoutError(f"no stage of the target has {listed(missing, 3)}")
+    frozen = [name for name in saved if not model.parameters[name].is_trained]
+    resting = [name for name, one in model.parameters.items() if not one.is_trained]
+    if resting and (target.layout.zero_stage == 0) != (model.layout.zero_stage == 0):
+        raise CheckpointLayoutError(
+            f"{listed(frozen or resting, 3)} are not trained, and ZeRO leaves such parameters out of the groups that "
+            f"optimizers have without it: ZeRO {model.layout.zero_stage} cannot become ZeRO {target.layout.zero_stage}"
+        )
+    return target

@@ -1,0 +1,132 @@
+"""Time to convert a checkpoint, beside reading and writing as many bytes.
+
+    OMP_NUM_THREADS=1 python -m tests.bench.convert [--width 2048] [--layers 16] [--rounds 3] [--folder .]
+
+A checkpoint of ZeRO 1 on two ranks is converted to other replicas and to ZeRO 3; its files are copied and flushed, in
+turn. "digested" reads what was copied once more for its SHA-256, which every checkpoint's manifest has. Also told: the
+memory that a conversion takes beside the files that it maps, and the bytes of the largest parameter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from ds_topo import PipelineParallelGrid, checkpoint, initialize
+from ds_topo.checkpoint_files.durable import flush
+from ds_topo.checkpoint_files.wholeness import digest_of
+from tests.support.ranks import run_ranks
+
+TAG = "saved"
+
+
+def save(width: int, layers: int, folder: Path) -> None:
+    """On one rank: a step, and its checkpoint."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    with PipelineParallelGrid(f"data={dist.get_world_size()}") as grid:
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "steps_per_print": 10**9,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        }
+        module = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+        engine, *_ = initialize(model=module, config=config, mpu=grid)
+        engine.backward(engine(torch.ones(1, width)).sum())
+        engine.step()
+        checkpoint.save(engine, folder, TAG)
+        engine.destroy()
+
+
+def copied(source: Path, to: Path, *, digested: bool) -> None:
+    """Read and write all files, and let them reach the disk."""
+    shutil.copytree(source, to / TAG)
+    for path in (to / TAG).iterdir():
+        flush(path)
+        if digested:
+            digest_of(path)
+
+
+class OwnMemory:
+    """The most bytes of this process that are not of files, sampled."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._first = self.most = _own_bytes()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> OwnMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def more(self) -> int:
+        """Than at first."""
+        return self.most - self._first
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.005):
+            self.most = max(self.most, _own_bytes())
+
+
+def _own_bytes() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        source, to = Path(folder, "from"), Path(folder, "to")
+        run_ranks(2, save, arguments.width, arguments.layers, source, deadline=300.0)
+        found = checkpoint.look_at(source, TAG)
+        sides: dict[str, Callable[[], object]] = {
+            "copied": lambda: copied(found.path, to, digested=False),
+            "copied, digested": lambda: copied(found.path, to, digested=True),
+            "data=2 -> data=4": lambda: checkpoint.convert(found, to, "data=4"),
+            "ZeRO 1 -> 3": lambda: checkpoint.convert(found, to, "data=2", zero=3),
+        }
+        times: dict[str, list[float]] = {side: [] for side in sides}
+        memory = dict.fromkeys(sides, 0)
+        for _ in range(arguments.rounds + 1):
+            for side, step in sides.items():
+                shutil.rmtree(to, ignore_errors=True)
+                os.sync()
+                started = time.perf_counter()
+                with OwnMemory() as own:
+                    step()
+                times[side].append(time.perf_counter() - started)
+                memory[side] = max(memory[side], own.more)
+        print(f"{found.bytes / 1e9:.2f} GB, the largest parameter {4 * arguments.width**2 / 1e6:.0f} MB")
+        base = statistics.median(times["copied"][1:])
+        for side, seconds in times.items():
+            middle = statistics.median(seconds[1:])
+            most = f"{memory[side] / 1e6:8.0f} MB"
+            print(f"{side:20} {middle:7.2f} s  {middle / base:5.2f} x copied  {most} of its own memory")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Jobs that save in one layout and go on in another: the example's GPT, as a pipeline and as a plain module.
+
+Its embedding is tied and split over the vocabulary. Every job trains three steps, saves, and trains three more; the
+target loads what was converted and trains the same three.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+
+from ds_topo import checkpoint
+from ds_topo.topology import ProcessTopology
+from tests.support import gpt_training
+
+BEFORE, AFTER = 3, 3
+TOLERANCE = 1e-5
+TAG = "saved"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a job runs in."""
+
+    topology: str
+    zero: int = 1
+    is_pipeline: bool = True
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        precision = ", bf16" if "bf16" in self.settings else ""
+        return f"{self.topology}, ZeRO {self.zero}{precision}"
+
+    @property
+    def ranks(self) -> int:
+        """How many it takes."""
+        return ProcessTopology.from_spec(self.topology).world_size()
+
+
+def orders() -> list[str]:
+    """The six of pipe=2, data=2, model=2."""
+    return [",".join(f"{axis}=2" for axis in axes) for axes in permutations(("pipe", "data", "model"))]
+
+
+PIPELINES: dict[str, list[Layout]] = {
+    "orders": [Layout(spec) for spec in orders()],
+    "degrees": [
+        Layout("pipe=4,data=2"),
+        Layout("data=8"),
+        Layout("model=4,data=2"),
+        Layout("pipe=1"),
+        Layout("pipe=3,data=2", 0),
+        Layout("data=2,pipe=2", 0),
+        Layout("model=2", 0),
+        Layout("pipe=2,data=1,model=4", 0),
+    ],
+}
+PLAIN: dict[str, list[Layout]] = {
+    "stages": [
+        Layout(spec, zero, is_pipeline=False)
+        for spec, zero in (
+            ("data=2,model=2", 0),
+            ("data=2,model=2", 2),
+            ("data=4", 3),
+            ("model=2,data=4", 3),
+            ("data=4,model=2", 1),
+            ("data=1", 2),
+            ("model=4", 0),
+            ("data=2", 2),
+        )
+    ],
+}
+
+
+def save(layout: Layout, folder: Path) -> list[float]:
+    """On one rank: train, save, and go on; return the losses after."""
+    with _job(layout) as (engine, grid):
+        gpt_training.train(engine, grid, range(BEFORE))
+        checkpoint.save(engine, folder, TAG, {"of the program": 7})
+        return gpt_training.train(engine, grid, range(BEFORE, BEFORE + AFTER)).losses
+
+
+def go_on(layout: Layout, folder: Path, options: dict[str, Any]) -> list[float]:
+    """On one rank: load and go on; return the losses."""
+    with _job(layout) as (engine, grid):
+        _, state = checkpoint.load(engine, folder, **options)
+        assert (state["of the program"], engine.global_steps) == (7, BEFORE)
+        return gpt_training.train(engine, grid, range(BEFORE, BEFORE + AFTER)).losses
+
+
+def _job(layout: Layout) -> Any:
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    if layout.is_pipeline:
+        replicas = ProcessTopology.from_spec(layout.topology).get_dim("data")
+        gas = min(gpt_training.MICRO_BATCHES, gpt_training.BATCH // max(1, replicas))
+        return gpt_training.pipeline(layout.topology, zero=layout.zero, gas=gas, **layout.settings)
+    settings = {"zero_optimization": {"stage": layout.zero}, **layout.settings}
+    return gpt_training.plain_engine(layout.topology, settings)
+
+
+def greatest_difference(found: list[float], expected: list[float]) -> float:
+    """Of losses, relative."""
+    return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
+
+
+def pairs(kinds: list[str], targets: list[str]) -> Iterator[tuple[Layout, list[Layout]]]:
+    """Sources, and what each is converted to.
+
+    In bf16 those that round alike: as many slices and replicas, and not ZeRO 3, whose linear layers add biases apart.
+    """
+    if "pipeline" in kinds and "orders" in targets:
+        for source in PIPELINES["orders"]:
+            yield source, [target for target in PIPELINES["orders"] if target != source]
+    if "pipeline" in kinds and "degrees" in targets:
+        yield Layout("pipe=2,data=2,model=2"), PIPELINES["degrees"]
+        yield Layout("data=4", 0), [Layout("pipe=2,data=2"), Layout("model=2,pipe=2")]
+        bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+        yield Layout("pipe=2,data=2", 1, settings=bf16), [Layout("pipe=3,data=2", 1, settings=bf16)]
+    if "plain" in kinds and "stages" in targets:
+        yield Layout("data=4", 1, is_pipeline=False), PLAIN["stages"]
+        yield Layout("data=2,model=2", 3, is_pipeline=False), PLAIN["stages"]
+        bf16 = {"bf16": {"enabled": True}}
+        yield (
+            Layout("data=4", 1, is_pipeline=False, settings=bf16),
+            [Layout("data=4", 2, is_pipeline=False, settings=bf16)],
+        )

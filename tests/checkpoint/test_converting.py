@@ -1,0 +1,472 @@
+"""What is converted has the same values in other places, goes on alike, and is refused where that cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from parallel_layers import Parallel
+from torch import nn
+
+from ds_topo import (
+    CheckpointError,
+    CheckpointLayoutError,
+    CheckpointModelError,
+    PipelineParallelGrid,
+    TopologyError,
+    checkpoint,
+    cli,
+    initialize,
+)
+from ds_topo.checkpoint_files import manifest as manifests
+from ds_topo.checkpoint_files.structure import SavedSplit
+from ds_topo.conversion import converting, filling, to_single_file
+from ds_topo.conversion.converting import Conversion, convert
+from ds_topo.conversion.model import model_of
+from ds_topo.conversion.slices import cut, joined
+from ds_topo.conversion.target import target_of
+from tests.checkpoint.conversions.layouts import AFTER, BEFORE, TAG, TOLERANCE, Layout, go_on, greatest_difference, save
+from tests.support import gpt_training
+from tests.support.small_engines import start
+from tests.support.training import destroy_engine, engine_config
+from tests.support.world import Worlds
+
+PIPELINE = Layout("pipe=2,data=2")
+PLAIN = Layout("data=2,model=2", is_pipeline=False)
+
+HALF = Layout("data=2", 3, is_pipeline=False, settings={"bf16": {"enabled": True}})
+
+Saved = Callable[[Layout], tuple[checkpoint.Checkpoint, list[float]]]
+
+
+@pytest.fixture(scope="module")
+def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The checkpoint of a job in a layout, and the losses with which that goes on."""
+    made: dict[Layout, tuple[Path, list[float]]] = {}
+
+    def of(layout: Layout) -> tuple[checkpoint.Checkpoint, list[float]]:
+        if layout not in made:
+            folder = tmp_path_factory.mktemp("saved")
+            made[layout] = folder, world(layout.ranks).run(save, layout, folder)[0]
+        folder, losses = made[layout]
+        return checkpoint.look_at(folder, TAG), losses
+
+    return of
+
+
+# -- the same values -------------------------------------------------------------------------------------------------
+
+
+def _same(one: Any, other: Any, where: str) -> None:
+    """Every value of ``one`` is in ``other``, bit by bit."""
+    if torch.is_tensor(one):
+        assert one.dtype == other.dtype, where
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        for key in one:
+            assert key in other, f"{where}.{key}"
+            _same(one[key], other[key], f"{where}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for number, (left, right) in enumerate(zip(one, other, strict=True)):
+            _same(left, right, f"{where}.{number}")
+    elif type(one).__name__ != "LossScaler":
+        assert one == other, where
+
+
+def _same_checkpoint(one: Path, other: Path, without: tuple[str, ...] = ()) -> None:
+    names = [path.name for path in one.glob("*_states.pt") if not path.name.startswith("random")]
+    assert names
+    for name in names:
+        contents = [torch.load(path / name, weights_only=False) for path in (one, other)]
+        for key in without:
+            contents[0].get("optimizer_state_dict", {}).pop(key, None)
+        _same(*contents, name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "spec", "zero"),
+    [
+        (PIPELINE, "data=4", 1),
+        (PIPELINE, "pipe=1", 0),
+        (PIPELINE, "model=2,data=3,pipe=3", 1),
+        (PIPELINE, "data=2,pipe=6,model=4", 0),
+        (PLAIN, "data=5", 1),
+        (PLAIN, "model=4,data=3", 3),
+        (PLAIN, "data=7", 2),
+        (PLAIN, "data=1", 0),
+        (HALF, "data=3,model=2", 1),
+    ],
+)
+def test_there_and_back_every_bit_is_the_same(
+    saved: Saved, layout: Layout, spec: str, zero: int, tmp_path: Path
+) -> None:
+    found, _ = saved(layout)
+    convert(found, tmp_path / "there", spec, zero=zero)
+    between = checkpoint.look_at(tmp_path / "there", TAG, digests=True)
+    assert between.is_whole
+    assert between.manifest is not None
+    assert between.manifest.layout.topology == spec.replace(" ", "")
+    convert(between, tmp_path / "back", layout.topology, zero=layout.zero)
+    _same_checkpoint(found.path, tmp_path / "back" / TAG, () if zero in (1, 2) else ("clip_grad",))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "there"]
+    assert not [path for path in (tmp_path / "back").iterdir() if path.name.startswith(".")]
+
+
+def test_several_workers_write_what_one_does(saved: Saved, tmp_path: Path) -> None:
+    found, _ = saved(PLAIN)
+    convert(found, tmp_path / "one", "data=4", zero=3)
+    assert found.manifest is not None
+    target = target_of(model_of(found.manifest), "data=4", 3)
+    workers = [Conversion(found, target, tmp_path / "three", TAG) for _ in range(3)]
+    workers[0].begin()
+    for number, worker in enumerate(workers):
+        worker.make_room(number, 3)
+    for number, worker in enumerate(workers):
+        worker.fill(number, 3)
+    files = [file for number, worker in enumerate(workers) for file in worker.finished(number, 3)]
+    workers[0].commit(files)
+    _same_checkpoint(tmp_path / "one" / TAG, tmp_path / "three" / TAG)
+
+
+@pytest.mark.parametrize("split", [SavedSplit(0), SavedSplit(1), SavedSplit(0, stride=3), SavedSplit(1, stride=2)])
+@pytest.mark.parametrize("slices", [1, 2, 4])
+def test_slices_are_put_together_as_they_were_cut(split: SavedSplit, slices: int) -> None:
+    full = torch.arange(24 * 16).view(24, 16)
+    parts = [cut(full, split, place, slices) for place in range(slices)]
+    assert torch.equal(joined(parts, split), full)
+
+
+def test_all_weights_in_one_file(saved: Saved, tmp_path: Path) -> None:
+    found, _ = saved(PIPELINE)
+    plain = convert(found, tmp_path / "one", "pipe=1", zero=0)
+    weights = torch.load(to_single_file(found, tmp_path / "weights.pt"), weights_only=True)
+    states = torch.load(plain / "layer_02-model_states.pt", weights_only=False)
+    assert torch.equal(weights["2.qkv.weight"], states["qkv.weight"])
+    assert [name for name in weights if name.startswith("tied")] == ["tied_modules.embedding.weight"]
+    assert weights["tied_modules.embedding.weight"].shape == (256, 32), "once, and as a whole"
+
+
+@pytest.mark.parametrize(("spec", "zero"), [("data=3", 1), ("data=3", 2), ("data=3", 3), ("data=1", 2)])
+def test_deepspeeds_own_script_reads_what_was_converted(saved: Saved, spec: str, zero: int, tmp_path: Path) -> None:
+    found, _ = saved(PLAIN)
+    convert(found, tmp_path / "to", spec, zero=zero)
+    weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "to"), TAG)
+    expected = torch.load(to_single_file(found, tmp_path / "weights.pt"), weights_only=True)
+    _same(expected, weights, "weights")
+    assert (tmp_path / "to" / "zero_to_fp32.py").exists()
+
+
+def _with_deepspeed_alone(folder: Path, zero: int) -> list[float]:
+    """Load without a grid, by DeepSpeed's own call, and go on."""
+    deepspeed.init_distributed(verbose=False)
+    config = gpt_training.engine_config(2, gpt_training.MICRO_BATCHES, gpt_training.CLIP)
+    module = gpt_training.PlainGPT(Parallel(dist.new_group([dist.get_rank()], use_local_synchronization=True)))
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        config={**config, "zero_optimization": {"stage": zero}},
+        optimizer=gpt_training.optimizer_of(module.parameters()),
+    )
+    path, state = engine.load_checkpoint(str(folder))
+    assert (path is not None, state["of the program"]) == (True, 7)
+    losses = []
+    for step in range(BEFORE, BEFORE + AFTER):
+        inputs, labels = (part.chunk(2)[dist.get_rank()] for part in gpt_training.batch(step))
+        mean = torch.zeros(())
+        for some in zip(inputs.split(2), labels.split(2), strict=True):
+            loss = engine(*some)
+            engine.backward(loss)
+            engine.step()
+            mean += loss.detach() / gpt_training.MICRO_BATCHES
+        dist.all_reduce(mean)
+        losses.append(float(mean) / 2)
+    destroy_engine(engine)
+    return losses
+
+
+def test_deepspeed_alone_goes_on_with_what_was_converted(world: Worlds, saved: Saved, tmp_path: Path) -> None:
+    found, expected = saved(PLAIN)
+    convert(found, tmp_path, "data=2", zero=2)
+    losses = world(2).run(_with_deepspeed_alone, tmp_path, 2)[0]
+    assert greatest_difference(losses, expected) < TOLERANCE
+
+
+def test_safetensors_is_asked_for_by_name(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="needs the package safetensors"):
+        to_single_file(saved(PIPELINE)[0], tmp_path / "weights", "safetensors")
+
+
+def test_all_weights_as_safetensors(saved: Saved, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    found, _ = saved(PLAIN)
+    weights = safetensors.load_file(to_single_file(found, tmp_path / "weights.safetensors", "safetensors"))
+    _same(torch.load(to_single_file(found, tmp_path / "weights.pt"), weights_only=True), weights, "weights")
+
+
+class Various(nn.Module):
+    """A tied parameter, a frozen one, a buffer, and parameters of two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.frozen = nn.Linear(8, 7)
+        self.frozen.requires_grad_(False)
+        self.norm = nn.LayerNorm(8)
+        self.inner = nn.Linear(7, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.arange(8.0))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.inner(self.frozen(self.embedding(tokens))) + self.scale)
+        return F.cross_entropy(self.head(hidden), tokens)
+
+
+def _various(zero: int, folder: Path, options: dict[str, Any] | None) -> list[float]:
+    """Train and save, or load; then two more steps: their losses."""
+    start()
+    with PipelineParallelGrid(f"data={dist.get_world_size()}") as grid:
+        module = Various()
+        some = [one for one in module.parameters() if one.requires_grad]
+        groups = [
+            {"params": [one for one in some if one.dim() > 1], "weight_decay": 0.1},
+            {"params": [one for one in some if one.dim() == 1], "weight_decay": 0.0, "lr": 0.02},
+        ]
+        engine, *_ = initialize(
+            model=module,
+            config=engine_config(8 // grid.get_data_parallel_world_size(), zero_optimization={"stage": zero}),
+            optimizer=torch.optim.AdamW(groups, lr=0.01),
+            mpu=grid,
+        )
+        losses = []
+        for step in range(4):
+            if step == 2 and options is None:
+                checkpoint.save(engine, folder, TAG)
+            elif step == 2:
+                checkpoint.load(engine, folder, **(options or {}))
+            own = grid.get_data_parallel_rank() * (8 // grid.get_data_parallel_world_size())
+            tokens = torch.arange(8)[own : own + 8 // grid.get_data_parallel_world_size()] + step
+            loss = engine(tokens)
+            engine.backward(loss)
+            engine.step()
+            mean = loss.detach().clone()
+            dist.all_reduce(mean)
+            losses.append(float(mean) / dist.get_world_size())
+        destroy_engine(engine)
+        return losses[2:]
+
+
+def test_groups_frozen_parameters_buffers_and_other_names(world: Worlds, tmp_path: Path) -> None:
+    expected = world(2).run(_various, 1, tmp_path / "saved", None)[0]
+    found = checkpoint.look_at(tmp_path / "saved", TAG)
+    for number, (spec, zero) in enumerate((("data=3", 3), ("data=4", 2), ("data=2", 3))):
+        there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
+        convert(found, there, spec, zero=zero)
+        convert(checkpoint.look_at(there, TAG), back, "data=2", zero=1)
+        _same_checkpoint(found.path, back / TAG, () if zero < 3 else ("clip_grad",))
+    assert world(2).run(_various, 2, found.path.parent, {"convert": True})[0] == pytest.approx(expected, rel=TOLERANCE)
+    assert world(1).run(_various, 2, found.path.parent, {"convert": True})[0] == pytest.approx(expected, rel=TOLERANCE)
+    weights = torch.load(to_single_file(found, tmp_path / "weights.pt"), weights_only=True)
+    assert weights.keys() == Various().state_dict().keys()
+    assert torch.equal(weights["head.weight"], weights["embedding.weight"])
+    with pytest.raises(CheckpointLayoutError, match=r"frozen.weight.* are not trained"):
+        convert(found, tmp_path / "no", "data=2", zero=0)
+
+
+# -- going on --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "now"),
+    [(PIPELINE, Layout("data=1,model=2", 0)), (PLAIN, Layout("data=2", 3, is_pipeline=False))],
+    ids=["pipeline", "plain"],
+)
+def test_a_job_of_other_degrees_goes_on_alike(world: Worlds, saved: Saved, layout: Layout, now: Layout) -> None:
+    found, expected = saved(layout)
+    with pytest.raises(AssertionError, match="CheckpointLayoutError"):
+        world(2).run(go_on, now, found.path.parent, {})
+    losses = world(2).run(go_on, now, found.path.parent, {"convert": True, "verify": "digests"})[0]
+    assert greatest_difference(losses, expected) < TOLERANCE
+    assert [path.name for path in found.path.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def _other_model(folder: Path) -> str:
+    from tests.checkpoint.jobs import Kind, job
+
+    with job(Kind("data=2", zero=1)) as here, pytest.raises(CheckpointModelError) as raised:
+        checkpoint.load(here.engine, folder, convert=True)
+    return str(raised.value)
+
+
+def test_another_model_is_named(world: Worlds, saved: Saved) -> None:
+    found, _ = saved(PLAIN)
+    assert "it has no parameter '0.linear.weight' [8, 8]" in world(2).run(_other_model, found.path.parent)[0]
+
+
+# -- refused before anything is written --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "spec", "options", "said"),
+    [
+        (PIPELINE, "data=4", {"zero": 2}, "ZeRO 2 with a PipelineModule"),
+        (PIPELINE, "pipe=7", {}, "pipe=7: the pipeline has 6 layers"),
+        (PIPELINE, "pipe=2", {"bounds": (0, 6)}, "give 3 rising numbers of layers, from 0 to 6"),
+        (PIPELINE, "pipe=3", {"method": "size"}, "'size' is no way to share out layers"),
+        (PLAIN, "pipe=2,data=2", {}, "whose model has no layers to share out"),
+        (PLAIN, "model=3", {}, "which must be a multiple of 3"),
+        (PLAIN, "data=4", {"zero": 4}, "ZeRO 4 is none of"),
+        (PLAIN, "data=two", {}, "data"),
+    ],
+)
+def test_what_cannot_be_reached_is_refused(
+    saved: Saved, layout: Layout, spec: str, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises((TopologyError, CheckpointLayoutError), match=said):
+        convert(saved(layout)[0], tmp_path / "to", spec, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_slices_that_do_not_say_how_they_are_split_are_named(saved: Saved, tmp_path: Path) -> None:
+    found, _ = saved(PLAIN)
+    assert found.manifest is not None
+    assert found.manifest.structure is not None
+    structure = replace(found.manifest.structure, splits={}, undeclared=("embedding.weight",))
+    undeclared = replace(found, manifest=replace(found.manifest, structure=structure))
+    with pytest.raises(CheckpointLayoutError, match=r"\['embedding.weight'\] are marked as slices"):
+        convert(undeclared, tmp_path, "data=4")
+    convert(undeclared, tmp_path, "data=3,model=2")  # as many slices: nothing is put together
+    assert checkpoint.look_at(tmp_path, TAG).is_whole
+
+
+def test_without_a_structure_it_is_refused(saved: Saved, tmp_path: Path) -> None:
+    found, _ = saved(PLAIN)
+    assert found.manifest is not None
+    with pytest.raises(CheckpointLayoutError, match="does not say how the model is put together"):
+        convert(replace(found, manifest=replace(found.manifest, structure=None)), tmp_path, "data=4")
+    with pytest.raises(CheckpointLayoutError, match="DeepSpeed alone saved it"):
+        convert(replace(found, manifest=None), tmp_path, "data=4")
+
+
+def test_a_full_disk_is_found_before(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(converting, "free_bytes", lambda folder: 1000)
+    with pytest.raises(CheckpointError, match=r"takes [\d,]+ bytes, and the disk .* has 1,000"):
+        convert(saved(PLAIN)[0], tmp_path / "to", "data=4")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_never_takes_its_own_place(saved: Saved) -> None:
+    found, _ = saved(PLAIN)
+    with pytest.raises(CheckpointError, match="would be replaced by what is made of it"):
+        convert(found, found.path.parent, "data=4")
+
+
+# -- killed in the middle ----------------------------------------------------------------------------------------------
+
+
+def test_it_goes_on_where_it_was_killed(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = saved(PIPELINE)
+    copied: list[str] = []
+    copy = filling.Filling.copy
+
+    def copy_some(self: filling.Filling, name: str) -> int:
+        if len(copied) == 10:
+            raise KeyboardInterrupt
+        copied.append(name)
+        return copy(self, name)
+
+    monkeypatch.setattr(filling.Filling, "copy", copy_some)
+    with pytest.raises(KeyboardInterrupt):
+        convert(found, tmp_path, "data=4")
+    assert [path.name for path in tmp_path.iterdir()] == [f".{TAG}.converting"], "nothing has its name yet"
+    done = list(copied)
+
+    def copy_rest(self: filling.Filling, name: str) -> int:
+        copied.append(name)
+        return copy(self, name)
+
+    monkeypatch.setattr(filling.Filling, "copy", copy_rest)
+    convert(found, tmp_path, "data=4")
+    assert len(done) == 10
+    assert sorted(copied) == sorted(set(copied)), "none of them twice"
+    monkeypatch.undo()
+    convert(found, tmp_path / "at once", "data=4")
+    _same_checkpoint(tmp_path / "at once" / TAG, tmp_path / TAG)
+
+
+def test_another_plan_begins_anew(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = saved(PIPELINE)
+    with monkeypatch.context() as patch:
+        patch.setattr(filling.Filling, "copy", lambda self, name: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(found, tmp_path, "pipe=3")
+    convert(found, tmp_path, "data=4")
+    convert(found, tmp_path / "at once", "data=4")
+    _same_checkpoint(tmp_path / "at once" / TAG, tmp_path / TAG)
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found, _ = saved(PIPELINE)
+    folder, to = str(found.path.parent), str(tmp_path / "to")
+    assert cli.main(["convert", folder, to, "--topology", "data=4", "--new-tag", "new"]) == 0
+    assert capsys.readouterr().out == f"{to}/new\n"
+    assert (tmp_path / "to" / "latest").read_text() == "new"
+    assert cli.main(["convert", str(found.path), str(tmp_path / "one.pt"), "--to", "torch"]) == 0
+    assert cli.main(["convert", folder, to, "--topology", "pipe=3", "--stages", "0,1,2,6"]) == 0
+    content = json.loads((tmp_path / "to" / TAG / manifests.NAME).read_text())
+    assert content["structure"]["bounds"] == [0, 1, 2, 6]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere", "to", "--topology", "data=4"], "no checkpoint in nowhere"),
+        (["FROM", "to"], "give either --topology"),
+        (["FROM", "to", "--topology", "data=4", "--tag", "other"], "no checkpoint 'other' in"),
+        (["FROM", "to", "--topology", "pipe=2", "--stages", "a"], "give numbers of layers"),
+        (["FROM", "to", "--topology", "pipe=-1"], "give all degrees"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    saved: Saved, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(saved(PIPELINE)[0].path.parent)
+    assert cli.main(["convert", *(folder if word == "FROM" else word for word in arguments)]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda path: (path / "layer_02-model_states.pt").unlink(), "layer_02-model_states.pt is missing"),
+        (lambda path: _change_version(path / manifests.NAME), "version 999 of the manifest"),
+    ],
+    ids=["damaged", "newer"],
+)
+def test_the_command_refuses_what_it_cannot_read(
+    saved: Saved, change: Callable[[Path], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(saved(PIPELINE)[0].path, tmp_path / "from" / TAG)
+    change(tmp_path / "from" / TAG)
+    folder, to = str(tmp_path / "from" / TAG), str(tmp_path / "to")
+    assert cli.main(["convert", folder, to, "--topology", "data=4"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "to").exists()
+
+
+def _change_version(path: Path) -> None:
+    path.write_text(path.read_text().replace('"version": 1', '"version": 999'))
