@@ -58,7 +58,7 @@ def _comparing_steps(method: Any) -> Any:
         taken = engine.global_steps
         compares_itself = getattr(engine, "gradient_reducer", None) is not None
         if taken != before and not taken % STEPS_BETWEEN and isinstance(engine.mpu, MpuGrid) and not compares_itself:
-            compare_steps(engine.mpu.get_data_parallel_group(), taken)
+            compare_steps(engine, engine.mpu.get_data_parallel_group(), taken)
         return result
 
     return compare_steps_sometimes

@@ -47,8 +47,8 @@ class Who:
 class Steps:
     """What a rank has done when it has taken some number of steps."""
 
-    group: str
-    """The name of a process group, the same on all its members."""
+    which: str
+    """The process group and the engine, and how often they have been compared: the same on all members."""
     over: str
     """What that group is over, for people."""
     taken: int
@@ -110,20 +110,21 @@ def headline(world_size: int) -> str:
     return f"ds_topo watch: a fault in a job of {world_size} ranks."
 
 
-def different(here: Who, other: Who, own: Steps, calls: int) -> str:
+def different(here: Who, other: Who, own: Steps, taken: int, calls: int) -> str:
     """What is said of ranks that have called other numbers of collectives by the same step; it ends no job.
 
-    >>> print(different(Who(1, "a"), Who(0, "a"), Steps("g", "data", 100, 203), 201))
-    ds_topo watch: ranks are at different steps. By its step 100,
-      rank 1 on a has called 203 collectives of data,
-      rank 0 on a has called 201: the first one has left out engine.step(), or its program calls others besides.
+    >>> print(different(Who(1, "a"), Who(0, "a"), Steps("g/0/1", "data", 100, 203), 100, 201))
+    ds_topo watch: ranks are at different steps:
+      rank 1 on a has called 203 collectives of data by its step 100,
+      rank 0 on a has called 201 by its step 100.
+    Whoever has called more has left out engine.step(), or its program calls others besides.
     Replicas may differ: ds_topo.check_replicas(engine) compares them.
     """
-    which = "the first one" if own.calls > calls else "the second one"
     lines = [
-        f"ds_topo watch: ranks are at different steps. By its step {own.taken},",
-        f"  {here} has called {own.calls} collectives of {own.over},",
-        f"  {other} has called {calls}: {which} has left out engine.step(), or its program calls others besides.",
+        "ds_topo watch: ranks are at different steps:",
+        f"  {here} has called {own.calls} collectives of {own.over} by its step {own.taken},",
+        f"  {other} has called {calls} by its step {taken}.",
+        "Whoever has called more has left out engine.step(), or its program calls others besides.",
         "Replicas may differ: ds_topo.check_replicas(engine) compares them.",
     ]
     return "\n".join(lines)

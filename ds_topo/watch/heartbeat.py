@@ -48,7 +48,7 @@ _WINDOW = 64
 _CLOSURE = 256
 """So many ranks that wait for each other are looked at."""
 _KEPT_STEPS = 64
-"""So many steps of a group are compared at a time: ranks come to them at different beats."""
+"""So many comparisons stay in the store: ranks come to them at different beats."""
 _HASTE = 4
 """So many times faster beats come in an alarm."""
 ASK_AT = 0.75
@@ -146,10 +146,10 @@ class Heartbeat:
         self._has_reported = False
         self._inquiries = 0
         self._steps: queue.SimpleQueue[Steps] = queue.SimpleQueue()
-        self._compared: dict[str, deque[str]] = {}
-        """By group: keys of steps that this rank was the first to come to."""
+        self._compared: deque[str] = deque()
+        """Keys that this rank was the first to come to."""
         self._differing: set[str] = set()
-        """Groups whose ranks are known to differ."""
+        """What ranks are known to differ in."""
         self._to_report: queue.SimpleQueue[tuple[Finding, Sequence[int]]] = queue.SimpleQueue()
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds_topo watch: beats", daemon=True)
@@ -235,17 +235,17 @@ class Heartbeat:
 
     def _compare(self, own: Steps) -> None:
         """Whoever has left out a step has called more collectives than others when it has taken as many."""
-        key = self._ring.key("steps", f"{own.group}/{own.taken}")
-        calls, rank = map(int, self._store.compare_set(key, "", f"{own.calls} {self._ring.rank}").split())
+        key = self._ring.key("steps", own.which)
+        said = self._store.compare_set(key, "", f"{self._ring.rank} {own.taken} {own.calls}")
+        rank, taken, calls = map(int, said.split())
         if rank == self._ring.rank:
-            keys = self._compared.setdefault(own.group, deque())
-            keys.append(key)
-            if len(keys) > _KEPT_STEPS:
-                self._store.delete_key(keys.popleft())
-        elif calls != own.calls and own.group not in self._differing:
-            self._differing.add(own.group)
+            self._compared.append(key)
+            if len(self._compared) > _KEPT_STEPS:
+                self._store.delete_key(self._compared.popleft())
+        elif (taken, calls) != (own.taken, own.calls) and own.over not in self._differing:
+            self._differing.add(own.over)
             here, other = self._who(self._ring.rank, self._own(Activity())), self._who(rank, self._beats([rank])[rank])
-            print(different(here, other, own, calls), file=sys.stderr, flush=True)
+            print(different(here, other, own, taken, calls), file=sys.stderr, flush=True)
 
     def _consider_neighbor(self, beat: Beat, awake: float, *, is_alarm: bool) -> None:
         ring, has_moved = self._ring, beat.number != self._heard

@@ -20,10 +20,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import count
 from types import TracebackType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -348,16 +351,28 @@ class Watch:
             faulthandler.dump_traceback_later(GRACE, exit=True)
 
 
-def compare_steps(group: dist.ProcessGroup, taken: int) -> None:
-    """Let the watch, if there is one, compare this rank with others of a group that have taken as many steps.
+def compare_steps(owner: object, group: dist.ProcessGroup, taken: int) -> None:
+    """Let the watch, if there is one, compare how far the ranks of a group are.
 
     Of programs whose ranks call the same collectives, a rank that leaves out a step has called more by its next one.
     What differs is told on standard error, once; nothing waits for it, and nothing is ended.
+
+    Args:
+        owner: what takes the steps; ranks compare their first ones of a group with each other, then their second ones.
+        group: over which it has collectives.
+        taken: steps.
     """
     if _current is not None and _current.is_of_this_job:
         over, name = describe(group)
+        number, times = _compared.get(owner) or (next(_numbers[name]), 0)
+        _compared[owner] = number, times + 1
         over = "all ranks" if group == dist.group.WORLD else over or "their group"
-        _current.note(Steps(name, over, taken, calls_of(group)))
+        _current.note(Steps(f"{name}/{number}/{times}", over, taken, calls_of(group)))
+
+
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
+_compared: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
+"""The number of each owner among those of its group, and how often it was compared."""
 
 
 def start_watch(limit: float) -> Watch:

@@ -274,7 +274,7 @@ def _interrupted(folder: Path) -> str:
 
 def test_a_rank_that_leaves_early_is_named_in_time(tmp_path: Path) -> None:
     with Ranks(2) as ranks:
-        first, second = ranks.call(_interrupted, (tmp_path,), deadline=60, timeout=12)
+        first, second = ranks.call(_interrupted, (tmp_path,), deadline=60, timeout=6)
     for text in (first, second):
         assert "ranks [1] on" in text
         assert "KeyError: 'no such state'" in text

@@ -54,8 +54,8 @@ def _inspect_construction() -> None:
         groups = {key: dist.get_process_group_ranks(comm["group"]) for key, comm in module.tied_comms.items()}
         assert groups == tied
         assert [name for name in dir(grid) if name.startswith("get_sequence")] == []
-        # the world, DeepSpeed's copy of it, pipe, seq; the ends also share their tied layers
-        assert number_of_groups() == (5 if stage in (0, 3) else 4)
+        # the world, pipe, seq; the ends also share their tied layers
+        assert number_of_groups() == (4 if stage in (0, 3) else 3)
 
 
 def test_construction_patches_nothing_and_ties_first_and_last_stage(world: Worlds) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ds_topo import PipelineParallelGrid, initialize
 from ds_topo.engine.current_mpu import STEPS_BETWEEN
@@ -130,29 +131,33 @@ def test_an_environment_that_cannot_be_is_named(text: str, monkeypatch: pytest.M
         watch_limit(20.0)
 
 
-def _trains(leaves_out_a_step: bool) -> str:
-    engine_model = torch.nn.Linear(2, 1)
+def _train(leaves_out_a_step: bool, engines: int = 1) -> str:
     start_watch(30.0)
     config = settings(zero_optimization={"stage": 0}, gradient_accumulation_steps=1)
     told = io.StringIO()
     with PipelineParallelGrid("data=2") as grid, redirect_stderr(told):
-        engine, *_ = initialize(model=engine_model, config=config, mpu=grid)
+        trained = [initialize(model=nn.Linear(2, 1), config=config, mpu=grid)[0] for _ in range(engines)]
         for step in range(2 * STEPS_BETWEEN + 1):
-            engine.backward(engine(torch.ones(8, 2)).sum())
-            if not (leaves_out_a_step and dist.get_rank() == 1 and step == STEPS_BETWEEN // 2):
-                engine.step()
+            for engine in trained:
+                engine.backward(engine(torch.ones(8, 2)).sum())
+                if not (leaves_out_a_step and dist.get_rank() == 1 and step == STEPS_BETWEEN // 2):
+                    engine.step()
+                if engines > 1 and step == STEPS_BETWEEN + 1:
+                    engine.global_steps = 0  # as one that loads an earlier checkpoint has
         dist.barrier()
         time.sleep(2.5)  # until all have beaten
-        engine.destroy()
+        for engine in trained:
+            engine.destroy()
     start_watch(30.0).stop()
     return told.getvalue()
 
 
 def test_a_rank_that_leaves_out_a_step_without_our_reducer_is_named(world: Worlds) -> None:
-    told = "".join(world(2).run(_trains, True))
+    told = "".join(world(2).run(_train, True))
     assert told.count("ranks are at different steps") == 1
-    assert re.search(r"By its step 100,\n  rank \d \(data=\d\) on \S+ has called \d+ collectives of", told)
+    assert re.search(r"\n  rank \d \(data=\d\) on \S+ has called \d+ collectives of all ranks by its step 100,", told)
 
 
 def test_ranks_that_take_the_same_steps_are_not_told_of(world: Worlds) -> None:
-    assert "different steps" not in "".join(world(2).run(_trains, False))
+    assert "different steps" not in "".join(world(2).run(_train, False))
+    assert "different steps" not in "".join(world(2).run(_train, False, 2))
