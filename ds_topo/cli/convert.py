@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise CheckpointError('give either --topology, such as --topology "data=4", or --to torch')
     bounds = _bounds(arguments.stages)
     found = _checkpoint(arguments.source, arguments.tag)
-    import warnings
-
     warnings.filterwarnings("ignore", category=FutureWarning)
     with progress_of(True, "convert") as shown:
         shown.begin("planning")

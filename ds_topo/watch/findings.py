@@ -44,19 +44,6 @@ class Who:
 
 
 @dataclass(frozen=True)
-class Steps:
-    """What a rank has done when it has taken some number of steps."""
-
-    which: str
-    """The process group and the engine, and how often they have been compared: the same on all members."""
-    over: str
-    """What that group is over, for people."""
-    taken: int
-    calls: int
-    """So many collectives of the group."""
-
-
-@dataclass(frozen=True)
 class Finding:
     """Something that a rank has found out about another one, or itself."""
 
@@ -108,26 +95,6 @@ def message(findings: Iterable[Finding], world_size: int) -> str:
 def headline(world_size: int) -> str:
     """Of the message."""
     return f"ds_topo watch: a fault in a job of {world_size} ranks."
-
-
-def different(here: Who, other: Who, own: Steps, taken: int, calls: int) -> str:
-    """What is said of ranks that have called other numbers of collectives by the same step; it ends no job.
-
-    >>> print(different(Who(1, "a"), Who(0, "a"), Steps("g/0/1", "data", 100, 203), 100, 201))
-    ds_topo watch: ranks are at different steps:
-      rank 1 on a has called 203 collectives of data by its step 100,
-      rank 0 on a has called 201 by its step 100.
-    Whoever has called more has left out engine.step(), or its program calls others besides.
-    Replicas may differ: ds_topo.check_replicas(engine) compares them.
-    """
-    lines = [
-        "ds_topo watch: ranks are at different steps:",
-        f"  {here} has called {own.calls} collectives of {own.over} by its step {own.taken},",
-        f"  {other} has called {calls} by its step {taken}.",
-        "Whoever has called more has left out engine.step(), or its program calls others besides.",
-        "Replicas may differ: ds_topo.check_replicas(engine) compares them.",
-    ]
-    return "\n".join(lines)
 
 
 def blocked(waits: Sequence[tuple[int, str]]) -> str:

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,13 +28,12 @@ from ds_topo.watch.findings import (
     STOPPED,
     UNREACHABLE,
     Finding,
-    Steps,
     Who,
     blocked,
-    different,
     message,
     read,
 )
+from ds_topo.watch.steps import StepComparison, Steps
 from ds_topo.watch.witness import State, ask_all
 
 RUNS, HAS_ENDED, HAS_FAILED = "runs", "ended", "failed"
@@ -47,8 +45,6 @@ _WINDOW = 64
 """So many ranks behind a silent one are looked at, too: its whole host may be gone."""
 _CLOSURE = 256
 """So many ranks that wait for each other are looked at."""
-_KEPT_STEPS = 64
-"""So many comparisons stay in the store: ranks come to them at different beats."""
 _HASTE = 4
 """So many times faster beats come in an alarm."""
 ASK_AT = 0.75
@@ -146,10 +142,7 @@ class Heartbeat:
         self._has_reported = False
         self._inquiries = 0
         self._steps: queue.SimpleQueue[Steps] = queue.SimpleQueue()
-        self._compared: deque[str] = deque()
-        """Keys that this rank was the first to come to."""
-        self._differing: set[str] = set()
-        """What ranks are known to differ in."""
+        self._comparison = StepComparison(ring.rank, lambda which: ring.key("steps", which))
         self._to_report: queue.SimpleQueue[tuple[Finding, Sequence[int]]] = queue.SimpleQueue()
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds_topo watch: beats", daemon=True)
@@ -219,7 +212,8 @@ class Heartbeat:
         while not self._to_report.empty():
             self._tell(*self._to_report.get())
         while not self._steps.empty():
-            self._compare(self._steps.get())
+            if told := self._comparison.difference(self._store, self._steps.get(), self._known):
+                print(told, file=sys.stderr, flush=True)
         keys = [ring.key("beat", self._neighbor), ring.key("beat", 0), ring.key("alarm"), ring.key("verdict")]
         neighbor, first, alarm, verdict = get_several(self._store, keys)
         self.first_rank = Beat.read(first)
@@ -232,20 +226,6 @@ class Heartbeat:
                 self._consider_alarm(awake)
         self.asked_since = None
         return bool(alarm)
-
-    def _compare(self, own: Steps) -> None:
-        """Whoever has left out a step has called more collectives than others when it has taken as many."""
-        key = self._ring.key("steps", own.which)
-        said = self._store.compare_set(key, "", f"{self._ring.rank} {own.taken} {own.calls}")
-        rank, taken, calls = map(int, said.split())
-        if rank == self._ring.rank:
-            self._compared.append(key)
-            if len(self._compared) > _KEPT_STEPS:
-                self._store.delete_key(self._compared.popleft())
-        elif (taken, calls) != (own.taken, own.calls) and own.over not in self._differing:
-            self._differing.add(own.over)
-            here, other = self._who(self._ring.rank, self._own(Activity())), self._who(rank, self._beats([rank])[rank])
-            print(different(here, other, own, taken, calls), file=sys.stderr, flush=True)
 
     def _consider_neighbor(self, beat: Beat, awake: float, *, is_alarm: bool) -> None:
         ring, has_moved = self._ring, beat.number != self._heard
@@ -368,6 +348,9 @@ class Heartbeat:
         was = f"was, when last heard of, {beat.doing}"
         seen_by = self._who(self._ring.rank, own)
         return Finding(kind, self._who(rank, beat), what, was, seen_by, str(own.doing))
+
+    def _known(self, rank: int) -> Who:
+        return self._who(rank, self._beats([rank])[rank])
 
     def _who(self, rank: int, beat: Beat) -> Who:
         return Who(rank, json.loads(self._store.get(self._ring.key("who", rank)))["host"], beat.coordinate)

@@ -20,13 +20,10 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from itertools import count
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -36,17 +33,16 @@ from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.deadline import within
 from ds_topo.process_groups.torch_names import (
     abort_nccl,
-    calls_of,
     clone,
     default_store,
-    describe,
     job_timeout,
     served_at,
 )
 from ds_topo.watch.activity import OTHERWISE, Activity, Observer, first_line
-from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Steps, Who, headline
+from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Who, headline
 from ds_topo.watch.flight_record import save_flight_record
 from ds_topo.watch.heartbeat import ASK_AT, HAS_FAILED, WITNESS_SECONDS, Heartbeat, Ring, Verdict
+from ds_topo.watch.steps import StepCounts
 from ds_topo.watch.transport import bytes_moved, ports_towards, shut_down
 from ds_topo.watch.witness import State, Witness, address_towards, ask
 
@@ -137,6 +133,7 @@ class Watch:
         self._is_served_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._observer = Observer()
         self._looking = threading.Lock()
+        self._steps = StepCounts()
         self._local: Verdict | None = None
         self._is_told = self._has_spoken = self._is_ending = False
         self._stopped = threading.Event()
@@ -197,9 +194,9 @@ class Watch:
         """Whether it goes on, and ``torch.distributed`` is still what it began with."""
         return not self._stopped.is_set() and dist.is_initialized() and default_store() is self._job_store
 
-    def note(self, steps: Steps) -> None:
+    def note_steps(self, owner: object, group: dist.ProcessGroup, taken: int) -> None:
         """See :func:`compare_steps`."""
-        self._heart.note(steps)
+        self._heart.note(self._steps.next(owner, group, taken))
 
     def stop(self) -> None:
         """End it on this rank: others then know that it has ended. Idempotent."""
@@ -363,16 +360,7 @@ def compare_steps(owner: object, group: dist.ProcessGroup, taken: int) -> None:
         taken: steps.
     """
     if _current is not None and _current.is_of_this_job:
-        over, name = describe(group)
-        number, times = _compared.get(owner) or (next(_numbers[name]), 0)
-        _compared[owner] = number, times + 1
-        over = "all ranks" if group == dist.group.WORLD else over or "their group"
-        _current.note(Steps(f"{name}/{number}/{times}", over, taken, calls_of(group)))
-
-
-_numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
-_compared: WeakKeyDictionary[object, tuple[int, int]] = WeakKeyDictionary()
-"""The number of each owner among those of its group, and how often it was compared."""
+        _current.note_steps(owner, group, taken)
 
 
 def start_watch(limit: float) -> Watch:

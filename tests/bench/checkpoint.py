@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 
-from ds_topo import PipelineParallelGrid, checkpoint, initialize
+from ds_topo import PipelineParallelGrid, checkpoint
 from ds_topo.checkpoint_files.durable import flush
 from ds_topo.engine.checkpoint_saving import deepspeeds_part
+from tests.bench.linear_layers import engine_of_layers
 from tests.bench.sides import Times, alternate, ratios, table
 from tests.support.ranks import run_ranks
 
@@ -32,17 +32,7 @@ def measure(width: int, layers: int, zero: int, rounds: int, folder: Path) -> tu
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     with PipelineParallelGrid(f"data={dist.get_world_size()}") as grid:
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "steps_per_print": 10**9,
-            "zero_optimization": {"stage": zero},
-            "zero_allow_untested_optimizer": True,
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-        }
-        module = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
-        engine, *_ = initialize(model=module, config=config, mpu=grid)
-        engine.backward(engine(torch.ones(1, width)).sum())
-        engine.step()
+        engine = engine_of_layers(grid, width, layers, zero)
         theirs, flushed, ours = (folder / name for name in ("theirs", "flushed", "ours"))
 
         def save_theirs(where: Path) -> None:

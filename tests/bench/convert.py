@@ -21,12 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import deepspeed
-import torch
 import torch.distributed as dist
 
-from ds_topo import PipelineParallelGrid, checkpoint, initialize
+from ds_topo import PipelineParallelGrid, checkpoint
 from ds_topo.checkpoint_files.durable import flush
 from ds_topo.checkpoint_files.wholeness import digest_of
+from tests.bench.linear_layers import engine_of_layers
 from tests.support.ranks import run_ranks
 
 TAG = "saved"
@@ -37,17 +37,7 @@ def save(width: int, layers: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     with PipelineParallelGrid(f"data={dist.get_world_size()}") as grid:
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "steps_per_print": 10**9,
-            "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
-            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-        }
-        module = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
-        engine, *_ = initialize(model=module, config=config, mpu=grid)
-        engine.backward(engine(torch.ones(1, width)).sum())
-        engine.step()
+        engine = engine_of_layers(grid, width, layers, 1)
         checkpoint.save(engine, folder, TAG)
         engine.destroy()
 

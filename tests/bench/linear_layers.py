@@ -1,0 +1,25 @@
+"""An engine of equal linear layers that has taken a step: its checkpoints have as many bytes as is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ds_topo import PipelineParallelGrid, initialize
+
+
+def engine_of_layers(grid: PipelineParallelGrid, width: int, layers: int, zero: int) -> Any:
+    """With Adam, in fp32: 16 bytes and more for each of ``layers * width ** 2`` weights."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    module = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+    engine, *_ = initialize(model=module, config=config, mpu=grid)
+    engine.backward(engine(torch.ones(1, width)).sum())
+    engine.step()
+    return engine
