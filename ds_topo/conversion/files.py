@@ -16,7 +16,8 @@ from ds_topo.conversion.model import Parameter
 from ds_topo.conversion.optimizer_files import OptimizerWriter
 from ds_topo.conversion.partitions import PartitionedGroup
 from ds_topo.conversion.reading import WEIGHT, Source, name_of_expert, name_of_optimizer, name_of_partition
-from ds_topo.conversion.target import Target, prefix_of_layer
+from ds_topo.conversion.stages import prefix_of_layer
+from ds_topo.conversion.target import Target
 from ds_topo.engine.saved_types import DEEPSPEED_VERSION
 from ds_topo.topology.process_topology import ProcessTopology
 

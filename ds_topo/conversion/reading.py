@@ -20,8 +20,8 @@ from ds_topo.checkpoint_files.manifest import SavedLayout
 from ds_topo.conversion.experts import ExpertPlaces, Place, expert_of, head_of, places_in
 from ds_topo.conversion.model import Parameter, SavedModel
 from ds_topo.conversion.slices import cut, joined
+from ds_topo.conversion.stages import prefix_of_layer
 from ds_topo.conversion.states import MASTER, Flat, Partitioned, States, Whole
-from ds_topo.conversion.target import prefix_of_layer
 from ds_topo.engine.safe_reading import ALLOWED
 from ds_topo.errors import DamagedCheckpointError
 

@@ -10,8 +10,8 @@ from itertools import pairwise
 from ds_topo.checkpoint_files.manifest import SavedExperts, SavedLayout
 from ds_topo.checkpoint_files.structure import SavedStructure
 from ds_topo.conversion.experts import ExpertPlaces, Place, are_experts, dealt_anew, head_of, origins_of, places_in
-from ds_topo.conversion.model import TIED, SavedModel, require_splits, slices_of
-from ds_topo.engine.saved_types import stage_bounds
+from ds_topo.conversion.model import SavedModel, require_splits, slices_of
+from ds_topo.conversion.stages import bounds_of, names_of_stage
 from ds_topo.errors import CheckpointLayoutError, TopologyError, abridged, listed
 from ds_topo.topology.process_topology import ProcessTopology
 
@@ -84,7 +84,7 @@ def target_of(
     sizes, groups_of_experts = _sizes_of_experts(model, experts)
     structure = replace(
         model.structure,
-        bounds=_bounds(model, slices, stages, method, bounds),
+        bounds=bounds_of(model, slices, stages, method, bounds),
         method=method or model.structure.method,
         experts=sizes,
     )
@@ -100,7 +100,7 @@ def target_of(
         groups_of_experts,
     )
     _require_experts(model, layout, structure)
-    names = tuple(tuple(_names(structure, list(model.parameters), place)) for place in range(stages))
+    names = tuple(tuple(names_of_stage(structure, list(model.parameters), place)) for place in range(stages))
     structure = replace(structure, groups=_groups(model, structure, slices, names))
     return _checked(model, Target(layout, structure, slices, names, ()))
 
@@ -120,7 +120,7 @@ def target_like(model: SavedModel, layout: SavedLayout, structure: SavedStructur
             f"{len(structure.layers)}"
         )
     stages = layout.model_ranks // slices
-    names = tuple(tuple(_names(structure, list(model.parameters), place)) for place in range(stages))
+    names = tuple(tuple(names_of_stage(structure, list(model.parameters), place)) for place in range(stages))
     if structure.experts.keys() != model.structure.experts.keys():
         raise CheckpointLayoutError(
             f"the checkpoint has experts {listed(sorted(model.structure.experts), 2)}, and this job "
@@ -205,86 +205,7 @@ def _require_experts(model: SavedModel, layout: SavedLayout, structure: SavedStr
         )
 
 
-# -- what each stage holds ---------------------------------------------------------------------------------------------
-
-
-def _bounds(model: SavedModel, slices: int, stages: int, method: str | None, given: Sequence[int]) -> tuple[int, ...]:
-    layers = model.structure.layers
-    if not model.layout.is_pipeline:
-        if stages > 1:
-            raise CheckpointLayoutError(
-                f"pipe={stages}: the checkpoint is of a plain engine, whose model has no layers to share out; pipe=1 "
-                "would do, or a checkpoint of a PipelineModule"
-            )
-        return ()
-    if stages > len(layers):
-        raise CheckpointLayoutError(f"pipe={stages}: the pipeline has {len(layers)} layers, and each stage needs one")
-    if given:
-        return _checked_bounds(given, stages, len(layers))
-    saved = model.structure
-    if method is None and stages == len(saved.bounds) - 1 and slices == model.slices:
-        return saved.bounds
-    kinds = [layer.kind for layer in layers]
-    weights = _weights(model, slices)
-    for name in [method or saved.method] if method or saved.method else ["parameters", "uniform"]:
-        try:
-            own = stage_bounds(name, _weights(model, model.slices), kinds, len(saved.bounds) - 1)
-            if method is None and own != saved.bounds:
-                continue
-            return stage_bounds(name, weights, kinds, stages)
-        except ValueError as error:
-            raise CheckpointLayoutError(f"partition_method={error}") from None
-    raise CheckpointLayoutError(
-        f"the pipeline's stages begin with layers {list(saved.bounds[:-1])}, which is not what "
-        f"partition_method={saved.method or 'parameters'!r} gives: say where the {stages} stages are to begin"
-    )
-
-
-def _checked_bounds(given: Sequence[int], stages: int, layers: int) -> tuple[int, ...]:
-    bounds = tuple(given)
-    rising = all(one < other for one, other in pairwise(bounds))
-    if len(bounds) != stages + 1 or bounds[0] != 0 or bounds[-1] != layers or not rising:
-        raise TopologyError(
-            f"stages={list(bounds)}: give {stages + 1} rising numbers of layers, from 0 to {layers}: where each of the "
-            f"{stages} stages begins, and the end"
-        )
-    return bounds
-
-
-def _weights(model: SavedModel, slices: int) -> list[int]:
-    """Elements that are trained, of each layer; what is tied counts in each of its layers."""
-    return [
-        sum(
-            one.numel_of_slice(slices)
-            for name in names_of_layer(model.structure, number, list(model.parameters))
-            if (one := model.parameters[name]).is_trained
-        )
-        for number in range(len(model.structure.layers))
-    ]
-
-
-def names_of_layer(structure: SavedStructure, number: int, names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that a layer of a pipeline holds, in their order."""
-    prefix = prefix_of_layer(structure, number)
-    return [name for name in names if name.startswith(prefix)]
-
-
-def prefix_of_layer(structure: SavedStructure, number: int) -> str:
-    """How the names of a layer's parameters begin in the whole pipeline."""
-    tied = structure.layers[number].tied
-    return f"{TIED}{tied}." if tied else f"{number}."
-
-
-def _names(structure: SavedStructure, names: Sequence[str], stage: int) -> Iterator[str]:
-    """A stage's parameters in its module's order: first what is tied, as DeepSpeed registers it."""
-    if not structure.layers:
-        yield from names
-        return
-    own = range(structure.bounds[stage], structure.bounds[stage + 1])
-    tied = [number for number in own if structure.layers[number].tied]
-    rest = [number for number in own if not structure.layers[number].tied]
-    for prefix in dict.fromkeys(prefix_of_layer(structure, number) for number in (*tied, *rest)):
-        yield from (name for name in names if name.startswith(prefix))
+# -- groups of the optimizer ------------------------------------------------------------------------------------------
 
 
 def _groups(
@@ -298,7 +219,7 @@ def _groups(
     if not structure.layers or structure.bounds == saved.bounds:
         return saved.groups
     for stage, groups in enumerate(saved.groups):
-        order = {name: place for place, name in enumerate(_names(saved, list(model.parameters), stage))}
+        order = {name: place for place, name in enumerate(names_of_stage(saved, list(model.parameters), stage))}
         for number, group in enumerate(groups):
             if (found := next(_out_of_order(group, order), None)) is not None:
                 raise CheckpointLayoutError(
