@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ds_topo.checkpoint_files.manifest import BF16_OPTIMIZER
 from ds_topo.conversion.content import Piece, Region
 from ds_topo.conversion.experts import Place, head_of
 from ds_topo.conversion.partitions import FlatGroup, PartitionedGroup, Span, in_sub_groups
@@ -97,7 +98,7 @@ class OptimizerWriter:
 
     def _flat_groups(self, place: Place) -> list[FlatGroup]:
         """ZeRO 1 and 2."""
-        options = self._zero_options()
+        options = {} if self._is_bf16 else self._zero_options()
         aligned = bool(options.get("parameter_alignment", False))
         found = []
         for local in self.target.structure.groups[place.model_rank // self.target.slices]:
@@ -149,17 +150,18 @@ class OptimizerWriter:
     def _scaling(self) -> dict[str, Any]:
         """How losses are scaled, and gradients clipped, where it was saved."""
         kept = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-        if not self.source.layout.zero_stage:
-            return {"loss_scaler": no_loss_scale(), "dynamic_loss_scale": False, "overflow": False}
-        saved = self.source.optimizer_file(Place(0, 0))["optimizer_state_dict"]
-        return {key: saved[key] for key in kept if key in saved}
+        saved: dict[str, Any] = {}
+        if self.source.layout.has_partitions:
+            saved = self.source.optimizer_file(Place(0, 0))["optimizer_state_dict"]
+        unscaled = {"loss_scaler": no_loss_scale(), "dynamic_loss_scale": False, "overflow": False}
+        return {**unscaled, **{key: saved[key] for key in kept if key in saved}}
 
     def _of_vectors(self, place: Place) -> dict[str, Any]:
         groups, hyperparameters = self._flat_groups(place), self._hyperparameters()
         own = [self._number_of_partition(group, place) for group in groups]
         spans = [group.spans(number) for group, number in zip(groups, own, strict=True)]
         sizes = [group.partition_numel for group in groups]
-        paddings = [group.padding(number) for group, number in zip(groups, own, strict=True)]
+        paddings, lengths = zip(*map(self._padding, groups, own), strict=True)
         part = place.model_rank % self.target.slices
         return {
             "base_optimizer_state": {
@@ -167,11 +169,10 @@ class OptimizerWriter:
                 "param_groups": [{**one, "params": [number]} for number, one in enumerate(hyperparameters)],
             },
             "single_partition_of_fp32_groups": [
-                _region(size - padding, held, MASTER, part)
-                for size, padding, held in zip(sizes, paddings, spans, strict=True)
+                _region(length, held, MASTER, part) for length, held in zip(lengths, spans, strict=True)
             ],
             "zero_stage": zero_stage(self.target.layout.zero_stage),
-            "group_paddings": paddings,
+            "group_paddings": list(paddings),
             "param_alignment_paddings": [list(group.paddings) for group in groups],
             "partition_count": [group.replicas for group in groups],
             "ds_version": DEEPSPEED_VERSION,
@@ -182,6 +183,17 @@ class OptimizerWriter:
                 for held in spans
             ],
         }
+
+    def _padding(self, group: FlatGroup, number: int) -> tuple[int, int]:
+        """What is told of a partition's padding, and how much of its master weights is saved."""
+        if not self._is_bf16:
+            return group.padding(number), group.partition_numel - group.padding(number)
+        is_last = number == group.replicas - 1
+        return group.partition_numel * group.replicas - group.numel if is_last else 0, group.partition_numel
+
+    @property
+    def _is_bf16(self) -> bool:
+        return self.target.layout.optimizer == BF16_OPTIMIZER
 
     def _number_of_partition(self, group: FlatGroup, place: Place) -> int:
         head = head_of(next(iter(group.numels)))

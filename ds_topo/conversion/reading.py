@@ -99,7 +99,7 @@ class Source:
         with self._lock:
             if holders not in self._known_states:
                 kinds: dict[int, Callable[[Source, tuple[Place, ...]], States]]
-                kinds = {0: Whole, 1: Flat, 2: Flat, 3: Partitioned}
+                kinds = {0: Flat if self.layout.has_partitions else Whole, 1: Flat, 2: Flat, 3: Partitioned}
                 self._known_states[holders] = kinds[self.layout.zero_stage](self, holders)
             return self._known_states[holders]
 
@@ -119,7 +119,7 @@ class Source:
         return places.holders[model_rank, self.model.part_of(parameter.name, self.model.structure)]
 
     def _part(self, model_rank: int, parameter: Parameter, key: str) -> torch.Tensor:
-        if key == WEIGHT or (key == MASTER and not self.layout.zero_stage):
+        if key == WEIGHT or (key == MASTER and not self.layout.has_partitions):
             return self._weight(model_rank, parameter)
         own = self.model.local_name(parameter.name, self.model.structure)
         found = self._states(self._holders(model_rank, parameter)).of(own, key)

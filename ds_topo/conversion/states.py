@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from ds_topo.checkpoint_files.manifest import BF16_OPTIMIZER
 from ds_topo.conversion.experts import Place
 from ds_topo.conversion.partitions import PartitionedGroup
 from ds_topo.errors import CheckpointLayoutError, abridged
@@ -110,6 +111,7 @@ class Flat:
 
     def __init__(self, source: Source, holders: tuple[Place, ...]) -> None:
         self._replicas = [source.optimizer_file(place)["optimizer_state_dict"] for place in holders]
+        self._are_padded = source.layout.optimizer == BF16_OPTIMIZER
         base = self._replicas[0]["base_optimizer_state"]
         if not isinstance(base, dict):
             raise CheckpointLayoutError(
@@ -127,7 +129,9 @@ class Flat:
 
     def of_group(self, group: int) -> dict[str, Any]:
         first = self._replicas[0]
-        numel = first["single_partition_of_fp32_groups"][group].numel() + first["group_paddings"][group]
+        numel = first["single_partition_of_fp32_groups"][group].numel()
+        if not self._are_padded:
+            numel += first["group_paddings"][group]
         return _of_group(self._state(first, group), numel, group)
 
     def _state(self, replica: Mapping[str, Any], group: int) -> dict[str, Any]:

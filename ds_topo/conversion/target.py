@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from ds_topo.checkpoint_files.manifest import SavedExperts, SavedLayout
+from ds_topo.checkpoint_files.manifest import BF16_OPTIMIZER, SavedExperts, SavedLayout
 from ds_topo.checkpoint_files.structure import SavedStructure
 from ds_topo.conversion.experts import ExpertPlaces, Place, are_experts, dealt_anew, head_of, origins_of, places_in
 from ds_topo.conversion.model import SavedModel, require_splits, slices_of
@@ -94,7 +94,7 @@ def target_of(
         stages * slices,
         topology.world_size() // (stages * slices),
         stage,
-        _OPTIMIZERS.get(stage, structure.optimizer),
+        _optimizer_of(model, stage),
         model.layout.precision,
         model.layout.is_pipeline,
         groups_of_experts,
@@ -136,6 +136,13 @@ def _require_reachable(model: SavedModel, zero: int, wanted: SavedLayout | None 
         raise CheckpointLayoutError(f"the checkpoint of {saved} cannot be converted: {problem}")
 
 
+def _optimizer_of(model: SavedModel, stage: int) -> str | None:
+    """The class of DeepSpeed's optimizer at a stage of ZeRO, with the data types that gradients are summed in."""
+    if stage == model.layout.zero_stage == 1:
+        return model.layout.optimizer
+    return _OPTIMIZERS.get(stage, model.structure.optimizer)
+
+
 def _problems(model: SavedModel, saved: SavedLayout, zero: int, wanted: SavedLayout | None) -> Iterator[str]:
     own = model.structure.optimizer
     if zero not in STAGES_OF_ZERO:
@@ -146,10 +153,10 @@ def _problems(model: SavedModel, saved: SavedLayout, zero: int, wanted: SavedLay
         yield f"ZeRO {zero} with experts: DeepSpeed's MoE goes with ZeRO 0, 1 and 2"
     if saved.is_pipeline and zero > 1:
         yield f"ZeRO {zero} with a PipelineModule: DeepSpeed's pipelines go with ZeRO 0 and 1"
-    if saved.precision != "fp32" and 0 in (zero, saved.zero_stage):
+    if saved.precision != "fp32" and (zero == 0 or not saved.has_partitions):
         yield f"ZeRO 0 in {saved.precision}, where DeepSpeed keeps the states of {saved.optimizer}; use ZeRO 1, 2 or 3"
     known = _OPTIMIZERS.get(saved.zero_stage, own)
-    if saved.optimizer != known:
+    if saved.optimizer != known and not (saved.optimizer == BF16_OPTIMIZER and saved.zero_stage < 2):
         yield f"{saved.optimizer} at ZeRO {saved.zero_stage} saves in a way that is not known; {known} is"
     if wanted is None:
         return
@@ -158,8 +165,9 @@ def _problems(model: SavedModel, saved: SavedLayout, zero: int, wanted: SavedLay
         yield f"{kinds[saved.is_pipeline]} became {kinds[wanted.is_pipeline]}, whose parameters have other names"
     if wanted.precision != saved.precision:
         yield f"{saved.precision} became {wanted.precision}"
-    if wanted.optimizer != (expected := _OPTIMIZERS.get(zero, own)):
-        yield f"{expected} is expected at ZeRO {zero}, and this job has {wanted.optimizer}"
+    expected = [_OPTIMIZERS.get(zero, own), *([BF16_OPTIMIZER] if zero == 1 and saved.precision == "bf16" else [])]
+    if wanted.optimizer not in expected:
+        yield f"{' or '.join(map(str, expected))} is expected at ZeRO {zero}, and this job has {wanted.optimizer}"
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
@@ -262,7 +270,7 @@ def _checked(model: SavedModel, target: Target) -> Target:
         raise CheckpointLayoutError(f"no stage of the target has {listed(missing, 3)}")
     frozen = [name for name in saved if not model.parameters[name].is_trained]
     resting = [name for name, one in model.parameters.items() if not one.is_trained]
-    if resting and (target.layout.zero_stage == 0) != (model.layout.zero_stage == 0):
+    if resting and target.layout.has_partitions != model.layout.has_partitions:
         raise CheckpointLayoutError(
             f"{listed(frozen or resting, 3)} are not trained, and ZeRO leaves such parameters out of the groups that "
             f"optimizers have without it: ZeRO {model.layout.zero_stage} cannot become ZeRO {target.layout.zero_stage}"
