@@ -179,7 +179,7 @@ def _convert(conversion: Conversion, meeting: Meeting) -> None:
         meeting.all_or_none(done, failure)
         return result
 
-    meeting.decided("begin", conversion.begin)
+    meeting.decided("begin", lambda: conversion.begin(size))
     step("room was made", lambda: conversion.make_room(rank, size))
     step("parameters were copied", lambda: conversion.fill(rank, size))
     files: list[SavedFile] = step("files were flushed", lambda: conversion.finished(rank, size))
