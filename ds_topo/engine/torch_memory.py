@@ -72,7 +72,8 @@ def trained(engine: DeepSpeedEngine) -> list[Trained]:
         CheckpointError: the optimizer keeps its states elsewhere.
     """
     optimizer: Any = engine.optimizer
-    if inner_optimizer(engine) is None:
+    inner = inner_optimizer(engine)
+    if inner is None:
         return []
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         return list(_of_zero_3(optimizer))
@@ -84,8 +85,8 @@ def trained(engine: DeepSpeedEngine) -> list[Trained]:
         return list(_of_flat_groups(optimizer.fp16_groups, optimizer.fp32_groups_flat))
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         return list(_of_copies(optimizer.fp16_groups, optimizer.fp32_groups))
-    if optimizer is inner_optimizer(engine):
-        groups = [list(group["params"]) for group in optimizer.param_groups]
+    if optimizer is inner:
+        groups = [list(group["params"]) for group in inner.param_groups]
         return list(_of_copies(groups, groups))
     raise CheckpointError(
         f"{type(optimizer).__name__}: where it has master weights and optimizer states is not known. Save for torch "

@@ -54,7 +54,7 @@ class PartOfTensor(torch.Tensor):
         self.boxes, self.is_written = dict(boxes), is_written
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PartOfTensor({list(self.shape)}, {len(self.boxes)} boxes here)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
