@@ -38,8 +38,8 @@ class Described:
     """All names of a weight that has several, by each of them."""
     states: dict[str, dict[str, torch.Tensor]]
     """Optimizer states of this rank; numbers are copies."""
-    numbers: dict[tuple[str, str], tuple[torch.Tensor, str]]
-    """Of each state that is a number, the tensor that the optimizer steps on, and the key."""
+    numbers: dict[tuple[str, str], torch.Tensor]
+    """By parameter and key, of each state that is a number, the tensor that the optimizer steps on."""
     groups: list[dict[str, Any]]
     """Hyperparameters, with the names of the parameters of this stage."""
     trained: list[Trained]
@@ -107,7 +107,7 @@ def _add_states(result: Described, builder: _Tensors, one: Named, master: Traine
         else:
             number = value.detach().clone() if torch.is_tensor(value) else torch.tensor(float(value))
             own[key] = number.reshape(())
-            result.numbers[name, key] = (master.master, key)
+            result.numbers[name, key] = master.master
     if own:
         result.states[name] = own
 

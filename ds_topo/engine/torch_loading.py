@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from ds_topo.engine.checkpoint_meeting import Meeting
 from ds_topo.engine.torch_description import Described, described
 from ds_topo.engine.torch_naming import Rename
-from ds_topo.engine.torch_taking_over import take_over
+from ds_topo.engine.torch_taking_over import Numbers, numbers_of, take_over
 from ds_topo.errors import CheckpointError, CheckpointModelError, DamagedCheckpointError, MissingCheckpointError, listed
 from ds_topo.torch_checkpoint.keys import PARAMS, Keys
 
@@ -73,16 +73,37 @@ def load_torch(
     meeting = Meeting.begin(f"loading {folder}", options)
     reader = storage_reader or FileSystemReader(folder)
     request = _Request(found, meeting, reader, str(folder), model, optimizer, load_optimizer_states)
-    values = request.everything()
-    failure: Exception | None = None
+    values = request.values()
+    _read(values, reader, folder)
+    numbers = _agreed(meeting, lambda: numbers_of(found, request.numbers(values)))
+    _read(request.tensors(), reader, folder)
+    take_over(engine, found, numbers, request.keys.groups(values), values.get(request.keys.progress))
+
+
+def _read(values: dict[str, Any], reader: StorageReader, folder: str | PathLike[str]) -> None:
     try:
         load(values, storage_reader=reader)
-    except CheckpointException as error:  # no Exception, and every rank has it
-        failure = CheckpointError(f"torch could not read {folder}: {' '.join(str(error).split())[-500:]}")
-    meeting.all_or_none("loaded", failure)
-    numbers = {place: values[key] for place, key in request.keys_of_numbers().items()}
-    groups = request.keys.groups(values, request.names) if load_optimizer_states else []
-    take_over(engine, found, numbers, groups, values.get(request.keys.progress) if load_optimizer_states else None)
+    except CheckpointException as error:  # no Exception; every rank has it
+        raise CheckpointError(f"torch could not read {folder}: {' '.join(str(error).split())[-500:]}") from error
+
+
+def _agreed(meeting: Meeting, find: Callable[[], Numbers]) -> Numbers:
+    """What every rank finds for itself; or an error on all of them."""
+    failure: Exception | None = None
+    found: Numbers = {}
+    try:
+        found = find()
+    except CheckpointModelError as error:
+        failure = error
+    meeting.post("numbers", "" if failure is None else str(failure))
+    meeting.all_or_none("numbers are known", None)
+
+    def judge() -> None:
+        if problem := next(filter(None, meeting.posted("numbers")), ""):
+            raise CheckpointModelError(problem)
+
+    meeting.decided("verdict on numbers", judge)
+    return found
 
 
 class _Request:
@@ -99,7 +120,6 @@ class _Request:
         has_states: bool,
     ) -> None:
         self._found, self._folder, self._has_states = found, folder, has_states
-        self.names = [name for group in found.groups for name in group[PARAMS]]
         self._there: Mapping[str, Any] = {}
         share: dict[str, Any] = {"names": sorted(found.weights), "missing": "", "damaged": "", "model": ""}
         try:
@@ -115,22 +135,30 @@ class _Request:
         meeting.all_or_none("the metadata was read", None)
         meeting.decided("verdict", lambda: self._judge(meeting.posted("found")))
 
-    def everything(self) -> dict[str, Any]:
-        """By key, the memory that is to be read into; values that are none are filled in."""
-        request: dict[str, Any] = {
-            key: value for name, value in self._found.weights.items() if (key := self.keys.weight(name)) in self._there
-        }
-        if self._has_states:
-            for name, states in self._found.states.items():
-                request.update((self.keys.state(name, key), value) for key, value in states.items())
-            for key in (*self.keys_of_numbers().values(), *self.keys.hyperparameters(self._there, self.names)):
-                request[key] = self._placeholder(key)
-            if self.keys.progress in self._there:
-                request[self.keys.progress] = None
-        return request
+    def tensors(self) -> dict[str, Any]:
+        """By key, the memory that is to be read into."""
+        weights = ((self.keys.weight(name), value) for name, value in self._found.weights.items())
+        result = {key: value for key, value in weights if key in self._there}
+        for name, states in self._found.states.items() if self._has_states else ():
+            for key, value in states.items():
+                if (name, key) not in self._found.numbers:
+                    result[self.keys.state(name, key)] = value
+        return result
 
-    def keys_of_numbers(self) -> dict[tuple[str, str], str]:
-        """Of states that are one number for a parameter."""
+    def values(self) -> dict[str, Any]:
+        """By key, everything that is small: numbers, hyperparameters, progress; to be filled in."""
+        if not self._has_states:
+            return {}
+        names = [name for group in self._found.groups for name in group[PARAMS]]
+        keys = [*self._keys_of_numbers().values(), *self.keys.hyperparameters(self._there, names)]
+        keys += [self.keys.progress] if self.keys.progress in self._there else []
+        return {key: self._placeholder(key) for key in keys}
+
+    def numbers(self, values: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
+        """Those of the values that are states, by parameter and key."""
+        return {place: values[key] for place, key in self._keys_of_numbers().items()}
+
+    def _keys_of_numbers(self) -> dict[tuple[str, str], str]:
         if not self._has_states:
             return {}
         return {(name, key): self.keys.state(name, key) for name, key in self._found.numbers}

@@ -86,6 +86,7 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
             )
         )
     _require_different(result)
+    _require_declared_experts(result, experts, slices)
     return result
 
 
@@ -152,6 +153,15 @@ def _expert_layers(module: nn.Module) -> Iterator[tuple[str, MoE]]:
     for name, layer in module.named_modules():
         if isinstance(layer, MoE):
             yield f"{name}." if name else "", layer
+
+
+def _require_declared_experts(found: list[Named], experts: Mapping[str, MoE], slices: int) -> None:
+    split = [layer for layer in experts.values() if layer.enable_expert_tensor_parallelism]
+    if slices > 1 and split and not any(one.is_expert and one.slice.dim is not None for one in found):
+        raise CheckpointLayoutError(
+            "experts are split over slices (enable_expert_tensor_parallelism) and none of their parameters says along "
+            "which dimension: set partition_dim on them where they are made, as Megatron's layers do"
+        )
 
 
 def _place_of_experts(layer: MoE) -> int:

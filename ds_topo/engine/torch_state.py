@@ -15,7 +15,7 @@ from ds_topo.engine.mpu import MpuGrid
 from ds_topo.engine.torch_description import described
 from ds_topo.engine.torch_naming import Rename
 from ds_topo.engine.torch_progress import progress_of
-from ds_topo.engine.torch_taking_over import take_over
+from ds_topo.engine.torch_taking_over import numbers_of, take_over
 from ds_topo.topology.axes import PIPE
 from ds_topo.torch_checkpoint.keys import GROUPS, MODEL, OPTIM, PARAMS, PROGRESS, STATE, in_groups
 
@@ -71,12 +71,12 @@ class TorchState:
         optim = state_dict[OPTIM]
         found = described(self.engine, self.rename, "loaded")
         if not self.is_flat:
-            numbers = {(name, key): value for name, one in optim[STATE].items() for key, value in one.items()}
+            saved = {(name, key): value for name, one in optim[STATE].items() for key, value in one.items()}
             groups = list(optim[GROUPS])
         else:
-            numbers = {(name, key): optim.get(f"{STATE}.{name}.{key}") for name, key in found.numbers}
+            saved = {(name, key): optim.get(f"{STATE}.{name}.{key}") for name, key in found.numbers}
             groups = found.groups_from({key: value for key, value in optim.items() if key.startswith(f"{GROUPS}.")})
-        take_over(self.engine, found, numbers, groups, state_dict.get(PROGRESS))
+        take_over(self.engine, found, numbers_of(found, saved), groups, state_dict.get(PROGRESS))
 
 
 def _of_all_stages(engine: DeepSpeedEngine, groups: list[dict[str, Any]], *, gathers: bool) -> list[dict[str, Any]]:

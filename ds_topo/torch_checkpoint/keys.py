@@ -76,7 +76,7 @@ class Keys:
             if key.startswith(before) and (self.is_by_group or key.startswith(wanted)):
                 yield key
 
-    def groups(self, values: Mapping[str, Any], names: Collection[str]) -> list[dict[str, Any]]:
+    def groups(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Hyperparameters, with the names of the parameters that have them, from the values of all those keys."""
         before = f"{_below(self.optimizer)}{GROUPS}."
         groups: dict[str, dict[str, Any]] = {}
