@@ -21,6 +21,8 @@ NAME = "manifest.json"
 """Inside the folder of a checkpoint."""
 FORMAT, VERSION = "ds_topo checkpoint", 1
 _DIGEST = "sha256"
+BF16_OPTIMIZER = "BF16_Optimizer"
+"""DeepSpeed's, of bf16 with sums of gradients in fp32: it partitions, at ZeRO 0, too."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ class SavedLayout:
     """Whether our reducer kept ZeRO's partitions in its balanced layout; the files are in DeepSpeed's in any case."""
     first_rank: int = 0
     """The global rank of the topology's rank 0."""
+
+    @property
+    def has_partitions(self) -> bool:
+        """Whether replicas share out the optimizer's states."""
+        return self.zero_stage > 0 or self.optimizer == BF16_OPTIMIZER
 
     def degrees(self) -> dict[str, int]:
         """The axes above 1, outermost first; empty where the topology is not known.

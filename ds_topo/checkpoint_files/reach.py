@@ -49,14 +49,10 @@ def _differences(saved: SavedLayout, now: SavedLayout, wanted: Wanted) -> Iterat
         yield f"{saved.optimizer} at ZeRO {saved.zero_stage} became {now.optimizer} at ZeRO {now.zero_stage}"
     if partitions_parameters and saved.zero_stage != now.zero_stage:
         yield f"ZeRO {saved.zero_stage} became ZeRO {now.zero_stage}: stage 3 partitions parameters, too"
-    has_partitions = wanted.optimizer_states and bool(saved.zero_stage or _is_partitioned(saved))
+    has_partitions = wanted.optimizer_states and saved.has_partitions
     if saved.replicas != now.replicas and (has_partitions or partitions_parameters):
         yield f"{saved.replicas} replicas became {now.replicas}: ZeRO's partitions are one for each replica"
     yield from _differences_of_experts(saved, now, wanted)
-
-
-def _is_partitioned(layout: SavedLayout) -> bool:
-    return layout.optimizer == "BF16_Optimizer"
 
 
 def _differences_of_experts(saved: SavedLayout, now: SavedLayout, wanted: Wanted) -> Iterator[str]:

@@ -8,7 +8,7 @@ values.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -51,6 +51,8 @@ class SavedStructure:
     """The first layer of every stage, and the number of layers."""
     method: str = ""
     """The pipeline's ``partition_method``, where it is known."""
+    experts: Mapping[str, int] = field(default_factory=dict)
+    """Among how many ranks each layer deals its experts, by how their names begin (``...deepspeed_experts``)."""
 
 
 def structure_from(content: Mapping[str, Any] | None) -> SavedStructure | None:
@@ -72,6 +74,7 @@ def structure_from(content: Mapping[str, Any] | None) -> SavedStructure | None:
         tuple(SavedLayer(**layer) for layer in content["layers"]),
         tuple(content["bounds"]),
         content["method"],
+        {head: int(size) for head, size in content.get("experts", {}).items()},
     )
 
 
@@ -81,13 +84,16 @@ def merged_structures(stages: Iterable[SavedStructure]) -> SavedStructure:
     A copy of a tied parameter on a later stage adds nothing to what the first stage says of it.
     """
     found = list(stages)
-    first = found[0]
     splits: dict[str, SavedSplit] = {}
     for one in found:
         splits.update((name, split) for name, split in one.splits.items() if name not in splits)
     undeclared = {name: None for one in found for name in one.undeclared if name not in splits}
     aliases = {alias: name for one in found for alias, name in one.aliases.items()}
-    groups = tuple(stage for one in found for stage in one.groups)
-    return SavedStructure(
-        first.optimizer, groups, splits, tuple(undeclared), aliases, first.layers, first.bounds, first.method
+    return replace(
+        found[0],
+        groups=tuple(stage for one in found for stage in one.groups),
+        splits=splits,
+        undeclared=tuple(undeclared),
+        aliases=aliases,
+        experts={head: size for one in found for head, size in one.experts.items()},
     )

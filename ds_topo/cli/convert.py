@@ -15,6 +15,7 @@ from ds_topo.errors import CheckpointError, MissingCheckpointError, listed
 _EXAMPLES = """examples:
   ds-topo convert runs/gpt runs/gpt8 --topology "pipe=2,data=4"
   ds-topo convert runs/gpt/global_step100 runs/plain --topology "data=8" --zero 3
+  ds-topo convert runs/moe runs/moe4 --topology "data=8" --experts 4
   ds-topo convert runs/gpt weights.pt --to torch
 """
 
@@ -36,6 +37,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("to", metavar="TO", type=Path, help="folder of checkpoints for the new one; a file with --to")
     parser.add_argument("--topology", help='the new one, with all degrees, such as "pipe=2,data=4"')
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="stage of ZeRO; as it was by default")
+    parser.add_argument(
+        "--experts", metavar="SIZE", type=int, help="ranks among which each layer deals its experts; as it was"
+    )
     parser.add_argument("--tag", help="which checkpoint of FROM, if that is a folder of several")
     parser.add_argument("--new-tag", help="of the new one; the same by default")
     parser.add_argument("--partition-method", help="of the pipeline: parameters, uniform or type:...; as it was")
@@ -79,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
                 tag=arguments.new_tag,
                 method=arguments.partition_method,
                 bounds=bounds,
+                experts=arguments.experts,
                 progress=progress,
             )
     print(path)

@@ -2,12 +2,15 @@
 
 ===============  =====================================================================================================
 ``model``        a saved model's parameters as a whole, whatever the layout: values
+``experts``      experts: their names, the ranks that have them, groups of the optimizer
+``stages``       which layers and parameters each stage of a pipeline has: arithmetic
 ``target``       the layout that is wanted, or why it cannot be reached
 ``partitions``   which elements of which parameter lie where in ZeRO's partitions: arithmetic
 ``slices``       slices of a tensor-parallel parameter, cut and put together
 ``reading``      weights and optimizer states of a checkpoint, by parameter, from DeepSpeed's files of any layout
+``states``       what optimizers have saved, at each stage of ZeRO
 ``content``      what a file is to hold, before its tensors are there
-``files``        DeepSpeed's files of the wanted layout
+``files``        DeepSpeed's files of the wanted layout; ``optimizer_files`` has what is of the optimizer in them
 ``filling``      files written in place, parameter by parameter, and taken up again after a kill
 ``converting``   all of it
 ``single_file``  one plain file of weights, for torch or safetensors

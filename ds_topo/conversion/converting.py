@@ -28,6 +28,7 @@ from ds_topo.checkpoint_files.folder import LATEST, Checkpoint, check_tag, put_i
 from ds_topo.checkpoint_files.manifest import Manifest, SavedFile, SavedParameter
 from ds_topo.checkpoint_files.wholeness import told
 from ds_topo.conversion.content import FileContent, bytes_of
+from ds_topo.conversion.experts import expert_of
 from ds_topo.conversion.files import Writer
 from ds_topo.conversion.filling import Filling, Journal, copy_all, make_room
 from ds_topo.conversion.model import model_of
@@ -66,6 +67,7 @@ def convert(
     tag: str | None = None,
     method: str | None = None,
     bounds: Sequence[int] = (),
+    experts: int | None = None,
     save_latest: bool = True,
     progress: Progress = lambda step, done, of: None,
 ) -> Path:
@@ -82,6 +84,7 @@ def convert(
         tag: of the new one; the same by default. One that is there already is replaced.
         method: ``partition_method`` of the pipeline; as it was saved by default.
         bounds: the first layer of every stage and the number of layers, instead of a method.
+        experts: ranks among which each layer deals its experts (``ep_size``); as it was saved by default.
         save_latest: whether it becomes the checkpoint that is loaded by default.
         progress: is told how far it is.
 
@@ -94,7 +97,7 @@ def convert(
         CheckpointSpaceError: too little room on the disk. In all of these cases nothing was written.
     """
     model = model_of(readable(checkpoint))
-    target = target_of(model, spec, zero, method, bounds)
+    target = target_of(model, spec, zero, method, bounds, experts)
     conversion = Conversion(checkpoint, target, folder, check_tag(checkpoint.tag if tag is None else tag))
     conversion.begin()
     conversion.make_room()
@@ -266,10 +269,16 @@ class Conversion:
         slices = self.target.slices
         found = []
         for one in self.source.model.parameters.values():
+            expert = expert_of(one.name) if one.experts else None
+            if expert is not None and expert.number:
+                continue  # the first one stands for all
+            name = one.name if expert is None else expert.numbered("*")
             stages = [stage for stage, names in enumerate(self.target.names) if one.name in names]
             ranks = tuple(stage * slices + place for stage in stages for place in range(slices))
             dim = one.split.dim if one.split is not None else None
             found.append(
-                SavedParameter(one.name, one.shape_of_slice(slices), one.dtype, ranks, dim, None, one.is_trained)
+                SavedParameter(
+                    name, one.shape_of_slice(slices), one.dtype, ranks, dim, one.experts or None, one.is_trained
+                )
             )
         return sorted(found, key=lambda row: row.model_ranks[0])

@@ -147,7 +147,9 @@ def _target(engine: Any, meeting: Meeting, found: Checkpoint) -> Target:
 def _difference(engine: Any, model: SavedModel, slices: int) -> str:
     """The first parameter of this rank's that the checkpoint does not have so; empty if it has all of them."""
     for row in parameters_of(engine):
-        saved = model.parameters.get(row.name)
+        saved = model.parameters.get(row.name if row.experts is None else row.name.replace(".*.", ".0."))
+        if saved is not None and saved.experts != (row.experts or 0):
+            return f"{row.name!r} is there for {saved.experts} experts, and for {row.experts} in the model"
         if saved is None:
             return f"it has no parameter {row.name!r} {list(row.shape)}"
         if saved.shape_of_slice(slices) != row.shape:

@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.serialization import safe_globals
 
 from ds_topo.checkpoint_files.manifest import SavedLayout
+from ds_topo.conversion.experts import ExpertPlaces, Place, expert_of, head_of, places_in
 from ds_topo.conversion.model import Parameter, SavedModel
-from ds_topo.conversion.partitions import PartitionedGroup
 from ds_topo.conversion.slices import cut, joined
-from ds_topo.conversion.target import prefix_of_layer
+from ds_topo.conversion.stages import prefix_of_layer
+from ds_topo.conversion.states import MASTER, Flat, Partitioned, States, Whole
 from ds_topo.engine.safe_reading import ALLOWED
-from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
+from ds_topo.errors import DamagedCheckpointError
 
 WEIGHT = "weight"
 """The key of a parameter as the module has it; others are ``fp32`` and the optimizer's own."""
-MASTER = "fp32"
-"""The key of what the optimizer steps."""
 
 
 class Files:
@@ -60,26 +59,14 @@ class Files:
         return sorted(path.name for path in self.folder.glob(pattern))
 
 
-class States(Protocol):
-    """What the optimizer of a model rank has saved."""
-
-    def hyperparameters(self) -> list[dict[str, Any]]:
-        """Of every group, without its parameters."""
-
-    def of_group(self, group: int) -> dict[str, Any]:
-        """The states of a group: None for those that each element has, else the value."""
-
-    def of(self, name: str, key: str) -> torch.Tensor:
-        """A state that each element has, or the master weight: this slice of a parameter."""
-
-
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Source:
     """A checkpoint that is read."""
 
     model: SavedModel
     files: Files
-    _states: dict[int, States] = field(default_factory=dict)
+    _known_states: dict[tuple[Place, ...], States] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.Lock)
 
     @property
     def layout(self) -> SavedLayout:
@@ -104,20 +91,45 @@ class Source:
         count = self.model.slices if parameter.split is not None else 1
         return joined([self._part(first + place, parameter, key) for place in range(count)], parameter.split)
 
-    def states(self, model_rank: int) -> States:
-        """Of the optimizer of a model rank."""
-        if model_rank not in self._states:
-            kinds: dict[int, Callable[[Source, int], States]] = {0: _Whole, 1: _Flat, 2: _Flat, 3: _Partitioned}
-            self._states[model_rank] = kinds[self.layout.zero_stage](self, model_rank)
-        return self._states[model_rank]
+    def states_of_first(self) -> States:
+        """Of the optimizer of the first model rank, for what is the same on all of them."""
+        return self._states(self._replicas_of(0))
+
+    def _states(self, holders: tuple[Place, ...]) -> States:
+        with self._lock:
+            if holders not in self._known_states:
+                kinds: dict[int, Callable[[Source, tuple[Place, ...]], States]]
+                kinds = {0: Flat if self.layout.has_partitions else Whole, 1: Flat, 2: Flat, 3: Partitioned}
+                self._known_states[holders] = kinds[self.layout.zero_stage](self, holders)
+            return self._known_states[holders]
+
+    @cached_property
+    def experts(self) -> dict[int, ExpertPlaces]:
+        """Where experts are, by the size of their groups."""
+        return {experts.size: places_in(self.layout, experts) for experts in self.layout.experts}
+
+    def _replicas_of(self, model_rank: int) -> tuple[Place, ...]:
+        return tuple(Place(model_rank, replica) for replica in range(self.layout.replicas))
+
+    def _holders(self, model_rank: int, parameter: Parameter) -> tuple[Place, ...]:
+        """The ranks that share out the states of a parameter's slice."""
+        if not parameter.experts:
+            return self._replicas_of(model_rank)
+        places = self.experts[self.model.structure.experts[head_of(parameter.name)]]
+        return places.holders[model_rank, self.model.part_of(parameter.name, self.model.structure)]
 
     def _part(self, model_rank: int, parameter: Parameter, key: str) -> torch.Tensor:
-        if key == WEIGHT:
+        if key == WEIGHT or (key == MASTER and not self.layout.has_partitions):
             return self._weight(model_rank, parameter)
-        return self.states(model_rank).of(parameter.name, key).view(parameter.shape)
+        own = self.model.local_name(parameter.name, self.model.structure)
+        found = self._states(self._holders(model_rank, parameter)).of(own, key)
+        return torch.zeros(parameter.shape) if found is None else found.view(parameter.shape)
 
     def _weight(self, model_rank: int, parameter: Parameter) -> torch.Tensor:
         name = parameter.name
+        if (expert := expert_of(name)) is not None and parameter.experts:
+            own: torch.Tensor = self.expert_file(model_rank, expert.head, expert.number)[name]
+            return own
         if self.layout.is_pipeline:
             file, key = self._in_layers[name]
             place = model_rank % self.model.slices
@@ -143,9 +155,47 @@ class Source:
         content: dict[str, Any] = self.files.content(f"{prefix}mp_rank_{model_rank:02d}_model_states.pt")
         return content
 
-    def optimizer_file(self, model_rank: int, replica: int) -> dict[str, Any]:
+    def optimizer_file(self, place: Place) -> dict[str, Any]:
         """Of a partition of ZeRO."""
-        content: dict[str, Any] = self.files.content(name_of_partition(self.layout, model_rank, replica))
+        content: dict[str, Any] = self.files.content(name_of_partition(self.layout, *place))
+        return content
+
+    # -- experts -------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def layers_of_experts(self) -> dict[str, int]:
+        """The number by which files call a layer, by how the names of its experts begin."""
+        return {head: number for number, head in enumerate(self.model.experts)}
+
+    def expert_file(self, model_rank: int, head: str, number: int) -> dict[str, Any]:
+        """Weights of an expert, or of a slice of it."""
+        size = self.model.structure.experts[head]
+        holders = self.experts[size].holders[model_rank, number // (self.model.experts[head] // size)]
+        layer = self.layers_of_experts[head]
+        return self._first(name_of_expert(layer, number, place.model_rank) for place in holders)
+
+    def buffers_of_experts(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What experts have saved beside parameters, of the first slice."""
+        for head, count in self.model.experts.items():
+            for number in range(count):
+                file = self.expert_file(0, head, number)
+                yield from ((name, value) for name, value in file.items() if name not in self.model.parameters)
+
+    def optimizer_of(self, holders: tuple[Place, ...]) -> dict[str, Any]:
+        """Without ZeRO: what torch's optimizer has saved on one of these ranks."""
+        if not self.experts:
+            content: dict[str, Any] = self.model_states(holders[0].model_rank)["optimizer"]
+            return content
+        places = self.experts[max(self.experts)]
+        names = (name_of_optimizer(places.part_of[place], place.model_rank) for place in holders)
+        found: dict[str, Any] = self._first(names)["optimizer"]
+        return found
+
+    def _first(self, names: Iterable[str]) -> dict[str, Any]:
+        """The first file that there is: of ranks that have the same, one writes."""
+        candidates = list(dict.fromkeys(names))
+        there = next((name for name in candidates if (self.files.folder / name).exists()), candidates[0])
+        content: dict[str, Any] = self.files.content(there)
         return content
 
     # -- layers of a pipeline ------------------------------------------------------------------------------------------
@@ -177,171 +227,17 @@ class Source:
         return found
 
 
+def name_of_expert(layer: int, number: int, model_rank: int) -> str:
+    """The file of an expert's weights."""
+    return f"layer_{layer}_expert_{number}_mp_rank_{model_rank:02d}_model_states.pt"
+
+
+def name_of_optimizer(part: int, model_rank: int) -> str:
+    """The file of an optimizer without ZeRO where there are experts."""
+    return f"expp_rank_{part}_mp_rank_{model_rank:02d}_optim_states.pt"
+
+
 def name_of_partition(layout: SavedLayout, model_rank: int, replica: int) -> str:
     """The file of the optimizer's partition."""
     prefix = "bf16_" if layout.precision == "bf16" else ""
     return f"{prefix}zero_pp_rank_{replica}_mp_rank_{model_rank:02d}_optim_states.pt"
-
-
-def _of_group(state: Mapping[str, Any], numel: int, group: int) -> dict[str, Any]:
-    """Which states each element has: None stands for those."""
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        if torch.is_tensor(value) and value.dim() > 0 and value.numel() == numel:
-            found[key] = None
-        elif torch.is_tensor(value) and value.numel() > 1:
-            raise CheckpointLayoutError(
-                f"the optimizer's state {key!r} of group {group} has the shape {list(value.shape)} for {numel} "
-                "elements: only states of every element, and single values, can be converted"
-            )
-        else:
-            found[key] = value
-    return found
-
-
-def _without_parameters(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key not in ("params", "param_names")} for group in groups]
-
-
-class _Whole:
-    """Without ZeRO: torch's own optimizer, with states as its parameters are shaped."""
-
-    def __init__(self, source: Source, model_rank: int) -> None:
-        self._source, self._rank = source, model_rank
-        self._saved: dict[str, Any] = source.model_states(model_rank)["optimizer"]
-        groups = source.model.structure.groups[model_rank // source.model.slices]
-        numbers = [number for group in self._saved["param_groups"] for number in group["params"]]
-        names = [name for group in groups for name in group]
-        self._numbers = dict(zip(names, numbers, strict=True))
-        self._groups = groups
-
-    def hyperparameters(self) -> list[dict[str, Any]]:
-        return _without_parameters(self._saved["param_groups"])
-
-    def of_group(self, group: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        first = ""
-        for name in self._groups[group]:
-            state = self._saved["state"].get(self._numbers[name])
-            if not state:
-                continue
-            one = _of_group(state, math.prod(self._source.model.parameters[name].shape), group)
-            if found and not _alike(one, found):
-                raise CheckpointLayoutError(
-                    f"{first!r} and {name!r} have different values of {_differing(one, found)} in the optimizer, and "
-                    "ZeRO keeps one for all parameters of a group"
-                )
-            found, first = found or one, first or name
-        return found
-
-    def of(self, name: str, key: str) -> torch.Tensor:
-        parameter = self._source.model.parameters[name]
-        if key == MASTER:
-            return self._source._weight(self._rank, parameter)
-        state = self._saved["state"].get(self._numbers[name])
-        if not state:  # never had a gradient
-            return torch.zeros(parameter.shape)
-        found: torch.Tensor = state[key]
-        return found
-
-
-def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and not _differing(one, other)
-
-
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    keys = [key for key in {**one, **other} if key not in one or key not in other or not _equal(one[key], other[key])]
-    return abridged(keys[0]) if keys else ""
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if torch.is_tensor(one) and torch.is_tensor(other):
-        return bool(torch.equal(one, other))
-    return bool(one == other)
-
-
-class _Flat:
-    """ZeRO 1 and 2: each group as one vector, a partition of it in every file, and where a parameter's parts are."""
-
-    def __init__(self, source: Source, model_rank: int) -> None:
-        self._replicas = [
-            source.optimizer_file(model_rank, replica)["optimizer_state_dict"]
-            for replica in range(source.layout.replicas)
-        ]
-        base = self._replicas[0]["base_optimizer_state"]
-        if not isinstance(base, dict):
-            raise CheckpointLayoutError(
-                "zero_optimization.elastic_checkpoint was on when the checkpoint was saved: without it, which is the "
-                "default, it can be converted"
-            )
-        self._groups = base["param_groups"]
-        mappings = (replica["param_slice_mappings"] for replica in self._replicas)
-        self._group_of = {
-            name: number for mapping in mappings for number, names in enumerate(mapping) for name in names
-        }
-
-    def hyperparameters(self) -> list[dict[str, Any]]:
-        return _without_parameters(self._groups)
-
-    def of_group(self, group: int) -> dict[str, Any]:
-        first = self._replicas[0]
-        numel = first["single_partition_of_fp32_groups"][group].numel() + first["group_paddings"][group]
-        return _of_group(self._state(first, group), numel, group)
-
-    def _state(self, replica: Mapping[str, Any], group: int) -> dict[str, Any]:
-        number = self._groups[group]["params"][0]
-        state: dict[str, Any] = replica["base_optimizer_state"]["state"].get(number, {})
-        return state
-
-    def of(self, name: str, key: str) -> torch.Tensor:
-        group = self._group_of[name]
-        parts = []
-        for replica in self._replicas:
-            address = replica["param_slice_mappings"][group].get(name)
-            if address is None:
-                continue
-            flat = (
-                replica["single_partition_of_fp32_groups"][group] if key == MASTER else self._state(replica, group)[key]
-            )
-            parts.append(flat[address.start : address.start + address.numel])
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class _Partitioned:
-    """ZeRO 3: each parameter in as many parts as there are replicas."""
-
-    def __init__(self, source: Source, model_rank: int) -> None:
-        layout = source.layout
-        self._replicas = [
-            source.optimizer_file(model_rank, replica)["optimizer_state_dict"] for replica in range(layout.replicas)
-        ]
-        self._groups = self._replicas[0]["optimizer_state_dict"]["param_groups"]
-        shapes = source.model_states(model_rank)["param_shapes"]
-        self._places: dict[str, tuple[int, int, int, int]] = {}
-        self._numels: list[int] = []
-        for number, group in enumerate(shapes):
-            numels = {name: math.prod(shape) for name, shape in group.items()}
-            self._numels.append(PartitionedGroup(numels, layout.replicas).partition_numel)
-            offset = 0
-            for name, numel in numels.items():
-                part = -(-numel // layout.replicas)
-                self._places[name] = (number, offset, part, numel)
-                offset += part
-
-    def hyperparameters(self) -> list[dict[str, Any]]:
-        return _without_parameters(self._groups)
-
-    def of_group(self, group: int) -> dict[str, Any]:
-        number = self._groups[group]["params"][0]
-        state = self._replicas[0]["optimizer_state_dict"]["state"].get(number, {})
-        return _of_group(state, self._numels[number], group)
-
-    def of(self, name: str, key: str) -> torch.Tensor:
-        number, offset, part, numel = self._places[name]
-        flats = [
-            replica["fp32_flat_groups"][number]
-            if key == MASTER
-            else replica["optimizer_state_dict"]["state"][number][key]
-            for replica in self._replicas
-        ]
-        return torch.cat([flat[offset : offset + part] for flat in flats])[:numel]

@@ -105,6 +105,7 @@ def _buffers(source: Source) -> Iterator[tuple[str, torch.Tensor]]:
         states = source.model_states(first)
         names = states.get("buffer_names") or ()
         if not source.layout.is_pipeline:
-            yield from ((name, states["module"][name]) for name in names)
+            yield from ((name, states["module"][name]) for name in names if name in states["module"])
     if source.layout.is_pipeline:
         yield from source.buffers_of_layers()
+    yield from source.buffers_of_experts()

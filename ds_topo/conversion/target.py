@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
-from ds_topo.checkpoint_files.manifest import SavedLayout
+from ds_topo.checkpoint_files.manifest import BF16_OPTIMIZER, SavedExperts, SavedLayout
 from ds_topo.checkpoint_files.structure import SavedStructure
-from ds_topo.conversion.model import TIED, SavedModel, require_splits, slices_of
-from ds_topo.engine.saved_types import stage_bounds
+from ds_topo.conversion.experts import ExpertPlaces, Place, are_experts, dealt_anew, head_of, origins_of, places_in
+from ds_topo.conversion.model import SavedModel, require_splits, slices_of
+from ds_topo.conversion.stages import bounds_of, names_of_stage
 from ds_topo.errors import CheckpointLayoutError, TopologyError, abridged, listed
 from ds_topo.topology.process_topology import ProcessTopology
 
@@ -28,6 +30,19 @@ class Target:
     slices: int
     names: tuple[tuple[str, ...], ...]
     """Of each stage, its parameters in the module's order."""
+    origins: tuple[tuple[int, ...], ...]
+    """Of each group of the optimizer, the groups of the saved one that it comes from: several only of experts."""
+
+    @cached_property
+    def experts(self) -> dict[int, ExpertPlaces]:
+        """Where experts are, by the size of their groups."""
+        return {experts.size: places_in(self.layout, experts) for experts in self.layout.experts}
+
+    def whole_names(self, model: SavedModel, local: Sequence[str], place: Place) -> list[str]:
+        """The names in the whole model of what a rank calls by local names."""
+        sizes = self.structure.experts
+        parts = {head: self.experts[size].part_of[place] for head, size in sizes.items()}
+        return [model.whole_name(name, self.structure, parts.get(head_of(name), 0)) for name in local]
 
     @property
     def stages(self) -> int:
@@ -36,7 +51,12 @@ class Target:
 
 
 def target_of(
-    model: SavedModel, spec: str, zero: int | None = None, method: str | None = None, bounds: Sequence[int] = ()
+    model: SavedModel,
+    spec: str,
+    zero: int | None = None,
+    method: str | None = None,
+    bounds: Sequence[int] = (),
+    experts: int | None = None,
 ) -> Target:
     """The layout of a topology.
 
@@ -46,6 +66,7 @@ def target_of(
         zero: the stage of ZeRO; as it was saved by default.
         method: the pipeline's ``partition_method``; as it was saved by default.
         bounds: the first layer of every stage and the number of layers, instead of a method.
+        experts: ranks among which each layer deals its experts; as they were saved by default.
 
     Raises:
         TopologyError, CheckpointLayoutError: it cannot be reached; says why.
@@ -60,8 +81,12 @@ def target_of(
     stage = model.layout.zero_stage if zero is None else zero
     _require_reachable(model, stage)
     require_splits(model, slices)
+    sizes, groups_of_experts = _sizes_of_experts(model, experts)
     structure = replace(
-        model.structure, bounds=_bounds(model, slices, stages, method, bounds), method=method or model.structure.method
+        model.structure,
+        bounds=bounds_of(model, slices, stages, method, bounds),
+        method=method or model.structure.method,
+        experts=sizes,
     )
     layout = SavedLayout(
         topology.spec,
@@ -69,13 +94,15 @@ def target_of(
         stages * slices,
         topology.world_size() // (stages * slices),
         stage,
-        _OPTIMIZERS.get(stage, structure.optimizer),
+        _optimizer_of(model, stage),
         model.layout.precision,
         model.layout.is_pipeline,
+        groups_of_experts,
     )
-    names = tuple(tuple(_names(structure, list(model.parameters), place)) for place in range(stages))
-    structure = replace(structure, groups=_groups(model, structure, names))
-    return _checked(model, Target(layout, structure, slices, names))
+    _require_experts(model, layout, structure)
+    names = tuple(tuple(names_of_stage(structure, list(model.parameters), place)) for place in range(stages))
+    structure = replace(structure, groups=_groups(model, structure, slices, names))
+    return _checked(model, Target(layout, structure, slices, names, ()))
 
 
 def target_like(model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> Target:
@@ -93,8 +120,14 @@ def target_like(model: SavedModel, layout: SavedLayout, structure: SavedStructur
             f"{len(structure.layers)}"
         )
     stages = layout.model_ranks // slices
-    names = tuple(tuple(_names(structure, list(model.parameters), place)) for place in range(stages))
-    return _checked(model, Target(replace(layout, has_reducer=False), structure, slices, names))
+    names = tuple(tuple(names_of_stage(structure, list(model.parameters), place)) for place in range(stages))
+    if structure.experts.keys() != model.structure.experts.keys():
+        raise CheckpointLayoutError(
+            f"the checkpoint has experts {listed(sorted(model.structure.experts), 2)}, and this job "
+            f"{listed(sorted(structure.experts), 2)}"
+        )
+    _require_experts(model, layout, structure)
+    return _checked(model, Target(replace(layout, has_reducer=False), structure, slices, names, ()))
 
 
 def _require_reachable(model: SavedModel, zero: int, wanted: SavedLayout | None = None) -> None:
@@ -103,18 +136,27 @@ def _require_reachable(model: SavedModel, zero: int, wanted: SavedLayout | None 
         raise CheckpointLayoutError(f"the checkpoint of {saved} cannot be converted: {problem}")
 
 
+def _optimizer_of(model: SavedModel, stage: int) -> str | None:
+    """The class of DeepSpeed's optimizer at a stage of ZeRO, with the data types that gradients are summed in."""
+    if stage == model.layout.zero_stage == 1:
+        return model.layout.optimizer
+    return _OPTIMIZERS.get(stage, model.structure.optimizer)
+
+
 def _problems(model: SavedModel, saved: SavedLayout, zero: int, wanted: SavedLayout | None) -> Iterator[str]:
     own = model.structure.optimizer
     if zero not in STAGES_OF_ZERO:
         yield f"ZeRO {abridged(zero)} is none of {list(STAGES_OF_ZERO)}"
     if saved.optimizer is None:
         yield "it was saved without an optimizer, and only training is converted; take its weights as one plain file"
+    if saved.experts and zero > 2:
+        yield f"ZeRO {zero} with experts: DeepSpeed's MoE goes with ZeRO 0, 1 and 2"
     if saved.is_pipeline and zero > 1:
         yield f"ZeRO {zero} with a PipelineModule: DeepSpeed's pipelines go with ZeRO 0 and 1"
-    if saved.precision != "fp32" and 0 in (zero, saved.zero_stage):
+    if saved.precision != "fp32" and (zero == 0 or not saved.has_partitions):
         yield f"ZeRO 0 in {saved.precision}, where DeepSpeed keeps the states of {saved.optimizer}; use ZeRO 1, 2 or 3"
     known = _OPTIMIZERS.get(saved.zero_stage, own)
-    if saved.optimizer != known:
+    if saved.optimizer != known and not (saved.optimizer == BF16_OPTIMIZER and saved.zero_stage < 2):
         yield f"{saved.optimizer} at ZeRO {saved.zero_stage} saves in a way that is not known; {known} is"
     if wanted is None:
         return
@@ -123,102 +165,69 @@ def _problems(model: SavedModel, saved: SavedLayout, zero: int, wanted: SavedLay
         yield f"{kinds[saved.is_pipeline]} became {kinds[wanted.is_pipeline]}, whose parameters have other names"
     if wanted.precision != saved.precision:
         yield f"{saved.precision} became {wanted.precision}"
-    if wanted.experts:
-        yield "this job has experts, which cannot be converted"
-    if wanted.optimizer != (expected := _OPTIMIZERS.get(zero, own)):
-        yield f"{expected} is expected at ZeRO {zero}, and this job has {wanted.optimizer}"
+    expected = [_OPTIMIZERS.get(zero, own), *([BF16_OPTIMIZER] if zero == 1 and saved.precision == "bf16" else [])]
+    if wanted.optimizer not in expected:
+        yield f"{' or '.join(map(str, expected))} is expected at ZeRO {zero}, and this job has {wanted.optimizer}"
 
 
-# -- what each stage holds ---------------------------------------------------------------------------------------------
+# -- experts -----------------------------------------------------------------------------------------------------------
 
 
-def _bounds(model: SavedModel, slices: int, stages: int, method: str | None, given: Sequence[int]) -> tuple[int, ...]:
-    layers = model.structure.layers
-    if not model.layout.is_pipeline:
-        if stages > 1:
+def _sizes_of_experts(model: SavedModel, experts: int | None) -> tuple[Mapping[str, int], tuple[SavedExperts, ...]]:
+    """By layer, and of all groups of experts."""
+    saved = {groups.size: groups for groups in model.layout.experts}
+    if experts is not None and not saved:
+        raise CheckpointLayoutError(f"experts={experts}: the checkpoint has no experts")
+    if experts is not None and len(saved) > 1:
+        raise CheckpointLayoutError(
+            f"experts={experts}: layers deal their experts to {sorted(saved)} ranks. How the optimizer would group "
+            "those of one size is not known; convert while loading, where the job says it"
+        )
+    kinds = (replace(groups, size=experts or groups.size) for groups in saved.values())
+    return {head: experts or size for head, size in model.structure.experts.items()}, tuple(kinds)
+
+
+def _require_experts(model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> None:
+    """Check that every layer's experts can be dealt so.
+
+    Raises:
+        ExpertSizeError: not in this topology.
+        CheckpointLayoutError: not evenly, or experts would be split among slices that were not.
+    """
+    for groups in layout.experts:
+        places_in(layout, groups)
+    for head, count in model.experts.items():
+        if count % structure.experts[head]:
             raise CheckpointLayoutError(
-                f"pipe={stages}: the checkpoint is of a plain engine, whose model has no layers to share out; pipe=1 "
-                "would do, or a checkpoint of a PipelineModule"
+                f"{head!r} has {count} experts, which cannot be dealt to {structure.experts[head]} ranks"
             )
-        return ()
-    if stages > len(layers):
-        raise CheckpointLayoutError(f"pipe={stages}: the pipeline has {len(layers)} layers, and each stage needs one")
-    if given:
-        return _checked_bounds(given, stages, len(layers))
-    saved = model.structure
-    if method is None and stages == len(saved.bounds) - 1 and slices == model.slices:
-        return saved.bounds
-    kinds = [layer.kind for layer in layers]
-    weights = _weights(model, slices)
-    for name in [method or saved.method] if method or saved.method else ["parameters", "uniform"]:
-        try:
-            own = stage_bounds(name, _weights(model, model.slices), kinds, len(saved.bounds) - 1)
-            if method is None and own != saved.bounds:
-                continue
-            return stage_bounds(name, weights, kinds, stages)
-        except ValueError as error:
-            raise CheckpointLayoutError(f"partition_method={error}") from None
-    raise CheckpointLayoutError(
-        f"the pipeline's stages begin with layers {list(saved.bounds[:-1])}, which is not what "
-        f"partition_method={saved.method or 'parameters'!r} gives: say where the {stages} stages are to begin"
-    )
-
-
-def _checked_bounds(given: Sequence[int], stages: int, layers: int) -> tuple[int, ...]:
-    bounds = tuple(given)
-    rising = all(one < other for one, other in pairwise(bounds))
-    if len(bounds) != stages + 1 or bounds[0] != 0 or bounds[-1] != layers or not rising:
-        raise TopologyError(
-            f"stages={list(bounds)}: give {stages + 1} rising numbers of layers, from 0 to {layers}: where each of the "
-            f"{stages} stages begins, and the end"
+    kinds = [{groups.tensor_parallel for groups in one.experts} for one in (model.layout, layout)]
+    if kinds[0] != kinds[1]:
+        raise CheckpointLayoutError(
+            "experts are tensor parallel either in the checkpoint or in this job, and not in the other"
         )
-    return bounds
-
-
-def _weights(model: SavedModel, slices: int) -> list[int]:
-    """Elements that are trained, of each layer; what is tied counts in each of its layers."""
-    return [
-        sum(
-            one.numel_of_slice(slices)
-            for name in names_of_layer(model.structure, number, list(model.parameters))
-            if (one := model.parameters[name]).is_trained
+    if not layout.zero_stage and any(max(structure.experts.values()) % size for size in structure.experts.values()):
+        raise CheckpointLayoutError(
+            f"experts are dealt to {sorted(set(structure.experts.values()))} ranks: without ZeRO, sizes must divide "
+            "each other"
         )
-        for number in range(len(model.structure.layers))
-    ]
 
 
-def names_of_layer(structure: SavedStructure, number: int, names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that a layer of a pipeline holds, in their order."""
-    prefix = prefix_of_layer(structure, number)
-    return [name for name in names if name.startswith(prefix)]
-
-
-def prefix_of_layer(structure: SavedStructure, number: int) -> str:
-    """How the names of a layer's parameters begin in the whole pipeline."""
-    tied = structure.layers[number].tied
-    return f"{TIED}{tied}." if tied else f"{number}."
-
-
-def _names(structure: SavedStructure, names: Sequence[str], stage: int) -> Iterator[str]:
-    """A stage's parameters in its module's order: first what is tied, as DeepSpeed registers it."""
-    if not structure.layers:
-        yield from names
-        return
-    own = range(structure.bounds[stage], structure.bounds[stage + 1])
-    tied = [number for number in own if structure.layers[number].tied]
-    rest = [number for number in own if not structure.layers[number].tied]
-    for prefix in dict.fromkeys(prefix_of_layer(structure, number) for number in (*tied, *rest)):
-        yield from (name for name in names if name.startswith(prefix))
+# -- groups of the optimizer ------------------------------------------------------------------------------------------
 
 
 def _groups(
-    model: SavedModel, structure: SavedStructure, names: Sequence[Sequence[str]]
+    model: SavedModel, structure: SavedStructure, slices: int, names: Sequence[Sequence[str]]
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
     saved = model.structure
+    if saved.experts:
+        local = model.local_experts(saved), model.local_experts(structure)
+        numels = model.numels(model.slices), model.numels(slices)
+        return tuple(dealt_anew(groups, *local, numels) for groups in saved.groups)
     if not structure.layers or structure.bounds == saved.bounds:
         return saved.groups
     for stage, groups in enumerate(saved.groups):
-        order = {name: place for place, name in enumerate(_names(saved, list(model.parameters), stage))}
+        order = {name: place for place, name in enumerate(names_of_stage(saved, list(model.parameters), stage))}
         for number, group in enumerate(groups):
             if (found := next(_out_of_order(group, order), None)) is not None:
                 raise CheckpointLayoutError(
@@ -242,22 +251,17 @@ def _out_of_order(group: Sequence[str], order: Mapping[str, int]) -> Iterator[tu
 
 def _checked(model: SavedModel, target: Target) -> Target:
     """Refuse what the optimizer of the target could not hold."""
-    count = {len(groups) for groups in (*model.structure.groups, *target.structure.groups)}
-    if len(count) != 1:
-        raise CheckpointLayoutError(
-            f"the optimizer has {min(count)} groups of parameters on one stage and {max(count)} on another, here or "
-            "there: which of them belong together is not known"
-        )
     saved, wanted = model.group_of(), {}
+    origins = _origins(model, target)
     for stage, groups in enumerate(target.structure.groups):
         for number, group in enumerate(groups):
-            wanted.update(dict.fromkeys(group, number))
+            wanted.update(dict.fromkeys(group, origins[number]))
             if not group:
                 raise CheckpointLayoutError(
                     f"group {number} of the optimizer would have no parameter on stage {stage} of {target.stages}: "
                     "DeepSpeed cannot hold that"
                 )
-    if differing := [name for name in wanted if name in saved and wanted[name] != saved[name]]:
+    if differing := [name for name in wanted if name in saved and saved[name] not in wanted[name]]:
         raise CheckpointLayoutError(
             f"{listed(differing, 3)} are in another group of the optimizer than they were saved in"
         )
@@ -266,9 +270,35 @@ def _checked(model: SavedModel, target: Target) -> Target:
         raise CheckpointLayoutError(f"no stage of the target has {listed(missing, 3)}")
     frozen = [name for name in saved if not model.parameters[name].is_trained]
     resting = [name for name, one in model.parameters.items() if not one.is_trained]
-    if resting and (target.layout.zero_stage == 0) != (model.layout.zero_stage == 0):
+    if resting and target.layout.has_partitions != model.layout.has_partitions:
         raise CheckpointLayoutError(
             f"{listed(frozen or resting, 3)} are not trained, and ZeRO leaves such parameters out of the groups that "
             f"optimizers have without it: ZeRO {model.layout.zero_stage} cannot become ZeRO {target.layout.zero_stage}"
         )
-    return target
+    return replace(target, origins=origins)
+
+
+def _origins(model: SavedModel, target: Target) -> tuple[tuple[int, ...], ...]:
+    """Of each group, the saved ones that it comes from.
+
+    Raises:
+        CheckpointLayoutError: that is not known.
+    """
+    if not model.experts:
+        count = {len(groups) for groups in (*model.structure.groups, *target.structure.groups)}
+        if len(count) != 1:
+            raise CheckpointLayoutError(
+                f"the optimizer has {min(count)} groups of parameters on one stage and {max(count)} on another, here "
+                "or there: which of them belong together is not known"
+            )
+        return tuple((number,) for number in range(count.pop()))
+    saved, groups = model.structure.groups[0], target.structure.groups[0]
+    found = origins_of(groups, saved)
+    for names, numbers in zip(groups, found, strict=True):
+        are_all = all(are_experts(saved[number]) for number in numbers)
+        if are_all != are_experts(names) or (len(numbers) > 1 and not are_all):
+            raise CheckpointLayoutError(
+                f"{listed(names, 3)} are one group of the optimizer, and were saved in groups {list(numbers)}, of "
+                "which not all are of experts: what belongs together is not known"
+            )
+    return tuple(found)

@@ -47,6 +47,7 @@ from ds_topo.engine.checkpoint_facts import (
 )
 from ds_topo.engine.checkpoint_meeting import Meeting
 from ds_topo.engine.checkpoint_structure import share_of_structure, whole_structure
+from ds_topo.engine.host_copies import memory_of
 from ds_topo.engine.random_states import name_of_states, random_states
 from ds_topo.engine.written_files import WrittenFiles, finished, free_bytes
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, abridged
@@ -192,7 +193,7 @@ class _Save:
 
     def write(self, engine: DeepSpeedEngine, client_state: Mapping[str, Any] | None, *, copies: bool = False) -> None:
         """Let DeepSpeed write this rank's files, or copy them; a failure is kept until :meth:`finish`."""
-        files = self.files = WrittenFiles(self._draft / self._tag, copies=copies)
+        files = self.files = WrittenFiles(self._draft / self._tag, memory_of(engine) if copies else None)
         try:
             with deepspeeds_part(engine), files.of(engine):
                 engine.save_checkpoint(
@@ -206,6 +207,7 @@ class _Save:
                 files.write(random_states(engine), self._draft / self._tag / name_of_states(engine))
             self._parameters = parameters_of(engine) if replica_of(engine) == 0 else []
             self._structure = share_of_structure(engine)
+            files.write_copies()
         except Exception as error:  # what a rank could not write is kept by the files
             self._left_early = True
             files.failure = files.failure or error

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -41,6 +43,7 @@ def structure_of(engine: DeepSpeedEngine) -> SavedStructure:
         tuple(map(_layer, module._layer_specs)) if is_pipeline else (),
         tuple(map(int, module.parts)) if is_pipeline else (),
         str(getattr(module, "partition_method", "")) if is_pipeline else "",
+        dict(_sizes_of_experts(module)),
     )
 
 
@@ -83,6 +86,13 @@ def _groups(optimizer: Any) -> list[list[nn.Parameter]]:
         if hasattr(optimizer, name):
             return [list(group) for group in getattr(optimizer, name)]
     return [list(group["params"]) for group in optimizer.param_groups]
+
+
+def _sizes_of_experts(module: nn.Module) -> Iterator[tuple[str, int]]:
+    for name, layer in module.named_modules():
+        if isinstance(layer, MoE):
+            inner = (own for own, part in layer.named_modules() if isinstance(part, Experts))
+            yield from ((f"{name}.{own}.deepspeed_experts".lstrip("."), int(layer.ep_size)) for own in inner)
 
 
 def _aliases(module: nn.Module) -> Iterator[tuple[str, str]]:

@@ -24,23 +24,24 @@ from ds_topo.checkpoint_files.durable import flush
 from ds_topo.checkpoint_files.manifest import SavedFile
 from ds_topo.checkpoint_files.wholeness import digest_of
 from ds_topo.engine import changes
-from ds_topo.engine.host_copies import copied
+from ds_topo.engine.host_copies import Copies, HostMemory
 from ds_topo.errors import CheckpointError
 from ds_topo.ledger import ledger
 
 _THREADS = 2
-"""One waits for the disk while the other computes."""
+"""That compute digests."""
 
 
 class WrittenFiles:
     """What this rank writes below a folder, from the first file until :meth:`finish`.
 
-    With ``copies`` a call that writes returns when what is to be written has been copied.
+    With ``memory`` a call that writes returns when what is to be written has been copied there.
     """
 
-    def __init__(self, root: Path, *, copies: bool = False) -> None:
-        self._root, self._copies = root, copies
+    def __init__(self, root: Path, memory: HostMemory | None = None) -> None:
+        self._root, self._memory = root, memory
         self._pool = ThreadPoolExecutor(_THREADS, "ds_topo checkpoint")
+        self._waiting: list[tuple[Callable[[], Any], Copies, Path]] = []
         self._paths: dict[Path, Future[SavedFile] | None] = {}
         self.failure: Exception | None = None
         """The first one."""
@@ -61,6 +62,12 @@ class WrittenFiles:
     def write(self, content: Any, path: Path) -> None:
         """A file of torch of our own beside DeepSpeed's."""
         self._noting(torch.save, at_once=True)(content, str(path))
+
+    def write_copies(self) -> None:
+        """Begin to write what was copied: before, threads that write would slow down those that copy."""
+        for work, copies, path in self._waiting:
+            self._paths[path] = self._pool.submit(self._written, work, copies, path)
+        self._waiting.clear()
 
     def finish(self) -> list[SavedFile]:
         """Every file that this rank has written, when all of it is on the disk.
@@ -92,9 +99,10 @@ class WrittenFiles:
             if self.failure is not None:
                 return
             try:
-                if self._copies:
-                    work = partial(save, copied(state_dict), path, *arguments, **options)
-                    self._paths[Path(path)] = self._pool.submit(self._written, work, Path(path))
+                if self._memory is not None:
+                    copies = Copies(self._memory)
+                    work = partial(save, copies.of(state_dict), path, *arguments, **options)
+                    self._waiting.append((work, copies, Path(path)))
                     return
                 save(state_dict, path, *arguments, **options)
             except Exception as error:
@@ -115,8 +123,9 @@ class WrittenFiles:
 
         return work_and_keep
 
-    def _written(self, work: Callable[[], Any], path: Path) -> SavedFile:
+    def _written(self, work: Callable[[], Any], copies: Copies, path: Path) -> SavedFile:
         work()
+        copies.give_back()
         return self._finished(path)
 
     def _finished(self, path: Path) -> SavedFile:
@@ -124,9 +133,12 @@ class WrittenFiles:
 
 
 def finished(path: Path, root: Path, rank: int) -> SavedFile:
-    """A file that has been written, when it is on the disk."""
-    flush(path)
-    return SavedFile(path.relative_to(root).as_posix(), path.stat().st_size, digest_of(path), rank)
+    """A file that has been written, when it is on the disk; its digest is computed meanwhile."""
+    with ThreadPoolExecutor(1, "ds_topo flush") as disk:
+        flushed = disk.submit(flush, path)
+        digest = digest_of(path)
+        flushed.result()
+    return SavedFile(path.relative_to(root).as_posix(), path.stat().st_size, digest, rank)
 
 
 def _told(path: Path, error: BaseException) -> Exception:

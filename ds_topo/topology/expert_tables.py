@@ -60,12 +60,8 @@ class ExpertPlan:
 
     @property
     def name(self) -> str:
-        """The name under which ``deepspeed.moe.layer.MoE`` looks for its groups.
-
-        >>> ExpertPlan(ProcessTopology.from_spec("data=4"), 2).name
-        'ep_size_2'
-        """
-        return f"ep_size_{self.expert_parallel_size}"
+        """The name under which ``deepspeed.moe.layer.MoE`` looks for its groups."""
+        return name_of_size(self.expert_parallel_size)
 
     def pool(self, rank: int) -> list[int]:
         """The ranks among which the experts of ``rank``'s stage (and slice) are dealt, neighbors adjacent."""
@@ -127,6 +123,15 @@ class ExpertPlan:
             return [sorted(pool[first::groups]) for first in range(groups)]
         size = self.expert_parallel_size
         return [sorted(pool[first : first + size]) for first in range(0, len(pool), size)]
+
+
+def name_of_size(expert_parallel_size: int) -> str:
+    """The name under which ``deepspeed.moe.layer.MoE`` looks for groups of a size.
+
+    >>> name_of_size(2)
+    'ep_size_2'
+    """
+    return f"ep_size_{expert_parallel_size}"
 
 
 def divisors(number: int) -> list[int]:

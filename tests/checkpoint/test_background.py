@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_topo import CheckpointError, checkpoint
 from ds_topo.checkpoint_files.folder import look_at, named_latest
-from ds_topo.engine import written_files
+from ds_topo.engine import host_copies, written_files
 from tests.checkpoint.jobs import KINDS, Kind, job
 from tests.support.world import Worlds
 
@@ -28,14 +28,16 @@ def _save(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float]]:
         assert may_write.wait(60)
         flush(path)
 
-    with job(kind) as here:
-        here.train(range(2))
+    with job(kind) as here, mock.patch.object(host_copies, "_LARGE", 0):
+        here.train(range(1))
+        checkpoint.save_in_background(here.engine, folder, "one").finish()  # its memory is used again
+        here.train(range(1, 2))
         state = here.state()
         with mock.patch.object(written_files, "flush", waiting_flush):
             saving = checkpoint.save_in_background(here.engine, folder, "two", {"step": 2})
             assert not saving.is_written
             losses = here.train(range(2, 4))
-            assert named_latest(folder) is None
+            assert named_latest(folder) == "one"
             may_write.set()
             assert saving.finish() == saving.finish() == folder / "two"
         assert saving.is_written

@@ -44,6 +44,9 @@ from tests.support.world import Worlds
 PIPELINE = Layout("pipe=2,data=2")
 PLAIN = Layout("data=2,model=2", is_pipeline=False)
 
+MIXED = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+"""DeepSpeed's ``BF16_Optimizer``."""
+HALF_PIPELINE = Layout("pipe=2,data=2", settings=MIXED)
 HALF = Layout("data=2", 3, is_pipeline=False, settings={"bf16": {"enabled": True}})
 
 Saved = Callable[[Layout], tuple[checkpoint.Checkpoint, list[float]]]
@@ -106,6 +109,7 @@ def _same_checkpoint(one: Path, other: Path, without: tuple[str, ...] = ()) -> N
         (PLAIN, "data=7", 2),
         (PLAIN, "data=1", 0),
         (HALF, "data=3,model=2", 1),
+        (HALF_PIPELINE, "pipe=3,model=2,data=5", 1),
     ],
 )
 def test_there_and_back_every_bit_is_the_same(
@@ -121,6 +125,24 @@ def test_there_and_back_every_bit_is_the_same(
     _same_checkpoint(found.path, tmp_path / "back" / TAG, () if zero in (1, 2) else ("clip_grad",))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "there"]
     assert not [path for path in (tmp_path / "back").iterdir() if path.name.startswith(".")]
+
+
+def test_what_deepspeed_cannot_load_itself_is_converted(saved: Saved, tmp_path: Path) -> None:
+    sums = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    found, _ = saved(Layout("pipe=2,data=2", 0, settings=sums))
+    convert(found, tmp_path, "pipe=2,data=2", zero=1)
+    names = [path.name for path in found.path.glob("*optim_states.pt")]
+    assert len(names) == 4
+    for name in names:
+        before, after = (torch.load(path / name, weights_only=False) for path in (found.path, tmp_path / TAG))
+        before, after = before["optimizer_state_dict"], after["optimizer_state_dict"]
+        _same(before["base_optimizer_state"], after["base_optimizer_state"], name)
+        groups = zip(*(one["single_partition_of_fp32_groups"] for one in (before, after)), strict=True)
+        assert all(
+            torch.equal(whole[: part.numel()], part) and not whole[part.numel() :].any() for whole, part in groups
+        )
+    with pytest.raises(CheckpointLayoutError, match="ZeRO 0 in bf16"):
+        convert(found, tmp_path / "no", "data=4")
 
 
 def test_several_workers_write_what_one_does(saved: Saved, tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ class Expert(nn.Module):
         self.slices = slices
         size = HIDDEN // (1 if slices is None else dist.get_world_size(slices))
         self.expand, self.contract = nn.Linear(WIDTH, size, bias=False), nn.Linear(size, WIDTH, bias=False)
+        if slices is not None:
+            self.expand.weight.partition_dim, self.contract.weight.partition_dim = 0, 1
 
     def __deepcopy__(self, memo: Any) -> Expert:
         return Expert(self.slices)

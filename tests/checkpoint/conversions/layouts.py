@@ -124,6 +124,8 @@ def pairs(kinds: list[str], targets: list[str]) -> Iterator[tuple[Layout, list[L
         yield Layout("data=4", 0), [Layout("pipe=2,data=2"), Layout("model=2,pipe=2")]
         bf16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
         yield Layout("pipe=2,data=2", 1, settings=bf16), [Layout("pipe=3,data=2", 1, settings=bf16)]
+        fp32_sums = {**bf16, "data_types": {"grad_accum_dtype": "fp32"}}
+        yield Layout("pipe=2,data=2", 1, settings=fp32_sums), [Layout("pipe=3,data=2", 1, settings=fp32_sums)]
     if "plain" in kinds and "stages" in targets:
         yield Layout("data=4", 1, is_pipeline=False), PLAIN["stages"]
         yield Layout("data=2,model=2", 3, is_pipeline=False), PLAIN["stages"]

@@ -1,0 +1,150 @@
+"""Experts in other expert groups, degrees and stages of ZeRO: the same values, and jobs that go on alike."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_topo import CheckpointLayoutError, TopologyError, checkpoint, cli
+from ds_topo.conversion import to_single_file
+from ds_topo.conversion.converting import convert
+from ds_topo.conversion.experts import dealt_anew
+from tests.support.moe_training import BATCH, EXPERTS, Case, trainer
+from tests.support.training import Run, assert_trained_alike
+from tests.support.world import Worlds
+
+BEFORE, STEPS = 2, 4
+TAG = "saved"
+
+PLAIN = {"pipeline": False}
+PAIRS = [
+    (Case("data=4", (0, 2, 0), 1, **PLAIN), Case("data=4", (0, 4, 0), 1, **PLAIN)),
+    (Case("data=4", (0, 4, 0), 0, **PLAIN), Case("data=2", (0, 1, 0), 2, **PLAIN)),
+    (Case("data=2,model=2", (0, 2, 1), 1, **PLAIN), Case("data=1", (0, 1, 1), 0, **PLAIN)),
+    (Case("data=2", (0, 2, 1), 2, **PLAIN), Case("model=2,data=2", (0, 4, 2), 0, **PLAIN)),
+    (Case("data=1", (0, 1, 1), 0, **PLAIN), Case("data=4", (0, 2, 4), 1, **PLAIN, reduced=True)),
+    (
+        Case("data=2,model=2", (0, 2, 1), 1, tensor_parallel=True, **PLAIN),
+        Case("model=2", (0, 1, 1), 2, tensor_parallel=True, **PLAIN),
+    ),
+    (
+        Case("model=2,data=2", (0, 2, 0), 0, tensor_parallel=True, **PLAIN),
+        Case("data=2,model=2", (0, 1, 0), 1, tensor_parallel=True, **PLAIN),
+    ),
+    (Case("data=4", (0, 2, 0), 1, data_first=True, **PLAIN), Case("data=4", (0, 2, 0), 1, **PLAIN)),
+    (Case("expert=2,data=2", (0, 2, 0), 1, **PLAIN), Case("data=2,expert=2", (0, 4, 0), 2, **PLAIN)),
+]
+IN_CI = PAIRS if os.environ.get("DS_TOPO_EVERY_WAY") else PAIRS[:4] + PAIRS[5:6]
+
+
+def _save(case: Case, folder: Path) -> None:
+    with trainer(case) as rank:
+        rank.train(range(BEFORE))
+        checkpoint.save(rank.engine, folder, TAG)
+
+
+def _go_on(case: Case, folder: Path, reference: Run) -> None:
+    """From the checkpoint, with an engine that had gone elsewhere before; as one process does."""
+    with trainer(case) as rank:
+        rank.train(range(7, 8))
+        checkpoint.load(rank.engine, folder, TAG, convert=True)
+        run = rank.train(range(BEFORE, STEPS))
+        expected = rank.share_of(reference)
+        expected.losses = expected.losses[BEFORE:]
+        assert_trained_alike(run, expected, losses=1e-5, tensors=1e-5)
+
+
+def _values(folder: Path) -> dict[str, object]:
+    """Of every file, all that a tensor or a number is."""
+    found: dict[str, object] = {}
+
+    def add(value: object, where: str) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                add(item, f"{where}.{key}")
+        elif isinstance(value, (list, tuple)):
+            for number, item in enumerate(value):
+                add(item, f"{where}.{number}")
+        elif torch.is_tensor(value):
+            found[where] = (value.dtype, value.tolist())
+        elif isinstance(value, (int, float, str)):
+            found[where] = value
+
+    for path in sorted(folder.glob("*_states.pt")):
+        if not path.name.startswith("random"):
+            add(torch.load(path, weights_only=False), path.name)
+    return found
+
+
+@pytest.mark.parametrize(("case", "now"), IN_CI, ids=str)
+def test_goes_on_with_other_groups_of_experts(world: Worlds, case: Case, now: Case, tmp_path: Path) -> None:
+    world(case.world_size).run(_save, case, tmp_path)
+    world(now.world_size).run(_go_on, now, tmp_path, now.reference(STEPS))
+    found = checkpoint.look_at(tmp_path, TAG)
+    sizes = sorted(set(now.sizes) - {0})
+    if len(sizes) > 1 or len(set(case.sizes) - {0}) > 1:
+        return
+    there, back = tmp_path / "there", tmp_path / "back"
+    options = ["--zero", str(now.zero), "--experts", str(sizes[0])]
+    assert cli.main(["convert", str(found.path), str(there), "--topology", now.topology, *options]) == 0
+    between = checkpoint.look_at(there, TAG, digests=True)
+    assert between.is_whole
+    assert between.manifest is not None
+    assert [groups.size for groups in between.manifest.layout.experts] == sizes
+    convert(between, back, case.topology, zero=case.zero, experts=max(case.sizes))
+    before, after = _values(found.path), _values(back / TAG)
+    differing = [key for key in before if "clip_grad" not in key and before[key] != after.get(key, "nothing")]
+    assert differing == []
+    assert [key for key in after if key.partition(".pt")[0] not in {one.partition(".pt")[0] for one in before}] == []
+
+
+def test_all_weights_in_one_file(world: Worlds, tmp_path: Path) -> None:
+    case = PAIRS[0][0]
+    world(case.world_size).run(_save, case, tmp_path)
+    weights = torch.load(to_single_file(checkpoint.look_at(tmp_path, TAG), tmp_path / "weights.pt"), weights_only=True)
+    experts = [name for name in weights if name.endswith(".expand.weight")]
+    assert experts == [f"1.moe.deepspeed_moe.experts.deepspeed_experts.{one}.expand.weight" for one in range(EXPERTS)]
+    one = torch.load(tmp_path / TAG / "layer_0_expert_3_mp_rank_00_model_states.pt", weights_only=True)
+    assert torch.equal(weights[experts[3]], one[experts[3]])
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "said"),
+    [
+        ("data=4", {"experts": 3}, "choose one of"),
+        ("data=8", {"experts": 8}, "has 4 experts, which cannot be dealt to 8 ranks"),
+        ("data=4", {"zero": 3}, "ZeRO 3 with experts"),
+        ("data=1", {}, "expert_parallel_size 2 must divide"),
+    ],
+)
+def test_what_cannot_be_reached_is_refused(
+    world: Worlds, spec: str, options: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    case = replace(PAIRS[0][0], topology="data=2")
+    world(2).run(_save, case, tmp_path / "from")
+    with pytest.raises((TopologyError, CheckpointLayoutError), match=said):
+        convert(checkpoint.look_at(tmp_path / "from", TAG), tmp_path / "to", spec, **options)
+    assert not (tmp_path / "to").exists()
+
+
+def test_groups_of_many_experts_are_split_as_deepspeed_does() -> None:
+    def names(numbers: range) -> tuple[str, ...]:
+        return tuple(f"a.deepspeed_experts.{number}.{tail}" for number in numbers for tail in ("weight", "bias"))
+
+    def numel(name: str) -> int:
+        return 60_000_000 if name.endswith("weight") else 60
+
+    two, one = {"a.deepspeed_experts": 8}, {"a.deepspeed_experts": 4}
+    eight = (("gate",), *(names(range(first, min(first + 2, 8))) for first in range(0, 8, 2)))
+    assert dealt_anew(eight, two, one, (numel, numel)) == (("gate",), names(range(2)), names(range(2, 4)))
+    assert dealt_anew(dealt_anew(eight, two, one, (numel, numel)), one, two, (numel, numel)) == eight
+    with pytest.raises(CheckpointLayoutError, match="in another order than the module's"):
+        dealt_anew((tuple(reversed(names(range(8)))),), two, one, (numel, numel))
+
+
+def test_samples_are_shared_out_evenly() -> None:
+    assert all(BATCH % case.world_size == 0 for pair in PAIRS for case in pair)
