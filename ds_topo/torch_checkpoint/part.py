@@ -101,8 +101,6 @@ class PartOfTensor(torch.Tensor):
             return part._each(lambda memory: torch.empty_like(memory, device=device))
         if function in (_ATEN.detach.default, _ATEN.clone.default):
             return part._each(function)
-        if function is _ATEN._to_copy.default:
-            return part._each(lambda memory: memory.to(options.get("device") or part.device, copy=True))
         if function is _ATEN.copy_.default:
             return _copied(*args[:2])
         raise NotImplementedError(

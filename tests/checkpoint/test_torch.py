@@ -267,18 +267,21 @@ def test_a_program_without_deepspeed_and_ds_topo_goes_on(saved: Saved, ranks: in
 # -- experts ---------------------------------------------------------------------------------------------------------
 
 
-def _declare(rank: moe_training.Trainer) -> None:
-    for name, parameter in rank.engine.module.named_parameters():
-        if rank.case.tensor_parallel and "deepspeed_experts" in name:
-            parameter.tensor_model_parallel, parameter.partition_dim = True, 0 if "expand" in name else 1
+def _require_declared(rank: moe_training.Trainer) -> None:
+    """Experts in slices are refused unless they say how."""
+    declared = {one: one.partition_dim for one in rank.engine.module.parameters() if hasattr(one, "partition_dim")}
+    for parameter in declared:
+        parameter.partition_dim = -1
+    with pytest.raises(CheckpointError, match=r"experts are split over slices .*set partition_dim"):
+        checkpoint.TorchState(rank.engine).state_dict()
+    for parameter, dim in declared.items():
+        parameter.partition_dim = dim
 
 
 def _save_experts(case: Case, folder: Path) -> list[float]:
     with trainer(case) as rank:
         if case.tensor_parallel:
-            with pytest.raises(CheckpointError, match=r"experts are split over slices .*set partition_dim"):
-                checkpoint.TorchState(rank.engine).state_dict()
-        _declare(rank)
+            _require_declared(rank)
         rank.train(range(2))
         dcp.save({"app": checkpoint.TorchState(rank.engine)}, checkpoint_id=folder)
         return rank.train(range(2, 4)).losses
@@ -286,7 +289,6 @@ def _save_experts(case: Case, folder: Path) -> list[float]:
 
 def _load_experts(case: Case, folder: Path, again: Path) -> list[float]:
     with trainer(case) as rank:
-        _declare(rank)
         for parameter in rank.engine.module.parameters():
             parameter.data.fill_(7)
         checkpoint.load_torch(rank.engine, folder)
