@@ -43,6 +43,8 @@ class Described:
     groups: list[dict[str, Any]]
     """Hyperparameters, with the names of the parameters of this stage."""
     trained: list[Trained]
+    names: list[str]
+    """Of everything that this stage has; one rank of each tells them."""
 
     def groups_from(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Hyperparameters that were flattened by parameter."""
@@ -78,10 +80,11 @@ def _described(engine: DeepSpeedEngine, rename: Rename) -> Described:
     inner, masters = inner_optimizer(engine), {id(one.parameter): one for one in trained(engine)}
     if inner is not None:
         begin_states(inner, masters.values())
-    builder, result = _Tensors(engine), Described({}, {}, {}, {}, [], list(masters.values()))
+    builder, result = _Tensors(engine), Described({}, {}, {}, {}, [], list(masters.values()), [])
     names_in_groups: dict[int, list[str]] = {}
     for one in named_parameters(engine, rename):
         master = masters.get(id(one.parameter))
+        result.names.extend((*one.names, *one.everywhere) if builder.speaks else ())
         for name in one.names:
             if (weight := builder.weight(one, master)) is not None:
                 result.weights[name] = weight
@@ -89,7 +92,9 @@ def _described(engine: DeepSpeedEngine, rename: Rename) -> Described:
         if master is not None and inner is not None:
             names_in_groups.setdefault(master.group, []).extend(one.everywhere)
             _add_states(result, builder, one, master, inner.state.get(master.master, {}))
-    result.weights.update((name, builder.buffer(value)) for name, value in named_buffers(engine, rename))
+    for name, value in named_buffers(engine, rename):
+        result.weights[name] = builder.buffer(value)
+        result.names.extend([name] if builder.speaks else [])
     for number in range(len(inner.param_groups) if inner is not None else 0):
         assert inner is not None
         result.groups.append({**hyperparameters(inner, number), PARAMS: names_in_groups.get(number, [])})
@@ -117,7 +122,7 @@ class _Tensors:
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._grid = engine.mpu if isinstance(engine.mpu, MpuGrid) else None
-        self._speaks = replica_of(engine) == 0 and slices_of(engine)[1] == 0
+        self.speaks = replica_of(engine) == 0 and slices_of(engine)[1] == 0
         self._meshes: dict[str, DeviceMesh | None] = {}
 
     def weight(self, one: Named, master: Trained | None) -> torch.Tensor | None:
@@ -140,7 +145,7 @@ class _Tensors:
 
     def buffer(self, value: torch.Tensor) -> torch.Tensor:
         """The first replica's counts."""
-        return part_of(value.detach(), Slice(tuple(value.shape)), 0, value.numel(), self._speaks)
+        return part_of(value.detach(), Slice(tuple(value.shape)), 0, value.numel(), self.speaks)
 
     def _whole(self, memory: torch.Tensor, one: Named) -> torch.Tensor:
         mesh = None if one.is_expert or one.slice.stride > 1 else self._mesh(memory.device.type)

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from ds_topo.engine.checkpoint_meeting import Meeting
 from ds_topo.engine.torch_description import Described, described
 from ds_topo.engine.torch_naming import Rename
-from ds_topo.engine.torch_taking_over import Numbers, numbers_of, take_over
+from ds_topo.engine.torch_taking_over import agreed_numbers, take_over
 from ds_topo.errors import CheckpointError, CheckpointModelError, DamagedCheckpointError, MissingCheckpointError, listed
 from ds_topo.torch_checkpoint.keys import PARAMS, Keys
 
@@ -75,7 +75,7 @@ def load_torch(
     request = _Request(found, meeting, reader, str(folder), model, optimizer, load_optimizer_states)
     values = request.values()
     _read(values, reader, folder)
-    numbers = _agreed(meeting, lambda: numbers_of(found, request.numbers(values)))
+    numbers = agreed_numbers(meeting, found, request.numbers(values))
     _read(request.tensors(), reader, folder)
     take_over(engine, found, numbers, request.keys.groups(values), values.get(request.keys.progress))
 
@@ -85,25 +85,6 @@ def _read(values: dict[str, Any], reader: StorageReader, folder: str | PathLike[
         load(values, storage_reader=reader)
     except CheckpointException as error:  # no Exception; every rank has it
         raise CheckpointError(f"torch could not read {folder}: {' '.join(str(error).split())[-500:]}") from error
-
-
-def _agreed(meeting: Meeting, find: Callable[[], Numbers]) -> Numbers:
-    """What every rank finds for itself; or an error on all of them."""
-    failure: Exception | None = None
-    found: Numbers = {}
-    try:
-        found = find()
-    except CheckpointModelError as error:
-        failure = error
-    meeting.post("numbers", "" if failure is None else str(failure))
-    meeting.all_or_none("numbers are known", None)
-
-    def judge() -> None:
-        if problem := next(filter(None, meeting.posted("numbers")), ""):
-            raise CheckpointModelError(problem)
-
-    meeting.decided("verdict on numbers", judge)
-    return found
 
 
 class _Request:
@@ -121,7 +102,7 @@ class _Request:
     ) -> None:
         self._found, self._folder, self._has_states = found, folder, has_states
         self._there: Mapping[str, Any] = {}
-        share: dict[str, Any] = {"names": sorted(found.weights), "missing": "", "damaged": "", "model": ""}
+        share: dict[str, Any] = {"names": found.names, "missing": "", "damaged": "", "model": ""}
         try:
             self._there = reader.read_metadata().state_dict_metadata
         except FileNotFoundError as error:
@@ -210,7 +191,6 @@ class _Request:
             if share["model"]:
                 raise CheckpointModelError(where + share["model"])
         known = {self.keys.weight(name) for share in posted for name in share["names"]}
-        known |= {self.keys.weight(name) for names in self._found.aliases.values() for name in names}
         for key, value in self._there.items() if self.keys.model else ():
             if key.startswith(f"{self.keys.model}.") and key not in known and _is_tensor(value):
                 raise CheckpointModelError(f"{where}it has {key!r} {list(value.size)}, which the model has not")

@@ -11,11 +11,12 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_topo.engine.checkpoint_meeting import Meeting
 from ds_topo.engine.mpu import MpuGrid
 from ds_topo.engine.torch_description import described
 from ds_topo.engine.torch_naming import Rename
 from ds_topo.engine.torch_progress import progress_of
-from ds_topo.engine.torch_taking_over import numbers_of, take_over
+from ds_topo.engine.torch_taking_over import agreed_numbers, take_over
 from ds_topo.topology.axes import PIPE
 from ds_topo.torch_checkpoint.keys import GROUPS, MODEL, OPTIM, PARAMS, PROGRESS, STATE, in_groups
 
@@ -76,7 +77,9 @@ class TorchState:
         else:
             saved = {(name, key): optim.get(f"{STATE}.{name}.{key}") for name, key in found.numbers}
             groups = found.groups_from({key: value for key, value in optim.items() if key.startswith(f"{GROUPS}.")})
-        take_over(self.engine, found, numbers_of(found, saved), groups, state_dict.get(PROGRESS))
+        meeting = Meeting.begin("taking over what torch.distributed.checkpoint has loaded", "")
+        numbers = agreed_numbers(meeting, found, saved)
+        take_over(self.engine, found, numbers, groups, state_dict.get(PROGRESS))
 
 
 def _of_all_stages(engine: DeepSpeedEngine, groups: list[dict[str, Any]], *, gathers: bool) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_topo.engine.checkpoint_meeting import Meeting
 from ds_topo.engine.torch_description import Described
 from ds_topo.engine.torch_memory import inner_optimizer, update_weights
 from ds_topo.engine.torch_progress import restore_progress
@@ -19,16 +20,34 @@ Numbers = dict[tuple[torch.Tensor, str], float]
 """Of each tensor that the optimizer steps on, those of its states that are one number."""
 
 
-def numbers_of(found: Described, saved: Mapping[tuple[str, str], Any]) -> Numbers:
-    """What the optimizer's numbers, such as steps, will be.
+def agreed_numbers(meeting: Meeting, found: Described, saved: Mapping[tuple[str, str], Any]) -> Numbers:
+    """What the optimizer's numbers, such as steps, will be. Collective.
 
     Args:
+        meeting: of all ranks.
         found: the engine.
         saved: numbers of a checkpoint, by parameter and key; those that it has not stay as they are.
 
     Raises:
-        CheckpointModelError: parameters that have one number here have different ones there.
+        CheckpointModelError: parameters that have one number here have different ones there; the same on every rank.
     """
+    problem, numbers = "", Numbers()
+    try:
+        numbers = _numbers_of(found, saved)
+    except CheckpointModelError as error:
+        problem = str(error)
+    meeting.post("numbers", problem)
+    meeting.all_or_none("numbers are known", None)
+
+    def judge() -> None:
+        if known := next(filter(None, meeting.posted("numbers")), ""):
+            raise CheckpointModelError(known)
+
+    meeting.decided("verdict on numbers", judge)
+    return numbers
+
+
+def _numbers_of(found: Described, saved: Mapping[tuple[str, str], Any]) -> Numbers:
     result: Numbers = {}
     names: dict[tuple[torch.Tensor, str], str] = {}
     for (name, key), master in found.numbers.items():

@@ -420,10 +420,13 @@ class Uneven(nn.Module):
         return (self.convolution(self.frozen(inputs)[:, None]) * self.factor).pow(2).mean()
 
 
-def _uneven(settings: dict[str, Any], source: Path | None, folder: Path) -> None:
+def _uneven(settings: dict[str, Any], source: Path | None, folder: Path) -> float:
     start()
     with PipelineParallelGrid("data=2") as grid:
         module = Uneven()
+        if source is not None:
+            for parameter in module.parameters():
+                parameter.data.fill_(7)
         optimizer = plain_torch.adam([one for one in module.parameters() if one.requires_grad])
         config = {**small_engines.settings(train_micro_batch_size_per_gpu=4, **settings)}
         del config["optimizer"]
@@ -435,7 +438,9 @@ def _uneven(settings: dict[str, Any], source: Path | None, folder: Path) -> None
         else:
             checkpoint.load_torch(engine, source)
         dcp.save({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder)
+        loss = float(engine(torch.ones(4, 4, 3)))
         destroy_engine(engine)
+        return loss
 
 
 OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
@@ -443,10 +448,10 @@ OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "
 
 def test_frozen_and_single_and_strided_parameters(world: Worlds, tmp_path: Path) -> None:
     source = tmp_path / "0"
-    world(2).run(_uneven, {}, None, source)
+    loss = world(2).run(_uneven, {}, None, source)
     stages = [{"zero_optimization": {"stage": stage}} for stage in (1, 3)]
     for number, settings in enumerate([{}, *stages, OFFLOADED], 1):
-        world(2).run(_uneven, settings, source, tmp_path / f"{number}")
+        assert world(2).run(_uneven, settings, source, tmp_path / f"{number}") == loss
         assert_same_content(tmp_path / f"{number}", source)
 
 
