@@ -17,7 +17,7 @@ PACKAGE = Path(ds_topo.__file__).parent
 LAYERS: dict[int, set[str]] = {
     0: {"checkpoint_files", "errors", "ledger", "placement", "planner", "topology"},
     1: {"launch", "measurement", "process_groups"},
-    2: {"check", "collectives", "partition", "reducer", "watch"},
+    2: {"check", "collectives", "partition", "reducer", "torch_checkpoint", "watch"},
     3: {"engine"},
     4: {"checkpoint", "conversion", "groups", "distributed", "parallel_state"},
     5: {"cli", "__main__"},

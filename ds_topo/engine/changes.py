@@ -579,6 +579,11 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(_BaseDataLoaderIter, "_dataset", "whether its length is known"),
     Reliance(_BaseDataLoaderIter, "_num_yielded", "how many batches it has left"),
     Reliance(DeepSpeedZeroOptimizer_Stage3, "_z3_optimizer", "whether a partitioned parameter belongs to an engine"),
+    Reliance(
+        DeepSpeedZeroOptimizer_Stage3,
+        "_reassign_or_swap_out_partitioned_parameters",
+        "gives a sub-group's parameters their master weights",
+    ),
     Reliance(DeepSpeedEngine, "inside_no_sync_ctxt", "which backward is the last one"),
     Reliance(DeepSpeedEngine, "gate_modules", "gates that get PAD_CAPACITY"),
     Reliance(BF16_Optimizer, "bf16_groups", "the parameters behind the buffers"),

@@ -59,6 +59,7 @@ ROWS: tuple[Change | Reliance, ...] = (
     Reliance(dist.ProcessGroup, "bound_device_id", "taken away while a group is created by its members alone"),
     Reliance(dist.ProcessGroup, "_device_types", "the devices that a group serves"),
     Reliance(dist.ProcessGroup, "_get_backend", "the job's timeout"),
+    Reliance(torch.Tensor, "_make_wrapper_subclass", "a tensor of which a process has parts, for torch's checkpoints"),
 )
 
 

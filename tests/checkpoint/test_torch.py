@@ -1,0 +1,573 @@
+"""Through torch.distributed.checkpoint: other programs, other degrees and stages; the same values, the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from ds_topo import CheckpointError, CheckpointModelError, PipelineParallelGrid, checkpoint, initialize
+from ds_topo.engine.torch_memory import Trained
+from ds_topo.engine.torch_states import begin_states
+from ds_topo.errors import DamagedCheckpointError, MissingCheckpointError
+from tests.checkpoint import plain_torch
+from tests.checkpoint.jobs import state_of
+from tests.checkpoint.plain_torch import Program
+from tests.checkpoint.torch_jobs import BF16, Job, Layout, job
+from tests.support import moe_training, small_engines
+from tests.support.moe_training import Case, trainer
+from tests.support.small_engines import start
+from tests.support.training import destroy_engine
+from tests.support.world import Worlds
+
+BEFORE, AFTER = range(3), range(3, 6)
+TOLERANCE = 1e-5
+every_way = pytest.mark.skipif(os.environ.get("DS_TOPO_EVERY_WAY") != "1", reason="DS_TOPO_EVERY_WAY=1: minutes")
+Content = dict[str, Any]
+Saved = Callable[..., tuple[Path, list[float]]]
+
+
+def _layouts(zeros: tuple[int, ...], *specs: str, is_pipeline: bool = False, **more: Any) -> list[Layout]:
+    """With and without our reducer."""
+    return [
+        Layout(spec, zero, is_pipeline, reduced, **more)
+        for spec in specs
+        for zero in zeros
+        for reduced in ((False, True) if zero < 3 else (False,))
+    ]
+
+
+FP32 = [
+    *_layouts((0, 1, 2, 3), "data=2", "model=2", "data=2,model=2", "model=2,data=2", "data=3"),
+    *_layouts((0, 1), "pipe=2", "data=2,pipe=2", "pipe=2,model=2", "model=2,data=1,pipe=2", is_pipeline=True),
+]
+IN_BF16 = [
+    *_layouts((0, 1, 2, 3), "data=2", "data=2,model=2", settings=BF16),
+    *_layouts((1,), "data=2,pipe=2", is_pipeline=True, settings=BF16),
+    Layout("data=2", 0, settings={**BF16, "data_types": {"grad_accum_dtype": "bf16"}}),
+]
+SLICED = Layout("data=2,model=2", 1, reduced=True)
+PIPELINE = Layout("pipe=2", 1, is_pipeline=True)
+ZERO_3 = Layout("data=2", 3)
+
+
+# -- what ranks do ---------------------------------------------------------------------------------------------------
+
+
+def _state(rank: Job, **options: Any) -> checkpoint.TorchState:
+    return checkpoint.TorchState(rank.engine, rank.layout.rename, **options)
+
+
+def _save(layout: Layout, folder: Path, form: str) -> list[float]:
+    with job(layout) as rank:
+        rank.train(BEFORE)
+        if form == "app":
+            dcp.save({"app": _state(rank)}, checkpoint_id=folder)
+        else:
+            values = _state(rank, flatten_optimizer_state_dict=True).state_dict()
+            dcp.save({**values["model"], "optimizer": values["optim"]}, checkpoint_id=folder)
+        return rank.train(AFTER)
+
+
+def _load(layout: Layout, folder: Path, again: Path | None = None) -> list[float]:
+    with job(layout, has_own_start=False) as rank:
+        checkpoint.load_torch(rank.engine, folder, rename=layout.rename)
+        if again is not None:
+            dcp.save({"app": _state(rank)}, checkpoint_id=again)
+        return rank.train(AFTER)
+
+
+def _save_by_torch(folder: Path, form: str) -> list[float]:
+    program = Program()
+    program.train(BEFORE)
+    program.save(str(folder), form)
+    return program.train(AFTER)
+
+
+def _load_by_torch(folder: Path, form: str) -> list[float]:
+    program = Program()
+    program.load(str(folder), form)
+    return program.train(AFTER)
+
+
+@pytest.fixture(scope="module")
+def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The checkpoint of a layout, or of an FSDP2 program, and the losses with which that goes on."""
+    made: dict[tuple[Layout | None, str], tuple[Path, list[float]]] = {}
+
+    def of(layout: Layout | None, form: str = "app") -> tuple[Path, list[float]]:
+        if (layout, form) not in made:
+            folder = tmp_path_factory.mktemp("saved")
+            if layout is None:
+                losses = world(2).run(_save_by_torch, folder, form)[0]
+            else:
+                losses = world(layout.ranks).run(_save, layout, folder, form)[0]
+            made[layout, form] = folder, losses
+        return made[layout, form]
+
+    return of
+
+
+# -- what a checkpoint has -------------------------------------------------------------------------------------------
+
+
+def _nested(folder: Path) -> Content:
+    """A checkpoint, read by one process."""
+    file = folder.with_name(f"{folder.name}.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(folder, file)
+    found: Content = torch.load(file, weights_only=False)
+    return found
+
+
+def _flat(value: Any, before: str = "") -> Content:
+    if isinstance(value, list) and value and isinstance(value[0], str):
+        return {before: sorted(value)}
+    if not isinstance(value, (dict, list)):
+        return {before: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return {key: one for name, part in items for key, one in _flat(part, f"{before}.{name}").items()}
+
+
+def assert_same_content(one: Path, other: Path, without: Sequence[str] = (".deepspeed",)) -> None:
+    """Every value, bit by bit."""
+    found, expected = (
+        {key: value for key, value in _flat(_nested(folder)).items() if not any(word in key for word in without)}
+        for folder in (one, other)
+    )
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if torch.is_tensor(value):
+            assert found[key].dtype == value.dtype, key
+            assert torch.equal(found[key], value), key
+        else:
+            assert found[key] == value, key
+
+
+# -- other layouts ---------------------------------------------------------------------------------------------------
+
+
+def _assert_goes_on(
+    world: Worlds, saved: Saved, source: Layout, target: Layout, folder: Path, tolerance: float = TOLERANCE
+) -> None:
+    path, expected = saved(source)
+    losses = world(target.ranks).run(_load, target, path, folder / "again")[0]
+    assert losses == pytest.approx(expected, rel=tolerance)
+    assert_same_content(folder / "again", path)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (SLICED, ZERO_3),
+        (ZERO_3, PIPELINE),
+        (PIPELINE, Layout("model=2", 0)),
+        (ZERO_3, Layout("data=2", 2, reduced=True)),
+    ],
+    ids=str,
+)
+def test_an_engine_goes_on_in_another_layout(
+    world: Worlds, saved: Saved, tmp_path: Path, source: Layout, target: Layout
+) -> None:
+    _assert_goes_on(world, saved, source, target, tmp_path)
+
+
+def test_half_precision_goes_on_from_master_weights(world: Worlds, saved: Saved, tmp_path: Path) -> None:
+    _assert_goes_on(world, saved, IN_BF16[5], IN_BF16[6], tmp_path, tolerance=2e-2)
+
+
+@every_way
+@pytest.mark.parametrize("target", FP32, ids=str)
+@pytest.mark.parametrize("source", [FP32[0], FP32[4], FP32[6], FP32[18], FP32[-1], FP32[-3]], ids=str)
+def test_every_way(world: Worlds, saved: Saved, tmp_path: Path, source: Layout, target: Layout) -> None:
+    _assert_goes_on(world, saved, source, target, tmp_path)
+
+
+@every_way
+@pytest.mark.parametrize("target", IN_BF16, ids=str)
+@pytest.mark.parametrize("source", [IN_BF16[0], IN_BF16[2], IN_BF16[6], IN_BF16[-1], IN_BF16[-2]], ids=str)
+def test_every_way_in_bf16(world: Worlds, saved: Saved, tmp_path: Path, source: Layout, target: Layout) -> None:
+    _assert_goes_on(world, saved, source, target, tmp_path, tolerance=2e-2)
+
+
+# -- other programs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layout", "form"), [(SLICED, "app"), (PIPELINE, "app"), (ZERO_3, "titan")], ids=["sliced", "pipeline", "titan"]
+)
+def test_fsdp2_goes_on(world: Worlds, saved: Saved, layout: Layout, form: str) -> None:
+    folder, expected = saved(layout, form)
+    assert world(2).run(_load_by_torch, folder, form)[0] == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("layout", "form"), [(SLICED, "titan"), (PIPELINE, "app"), (ZERO_3, "app")], ids=["sliced", "pipeline", "zero 3"]
+)
+def test_an_engine_goes_on_from_fsdp2(world: Worlds, saved: Saved, layout: Layout, form: str) -> None:
+    folder, expected = saved(None, form)
+    assert world(layout.ranks).run(_load, layout, folder)[0] == pytest.approx(expected, rel=TOLERANCE)
+
+
+@every_way
+@pytest.mark.parametrize("layout", FP32, ids=str)
+@pytest.mark.parametrize("form", ["app", "titan"])
+def test_every_way_to_and_from_fsdp2(world: Worlds, saved: Saved, layout: Layout, form: str) -> None:
+    folder, expected = saved(layout, form)
+    assert world(4).run(_load_by_torch, folder, form)[0] == pytest.approx(expected, rel=TOLERANCE)
+    folder, expected = saved(None, form)
+    assert world(layout.ranks).run(_load, layout, folder)[0] == pytest.approx(expected, rel=TOLERANCE)
+
+
+def _program(ranks: int, *arguments: object) -> list[float]:
+    """The losses of a program that knows torch alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common.pop("PYTHONPATH", None)
+    started = [
+        subprocess.Popen(
+            [sys.executable, plain_torch.__file__, *map(str, arguments)],
+            env={**common, "RANK": str(rank)} if ranks > 1 else common,
+            cwd=Path(plain_torch.__file__).parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    said = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0] * ranks, said
+    result = json.loads(said[0][0])
+    assert result["others"] == []
+    losses: list[float] = result["losses"]
+    return losses
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=every_way)])
+def test_a_program_without_deepspeed_and_ds_topo_goes_on(saved: Saved, ranks: int) -> None:
+    folder, expected = saved(SLICED)
+    assert _program(ranks, "load", folder, "app", 3, 6) == pytest.approx(expected, rel=TOLERANCE)
+
+
+# -- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _require_declared(rank: moe_training.Trainer) -> None:
+    """Experts in slices are refused unless they say how."""
+    declared = {one: one.partition_dim for one in rank.engine.module.parameters() if hasattr(one, "partition_dim")}
+    for parameter in declared:
+        parameter.partition_dim = -1
+    with pytest.raises(CheckpointError, match=r"experts are split over slices .*set partition_dim"):
+        checkpoint.TorchState(rank.engine).state_dict()
+    for parameter, dim in declared.items():
+        parameter.partition_dim = dim
+
+
+def _save_experts(case: Case, folder: Path) -> list[float]:
+    with trainer(case) as rank:
+        if case.tensor_parallel:
+            _require_declared(rank)
+        rank.train(range(2))
+        dcp.save({"app": checkpoint.TorchState(rank.engine)}, checkpoint_id=folder)
+        return rank.train(range(2, 4)).losses
+
+
+def _load_experts(case: Case, folder: Path, again: Path) -> list[float]:
+    with trainer(case) as rank:
+        for parameter in rank.engine.module.parameters():
+            parameter.data.fill_(7)
+        checkpoint.load_torch(rank.engine, folder)
+        dcp.save({"app": checkpoint.TorchState(rank.engine)}, checkpoint_id=again)
+        return rank.train(range(2, 4)).losses
+
+
+def _cases(specs: list[tuple[str, tuple[int, ...]]], zeros: tuple[int, ...], **more: Any) -> list[Case]:
+    return [Case(*spec, zero, reduced=reduced, **more) for spec in specs for zero in zeros for reduced in (False, True)]
+
+
+PLAIN_EXPERTS = [
+    *_cases([("data=2", (2, 0, 1)), ("data=4", (4, 0, 2)), ("model=2,data=2", (1, 0, 4))], (0, 1, 2), pipeline=False),
+    *_cases([("data=2,model=2", (2, 0, 1))], (0, 1, 2), pipeline=False, tensor_parallel=True),
+]
+PIPELINES_OF_EXPERTS = _cases([("pipe=2,data=2", (2, 0, 1, 0)), ("data=2,pipe=2", (1, 0, 2, 0))], (0, 1))
+
+
+def _assert_experts_go_on(world: Worlds, source: Case, targets: list[Case], folder: Path) -> None:
+    expected = world(source.world_size).run(_save_experts, source, folder / "saved")[0]
+    for number, target in enumerate(targets):
+        again = folder / f"{number}"
+        losses = world(target.world_size).run(_load_experts, target, folder / "saved", again)[0]
+        assert losses == pytest.approx(expected, rel=TOLERANCE), str(target)
+        assert_same_content(again, folder / "saved", without=("param_groups", ".deepspeed"))
+
+
+def test_experts_go_on_on_other_ranks(world: Worlds, tmp_path: Path) -> None:
+    source = Case("data=2,model=2", (2, 0, 1), 1, tensor_parallel=True, pipeline=False)
+    _assert_experts_go_on(world, source, [Case("data=2", (1, 0, 2), 2, pipeline=False, reduced=True)], tmp_path)
+
+
+@every_way
+@pytest.mark.parametrize("source", [PLAIN_EXPERTS[0], PLAIN_EXPERTS[9], PLAIN_EXPERTS[20]], ids=str)
+def test_every_way_of_experts(world: Worlds, tmp_path: Path, source: Case) -> None:
+    _assert_experts_go_on(world, source, PLAIN_EXPERTS, tmp_path)
+
+
+@every_way
+@pytest.mark.parametrize("source", [PIPELINES_OF_EXPERTS[0], PIPELINES_OF_EXPERTS[7]], ids=str)
+def test_every_way_of_pipelines_of_experts(world: Worlds, tmp_path: Path, source: Case) -> None:
+    _assert_experts_go_on(world, source, PIPELINES_OF_EXPERTS, tmp_path)
+
+
+# -- one engine ------------------------------------------------------------------------------------------------------
+
+
+def _train_while_it_is_saved(layout: Layout, folder: Path) -> None:
+    with job(layout) as rank:
+        rank.train(BEFORE)
+        dcp.save({"app": _state(rank)}, checkpoint_id=folder / "at once")
+        group = dist.new_group(backend="gloo")
+        options = {"thread": {}, "writer": {"storage_writer": dcp.FileSystemWriter(folder / "writer")}}
+        for name, more in options.items():
+            rank.train(AFTER)
+            checkpoint.load_torch(rank.engine, folder / "at once", rename=layout.rename)
+            options = more or {"checkpoint_id": folder / name}
+            saving: Any = dcp.async_save({"app": _state(rank)}, process_group=group, **options)
+            rank.train(AFTER)
+            saving.result()
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("layout", [Layout("data=2", 1, reduced=True), Layout("model=2", 0)], ids=str)
+def test_training_goes_on_while_torch_saves(world: Worlds, tmp_path: Path, layout: Layout) -> None:
+    world(2).run(_train_while_it_is_saved, layout, tmp_path)
+    for name in ("thread", "writer"):
+        assert_same_content(tmp_path / name, tmp_path / "at once", without=())
+
+
+def _load_in_place(layout: Layout, folder: Path, is_flat: bool) -> None:
+    layout = Layout(layout.topology, layout.zero, settings={"scheduler": {"type": "WarmupLR", "params": {}}})
+    with job(layout) as rank:
+        rank.train(BEFORE)
+        dcp.save({"app": _state(rank, flatten_optimizer_state_dict=is_flat)}, checkpoint_id=folder)
+        saved, rates = _known(rank.engine), rank.engine.get_lr()
+        expected = rank.train(AFTER)
+    with job(layout, has_own_start=False) as rank:
+        before = torch.get_rng_state()
+        dcp.load({"app": _state(rank, flatten_optimizer_state_dict=is_flat)}, checkpoint_id=folder)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert (_known(rank.engine), rank.engine.get_lr()) == (saved, rates)
+        assert rank.train(AFTER) == expected
+        checkpoint.load_torch(rank.engine, folder)
+        assert (_known(rank.engine), rank.engine.get_lr()) == (saved, rates)
+        assert rank.train(AFTER) == expected, "once more, bit by bit"
+
+
+def _known(engine: Any) -> dict[str, str]:
+    """Digests of everything; under ZeRO 3, where some of it is padding, the steps."""
+    found = state_of(engine)
+    return {"step": found["step"]} if engine.zero_optimization_stage() == 3 else found
+
+
+@pytest.mark.parametrize(("zero", "is_flat"), [(0, True), (2, False), (3, True)])
+def test_torch_loads_in_place_and_steps_and_rates_are_restored(
+    world: Worlds, tmp_path: Path, zero: int, is_flat: bool
+) -> None:
+    world(2).run(_load_in_place, Layout("data=2", zero), tmp_path, is_flat)
+
+
+def _before_the_first_step(layout: Layout) -> None:
+    with job(layout) as rank:
+        weight = rank.engine.module.blocks[0].bias
+        weight.data.fill_(-0.0)
+        before = torch.get_rng_state()
+        states = _state(rank).state_dict()["optim"]["state"]
+        assert {float(one["step"]) for one in states.values()} == {0}
+        assert {"exp_avg", "exp_avg_sq"} <= states["blocks.0.up"].keys()
+        assert weight.signbit().all()
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_states_are_begun_without_a_step(world: Worlds) -> None:
+    world(1).run(_before_the_first_step, Layout("data=1", 0))
+
+
+class Uneven(nn.Module):
+    """A frozen layer, a single number of a parameter, and a weight that does not lie in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(3, 5).requires_grad_(False)
+        self.factor = nn.Parameter(torch.tensor([0.5]))
+        self.convolution = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (self.convolution(self.frozen(inputs)[:, None]) * self.factor).pow(2).mean()
+
+
+def _uneven(settings: dict[str, Any], source: Path | None, folder: Path) -> float:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        module = Uneven()
+        if source is not None:
+            for parameter in module.parameters():
+                parameter.data.fill_(7)
+        optimizer = plain_torch.adam([one for one in module.parameters() if one.requires_grad])
+        config = {**small_engines.settings(train_micro_batch_size_per_gpu=4, **settings)}
+        del config["optimizer"]
+        engine, *_ = initialize(model=module, optimizer=optimizer, config=config, mpu=grid)
+        if source is None:
+            for step in range(4):
+                engine.backward(engine(torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(step))))
+                engine.step()
+        else:
+            checkpoint.load_torch(engine, source)
+        dcp.save({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder)
+        loss = float(engine(torch.ones(4, 4, 3)))
+        destroy_engine(engine)
+        return loss
+
+
+OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
+def test_frozen_and_single_and_strided_parameters(world: Worlds, tmp_path: Path) -> None:
+    source = tmp_path / "0"
+    loss = world(2).run(_uneven, {}, None, source)
+    stages = [{"zero_optimization": {"stage": stage}} for stage in (1, 3)]
+    for number, settings in enumerate([{}, *stages, OFFLOADED], 1):
+        assert world(2).run(_uneven, settings, source, tmp_path / f"{number}") == loss
+        assert_same_content(tmp_path / f"{number}", source)
+
+
+def _go_on_after_an_exception(folder: Path) -> None:
+    layout = Layout("data=2", 2, reduced=True)
+    with job(layout) as rank:
+        rank.train(BEFORE)
+        expected, hook = state_of(rank.engine), rank.engine.module.blocks[1].register_forward_hook(_fail)
+        with pytest.raises(ArithmeticError):
+            rank.train(AFTER)
+        hook.remove()
+        dcp.save({"app": _state(rank)}, checkpoint_id=folder)
+        rank.train(AFTER)
+        checkpoint.load_torch(rank.engine, folder)
+        found = state_of(rank.engine)
+        assert {**found, "step": ""} == {**expected, "step": ""}
+
+
+def _fail(*_: Any) -> None:
+    raise ArithmeticError
+
+
+def test_an_engine_goes_on_after_an_exception(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_go_on_after_an_exception, tmp_path)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def _write(content: Content, folder: Path, *, without: str = "", **values: Any) -> None:
+    """By one process, with other values at places."""
+    flat = {key.removeprefix("."): value for key, value in _flat(content).items()}
+    flat.update((key.replace("__", "."), value) for key, value in values.items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({key: value for key, value in flat.items() if key != without}, checkpoint_id=folder, no_dist=True)
+
+
+def _refused(folders: list[Path]) -> tuple[list[tuple[str, str]], bool]:
+    """The errors on this rank, and whether the engine is as it was."""
+    with job(ZERO_3) as rank:
+        before, errors = state_of(rank.engine), []
+        for folder in folders:
+            with pytest.raises(CheckpointError) as caught:
+                checkpoint.load_torch(rank.engine, folder)
+            errors.append((type(caught.value).__name__, str(caught.value)))
+        after = state_of(rank.engine)
+        return errors, before == {key: after[key] for key in before}
+
+
+def test_another_model_is_refused_on_all_ranks(world: Worlds, saved: Saved, tmp_path: Path) -> None:
+    content = _nested(saved(ZERO_3)[0])
+    bias, state = "app.model.blocks.1.bias", "app.optim.state.blocks.1.bias"
+    number = content["app"]["optim"]["state"]["blocks.1.bias"]["step"] + 1
+    _write(content, tmp_path / "missing", without=bias)
+    _write(content, tmp_path / "shape", **{bias: torch.zeros(11)})
+    _write(content, tmp_path / "more", **{"app.model.blocks.3.bias": torch.zeros(10)})
+    _write(content, tmp_path / "state", without=f"{state}.exp_avg")
+    _write(content, tmp_path / "steps", **{f"{state}.step": number})
+    _write(content, tmp_path / "damaged")
+    (tmp_path / "damaged" / ".metadata").write_bytes(b"nothing")
+    expected = {
+        "absent": (MissingCheckpointError, "no checkpoint of torch.distributed.checkpoint in"),
+        "missing": (CheckpointModelError, f"it has no '{bias}' [10]"),
+        "shape": (CheckpointModelError, f"'{bias}' is [11] there and [10] in the model"),
+        "more": (CheckpointModelError, "it has 'app.model.blocks.3.bias' [10], which the model has not"),
+        "state": (CheckpointModelError, f"no optimizer state '{state}.exp_avg'; of that parameter there are ['exp"),
+        "steps": (CheckpointModelError, "'step' is 3 of 'embedding.weight' and 4 of 'blocks.1.bias'"),
+        "damaged": (DamagedCheckpointError, "the metadata in"),
+    }  # fmt: skip
+    (found, is_unchanged), other = world(2).run(_refused, [tmp_path / name for name in expected])
+    assert other == (found, is_unchanged)
+    assert is_unchanged
+    for (kind, text), (error, message) in zip(expected.values(), found, strict=True):
+        assert error == kind.__name__
+        assert text in message
+
+
+def _refused_by_one() -> str:
+    with job(Layout("data=2", 1)) as rank:
+        state = checkpoint.TorchState(rank.engine, {"blocks.0.bias": ""} if rank.grid.global_rank else None)
+        with pytest.raises(CheckpointError) as caught:
+            state.state_dict()
+        with pytest.raises(TypeError, match="Linear is not what"):
+            checkpoint.TorchState(nn.Linear(1, 1))  # type: ignore[arg-type]
+        return str(caught.value)
+
+
+def test_what_one_rank_cannot_save_none_does(world: Worlds) -> None:
+    first, second = world(2).run(_refused_by_one)
+    assert first == second
+    assert "ranks [1]" in first
+    assert "rename gives '' for 'blocks.0.bias'" in first
+
+
+def _undeclared(layout: Layout) -> None:
+    with job(layout) as rank:
+        for parameter in rank.engine.module.parameters():
+            parameter.partition_dim = -1  # type: ignore[attr-defined]
+        with pytest.raises(CheckpointError, match=r"blocks\.0\.up.*set partition_dim"):
+            _state(rank).state_dict()
+
+
+def test_slices_that_do_not_say_how_are_refused(world: Worlds) -> None:
+    world(2).run(_undeclared, Layout("model=2", 0))
+
+
+class Unusual(torch.optim.SGD):
+    """It cannot be made from groups alone."""
+
+    def __init__(self, groups: Any, what: str) -> None:
+        super().__init__(groups, lr=0.1)
+
+
+def test_an_optimizer_that_cannot_be_made_again_needs_a_step_before() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(CheckpointError, match=r"Unusual has no states yet.*take a step before"):
+        begin_states(Unusual([weight], "any"), [Trained(weight, 0, weight, 0, 3, 0)])
