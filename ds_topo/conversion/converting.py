@@ -34,9 +34,9 @@ from ds_topo.conversion.filling import Filling, Journal, copy_all, make_room
 from ds_topo.conversion.model import model_of
 from ds_topo.conversion.reading import Files, Source
 from ds_topo.conversion.target import Target, target_of
-from ds_topo.engine.checkpoint_facts import versions
-from ds_topo.engine.safe_reading import refused_types
-from ds_topo.engine.written_files import finished, free_bytes
+from ds_topo.engine.checkpoints.facts import versions
+from ds_topo.engine.checkpoints.safe_reading import refused_types
+from ds_topo.engine.checkpoints.written_files import finished, free_bytes
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,

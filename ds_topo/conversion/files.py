@@ -18,7 +18,7 @@ from ds_topo.conversion.partitions import PartitionedGroup
 from ds_topo.conversion.reading import WEIGHT, Source, name_of_expert, name_of_optimizer, name_of_partition
 from ds_topo.conversion.stages import prefix_of_layer
 from ds_topo.conversion.target import Target
-from ds_topo.engine.saved_types import DEEPSPEED_VERSION
+from ds_topo.engine.checkpoints.saved_types import DEEPSPEED_VERSION
 from ds_topo.topology.process_topology import ProcessTopology
 
 

@@ -21,7 +21,7 @@ from torch.serialization import safe_globals, set_default_mmap_options, skip_dat
 
 from ds_topo.conversion.content import FileContent, Piece, Region, has_regions, side_by_side, with_tensors
 from ds_topo.conversion.reading import Source
-from ds_topo.engine.safe_reading import ALLOWED
+from ds_topo.engine.checkpoints.safe_reading import ALLOWED
 
 _JOURNAL = "done-{}.txt"
 _UNFINISHED = ".part"

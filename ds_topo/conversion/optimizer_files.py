@@ -16,7 +16,7 @@ from ds_topo.conversion.partitions import FlatGroup, PartitionedGroup, Span, in_
 from ds_topo.conversion.reading import Source
 from ds_topo.conversion.states import MASTER, differing
 from ds_topo.conversion.target import Target
-from ds_topo.engine.saved_types import DEEPSPEED_VERSION, fragment, no_loss_scale, zero_stage
+from ds_topo.engine.checkpoints.saved_types import DEEPSPEED_VERSION, fragment, no_loss_scale, zero_stage
 from ds_topo.errors import CheckpointLayoutError
 from ds_topo.topology.expert_tables import name_of_size
 

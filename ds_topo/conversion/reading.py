@@ -23,7 +23,7 @@ from ds_topo.conversion.model import Parameter, SavedModel
 from ds_topo.conversion.slices import resliced
 from ds_topo.conversion.stages import prefix_of_layer
 from ds_topo.conversion.states import MASTER, Flat, Partitioned, States, Whole
-from ds_topo.engine.safe_reading import ALLOWED
+from ds_topo.engine.checkpoints.safe_reading import ALLOWED
 from ds_topo.errors import DamagedCheckpointError
 
 WEIGHT = "weight"
