@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo import CheckpointError, CheckpointSpaceError, DisagreementError, checkpoint
-from ds_topo.checkpoint_files.folder import checkpoints_in, look_at, named_latest
+from ds_topo.checkpoint_files.folder import checkpoints_in, look_at, named_latest, tidy
 from ds_topo.engine.checkpoints import facts as checkpoint_facts
 from ds_topo.engine.checkpoints import saving as checkpoint_saving
 from ds_topo.engine.checkpoints import written_files
@@ -172,6 +172,33 @@ def test_a_full_disk_is_named_on_every_rank(world: Worlds, kind: Kind, where: st
         r"device \(errno 28\); [\d,]+ bytes are free there",
         text,
     ), text
+
+
+def _two_jobs(folder: Path) -> str:
+    """Another job begins to save into the same folder while this one writes."""
+    with job(KINDS["zero1"]) as here:
+        here.train(range(1))
+        checkpoint.save(here.engine, folder, "before")
+        owner = type(here.engine.checkpoint_engine)
+        real = owner.save
+
+        def save(*arguments: Any, **options: Any) -> Any:
+            if here.grid.global_rank == 1:
+                tidy(folder)
+            return real(*arguments, **options)
+
+        with mock.patch.object(owner, "save", save), pytest.raises(CheckpointError) as raised:
+            checkpoint.save(here.engine, folder, "after")
+        dist.barrier()
+        assert named_latest(folder) == "before"
+        checkpoint.save(here.engine, folder, "again")
+        return str(raised.value)
+
+
+def test_a_second_job_in_the_same_folder_is_guessed(world: Worlds, tmp_path: Path) -> None:
+    errors = world(2).run(_two_jobs, tmp_path)
+    assert errors[0] == errors[1]
+    assert "its folder was removed meanwhile, as a second job does that saves into the same place" in errors[0]
 
 
 def _too_little_room(kind: Kind, folder: Path) -> str:

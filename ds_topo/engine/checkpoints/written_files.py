@@ -144,10 +144,11 @@ def finished(path: Path, root: Path, rank: int) -> SavedFile:
 def _told(path: Path, error: BaseException) -> Exception:
     """With the path, and the room on its disk: torch says neither where a write fails."""
     reason = (getattr(error, "strerror", None) if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
-    try:
+    is_gone = isinstance(error, FileNotFoundError) or "does not exist" in reason  # as torch says it
+    if path.parent.exists() and not is_gone:
         free = f"; {shutil.disk_usage(path.parent).free:,} bytes are free there"
-    except OSError:
-        free = ""
+    else:
+        free = "; its folder was removed meanwhile, as a second job does that saves into the same place"
     code = f" (errno {error.errno})" if isinstance(error, OSError) and error.errno else ""
     told = CheckpointError(f"{path} could not be written: {type(error).__name__}: {reason}{code}{free}")
     told.__cause__ = error
