@@ -477,6 +477,24 @@ def test_frozen_and_single_and_strided_parameters(world: Worlds, tmp_path: Path)
         assert_same_content(tmp_path / f"{number}", source)
 
 
+def _load_weights_alone(folder: Path) -> tuple[list[float], int]:
+    with job(Layout("data=2", 1, settings={"gradient_accumulation_steps": 4}), has_own_start=False) as rank:
+        checkpoint.load_torch(
+            rank.engine, folder, model="app.model", optimizer="app.optim", load_optimizer_states=False
+        )
+        assert not rank.engine.optimizer.state
+        first = rank.train(range(3, 4))
+        checkpoint.load_torch(rank.engine, folder)
+        return first, rank.engine.micro_steps
+
+
+def test_weights_alone_leave_the_optimizer_alone(world: Worlds, saved: Saved) -> None:
+    folder, expected = saved(SLICED)
+    first, micro_steps = world(2).run(_load_weights_alone, folder)[0]
+    assert first == pytest.approx(expected[:1], rel=TOLERANCE)
+    assert micro_steps == 12, "three whole steps of as many micro-batches as this engine takes"
+
+
 def _go_on_after_an_exception(folder: Path) -> None:
     layout = Layout("data=2", 2, reduced=True)
     with job(layout) as rank:
