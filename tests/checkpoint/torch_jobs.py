@@ -88,10 +88,12 @@ class Job:
         self._give_values(module, slices, has_own_start)
         share = SAMPLES // grid.get_sample_world_size()
         config = settings(
-            train_micro_batch_size_per_gpu=share // 2,
-            zero_optimization={"stage": layout.zero},
-            gradient_reducer=SMALL if layout.reduced else False,
-            **layout.settings,
+            **{
+                "train_micro_batch_size_per_gpu": share // 2,
+                "zero_optimization": {"stage": layout.zero},
+                "gradient_reducer": SMALL if layout.reduced else False,
+                **layout.settings,
+            }
         )
         del config["optimizer"]
         options: dict[str, Any] = {} if layout.is_pipeline else {"mpu": grid}

@@ -57,8 +57,14 @@ class Described:
         return result
 
 
-def described(engine: DeepSpeedEngine, rename: Rename, plan: str) -> Described:
+def described(engine: DeepSpeedEngine, rename: Rename, plan: str, *, has_states: bool = True) -> Described:
     """Everything of an engine that torch's checkpoints have a place for. Collective: all ranks succeed, or none.
+
+    Args:
+        engine: to be described.
+        rename: its names.
+        plan: what for, the same on all ranks.
+        has_states: optimizer states, too, which are begun if they are not there yet; else weights alone.
 
     Raises:
         CheckpointError: a rank cannot; the same on every rank.
@@ -67,7 +73,7 @@ def described(engine: DeepSpeedEngine, rename: Rename, plan: str) -> Described:
     failure: Exception | None = None
     found: Described | None = None
     try:
-        found = _described(engine, rename)
+        found = _described(engine, rename, has_states)
     except Exception as error:  # whatever it is: the others hear of it
         failure = error
     meeting = Meeting.begin("the engine's state for torch.distributed.checkpoint", plan)
@@ -76,9 +82,9 @@ def described(engine: DeepSpeedEngine, rename: Rename, plan: str) -> Described:
     return found
 
 
-def _described(engine: DeepSpeedEngine, rename: Rename) -> Described:
+def _described(engine: DeepSpeedEngine, rename: Rename, has_states: bool) -> Described:
     inner, masters = inner_optimizer(engine), {id(one.parameter): one for one in trained(engine)}
-    if inner is not None:
+    if inner is not None and has_states:
         begin_states(inner, masters.values())
     builder, result = _Tensors(engine), Described({}, {}, {}, {}, [], list(masters.values()), [])
     names_in_groups: dict[int, list[str]] = {}
@@ -89,7 +95,7 @@ def _described(engine: DeepSpeedEngine, rename: Rename) -> Described:
             if (weight := builder.weight(one, master)) is not None:
                 result.weights[name] = weight
                 result.aliases[name] = one.names
-        if master is not None and inner is not None:
+        if master is not None and inner is not None and has_states:
             names_in_groups.setdefault(master.group, []).extend(one.everywhere)
             _add_states(result, builder, one, master, inner.state.get(master.master, {}))
     for name, value in named_buffers(engine, rename):

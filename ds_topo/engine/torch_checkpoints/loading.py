@@ -69,7 +69,7 @@ def load_torch(
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(f"engine: {type(engine).__name__} is not what deepspeed.initialize returns")
     options = f"{model=} {optimizer=} {load_optimizer_states=}"
-    found = described(engine, rename, f"load {str(folder)!r} {options}")
+    found = described(engine, rename, f"load {options}", has_states=load_optimizer_states)
     meeting = Meeting.begin(f"loading {folder}", options)
     reader = storage_reader or FileSystemReader(folder)
     request = _Request(found, meeting, reader, str(folder), model, optimizer, load_optimizer_states)

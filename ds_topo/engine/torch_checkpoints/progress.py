@@ -27,6 +27,9 @@ def restore_progress(engine: DeepSpeedEngine, saved: tuple[tuple[str, Any], ...]
     for name in _COUNTS:
         if name in values:
             setattr(engine, name, values[name])
+    micro_batches = int(engine.gradient_accumulation_steps())
+    if engine.micro_steps % micro_batches:  # a step had another number of them
+        engine.micro_steps = engine.global_steps * micro_batches
     for name in _OF_LOSS_SCALE:
         if name in values and hasattr(scaler, name):
             setattr(scaler, name, values[name])
