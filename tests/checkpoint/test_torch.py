@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,8 @@ def _save(layout: Layout, folder: Path, form: str) -> list[float]:
 
 def _load(layout: Layout, folder: Path, again: Path | None = None) -> list[float]:
     with job(layout, has_own_start=False) as rank:
+        for group in rank.engine.optimizer.param_groups:
+            group["lr"] = 7.0
         checkpoint.load_torch(rank.engine, folder, rename=layout.rename)
         if again is not None:
             dcp.save({"app": _state(rank)}, checkpoint_id=again)
@@ -383,7 +386,7 @@ def test_training_goes_on_while_torch_saves(world: Worlds, tmp_path: Path, layou
 
 
 def _load_in_place(layout: Layout, folder: Path, is_flat: bool) -> None:
-    layout = Layout(layout.topology, layout.zero, settings={"scheduler": {"type": "WarmupLR", "params": {}}})
+    layout = replace(layout, settings={**layout.settings, "scheduler": {"type": "WarmupLR", "params": {}}})
     with job(layout) as rank:
         rank.train(BEFORE)
         dcp.save({"app": _state(rank, flatten_optimizer_state_dict=is_flat)}, checkpoint_id=folder)
@@ -406,11 +409,14 @@ def _known(engine: Any) -> dict[str, str]:
     return {"step": found["step"]} if engine.zero_optimization_stage() == 3 else found
 
 
-@pytest.mark.parametrize(("zero", "is_flat"), [(0, True), (2, False), (3, True)])
+@pytest.mark.parametrize(
+    ("layout", "is_flat"),
+    [(Layout("data=2", 0), True), (Layout("data=2", 2, settings=BF16), False), (Layout("data=2", 3), True)],
+)
 def test_torch_loads_in_place_and_steps_and_rates_are_restored(
-    world: Worlds, tmp_path: Path, zero: int, is_flat: bool
+    world: Worlds, tmp_path: Path, layout: Layout, is_flat: bool
 ) -> None:
-    world(2).run(_load_in_place, Layout("data=2", zero), tmp_path, is_flat)
+    world(2).run(_load_in_place, layout, tmp_path, is_flat)
 
 
 def _before_the_first_step(layout: Layout) -> None:
