@@ -16,9 +16,9 @@ from ds_topo.checkpoint_files.manifest import Manifest
 from ds_topo.conversion.converting import convert
 from ds_topo.conversion.loading import load
 from ds_topo.conversion.single_file import to_single_file
-from ds_topo.engine.checkpoint_saving import BackgroundSave, save, save_in_background
-from ds_topo.engine.torch_loading import load_torch
-from ds_topo.engine.torch_state import TorchState
+from ds_topo.engine.checkpoints.saving import BackgroundSave, save, save_in_background
+from ds_topo.engine.torch_checkpoints.loading import load_torch
+from ds_topo.engine.torch_checkpoints.state import TorchState
 
 __all__ = [
     "BackgroundSave",

@@ -72,17 +72,10 @@ def side_by_side(content: Any, written: Any) -> Iterator[tuple[Region | torch.Te
             yield from side_by_side(one, other)
 
 
-def bytes_of(content: Any) -> int:
-    """Of all its tensors."""
-    return sum(math.prod(one.shape) * one.dtype.itemsize for one, _ in side_by_side(content, _Anything()))
-
-
-class _Anything:
-    """In place of a file that is not there yet."""
-
-    def __getitem__(self, key: Any) -> _Anything:
-        return self
-
-    def __iter__(self) -> Iterator[_Anything]:
-        while True:
-            yield self
+def has_regions(content: Any) -> bool:
+    """Whether parameters are to fill something of it."""
+    if isinstance(content, dict):
+        return any(map(has_regions, content.values()))
+    if type(content) in (list, tuple):
+        return any(map(has_regions, content))
+    return isinstance(content, Region)

@@ -27,16 +27,16 @@ from ds_topo.checkpoint_files.durable import discard, flush, replace_text
 from ds_topo.checkpoint_files.folder import LATEST, Checkpoint, check_tag, put_in_place
 from ds_topo.checkpoint_files.manifest import Manifest, SavedFile, SavedParameter
 from ds_topo.checkpoint_files.wholeness import told
-from ds_topo.conversion.content import FileContent, bytes_of
+from ds_topo.conversion.content import FileContent
 from ds_topo.conversion.experts import expert_of
 from ds_topo.conversion.files import Writer
 from ds_topo.conversion.filling import Filling, Journal, copy_all, make_room
 from ds_topo.conversion.model import model_of
 from ds_topo.conversion.reading import Files, Source
 from ds_topo.conversion.target import Target, target_of
-from ds_topo.engine.checkpoint_facts import versions
-from ds_topo.engine.safe_reading import refused_types
-from ds_topo.engine.written_files import finished, free_bytes
+from ds_topo.engine.checkpoints.facts import versions
+from ds_topo.engine.checkpoints.safe_reading import refused_types
+from ds_topo.engine.checkpoints.written_files import finished, free_bytes
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -167,8 +167,8 @@ class Conversion:
 
     # -- one worker ----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Prepare the folder, or find what a killed conversion has left there.
+    def begin(self, workers: int = 1) -> None:
+        """Prepare the folder, or find what a killed conversion of as many workers has left there.
 
         Raises:
             CheckpointError: the new checkpoint would take the place of the old one.
@@ -178,10 +178,11 @@ class Conversion:
             raise CheckpointError(
                 f"{self.checkpoint.path} would be replaced by what is made of it: give another folder or another tag"
             )
-        plan = self._plan()
+        plan = self._plan(workers)
         if not self._is_begun(plan):
             discard(self.draft)
-        needed = sum(bytes_of(file.make()) for file in self.contents if not (self._files / file.path).exists())
+        there = sum(path.stat().st_size for path in self._files.glob("*")) if self._files.exists() else 0
+        needed = Writer(self.source, self.target).bytes() - there
         if (free := free_bytes(self.folder)) < needed * _MARGIN:
             raise CheckpointSpaceError(
                 f"the checkpoint {self.tag!r} of {self.target.layout} takes {needed:,} bytes, and the disk of "
@@ -190,14 +191,15 @@ class Conversion:
         self._files.mkdir(parents=True, exist_ok=True)
         replace_text(self.draft / _PLAN, plan)
 
-    def _plan(self) -> str:
-        """What is converted, to what, since when this computer runs: caches that a power failure takes are not done."""
+    def _plan(self, workers: int) -> str:
+        """What is converted, to what, by how many, since when this computer runs: what caches had is not done."""
         manifest = (self.checkpoint.path / manifests.NAME).read_bytes()
         return json.dumps(
             {
                 "from": hashlib.sha256(manifest).hexdigest(),
                 "layout": asdict(self.target.layout),
                 "structure": asdict(self.target.structure),
+                "workers": workers,
                 "boot": _BOOT.read_text().strip() if _BOOT.exists() else "",
             },
             sort_keys=True,
@@ -214,17 +216,16 @@ class Conversion:
         make_room(self.contents[worker::workers], self._files)
 
     def fill(self, worker: int = 0, workers: int = 1, progress: Progress = lambda step, done, of: None) -> None:
-        """Copy this worker's share of parameters."""
-        filling = Filling(self.source, self.target.slices, self.contents, self._files)
-        names = filling.names[worker::workers]
+        """Copy what belongs into this worker's share of files, parameter by parameter."""
+        filling = Filling(self.source, self.target.slices, self.contents[worker::workers], self._files)
         done = 0
 
         def one_more(_: int) -> None:
             nonlocal done
             done += 1
-            progress("parameters", done, len(names))
+            progress("parameters", done, len(filling.names))
 
-        copy_all(filling, names, Journal(self.draft, worker), _THREADS, one_more, with_values=worker == 0)
+        copy_all(filling, Journal(self.draft, worker), _THREADS, one_more)
 
     def finished(
         self, worker: int = 0, workers: int = 1, progress: Progress = lambda step, done, of: None

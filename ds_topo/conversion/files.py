@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,7 +18,7 @@ from ds_topo.conversion.partitions import PartitionedGroup
 from ds_topo.conversion.reading import WEIGHT, Source, name_of_expert, name_of_optimizer, name_of_partition
 from ds_topo.conversion.stages import prefix_of_layer
 from ds_topo.conversion.target import Target
-from ds_topo.engine.saved_types import DEEPSPEED_VERSION
+from ds_topo.engine.checkpoints.saved_types import DEEPSPEED_VERSION
 from ds_topo.topology.process_topology import ProcessTopology
 
 
@@ -52,6 +52,22 @@ class Writer:
         if self._same_places():
             for name in self.source.files.matching("random_states_*.pt"):
                 yield FileContent(name, partial(self.source.files.content, name))
+
+    def bytes(self) -> int:
+        """What they take, about: without paddings, and what is not tensors."""
+        layout, slices = self.target.layout, self.target.slices
+        stages = Counter(name for names in self.target.names for name in names)
+        of_states = self._optimizer.bytes_of_element()
+        optimizers = 1  # in which a parameter is
+        if layout.experts and not layout.zero_stage:
+            optimizers += max(self.target.experts) // slices
+        total = 0
+        for name, one in self.source.model.parameters.items():
+            copies = stages[name] * (1 if one.experts and one.split is None else slices)
+            weight = 0 if layout.zero_stage == 3 and one.is_trained else getattr(torch, one.dtype).itemsize
+            states = of_states * (1 if one.experts else optimizers) if one.is_trained else 0
+            total += copies * one.numel_of_slice(slices) * (weight + states)
+        return total
 
     def _same_places(self) -> bool:
         saved, wanted = self.source.layout, self.target.layout

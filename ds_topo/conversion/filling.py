@@ -10,7 +10,7 @@ import mmap
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals, set_default_mmap_options, skip_data
 
-from ds_topo.conversion.content import FileContent, Piece, Region, side_by_side, with_tensors
+from ds_topo.conversion.content import FileContent, Piece, Region, has_regions, side_by_side, with_tensors
 from ds_topo.conversion.reading import Source
-from ds_topo.engine.safe_reading import ALLOWED
+from ds_topo.engine.checkpoints.safe_reading import ALLOWED
 
 _JOURNAL = "done-{}.txt"
 _UNFINISHED = ".part"
@@ -35,7 +35,12 @@ def make_room(files: Iterable[FileContent], folder: Path) -> None:
             continue
         draft = path.with_name(f"{path.name}{_UNFINISHED}")
         rooms: dict[Region, torch.Tensor] = {}  # a region that is there twice takes room once
-        content = with_tensors(file.make(), partial(_room, rooms))  # below, what is read would have no bytes, too
+        content = file.make()
+        if not has_regions(content):
+            torch.save(content, draft)
+            draft.rename(path)
+            continue
+        content = with_tensors(content, partial(_room, rooms))  # below, what is read would have no bytes, too
         with skip_data():
             torch.save(content, draft)
         with draft.open("r+b") as written:  # else a full disk would end the process while it copies
@@ -64,7 +69,8 @@ class Filling:
         self._pieces: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
         for file in files:
-            self._add(file.make(), _mapped(folder / file.path))
+            if has_regions(content := file.make()):
+                self._add(content, _mapped(folder / file.path))
 
     def _add(self, content: Any, written: Any) -> None:
         for one, tensor in side_by_side(content, written):
@@ -87,15 +93,14 @@ class Filling:
 
     def copy(self, name: str) -> int:
         """One parameter, with all its states; return the bytes that were written."""
-        by_key: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
-        for piece, place in self._pieces[name]:
-            by_key[piece.key].append((piece, place))
         done = 0
-        for key, pieces in by_key.items():
-            parts = [part.detach().reshape(-1) for part in self._source.local(name, key, self._slices)]
-            for piece, place in pieces:
-                place.copy_(parts[piece.place][piece.start : piece.stop])
-                done += place.nbytes
+        whole: dict[Any, torch.Tensor] = {}
+        for piece, place in sorted(self._pieces[name], key=lambda one: one[0].key):
+            if (piece.key, piece.place) not in whole:
+                whole.clear()  # what was put together for the places before
+            elements = piece.place, self._slices, piece.start, piece.stop
+            place.copy_(self._source.elements(name, piece.key, *elements, whole))
+            done += place.nbytes
         return done
 
 
@@ -106,20 +111,17 @@ def _mapped(path: Path) -> Any:
 
 
 class Journal:
-    """Which parameters are done, in a folder that several processes write to, each its own file."""
+    """Which parameters are done in one process's share of files."""
 
     def __init__(self, folder: Path, worker: int) -> None:
-        self._folder = folder
         self._path = folder / _JOURNAL.format(worker)
         self._lock = threading.Lock()
 
     def done(self) -> set[str]:
-        """By any process."""
-        return {
-            line
-            for path in self._folder.glob(_JOURNAL.format("*"))
-            for line in path.read_text().split("\n")[:-1]  # the last line may be cut off
-        }
+        """Up to now."""
+        if not self._path.exists():
+            return set()
+        return set(self._path.read_text().split("\n")[:-1])  # the last line may be cut off
 
     def note(self, name: str) -> None:
         """One more."""
@@ -127,16 +129,8 @@ class Journal:
             file.write(f"{name}\n")
 
 
-def copy_all(
-    filling: Filling,
-    names: Sequence[str],
-    journal: Journal,
-    threads: int,
-    progress: Callable[[int], None],
-    *,
-    with_values: bool,
-) -> None:
-    """Copy these parameters, but for those that are done, and if wished what is no part of a parameter."""
+def copy_all(filling: Filling, journal: Journal, threads: int, progress: Callable[[int], None]) -> None:
+    """Copy all parameters, but for those that are done, and what is no part of a parameter."""
     done = journal.done()
 
     def copy(name: str) -> None:
@@ -144,8 +138,7 @@ def copy_all(
         if name not in done:
             journal.note(name)
 
-    if with_values:
-        filling.copy_values()
+    filling.copy_values()
     with ThreadPoolExecutor(threads, "ds_topo convert") as pool:
-        for _ in pool.map(copy, names):
+        for _ in pool.map(copy, filling.names):
             pass

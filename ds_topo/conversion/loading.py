@@ -27,11 +27,11 @@ from ds_topo.checkpoint_files.wholeness import told, wrong_digests
 from ds_topo.conversion.converting import Conversion, readable
 from ds_topo.conversion.model import SavedModel, model_of
 from ds_topo.conversion.target import Target, target_like
-from ds_topo.engine.checkpoint_facts import layout_of, parameters_of
-from ds_topo.engine.checkpoint_loading import DIGESTS, SIZES
-from ds_topo.engine.checkpoint_loading import load as load_as_it_is
-from ds_topo.engine.checkpoint_meeting import Meeting, shared_out
-from ds_topo.engine.checkpoint_structure import share_of_structure, whole_structure
+from ds_topo.engine.checkpoints.facts import layout_of, parameters_of
+from ds_topo.engine.checkpoints.loading import DIGESTS, SIZES
+from ds_topo.engine.checkpoints.loading import load as load_as_it_is
+from ds_topo.engine.checkpoints.meeting import Meeting, shared_out
+from ds_topo.engine.checkpoints.structure import share_of_structure, whole_structure
 from ds_topo.errors import (
     CheckpointLayoutError,
     CheckpointModelError,
@@ -61,7 +61,7 @@ def load(
             beside it, which takes as much room as the checkpoint and is removed when it is loaded. What was saved
             stays as it is. Random states are restored where stages, slices and replicas are as many as they were.
         verify: ``"sizes"`` of its files; or their ``"digests"``, too.
-        **options: all others of :func:`ds_topo.engine.checkpoint_loading.load`: ``trusted``,
+        **options: all others of :func:`ds_topo.engine.checkpoints.loading.load`: ``trusted``,
             ``restore_random_states``, and those of ``engine.load_checkpoint``.
 
     Returns:
@@ -71,7 +71,7 @@ def load(
         CheckpointLayoutError: this layout cannot read its files, and with ``convert`` cannot be reached; says why.
         CheckpointModelError: it is another model's; names the first parameter that differs.
         CheckpointSpaceError: too little room for a converted one.
-        Exception: others as in :func:`ds_topo.engine.checkpoint_loading.load`.
+        Exception: others as in :func:`ds_topo.engine.checkpoints.loading.load`.
     """
     try:
         return load_as_it_is(engine, folder, tag, verify=verify, **options)
@@ -179,7 +179,7 @@ def _convert(conversion: Conversion, meeting: Meeting) -> None:
         meeting.all_or_none(done, failure)
         return result
 
-    meeting.decided("begin", conversion.begin)
+    meeting.decided("begin", lambda: conversion.begin(size))
     step("room was made", lambda: conversion.make_room(rank, size))
     step("parameters were copied", lambda: conversion.fill(rank, size))
     files: list[SavedFile] = step("files were flushed", lambda: conversion.finished(rank, size))

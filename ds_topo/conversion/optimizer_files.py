@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ds_topo.conversion.partitions import FlatGroup, PartitionedGroup, Span, in_
 from ds_topo.conversion.reading import Source
 from ds_topo.conversion.states import MASTER, differing
 from ds_topo.conversion.target import Target
-from ds_topo.engine.saved_types import DEEPSPEED_VERSION, fragment, no_loss_scale, zero_stage
+from ds_topo.engine.checkpoints.saved_types import DEEPSPEED_VERSION, fragment, no_loss_scale, zero_stage
 from ds_topo.errors import CheckpointLayoutError
 from ds_topo.topology.expert_tables import name_of_size
 
@@ -32,6 +32,13 @@ class OptimizerWriter:
 
     source: Source
     target: Target
+    _known_groups: dict[Any, list[FlatGroup]] = field(default_factory=dict)
+    _known_sub_groups: dict[int, tuple[list[PartitionedGroup], list[list[int]]]] = field(default_factory=dict)
+
+    def bytes_of_element(self) -> int:
+        """Of the states and the master weight of an element that is trained: as in the first group."""
+        states = [value for value in self.source.states_of_groups[0].values() if value is None]
+        return _ELEMENTWISE.itemsize * (len(states) + self.target.layout.has_partitions)
 
     def whole(self, place: Place) -> dict[str, Any]:
         """Without ZeRO: states as parameters are shaped."""
@@ -81,7 +88,7 @@ class OptimizerWriter:
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def _hyperparameters(self) -> list[dict[str, Any]]:
-        saved = self.source.states_of_first().hyperparameters()
+        saved = self.source.hyperparameters
         return [
             {**_one_of([saved[number] for number in numbers]), **self._name_of_experts(group, saved[numbers[0]])}
             for group, numbers in enumerate(self.target.origins)
@@ -93,11 +100,17 @@ class OptimizerWriter:
         return {"name": name_of_size(self.target.structure.experts[head_of(self.target.structure.groups[0][group][0])])}
 
     def _states_of(self, group: int) -> dict[str, Any]:
-        states = self.source.states_of_first()
-        return _one_of([states.of_group(number) for number in self.target.origins[group]])
+        return _one_of([self.source.states_of_groups[number] for number in self.target.origins[group]])
 
     def _flat_groups(self, place: Place) -> list[FlatGroup]:
-        """ZeRO 1 and 2."""
+        """ZeRO 1 and 2: alike for all ranks that have the same parameters."""
+        parts = tuple(places.part_of[place] for places in self.target.experts.values())
+        known = place.model_rank // self.target.slices, parts
+        if known not in self._known_groups:
+            self._known_groups[known] = self._laid_out(place)
+        return self._known_groups[known]
+
+    def _laid_out(self, place: Place) -> list[FlatGroup]:
         options = {} if self._is_bf16 else self._zero_options()
         aligned = bool(options.get("parameter_alignment", False))
         found = []
@@ -123,6 +136,11 @@ class OptimizerWriter:
 
     def _sub_groups(self, stage: int) -> tuple[list[PartitionedGroup], list[list[int]]]:
         """ZeRO 3: all sub-groups, and which of them are of which group."""
+        if stage not in self._known_sub_groups:
+            self._known_sub_groups[stage] = self._divided(stage)
+        return self._known_sub_groups[stage]
+
+    def _divided(self, stage: int) -> tuple[list[PartitionedGroup], list[list[int]]]:
         limit = int(self._zero_options().get("sub_group_size", _SUB_GROUP_SIZE))
         replicas = self.target.layout.replicas
         found: list[PartitionedGroup] = []

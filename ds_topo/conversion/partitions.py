@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 _BYTES_OF_ALIGNED = 16
@@ -67,7 +70,7 @@ class FlatGroup:
             end += paddings[-1]
         return cls({name: numels[name] for name in names}, tuple(paddings), replicas)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """With the paddings between parameters."""
         return sum(self.numels.values()) + sum(self.paddings)
@@ -86,13 +89,20 @@ class FlatGroup:
     def spans(self, replica: int) -> list[Span]:
         """What lies in a partition."""
         first, last = replica * self.partition_numel, (replica + 1) * self.partition_numel
-        found, begin = [], 0
-        for (name, numel), padding in zip(self.numels.items(), self.paddings, strict=True):
-            start, stop = max(begin, first), min(begin + numel, last)
+        names, begins = self._begins
+        found = []
+        for number in range(max(0, bisect_right(begins, first) - 1), bisect_left(begins, last)):
+            name, begin = names[number], begins[number]
+            start, stop = max(begin, first), min(begin + self.numels[name], last)
             if start < stop:
                 found.append(Span(name, start - first, start - begin, stop - begin))
-            begin += numel + padding
         return found
+
+    @cached_property
+    def _begins(self) -> tuple[list[str], list[int]]:
+        """Every parameter, and where it begins."""
+        sizes = [numel + padding for numel, padding in zip(self.numels.values(), self.paddings, strict=True)]
+        return list(self.numels), [0, *accumulate(sizes)][:-1]
 
 
 @dataclass(frozen=True)

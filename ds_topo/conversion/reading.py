@@ -5,6 +5,7 @@ Files are mapped into memory: what is not asked for is not read.
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,10 +20,10 @@ from torch.serialization import safe_globals
 from ds_topo.checkpoint_files.manifest import SavedLayout
 from ds_topo.conversion.experts import ExpertPlaces, Place, expert_of, head_of, places_in
 from ds_topo.conversion.model import Parameter, SavedModel
-from ds_topo.conversion.slices import cut, joined
+from ds_topo.conversion.slices import resliced
 from ds_topo.conversion.stages import prefix_of_layer
 from ds_topo.conversion.states import MASTER, Flat, Partitioned, States, Whole
-from ds_topo.engine.safe_reading import ALLOWED
+from ds_topo.engine.checkpoints.safe_reading import ALLOWED
 from ds_topo.errors import DamagedCheckpointError
 
 WEIGHT = "weight"
@@ -56,7 +57,11 @@ class Files:
 
     def matching(self, pattern: str) -> list[str]:
         """Names that match, ascending."""
-        return sorted(path.name for path in self.folder.glob(pattern))
+        return fnmatch.filter(self._names, pattern)
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,23 +78,50 @@ class Source:
         """That it was saved in."""
         return self.model.layout
 
-    def local(self, name: str, key: str, slices: int) -> list[torch.Tensor]:
-        """A parameter's weight or state, as each of so many slices holds it, or that all of them hold."""
+    def elements(
+        self, name: str, key: str, place: int, slices: int, start: int, stop: int, whole: dict[Any, torch.Tensor]
+    ) -> torch.Tensor:
+        """Elements ``start:stop`` of a slice of a parameter's weight or state, flat; what they need is read.
+
+        Args:
+            name: of the parameter.
+            key: of its weight or state.
+            place: of the slice.
+            slices: among how many.
+            start: the first one.
+            stop: after the last one.
+            whole: keeps slices that had to be put together, for the next call.
+        """
         parameter = self.model.parameters[name]
-        first = self.model.stage_of[name] * self.model.slices
-        if slices == self.model.slices:
-            return [self._part(first + place, parameter, key) for place in range(slices)]
-        if parameter.split is None:
-            return [self._part(first, parameter, key)] * slices
-        full = self.full(name, key)
-        return [cut(full, parameter.split, place, slices) for place in range(slices)]
+        first, split = self.model.stage_of[name] * self.model.slices, parameter.split
+        if slices == self.model.slices or split is None:
+            own = first + (place if slices == self.model.slices else 0)
+            return self._elements(own, parameter, key, start, stop)
+        if (key, place) not in whole:
+            numel = math.prod(parameter.shape)
+            whole[key, place] = resliced(
+                lambda part: self._elements(first + part, parameter, key, 0, numel).view(parameter.shape),
+                split,
+                self.model.slices,
+                place,
+                slices,
+            ).reshape(-1)
+        return whole[key, place][start:stop]
 
     def full(self, name: str, key: str) -> torch.Tensor:
-        """All slices of it, put together."""
-        parameter = self.model.parameters[name]
-        first = self.model.stage_of[name] * self.model.slices
-        count = self.model.slices if parameter.split is not None else 1
-        return joined([self._part(first + place, parameter, key) for place in range(count)], parameter.split)
+        """All of it."""
+        shape = self.model.parameters[name].shape_of_slice(1)
+        return self.elements(name, key, 0, 1, 0, math.prod(shape), {}).view(shape)
+
+    @cached_property
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Of every group of the optimizer, without its parameters."""
+        return self.states_of_first().hyperparameters()
+
+    @cached_property
+    def states_of_groups(self) -> list[dict[str, Any]]:
+        """Of every group of the optimizer: None for states that each element has, else the value."""
+        return [self.states_of_first().of_group(group) for group in range(len(self.hyperparameters))]
 
     def states_of_first(self) -> States:
         """Of the optimizer of the first model rank, for what is the same on all of them."""
@@ -118,12 +150,17 @@ class Source:
         places = self.experts[self.model.structure.experts[head_of(parameter.name)]]
         return places.holders[model_rank, self.model.part_of(parameter.name, self.model.structure)]
 
-    def _part(self, model_rank: int, parameter: Parameter, key: str) -> torch.Tensor:
-        if key == WEIGHT or (key == MASTER and not self.layout.has_partitions):
-            return self._weight(model_rank, parameter)
+    def _elements(self, model_rank: int, parameter: Parameter, key: str, start: int, stop: int) -> torch.Tensor:
+        """Of a slice that there is."""
+        is_weight = key == WEIGHT or (key == MASTER and not self.layout.has_partitions)
+        if is_weight and (self.layout.zero_stage < 3 or not parameter.is_trained):
+            return self._weight(model_rank, parameter).detach().reshape(-1)[start:stop]
         own = self.model.local_name(parameter.name, self.model.structure)
-        found = self._states(self._holders(model_rank, parameter)).of(own, key)
-        return torch.zeros(parameter.shape) if found is None else found.view(parameter.shape)
+        states = self._states(self._holders(model_rank, parameter))
+        found = states.of(own, MASTER if is_weight else key, start, stop)
+        if found is None:
+            return torch.zeros(stop - start)
+        return found.to(getattr(torch, parameter.dtype)) if is_weight else found
 
     def _weight(self, model_rank: int, parameter: Parameter) -> torch.Tensor:
         name = parameter.name
@@ -136,9 +173,7 @@ class Source:
             found: torch.Tensor = self.files.content(self.layer_files(file)[place])[key]
             return found
         if self.layout.zero_stage == 3:
-            if not parameter.is_trained:
-                return self._frozen(model_rank, parameter)
-            return self._part(model_rank, parameter, MASTER).to(getattr(torch, parameter.dtype))
+            return self._frozen(model_rank, parameter)
         weight: torch.Tensor = self.model_states(model_rank)["module"][name]
         return weight
 

@@ -18,7 +18,7 @@ from ds_topo.conversion.converting import Progress, readable
 from ds_topo.conversion.filling import Filling, make_room
 from ds_topo.conversion.model import model_of, require_splits
 from ds_topo.conversion.reading import WEIGHT, Files, Source
-from ds_topo.engine.written_files import free_bytes
+from ds_topo.engine.checkpoints.written_files import free_bytes
 from ds_topo.errors import CheckpointError, CheckpointSpaceError
 
 TORCH, SAFETENSORS = "torch", "safetensors"

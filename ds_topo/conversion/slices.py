@@ -1,37 +1,46 @@
-"""Slices of a tensor-parallel parameter, cut and put together.
+"""A slice of a tensor-parallel parameter among so many, from its slices among others.
 
 Source: Megatron-LM, ``_initialize_affine_weight_cpu`` (``partition_dim`` and ``partition_stride``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 
 from ds_topo.checkpoint_files.structure import SavedSplit
 
 
-def cut(full: torch.Tensor, split: SavedSplit | None, place: int, slices: int) -> torch.Tensor:
-    """The part of a slice; all of it where slices do not split it.
+def resliced(
+    part: Callable[[int], torch.Tensor], split: SavedSplit, before: int, place: int, slices: int
+) -> torch.Tensor:
+    """Slice ``place`` of ``slices``, from those of ``before`` slices that have something of it.
 
-    >>> cut(torch.arange(8), SavedSplit(0, stride=2), 1, 2)
-    tensor([2, 3, 6, 7])
+    >>> halves = [torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])]  # each has two pieces
+    >>> [resliced(halves.__getitem__, SavedSplit(0, stride=2), 2, place, 4).tolist() for place in range(4)]
+    [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+    Args:
+        part: gives a slice that there is.
+        split: how the parameter is split.
+        before: how many slices there are.
+        place: of the one that is wanted.
+        slices: among how many.
     """
-    if split is None or slices == 1:
-        return full
-    pieces = full.chunk(split.stride * slices, split.dim)[place::slices]
+    parts: dict[int, torch.Tensor] = {}
+
+    def known(number: int) -> torch.Tensor:
+        if number not in parts:
+            parts[number] = part(number)
+        return parts[number]
+
+    own = known(place * before // slices).shape[split.dim] // split.stride
+    wanted = own * before // slices
+    first, last = place * wanted, (place + 1) * wanted
+    pieces = []
+    for piece in range(split.stride):
+        for number in range(first // own, -(-last // own)):
+            low, high = max(first, number * own) - number * own, min(last, (number + 1) * own) - number * own
+            pieces.append(known(number).narrow(split.dim, piece * own + low, high - low))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, split.dim)
-
-
-def joined(parts: Sequence[torch.Tensor], split: SavedSplit | None) -> torch.Tensor:
-    """All of it again, from the parts of all slices.
-
-    >>> parts = [cut(torch.arange(8), SavedSplit(0, stride=2), place, 2) for place in range(2)]
-    >>> joined(parts, SavedSplit(0, stride=2))
-    tensor([0, 1, 2, 3, 4, 5, 6, 7])
-    """
-    if split is None or len(parts) == 1:
-        return parts[0]
-    pieces = [part.chunk(split.stride, split.dim) for part in parts]
-    return torch.cat([of_slice[number] for number in range(split.stride) for of_slice in pieces], split.dim)

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from ds_topo.checkpoint_files.structure import SavedStructure
 from ds_topo.conversion.model import TIED, SavedModel
-from ds_topo.engine.saved_types import stage_bounds
+from ds_topo.engine.checkpoints.saved_types import stage_bounds
 from ds_topo.errors import CheckpointLayoutError, TopologyError
 
 

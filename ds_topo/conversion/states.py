@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,9 +30,9 @@ class States(Protocol):
     def of_group(self, group: int) -> dict[str, Any]:
         """The states of a group: None for those that each element has, else the value."""
 
-    def of(self, name: str, key: str) -> torch.Tensor | None:
-        """A state that each element has, or with ZeRO the master weight: this slice of a parameter, flat or not; None
-        if it has none yet."""
+    def of(self, name: str, key: str, start: int, stop: int) -> torch.Tensor | None:
+        """A state that each element has, or with ZeRO the master weight: these elements of a slice, flat; None if the
+        parameter has none yet."""
 
 
 def _of_group(state: Mapping[str, Any], numel: int, group: int) -> dict[str, Any]:
@@ -85,9 +86,9 @@ class Whole:
             found, first = found or one, first or name
         return found
 
-    def of(self, name: str, key: str) -> torch.Tensor | None:
+    def of(self, name: str, key: str, start: int, stop: int) -> torch.Tensor | None:
         state = self._saved["state"].get(self._numbers[name])
-        return state[key] if state else None  # it may never have had a gradient
+        return state[key].detach().reshape(-1)[start:stop] if state else None  # it may never have had a gradient
 
 
 def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -119,10 +120,12 @@ class Flat:
                 "default, it can be converted"
             )
         self._groups = base["param_groups"]
-        mappings = (replica["param_slice_mappings"] for replica in self._replicas)
-        self._group_of = {
-            name: number for mapping in mappings for number, names in enumerate(mapping) for name in names
-        }
+        self._parts: dict[str, list[tuple[int, int, Any]]] = defaultdict(list)
+        """Of each parameter, in its elements' order: replica, group, and where it is in the replica's partition."""
+        for replica, content in enumerate(self._replicas):
+            for group, addresses in enumerate(content["param_slice_mappings"]):
+                for name, address in addresses.items():
+                    self._parts[name].append((replica, group, address))
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         return _without_parameters(self._groups)
@@ -139,17 +142,16 @@ class Flat:
         state: dict[str, Any] = replica["base_optimizer_state"]["state"].get(number, {})
         return state
 
-    def of(self, name: str, key: str) -> torch.Tensor:
-        group = self._group_of[name]
-        parts = []
-        for replica in self._replicas:
-            address = replica["param_slice_mappings"][group].get(name)
-            if address is None:
-                continue
-            flat = (
-                replica["single_partition_of_fp32_groups"][group] if key == MASTER else self._state(replica, group)[key]
-            )
-            parts.append(flat[address.start : address.start + address.numel])
+    def of(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        parts, begin = [], 0
+        for number, group, address in self._parts[name]:
+            low, high = max(start, begin) - begin, min(stop, begin + address.numel) - begin
+            begin += address.numel
+            if low < high:
+                replica = self._replicas[number]
+                masters = replica["single_partition_of_fp32_groups"]
+                flat = masters[group] if key == MASTER else self._state(replica, group)[key]
+                parts.append(flat.detach()[address.start + low : address.start + high])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -161,7 +163,7 @@ class Partitioned:
         self._replicas = [source.optimizer_file(place)["optimizer_state_dict"] for place in holders]
         self._groups = self._replicas[0]["optimizer_state_dict"]["param_groups"]
         shapes = source.model_states(holders[0].model_rank)["param_shapes"]
-        self._places: dict[str, tuple[int, int, int, int]] = {}
+        self._places: dict[str, tuple[int, int, int]] = {}
         self._numels: list[int] = []
         for number, group in enumerate(shapes):
             numels = {name: math.prod(shape) for name, shape in group.items()}
@@ -169,7 +171,7 @@ class Partitioned:
             offset = 0
             for name, numel in numels.items():
                 part = -(-numel // layout.replicas)
-                self._places[name] = (number, offset, part, numel)
+                self._places[name] = (number, offset, part)
                 offset += part
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -180,12 +182,14 @@ class Partitioned:
         state = self._replicas[0]["optimizer_state_dict"]["state"].get(number, {})
         return _of_group(state, self._numels[number], group)
 
-    def of(self, name: str, key: str) -> torch.Tensor:
-        number, offset, part, numel = self._places[name]
-        flats = [
-            replica["fp32_flat_groups"][number]
-            if key == MASTER
-            else replica["optimizer_state_dict"]["state"][number][key]
-            for replica in self._replicas
-        ]
-        return torch.cat([flat[offset : offset + part] for flat in flats])[:numel]
+    def of(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        number, offset, part = self._places[name]
+        parts = []
+        for replica in range(start // part, -(-stop // part)):
+            own = self._replicas[replica]
+            flat = (
+                own["fp32_flat_groups"][number] if key == MASTER else own["optimizer_state_dict"]["state"][number][key]
+            )
+            low, high = max(start - replica * part, 0), min(stop - replica * part, part)
+            parts.append(flat.detach()[offset + low : offset + high])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -41,6 +41,8 @@ class Target:
     def whole_names(self, model: SavedModel, local: Sequence[str], place: Place) -> list[str]:
         """The names in the whole model of what a rank calls by local names."""
         sizes = self.structure.experts
+        if not sizes:
+            return list(local)
         parts = {head: self.experts[size].part_of[place] for head, size in sizes.items()}
         return [model.whole_name(name, self.structure, parts.get(head_of(name), 0)) for name in local]
 

@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine import changes
-from ds_topo.engine.checkpoint_routes import loaded_whole, saved_as_a_whole
+from ds_topo.engine.checkpoints.routes import loaded_whole, saved_as_a_whole
 from ds_topo.engine.expert_registry import registry
 from ds_topo.engine.inputs import (
     agree_on_model,

@@ -35,8 +35,8 @@ _PHASES = {
     ("torch/autograd/__init__.py", "backward"): "backward",
     ("torch/nn/modules/module.py", "_call_impl"): "forward",
     ("torch/serialization.py", "save"): "save",
-    ("ds_topo/engine/checkpoint_saving.py", "save"): "save",
-    ("ds_topo/engine/checkpoint_loading.py", "load"): "load",
+    ("ds_topo/engine/checkpoints/saving.py", "save"): "save",
+    ("ds_topo/engine/checkpoints/loading.py", "load"): "load",
     ("torch/distributed/distributed_c10d.py", "init_process_group"): "start",
     ("torch/distributed/distributed_c10d.py", "new_group"): "start",
     ("deepspeed/__init__.py", "initialize"): "start",
@@ -59,7 +59,7 @@ _WAITS = {
     ("ds_topo/partition/exchange.py", _ANY): "slices from other ranks",
     ("ds_topo/process_groups/deadline.py", "within"): "the store of the job",
     ("ds_topo/process_groups/agreement.py", "agree"): "an agreement of the ranks",
-    ("ds_topo/engine/checkpoint_meeting.py", _ANY): "the other ranks' parts of a checkpoint",
+    ("ds_topo/engine/checkpoints/meeting.py", _ANY): "the other ranks' parts of a checkpoint",
     ("torch/distributed/rendezvous.py", "rendezvous"): "the other ranks of the job",
 }
 """Functions that wait for other ranks outside torch's collectives."""

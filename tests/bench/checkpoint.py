@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, checkpoint
 from ds_topo.checkpoint_files.durable import flush
-from ds_topo.engine.checkpoint_saving import deepspeeds_part
+from ds_topo.engine.checkpoints.saving import deepspeeds_part
 from tests.bench.linear_layers import engine_of_layers
 from tests.bench.sides import Times, alternate, ratios, table
 from tests.support.ranks import run_ranks

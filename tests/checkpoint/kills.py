@@ -28,7 +28,8 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from ds_topo import CheckpointError, checkpoint
 from ds_topo.checkpoint_files import durable
 from ds_topo.checkpoint_files.folder import checkpoints_in, look_at, named_latest
-from ds_topo.engine import checkpoint_saving, written_files
+from ds_topo.engine.checkpoints import saving as checkpoint_saving
+from ds_topo.engine.checkpoints import written_files
 from tests.checkpoint.jobs import KINDS, Kind, job
 from tests.support.ranks import RankFailure, Ranks
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ds_topo import CheckpointError, checkpoint
 from ds_topo.checkpoint_files.folder import look_at, named_latest
-from ds_topo.engine import host_copies, written_files
+from ds_topo.engine.checkpoints import host_copies, written_files
 from tests.checkpoint.jobs import KINDS, Kind, job
 from tests.support.world import Worlds
 

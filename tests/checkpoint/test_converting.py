@@ -33,7 +33,8 @@ from ds_topo.checkpoint_files.structure import SavedSplit
 from ds_topo.conversion import converting, filling, to_single_file
 from ds_topo.conversion.converting import Conversion, convert
 from ds_topo.conversion.model import model_of
-from ds_topo.conversion.slices import cut, joined
+from ds_topo.conversion.optimizer_files import OptimizerWriter
+from ds_topo.conversion.slices import resliced
 from ds_topo.conversion.target import target_of
 from tests.checkpoint.conversions.layouts import AFTER, BEFORE, TAG, TOLERANCE, Layout, go_on, greatest_difference, save
 from tests.support import gpt_training
@@ -151,7 +152,7 @@ def test_several_workers_write_what_one_does(saved: Saved, tmp_path: Path) -> No
     assert found.manifest is not None
     target = target_of(model_of(found.manifest), "data=4", 3)
     workers = [Conversion(found, target, tmp_path / "three", TAG) for _ in range(3)]
-    workers[0].begin()
+    workers[0].begin(3)
     for number, worker in enumerate(workers):
         worker.make_room(number, 3)
     for number, worker in enumerate(workers):
@@ -162,11 +163,24 @@ def test_several_workers_write_what_one_does(saved: Saved, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("split", [SavedSplit(0), SavedSplit(1), SavedSplit(0, stride=3), SavedSplit(1, stride=2)])
-@pytest.mark.parametrize("slices", [1, 2, 4])
-def test_slices_are_put_together_as_they_were_cut(split: SavedSplit, slices: int) -> None:
-    full = torch.arange(24 * 16).view(24, 16)
-    parts = [cut(full, split, place, slices) for place in range(slices)]
-    assert torch.equal(joined(parts, split), full)
+@pytest.mark.parametrize(("before", "slices"), [(1, 4), (4, 1), (2, 4), (4, 2), (2, 3), (3, 2), (4, 4)])
+def test_slices_are_those_of_the_whole(split: SavedSplit, before: int, slices: int) -> None:
+    full = torch.arange(72 * 48).view(72, 48)
+
+    def slice_of(place: int, count: int) -> torch.Tensor:
+        return torch.cat(full.chunk(split.stride * count, split.dim)[place::count], split.dim)
+
+    for place in range(slices):
+        read: list[int] = []
+
+        def part(number: int, read: list[int] = read) -> torch.Tensor:
+            read.append(number)
+            return slice_of(number, before)
+
+        assert torch.equal(resliced(part, split, before, place, slices), slice_of(place, slices))
+        needed = {number for number in range(before) if number * slices < (place + 1) * before}
+        assert set(read) == {number for number in needed if (number + 1) * slices > place * before}
+        assert len(read) == len(set(read))
 
 
 def test_all_weights_in_one_file(saved: Saved, tmp_path: Path) -> None:
@@ -358,6 +372,25 @@ def test_what_cannot_be_reached_is_refused(
     with pytest.raises((TopologyError, CheckpointLayoutError), match=said):
         convert(saved(layout)[0], tmp_path / "to", spec, **options)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_what_all_replicas_share_is_computed_once(
+    saved: Saved, zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, _ = saved(PLAIN)
+    calls: list[str] = []
+    for name in ("_laid_out", "_divided"):
+        method = getattr(OptimizerWriter, name)
+
+        def counted(self: OptimizerWriter, of: Any, name: str = name, method: Any = method) -> Any:
+            calls.append(name)
+            return method(self, of)
+
+        monkeypatch.setattr(OptimizerWriter, name, counted)
+    path = convert(found, tmp_path, "data=48", zero=zero)
+    assert len(list(path.glob("*optim_states.pt"))) == 48
+    assert calls == ["_laid_out" if zero == 1 else "_divided"]
 
 
 def test_slices_that_do_not_say_how_they_are_split_are_named(saved: Saved, tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo import CheckpointError, CheckpointSpaceError, DisagreementError, checkpoint
 from ds_topo.checkpoint_files.folder import checkpoints_in, look_at, named_latest
-from ds_topo.engine import checkpoint_facts, checkpoint_saving, written_files
+from ds_topo.engine.checkpoints import facts as checkpoint_facts
+from ds_topo.engine.checkpoints import saving as checkpoint_saving
+from ds_topo.engine.checkpoints import written_files
 from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, job, state_of
 from tests.support.ranks import Ranks
 from tests.support.small_engines import start

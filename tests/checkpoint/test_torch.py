@@ -23,8 +23,8 @@ from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ds_topo import CheckpointError, CheckpointModelError, PipelineParallelGrid, checkpoint, initialize
-from ds_topo.engine.torch_memory import Trained
-from ds_topo.engine.torch_states import begin_states
+from ds_topo.engine.torch_checkpoints.memory import Trained
+from ds_topo.engine.torch_checkpoints.states import begin_states
 from ds_topo.errors import DamagedCheckpointError, MissingCheckpointError
 from tests.checkpoint import plain_torch
 from tests.checkpoint.jobs import state_of

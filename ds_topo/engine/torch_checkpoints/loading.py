@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ds_topo.engine.checkpoint_meeting import Meeting
-from ds_topo.engine.torch_description import Described, described
-from ds_topo.engine.torch_naming import Rename
-from ds_topo.engine.torch_taking_over import agreed_numbers, take_over
+from ds_topo.engine.checkpoints.meeting import Meeting
+from ds_topo.engine.torch_checkpoints.description import Described, described
+from ds_topo.engine.torch_checkpoints.naming import Rename
+from ds_topo.engine.torch_checkpoints.taking_over import agreed_numbers, take_over
 from ds_topo.errors import CheckpointError, CheckpointModelError, DamagedCheckpointError, MissingCheckpointError, listed
 from ds_topo.torch_checkpoint.keys import PARAMS, Keys
 

@@ -36,11 +36,11 @@ from ds_topo.checkpoint_files.manifest import SavedLayout
 from ds_topo.checkpoint_files.reach import Wanted, why_unreachable
 from ds_topo.checkpoint_files.wholeness import Places, told, wrong_digests
 from ds_topo.engine import changes
-from ds_topo.engine.checkpoint_facts import difference_of_models, layout_of, places_of, replica_of
-from ds_topo.engine.checkpoint_meeting import Meeting, shared_out
-from ds_topo.engine.checkpoint_saving import deepspeeds_part, finish_what_is_unfinished
-from ds_topo.engine.random_states import name_of_states, restore
-from ds_topo.engine.safe_reading import only_allowed_types, refused_types
+from ds_topo.engine.checkpoints.facts import difference_of_models, layout_of, places_of, replica_of
+from ds_topo.engine.checkpoints.meeting import Meeting, shared_out
+from ds_topo.engine.checkpoints.random_states import name_of_states, restore
+from ds_topo.engine.checkpoints.safe_reading import only_allowed_types, refused_types
+from ds_topo.engine.checkpoints.saving import deepspeeds_part, finish_what_is_unfinished
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,

@@ -24,7 +24,7 @@ from ds_topo.checkpoint_files.durable import flush
 from ds_topo.checkpoint_files.manifest import SavedFile
 from ds_topo.checkpoint_files.wholeness import digest_of
 from ds_topo.engine import changes
-from ds_topo.engine.host_copies import Copies, HostMemory
+from ds_topo.engine.checkpoints.host_copies import Copies, HostMemory
 from ds_topo.errors import CheckpointError
 from ds_topo.ledger import ledger
 

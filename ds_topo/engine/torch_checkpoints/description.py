@@ -16,12 +16,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ds_topo.engine.checkpoint_facts import replica_of
-from ds_topo.engine.checkpoint_meeting import Meeting
+from ds_topo.engine.checkpoints.facts import replica_of
+from ds_topo.engine.checkpoints.meeting import Meeting
 from ds_topo.engine.mpu import MpuGrid
-from ds_topo.engine.torch_memory import Trained, inner_optimizer, span_of_zero_3, trained
-from ds_topo.engine.torch_naming import Named, Rename, named_buffers, named_parameters, slices_of
-from ds_topo.engine.torch_states import begin_states, hyperparameters, is_by_element
+from ds_topo.engine.torch_checkpoints.memory import Trained, inner_optimizer, span_of_zero_3, trained
+from ds_topo.engine.torch_checkpoints.naming import Named, Rename, named_buffers, named_parameters, slices_of
+from ds_topo.engine.torch_checkpoints.states import begin_states, hyperparameters, is_by_element
 from ds_topo.topology.axes import MODEL, PIPE
 from ds_topo.torch_checkpoint.boxes import Slice
 from ds_topo.torch_checkpoint.keys import GROUPS, PARAMS

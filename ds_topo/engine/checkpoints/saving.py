@@ -38,18 +38,18 @@ from ds_topo.checkpoint_files.folder import (
 )
 from ds_topo.checkpoint_files.manifest import Manifest, SavedFile, SavedLayout, SavedParameter, merged
 from ds_topo.checkpoint_files.wholeness import sizes_in, told, wrong_sizes
-from ds_topo.engine.checkpoint_facts import (
+from ds_topo.engine.checkpoints.facts import (
     bytes_of_checkpoint,
     layout_of,
     parameters_of,
     replica_of,
     versions,
 )
-from ds_topo.engine.checkpoint_meeting import Meeting
-from ds_topo.engine.checkpoint_structure import share_of_structure, whole_structure
-from ds_topo.engine.host_copies import memory_of
-from ds_topo.engine.random_states import name_of_states, random_states
-from ds_topo.engine.written_files import WrittenFiles, finished, free_bytes
+from ds_topo.engine.checkpoints.host_copies import memory_of
+from ds_topo.engine.checkpoints.meeting import Meeting
+from ds_topo.engine.checkpoints.random_states import name_of_states, random_states
+from ds_topo.engine.checkpoints.structure import share_of_structure, whole_structure
+from ds_topo.engine.checkpoints.written_files import WrittenFiles, finished, free_bytes
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, abridged
 
 at_work: WeakSet[DeepSpeedEngine] = WeakSet()

@@ -11,12 +11,12 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_topo.engine.checkpoint_meeting import Meeting
+from ds_topo.engine.checkpoints.meeting import Meeting
 from ds_topo.engine.mpu import MpuGrid
-from ds_topo.engine.torch_description import described
-from ds_topo.engine.torch_naming import Rename
-from ds_topo.engine.torch_progress import progress_of
-from ds_topo.engine.torch_taking_over import agreed_numbers, take_over
+from ds_topo.engine.torch_checkpoints.description import described
+from ds_topo.engine.torch_checkpoints.naming import Rename
+from ds_topo.engine.torch_checkpoints.progress import progress_of
+from ds_topo.engine.torch_checkpoints.taking_over import agreed_numbers, take_over
 from ds_topo.topology.axes import PIPE
 from ds_topo.torch_checkpoint.keys import GROUPS, MODEL, OPTIM, PARAMS, PROGRESS, STATE, in_groups
 

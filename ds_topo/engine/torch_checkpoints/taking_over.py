@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_topo.engine.checkpoint_meeting import Meeting
-from ds_topo.engine.torch_description import Described
-from ds_topo.engine.torch_memory import inner_optimizer, update_weights
-from ds_topo.engine.torch_progress import restore_progress
-from ds_topo.engine.torch_states import restore_hyperparameters
+from ds_topo.engine.checkpoints.meeting import Meeting
+from ds_topo.engine.torch_checkpoints.description import Described
+from ds_topo.engine.torch_checkpoints.memory import inner_optimizer, update_weights
+from ds_topo.engine.torch_checkpoints.progress import restore_progress
+from ds_topo.engine.torch_checkpoints.states import restore_hyperparameters
 from ds_topo.errors import CheckpointModelError
 from ds_topo.torch_checkpoint.keys import PARAMS
 

@@ -20,7 +20,7 @@ from ds_topo.checkpoint_files.structure import (
     merged_structures,
     structure_from,
 )
-from ds_topo.engine.checkpoint_facts import replica_of
+from ds_topo.engine.checkpoints.facts import replica_of
 from ds_topo.engine.mpu import MpuGrid
 
 

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_topo.engine.checkpoint_facts import replica_of
+from ds_topo.engine.checkpoints.facts import replica_of
 
 
 def name_of_states(engine: DeepSpeedEngine) -> str:

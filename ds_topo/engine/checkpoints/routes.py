@@ -13,10 +13,10 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_topo.engine.checkpoint_loading import load
-from ds_topo.engine.checkpoint_saving import at_work, save, why_not_ours
+from ds_topo.engine.checkpoints.loading import load
+from ds_topo.engine.checkpoints.safe_reading import only_allowed_types
+from ds_topo.engine.checkpoints.saving import at_work, save, why_not_ours
 from ds_topo.engine.mpu import MpuGrid
-from ds_topo.engine.safe_reading import only_allowed_types
 from ds_topo.errors import MissingCheckpointError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_topo.engine.torch_memory import Trained
+from ds_topo.engine.torch_checkpoints.memory import Trained
 from ds_topo.errors import CheckpointError, abridged
 
 _OF_THE_PROGRAM = {"params", "param_names", "name", "moe", "foreach", "fused", "capturable", "differentiable"}

@@ -18,9 +18,9 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_topo.checkpoint_files.structure import SavedSplit
-from ds_topo.engine.checkpoint_structure import structure_of
+from ds_topo.engine.checkpoints.structure import structure_of
 from ds_topo.engine.mpu import MpuGrid
-from ds_topo.engine.torch_memory import shape_of
+from ds_topo.engine.torch_checkpoints.memory import shape_of
 from ds_topo.errors import CheckpointLayoutError, abridged, listed
 from ds_topo.topology.axes import MODEL
 from ds_topo.torch_checkpoint.boxes import Slice

@@ -1,0 +1,1 @@
+"""An engine's state for ``torch.distributed.checkpoint``."""
