@@ -33,58 +33,66 @@ def measure(width: int, layers: int, zero: int, rounds: int, folder: Path) -> tu
     deepspeed.init_distributed(verbose=False)
     with PipelineParallelGrid(f"data={dist.get_world_size()}") as grid:
         engine = engine_of_layers(grid, width, layers, zero)
-        theirs, flushed, ours = (folder / name for name in ("theirs", "flushed", "ours"))
+        theirs, flushed, ours, background = (folder / name for name in ("theirs", "flushed", "ours", "background"))
+        tag = "0"
 
         def save_theirs(where: Path) -> None:
             with deepspeeds_part(engine):
-                engine.save_checkpoint(str(where), tag="last")
+                engine.save_checkpoint(str(where), tag=tag)
 
         def save_flushed() -> None:
             save_theirs(flushed)
-            for path in sorted((flushed / "last").iterdir())[dist.get_rank() :: dist.get_world_size()]:
+            for path in sorted((flushed / tag).iterdir())[dist.get_rank() :: dist.get_world_size()]:
                 flush(path)
             dist.barrier()
 
         started: list[checkpoint.BackgroundSave] = []
 
-        def finish_and_sync() -> None:
+        def remove_others() -> None:
+            """Every save is a new checkpoint, and the one before is removed: memory of its files is free."""
+            nonlocal tag
             while started:
                 started.pop().finish()
+            dist.barrier()
             if dist.get_rank() == 0:
+                for old in (path for where in (theirs, flushed, ours, background) for path in where.glob("*[0-9]")):
+                    if old.name != tag:
+                        shutil.rmtree(old)
                 os.sync()
             dist.barrier()
+            tag = str(int(tag) + 1)
 
         def load_theirs() -> Any:
             with deepspeeds_part(engine):
-                return engine.load_checkpoint(str(theirs), tag="last")
+                return engine.load_checkpoint(str(theirs), tag=(theirs / "latest").read_text())
 
         saving = alternate(
             {
                 "save: DeepSpeed": lambda: save_theirs(theirs),
                 "save: DeepSpeed, flushed": save_flushed,
-                "save: ours": lambda: checkpoint.save(engine, ours, "last"),
+                "save: ours": lambda: checkpoint.save(engine, ours, tag),
                 "save: ours, background": lambda: started.append(
-                    checkpoint.save_in_background(engine, folder / "background", "last")
+                    checkpoint.save_in_background(engine, background, tag)
                 ),
             },
             rounds,
-            finish_and_sync,
+            remove_others,
             warmup=1,
         )
-        finish_and_sync()
+        remove_others()
         loading: Times = {}
         if zero != 3:  # there DeepSpeed loads into engines that have not trained alone
             loading = alternate(
                 {
                     "load: DeepSpeed": load_theirs,
-                    "load: ours": lambda: checkpoint.load(engine, ours, "last"),
-                    "load: ours, digests": lambda: checkpoint.load(engine, ours, "last", verify="digests"),
+                    "load: ours": lambda: checkpoint.load(engine, ours),
+                    "load: ours, digests": lambda: checkpoint.load(engine, ours, verify="digests"),
                 },
                 rounds,
                 lambda: None,
                 warmup=1,
             )
-        size = checkpoint.look_at(ours, "last").bytes
+        size = checkpoint.checkpoints_in(ours)[0].bytes
         engine.destroy()
     return saving, loading, size
 
