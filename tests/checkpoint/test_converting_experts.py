@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from ds_topo import CheckpointLayoutError, TopologyError, checkpoint, cli
+from ds_topo import CheckpointError, CheckpointLayoutError, TopologyError, checkpoint, cli
 from ds_topo.conversion import to_single_file
 from ds_topo.conversion.converting import convert
 from ds_topo.conversion.experts import dealt_anew
@@ -129,6 +130,27 @@ def test_what_cannot_be_reached_is_refused(
     with pytest.raises((TopologyError, CheckpointLayoutError), match=said):
         convert(checkpoint.look_at(tmp_path / "from", TAG), tmp_path / "to", spec, **options)
     assert not (tmp_path / "to").exists()
+
+
+def _of_auto_ep(folder: Path) -> str:
+    """DeepSpeed's other way of sharing experts out, as its config says it."""
+    with trainer(Case("data=2", (0, 0), 1, **PLAIN)) as rank:
+        rank.train(range(1))
+        options = rank.engine._config.expert_parallel_config
+        with mock.patch.object(options, "enabled", True), mock.patch.object(options, "autoep_size", 2):
+            checkpoint.save(rank.engine, folder, TAG)
+            with pytest.raises(CheckpointError, match="AutoEP") as raised:
+                checkpoint.TorchState(rank.engine).state_dict()
+        return str(raised.value)
+
+
+def test_experts_of_auto_ep_are_refused(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_of_auto_ep, tmp_path / "from")
+    found = checkpoint.look_at(tmp_path / "from", TAG)
+    assert found.manifest is not None
+    assert str(found.manifest.layout).endswith("experts over 2")
+    with pytest.raises(CheckpointLayoutError, match="has experts that are not of"):
+        convert(found, tmp_path / "to", "data=1")
 
 
 def test_groups_of_many_experts_are_split_as_deepspeed_does() -> None:

@@ -30,6 +30,15 @@ def layout_of(engine: DeepSpeedEngine) -> SavedLayout:
     """How the engine's ranks share its model out."""
     grid = engine.mpu if isinstance(engine.mpu, MpuGrid) else None
     plans = [groups.plan for groups in registry.of(engine.mpu)] if engine.has_moe_layers else []
+    automatic = engine._config.expert_parallel_config
+    experts = (
+        [SavedExperts(int(automatic.autoep_size))]
+        if automatic.enabled
+        else [
+            SavedExperts(plan.expert_parallel_size, plan.expert_tensor_parallel, plan.use_data_before_expert)
+            for plan in sorted(plans, key=lambda plan: plan.expert_parallel_size)
+        ]
+    )
     spec = grid.topology().spec if grid else f"data={dist.get_world_size()}" if engine.mpu is None else None
     return SavedLayout(
         spec,
@@ -40,10 +49,7 @@ def layout_of(engine: DeepSpeedEngine) -> SavedLayout:
         type(engine.optimizer).__name__ if engine.optimizer is not None else None,
         "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
         isinstance(engine, PipelineEngine),
-        tuple(
-            SavedExperts(plan.expert_parallel_size, plan.expert_tensor_parallel, plan.use_data_before_expert)
-            for plan in sorted(plans, key=lambda plan: plan.expert_parallel_size)
-        ),
+        tuple(experts),
         getattr(engine, "gradient_reducer", None) is not None and int(engine.zero_optimization_stage()) in (1, 2),
         grid.to_global([0])[0] if grid else 0,
     )

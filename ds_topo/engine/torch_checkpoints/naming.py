@@ -55,6 +55,11 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
         CheckpointLayoutError: it is not known how slices are to be put together.
         ValueError: two of them get the same name.
     """
+    if engine._config.expert_parallel_config.enabled:
+        raise CheckpointLayoutError(
+            "expert_parallel (AutoEP) of the config holds experts in a way of its own: torch's format takes those of "
+            "deepspeed.moe.layer.MoE"
+        )
     slices, place = slices_of(engine)
     structure = structure_of(engine)
     if structure.undeclared and slices > 1:
