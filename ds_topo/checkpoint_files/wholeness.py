@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ds_topo.checkpoint_files.manifest import Manifest, SavedFile
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 18
 """Bytes that are read at a time."""
 _MODEL_STATES = re.compile(r"(?:zero_pp_rank_(?P<replica>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
 _OPTIMIZER_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<replica>\d+)_mp_rank_(?P<model>\d+)_optim_states\.pt")
@@ -33,10 +33,10 @@ def digest_of(path: Path) -> str:
     ...     Path(folder, "file").write_bytes(b"text"), digest_of(Path(folder, "file"))[:8]
     (4, '982d9e3e')
     """
-    digest = hashlib.sha256()
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+        while count := file.readinto(chunk):
+            digest.update(chunk[:count])
     return digest.hexdigest()
 
 

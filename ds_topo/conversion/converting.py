@@ -5,7 +5,8 @@
     plan        read the manifest; the wanted layout, or why it cannot be reached; is there room on the disk?
     room        every file of the new layout is written without the bytes of its tensors, into .<tag>.converting/<tag>
     fill        parameter by parameter: read, put together, copied to where it belongs; noted in a journal
-    finish      flush and digest every file; manifest, rename to <tag>, replace latest
+                file by file, when all of it is there: flushed and digested
+    finish      manifest, rename to <tag>, replace latest
 
 What a kill has left is taken up again by the next conversion of the same checkpoint to the same layout.
 """
@@ -16,7 +17,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cached_property
@@ -30,7 +30,7 @@ from ds_topo.checkpoint_files.wholeness import told
 from ds_topo.conversion.content import FileContent
 from ds_topo.conversion.experts import expert_of
 from ds_topo.conversion.files import Writer
-from ds_topo.conversion.filling import Filling, Journal, copy_all, make_room
+from ds_topo.conversion.filling import Filling, Journal, filled, make_room
 from ds_topo.conversion.model import model_of
 from ds_topo.conversion.reading import Files, Source
 from ds_topo.conversion.target import Target, target_of
@@ -50,8 +50,6 @@ _DRAFT = ".converting"
 _PLAN = "plan.json"
 _MARGIN = 1.02
 _SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-_THREADS = 2
-"""One waits for the disk while the other copies."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 Progress = Callable[[str, int, int], None]
@@ -101,8 +99,7 @@ def convert(
     conversion = Conversion(checkpoint, target, folder, check_tag(checkpoint.tag if tag is None else tag))
     conversion.begin()
     conversion.make_room()
-    conversion.fill(progress=progress)
-    files = conversion.finished(progress=progress)
+    files = conversion.fill(progress=progress)
     return conversion.commit(files, save_latest=save_latest)
 
 
@@ -215,29 +212,13 @@ class Conversion:
         """Write this worker's share of files without the bytes of their tensors."""
         make_room(self.contents[worker::workers], self._files)
 
-    def fill(self, worker: int = 0, workers: int = 1, progress: Progress = lambda step, done, of: None) -> None:
-        """Copy what belongs into this worker's share of files, parameter by parameter."""
-        filling = Filling(self.source, self.target.slices, self.contents[worker::workers], self._files)
-        done = 0
-
-        def one_more(_: int) -> None:
-            nonlocal done
-            done += 1
-            progress("parameters", done, len(filling.names))
-
-        copy_all(filling, Journal(self.draft, worker), _THREADS, one_more)
-
-    def finished(
+    def fill(
         self, worker: int = 0, workers: int = 1, progress: Progress = lambda step, done, of: None
     ) -> list[SavedFile]:
-        """This worker's share of files, flushed and digested."""
-        paths = [self._files / file.path for file in self.contents[worker::workers]]
-        found = []
-        with ThreadPoolExecutor(_THREADS, "ds_topo convert") as pool:
-            for file in pool.map(lambda path: finished(path, self._files, worker), paths):
-                found.append(file)
-                progress("files", len(found), len(paths))
-        return found
+        """Copy what belongs into this worker's share of files, parameter by parameter; return them, on the disk."""
+        filling = Filling(self.source, self.target.slices, self.contents[worker::workers], self._files)
+        journal = Journal(self.draft, worker)
+        return filled(filling, journal, lambda path: finished(path, self._files, worker), progress)
 
     # -- one worker ----------------------------------------------------------------------------------------------------
 

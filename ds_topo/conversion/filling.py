@@ -9,12 +9,12 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.serialization import safe_globals, set_default_mmap_options, skip_data
@@ -25,6 +25,9 @@ from ds_topo.engine.checkpoints.safe_reading import ALLOWED
 
 _JOURNAL = "done-{}.txt"
 _UNFINISHED = ".part"
+_THREADS = 2
+"""That copy, and that finish: one waits for the disk while the other computes."""
+Finished = TypeVar("Finished")
 
 
 def make_room(files: Iterable[FileContent], folder: Path) -> None:
@@ -64,15 +67,22 @@ class Filling:
         folder: where these are.
     """
 
-    def __init__(self, source: Source, slices: int, files: Iterable[FileContent], folder: Path) -> None:
+    def __init__(self, source: Source, slices: int, files: Sequence[FileContent], folder: Path) -> None:
         self._source, self._slices = source, slices
         self._pieces: dict[str, list[tuple[Piece, torch.Tensor]]] = defaultdict(list)
         self._values: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for file in files:
+        self._files_of: dict[str, set[Path]] = defaultdict(set)
+        self._left: Counter[Path] = Counter()
+        """How many parameters a file waits for."""
+        self._lock = threading.Lock()
+        self.paths = [folder / file.path for file in files]
+        for file, path in zip(files, self.paths, strict=True):
             if has_regions(content := file.make()):
-                self._add(content, _mapped(folder / file.path))
+                self._add(path, content, _mapped(path))
+        for found in self._files_of.values():
+            self._left.update(found)
 
-    def _add(self, content: Any, written: Any) -> None:
+    def _add(self, path: Path, content: Any, written: Any) -> None:
         for one, tensor in side_by_side(content, written):
             if not isinstance(one, Region):
                 self._values.append((one, tensor))
@@ -80,6 +90,7 @@ class Filling:
             flat = tensor.view(-1)
             for piece in one.pieces:
                 self._pieces[piece.name].append((piece, flat[piece.offset : piece.offset + piece.stop - piece.start]))
+                self._files_of[piece.name].add(path)
 
     @property
     def names(self) -> list[str]:
@@ -91,17 +102,20 @@ class Filling:
         for value, tensor in self._values:
             tensor.copy_(value.detach())
 
-    def copy(self, name: str) -> int:
-        """One parameter, with all its states; return the bytes that were written."""
-        done = 0
+    def copy(self, name: str) -> None:
+        """One parameter, with all its states."""
         whole: dict[Any, torch.Tensor] = {}
         for piece, place in sorted(self._pieces[name], key=lambda one: one[0].key):
             if (piece.key, piece.place) not in whole:
                 whole.clear()  # what was put together for the places before
             elements = piece.place, self._slices, piece.start, piece.stop
             place.copy_(self._source.elements(name, piece.key, *elements, whole))
-            done += place.nbytes
-        return done
+
+    def completed_by(self, name: str) -> list[Path]:
+        """Files that wait for nothing more, now that a parameter is done."""
+        with self._lock:
+            self._left.subtract(self._files_of[name])
+            return [path for path in self._files_of[name] if not self._left[path]]
 
 
 def _mapped(path: Path) -> Any:
@@ -129,16 +143,43 @@ class Journal:
             file.write(f"{name}\n")
 
 
-def copy_all(filling: Filling, journal: Journal, threads: int, progress: Callable[[int], None]) -> None:
-    """Copy all parameters, but for those that are done, and what is no part of a parameter."""
+def filled(
+    filling: Filling, journal: Journal, finish: Callable[[Path], Finished], progress: Callable[[str, int, int], None]
+) -> list[Finished]:
+    """Copy all parameters, but for those that are done, and what is no part of one; finish each file when it has all.
+
+    Args:
+        filling: what is to be copied where.
+        journal: of what is done.
+        finish: is called on threads, while others copy.
+        progress: is told how many parameters, and then files.
+
+    Returns:
+        What ``finish`` returned.
+    """
     done = journal.done()
 
-    def copy(name: str) -> None:
-        progress(filling.copy(name) if name not in done else 0)
+    def copy(name: str) -> list[Path]:
         if name not in done:
+            filling.copy(name)
             journal.note(name)
+        return filling.completed_by(name)
 
     filling.copy_values()
-    with ThreadPoolExecutor(threads, "ds_topo convert") as pool:
-        for _ in pool.map(copy, filling.names):
-            pass
+    names = filling.names
+    waiting = set(filling.paths)
+    with (
+        ThreadPoolExecutor(_THREADS, "ds_topo convert") as copying,
+        ThreadPoolExecutor(_THREADS, "ds_topo finish") as pool,
+    ):
+        files = []
+        for number, complete in enumerate(copying.map(copy, names), 1):
+            files += [pool.submit(finish, path) for path in complete]
+            waiting.difference_update(complete)
+            progress("parameters", number, len(names))
+        files += [pool.submit(finish, path) for path in waiting]  # those without parameters
+        results = []
+        for number, file in enumerate(files, 1):
+            results.append(file.result())
+            progress("files", number, len(files))
+    return results

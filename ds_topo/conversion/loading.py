@@ -181,8 +181,7 @@ def _convert(conversion: Conversion, meeting: Meeting) -> None:
 
     meeting.decided("begin", lambda: conversion.begin(size))
     step("room was made", lambda: conversion.make_room(rank, size))
-    step("parameters were copied", lambda: conversion.fill(rank, size))
-    files: list[SavedFile] = step("files were flushed", lambda: conversion.finished(rank, size))
+    files: list[SavedFile] = step("files were written", lambda: conversion.fill(rank, size))
     meeting.post("files", [asdict(file) for file in files])
     meeting.all_or_none("files are known", None)
 

@@ -155,9 +155,7 @@ def test_several_workers_write_what_one_does(saved: Saved, tmp_path: Path) -> No
     workers[0].begin(3)
     for number, worker in enumerate(workers):
         worker.make_room(number, 3)
-    for number, worker in enumerate(workers):
-        worker.fill(number, 3)
-    files = [file for number, worker in enumerate(workers) for file in worker.finished(number, 3)]
+    files = [file for number, worker in enumerate(workers) for file in worker.fill(number, 3)]
     workers[0].commit(files)
     _same_checkpoint(tmp_path / "one" / TAG, tmp_path / "three" / TAG)
 
