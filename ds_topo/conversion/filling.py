@@ -99,13 +99,14 @@ class Filling:
 
     def copy_values(self) -> None:
         """Everything that is no part of a parameter: steps of optimizers, buffers."""
-        for value, tensor in self._values:
+        while self._values:
+            value, tensor = self._values.pop()
             tensor.copy_(value.detach())
 
     def copy(self, name: str) -> None:
-        """One parameter, with all its states."""
+        """One parameter, with all its states, once: files that have all of it are not mapped while they are flushed."""
         whole: dict[Any, torch.Tensor] = {}
-        for piece, place in sorted(self._pieces[name], key=lambda one: one[0].key):
+        for piece, place in sorted(self._pieces.pop(name), key=lambda one: one[0].key):
             if (piece.key, piece.place) not in whole:
                 whole.clear()  # what was put together for the places before
             elements = piece.place, self._slices, piece.start, piece.stop
@@ -113,6 +114,7 @@ class Filling:
 
     def completed_by(self, name: str) -> list[Path]:
         """Files that wait for nothing more, now that a parameter is done."""
+        self._pieces.pop(name, None)
         with self._lock:
             self._left.subtract(self._files_of[name])
             return [path for path in self._files_of[name] if not self._left[path]]
