@@ -30,7 +30,7 @@ from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from tests.support.failing import FailsInBackward
 from tests.support.world import Worlds
 
-EXAMPLES = int(os.environ.get("DS_TOPO_RANDOM_ENGINES", "20"))
+EXAMPLES = int(os.environ.get("DS_TOPO_RANDOM_ENGINES", "12"))
 WIDTH = 8
 STEPS = 5
 TIED = ["linear.weight", "linear.bias", "other.weight", "other.bias"]
