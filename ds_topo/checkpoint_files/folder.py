@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -157,11 +157,6 @@ def candidates(folder: Path, expected: Places | None = None) -> Iterator[Checkpo
         yield look_at(folder, latest, expected=expected)
     others = checkpoints_in(folder, expected=expected)
     yield from (checkpoint for checkpoint in others if checkpoint.tag != latest)
-
-
-def with_problems(checkpoint: Checkpoint, problems: list[str]) -> Checkpoint:
-    """The same with more known of it."""
-    return replace(checkpoint, problems=(*checkpoint.problems, *problems))
 
 
 # -- one process changes the folder ------------------------------------------------------------------------------------
