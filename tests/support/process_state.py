@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from tests.support.module_state import ModuleState
 
@@ -30,8 +31,9 @@ WORN = 64
 class ProcessState:
     """The state of this process at the last :meth:`note`.
 
-    Put back are environment, folder, arguments, filters of warnings, torch's default type and gradient mode, process
-    groups, and the data of DeepSpeed's and ds_topo's modules. What cannot be put back from outside, and is told, are
+    Put back are environment, folder, arguments, filters of warnings, torch's default type, gradient mode and linear
+    function, which ZeRO 3 replaces for good by one that rounds otherwise, process groups, and the data of DeepSpeed's
+    and ds_topo's modules. What cannot be put back from outside, and is told, are
     threads, functions that are still replaced by others, and what objects in ds_topo's modules hold.
     """
 
@@ -46,6 +48,7 @@ class ProcessState:
         self._environment, self._folder, self._arguments = dict(os.environ), os.getcwd(), list(sys.argv)
         self._filters = list(warnings.filters)
         self._dtype, self._makes_graphs = torch.get_default_dtype(), torch.is_grad_enabled()
+        self._linear = functional.linear
         self._threads = _threads()
         self._modules.note()
 
@@ -58,6 +61,7 @@ class ProcessState:
         warnings._filters_mutated()  # type: ignore[attr-defined]
         torch.set_default_dtype(self._dtype)
         torch.set_grad_enabled(self._makes_graphs)
+        functional.linear = self._linear
         gc.collect()  # what nobody holds any more takes back what it bound
         left = self._modules.left()
         _destroy_process_groups()

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn import functional
 
 from ds_topo import DisagreementError, PipelineParallelGrid, distributed
 from tests.support.ranks import RankFailure
@@ -57,6 +58,7 @@ def _change_everything() -> None:
     warnings.simplefilter("error")
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
+    functional.linear = functional.bilinear
     deepspeed.init_distributed(verbose=False)
     deepspeed_groups.mesh_device = "a mesh"
     deepspeed_groups._EXPERT_PARALLEL_GROUP["ep_size_2"] = dist.new_group([0, 1])
@@ -74,6 +76,7 @@ def _look() -> tuple[object, ...]:
         list(warnings.filters),
         torch.ones(()).dtype,
         torch.is_grad_enabled(),
+        functional.linear.__name__,
         deepspeed.comm.is_initialized(),
         (deepspeed_groups.mesh_device, dict(deepspeed_groups._EXPERT_PARALLEL_GROUP), deepspeed_groups._WORLD_GROUP),
         len(dist.distributed_c10d._world.pg_map),
