@@ -20,6 +20,7 @@ COLORS = {
     "parameters": "#ff9da6",
     "optimizer": "#72b7b2",
     "agreement": "#9d755d",
+    "program": "#eeca3b",
     "sharing": "#bab0ac",
     "weights": "#4c78a8",
     "activations": "#f58518",

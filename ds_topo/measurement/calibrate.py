@@ -26,6 +26,8 @@ ROUNDS, MESSAGE_ROUNDS = 15, 5
 MESSAGE_BYTES = 8 << 20
 SMALL_PRODUCT, LARGE_PRODUCT = (512, 512, 64), (512, 512, 1024)
 ATTENTION_SHAPE = (4, 4, 256, 64)
+SMALL_ATTENTION = 32, 16
+"""Positions, and features of a head."""
 VECTOR = 1 << 21
 UPDATED_PARAMETERS = 1 << 21
 
@@ -67,25 +69,26 @@ def measure_speeds(device: torch.device, processors: float) -> Speeds:
     depth = 0
     for name, dtype in formats.items():
         small, large = (_product_rate(device, shape, dtype) for shape in (SMALL_PRODUCT, LARGE_PRODUCT))
-        # rate(k) = rate k / (k + depth) at two depths
         shallow, deep = SMALL_PRODUCT[2], LARGE_PRODUCT[2]
-        depth = max(0, round((large / small - 1) / (1 / shallow - large / small / deep))) if small < large else 0
+        depth = round(_half_at(small, large, shallow, deep))
         flops[name] = large * (deep + depth) / deep
     bandwidth = _memory_bandwidth(device)
     update = _update_seconds(device) * bandwidth / UPDATED_PARAMETERS
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _host_memory()
     backend = dist.get_backend() if dist.is_initialized() else "gloo"
+    attention, half = _attention(device, formats.get("bf16", torch.float32))
     kernels = Speeds(
         torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "nccl" if device.type == "cuda" and backend != "gloo" else "gloo",
         flops,
         depth,
-        _attention_flops(device, formats.get("bf16", torch.float32)),
+        attention,
         bandwidth,
         0.0,
         update,
         memory,
         processors,
+        half,
     )
     return with_blocks_measured(kernels, device)
 
@@ -129,11 +132,30 @@ def _product_rate(device: torch.device, shape: tuple[int, int, int], dtype: torc
     return 2.0 * rows * columns * depth / _product_seconds(device, shape, dtype)
 
 
-def _attention_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def _half_at(small: float, large: float, less: int, more: int) -> float:
+    """Where a rate is half of what it tends to, if it is ``rate x / (x + half)``: from its values at two places."""
+    return max(0.0, (large / small - 1) / (1 / less - large / small / more)) if small < large else 0.0
+
+
+def _attention(device: torch.device, dtype: torch.dtype) -> tuple[tuple[float, float], tuple[float, float]]:
+    """FLOP/s of attention in forward and in backward, of long sequences and wide heads, and where they are half."""
+    if device.type == "cuda":  # its table has where
+        return _attention_flops(device, dtype, ATTENTION_SHAPE), (0.0, 0.0)
+    batch, heads, length, width = ATTENTION_SHAPE
+    short, narrow = SMALL_ATTENTION
+    ahead, back = _attention_flops(device, dtype, ATTENTION_SHAPE)
+    of_short, _ = _attention_flops(device, dtype, (batch * length // short, heads, short, width))
+    of_narrow, _ = _attention_flops(device, dtype, (batch, heads, length, narrow))
+    half = _half_at(of_short, ahead, short, length), _half_at(of_narrow, ahead, narrow, width)
+    whole = (length + half[0]) / length * (width + half[1]) / width
+    return (ahead * whole, back * whole), half
+
+
+def _attention_flops(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> tuple[float, float]:
     import torch
 
-    batch, heads, length, width = ATTENTION_SHAPE
-    query = torch.randn(ATTENTION_SHAPE, device=device).to(dtype).requires_grad_()
+    batch, heads, length, width = shape
+    query = torch.randn(shape, device=device).to(dtype).requires_grad_()
 
     def forward() -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)

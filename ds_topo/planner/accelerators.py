@@ -22,6 +22,7 @@ class Efficiency:
         attention_forward: of the bf16 peak, of flash attention over long sequences with heads of 128 features.
         attention_backward: the same in backward.
         attention_length: positions at which flash attention reaches half of that.
+        attention_width: features of a head at which it does; 0: as the square root says where there are processors.
         memory: of the memory's bandwidth, of kernels that read and write long vectors.
         kernel_seconds: from the end of a kernel to the start of the next.
         update_bytes: memory traffic of Adam's update per parameter; None for that of a fused one.
@@ -33,7 +34,8 @@ class Efficiency:
     product_depth: int = 64
     attention_forward: float = 0.60
     attention_backward: float = 0.48
-    attention_length: int = 256
+    attention_length: float = 256
+    attention_width: float = 0
     memory: float = 0.80
     kernel_seconds: float = 2e-6
     update_bytes: float | None = None

@@ -36,6 +36,7 @@ def core_seconds(core: Core, accelerator: Accelerator) -> float:
     efficiency = accelerator.efficiency
     share = efficiency.attention_backward if core.backward else efficiency.attention_forward
     share *= core.length / (core.length + efficiency.attention_length)
+    share *= core.width / (core.width + efficiency.attention_width)
     if efficiency.processors:
         share *= min(1.0, (core.width / 128) ** 0.5)
     return core.flops / (accelerator.peak(core.format) * share)

@@ -24,6 +24,7 @@ class Speeds:
             depth of small ones leaves (see ``depth``).
         depth: terms of an inner product at which a product reaches half of that.
         attention_flops: FLOP/s of attention's core, forward and backward (a causal mask's half counted).
+        attention_half: positions, and features of a head, at which it reaches half of that.
         memory_bandwidth: bytes per second of kernels that read and write long vectors.
         kernel_seconds: of a kernel over next to nothing, with what torch does around it.
         update_bytes: memory traffic of Adam's update per parameter, at that bandwidth.
@@ -42,6 +43,7 @@ class Speeds:
     update_bytes: float
     memory_bytes: float
     processors: float
+    attention_half: tuple[float, float] = (0.0, 0.0)
     block_share: float = 1.0
 
     def accelerator(self) -> Accelerator:
@@ -54,7 +56,8 @@ class Speeds:
             product_depth=self.depth,
             attention_forward=share * self.attention_flops[0] / fastest,
             attention_backward=share * self.attention_flops[1] / fastest,
-            attention_length=0,
+            attention_length=self.attention_half[0],
+            attention_width=self.attention_half[1],
             memory=share,
             kernel_seconds=self.kernel_seconds,
             update_bytes=self.update_bytes * share,
@@ -157,7 +160,9 @@ def machine_from_json(content: Mapping[str, Any]) -> Machine:
     speeds = content.get("speeds")
     if speeds:
         forward, backward = speeds["attention_flops"]
-        speeds = Speeds(**{**speeds, "attention_flops": (float(forward), float(backward))})
+        length, width = speeds.get("attention_half", (0.0, 0.0))
+        pairs = {"attention_flops": (float(forward), float(backward)), "attention_half": (float(length), float(width))}
+        speeds = Speeds(**{**speeds, **pairs})
     elif links["inside"] is None and links["across"] is None:
         raise ValueError("no links and no speeds")
     return Machine(

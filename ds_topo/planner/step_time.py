@@ -42,6 +42,7 @@ class StepTime:
         parameters: gathering of sharded parameters, as far as it is not hidden.
         optimizer: the update.
         agreement: small collectives about losses, norms and overflows.
+        program: what the training program itself does, on processors that also compute.
         sharing: what ranks that share processors wait for them, where that is more than for each other.
     """
 
@@ -56,6 +57,7 @@ class StepTime:
     parameters: float
     optimizer: float
     agreement: float
+    program: float = 0.0
     sharing: float = 0.0
 
     @property
@@ -131,7 +133,9 @@ def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = N
     reduced, gathered = replica_seconds(costs, layout, spans, kinds, passes)
     update = optimizer_seconds(costs, layout)
     bubble = bubble if layout.pipe > 1 else 0.0
-    own = micro_batches * (slowest.compute_forward + slowest.compute_backward + slowest.recompute) + update + bubble
+    program = _program_seconds(costs, kinds[passes.index(slowest)], layout, spans)
+    computing = slowest.compute_forward + slowest.compute_backward + slowest.recompute
+    own = micro_batches * computing + update + program + bubble
     return StepTime(
         compute=micro_batches * (slowest.compute_forward + slowest.compute_backward),
         recompute=micro_batches * slowest.recompute,
@@ -144,7 +148,8 @@ def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = N
         parameters=gathered,
         optimizer=update,
         agreement=_agreement_seconds(costs, spans),
-        sharing=max(0.0, _shared_seconds(costs, layout, kinds, passes, update) - own),
+        program=program,
+        sharing=max(0.0, _shared_seconds(costs, layout, kinds, passes, update + program) - own),
     )
 
 
@@ -182,10 +187,26 @@ def _agreement_seconds(costs: Costs, spans: Mapping[str, Span]) -> float:
     return costs.job.software.agreements * longest
 
 
-def _shared_seconds(
-    costs: Costs, layout: Layout, kinds: list[StageKind], passes: list[PassTime], update: float
-) -> float:
-    """Seconds that all ranks' computing takes on the processors that they share; 0 where each has its own."""
+def _program_seconds(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str, Span]) -> float:
+    """Seconds of the program's own work in a step of one rank; a GPU computes meanwhile."""
+    accelerator = costs.job.cluster.accelerator
+    if accelerator.transport != "gloo":
+        return 0.0
+    in_step, in_micro_batch, in_collective = costs.job.software.own_starts
+    collectives = sum(
+        count * transfer.count
+        for count, cost, _ in costs.pieces(kind, layout)
+        for transfer in (*cost.work.forward.transfers, *cost.work.backward.transfers)
+        if spans[transfer.axis].size > 1
+    )
+    starts = in_step + layout.micro_batches(costs.job.batch) * (in_micro_batch + collectives * in_collective)
+    return starts * accelerator.efficiency.kernel_seconds
+
+
+def _shared_seconds(costs: Costs, layout: Layout, kinds: list[StageKind], passes: list[PassTime], each: float) -> float:
+    """Seconds that all ranks' computing, and what each of them does besides, take on the processors that they share; 0
+    where each has its own.
+    """
     cluster = costs.job.cluster
     if cluster.processors >= cluster.ranks:
         return 0.0
@@ -195,7 +216,7 @@ def _shared_seconds(
         kind.count * micro_batches * (one.compute_forward + one.compute_backward + one.recompute)
         for kind, one in zip(kinds, passes, strict=True)
     )
-    return (work * ranks_per_stage + update * cluster.ranks) / cluster.processors
+    return (work * ranks_per_stage + each * cluster.ranks) / cluster.processors
 
 
 def stage_pass(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str, Span]) -> PassTime:

@@ -128,7 +128,8 @@ def _step(case: Case, config: dict[str, Any], sequence_parallel: bool) -> Callab
     )
     engine, *_ = initialize(model=module, config=config, model_parameters=list(module.parameters()))
     shape = (config["train_micro_batch_size_per_gpu"], case.model.context)
-    samples = [torch.randint(0, VOCABULARY, shape) for _ in range(config["gradient_accumulation_steps"])]
+    own = torch.Generator().manual_seed(grid.get_sample_rank())
+    samples = [torch.randint(0, VOCABULARY, shape, generator=own) for _ in range(config["gradient_accumulation_steps"])]
 
     def step() -> None:
         p2p._grid = engine.grid  # DeepSpeed knows one grid for all engines of a process

@@ -13,9 +13,24 @@ from ds_topo.planner.accelerators import accelerator_of
 from ds_topo.planner.candidates import Wanted, orders, possible_degrees, schedules, zero_stages
 from ds_topo.planner.cluster import cluster_of
 from ds_topo.planner.layout import Job, Layout, layout_problem
+from ds_topo.planner.machine import Speeds
 from ds_topo.planner.model import transformer
 from ds_topo.planner.precision import BF16, Precision
 from ds_topo.planner.software import DEEPSPEED, Software
+
+CPU_SPEEDS = Speeds(
+    "CPU",
+    transport="gloo",
+    product_flops={"fp32": 1e11},
+    depth=0,
+    attention_flops=(1e11, 1e11),
+    memory_bandwidth=1e10,
+    kernel_seconds=1e-5,
+    update_bytes=30.0,
+    memory_bytes=8e9,
+    processors=4.0,
+)
+"""As ``plan --calibrate`` measures them."""
 
 
 def job(

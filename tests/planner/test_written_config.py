@@ -13,23 +13,12 @@ import pytest
 
 from ds_topo.cli import main
 from ds_topo.planner.cluster import Link
-from ds_topo.planner.machine import Machine, Speeds
+from ds_topo.planner.machine import Machine
+from tests.planner.jobs import CPU_SPEEDS
 
 ROOT = Path(__file__).parents[2]
 JOB = "--layers 4 --hidden 32 --heads 4 --vocab 256 --sequence 16 --hosts 1 --slots 4 --batch 16 --precision fp32"
-SPEEDS = Speeds(
-    "CPU",
-    transport="gloo",
-    product_flops={"fp32": 1e11},
-    depth=0,
-    attention_flops=(1e11, 1e11),
-    memory_bandwidth=1e10,
-    kernel_seconds=1e-5,
-    update_bytes=30.0,
-    memory_bytes=8e9,
-    processors=4.0,
-)
-CPU = Machine(1, 4, SPEEDS, inside=Link(1e9, 1e-4))
+CPU = Machine(1, 4, CPU_SPEEDS, inside=Link(1e9, 1e-4))
 """As ``plan --calibrate`` would write it: DeepSpeed's own Adam, which is to be compiled, is for other transports."""
 PLANS = {
     "pipe and data": "--fix pipe=2,data=2",
