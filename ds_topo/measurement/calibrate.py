@@ -133,8 +133,14 @@ def _product_rate(device: torch.device, shape: tuple[int, int, int], dtype: torc
 
 
 def _half_at(small: float, large: float, less: int, more: int) -> float:
-    """Where a rate is half of what it tends to, if it is ``rate x / (x + half)``: from its values at two places."""
-    return max(0.0, (large / small - 1) / (1 / less - large / small / more)) if small < large else 0.0
+    """Where a rate is half of what it tends to, if it is ``rate x / (x + half)``: from its values at two places.
+
+    >>> _half_at(10.0, 15.0, 32, 96), _half_at(10.0, 10.0, 32, 96), _half_at(1.0, 15.0, 32, 96)  # at most the second
+    (32.0, 0.0, 96.0)
+    """
+    rise = large / small
+    curve = 1 / less - rise / more
+    return min(float(more), max(0.0, rise - 1) / curve) if curve > 0 else float(more)
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> tuple[tuple[float, float], tuple[float, float]]:
