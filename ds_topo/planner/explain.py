@@ -79,7 +79,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         "parameters": f"ZeRO {layout.zero} gathers what is sharded over {layout.replicas} ranks",
         "optimizer": f"Adam on {_owned(costs, layout) / 1e6:,.1f} M parameters, bound by memory",
         "agreement": f"{job.software.agreements} small collectives about losses, norms and overflows",
-        "program": f"what {job.software.name} itself does in a step and in {micro_batches} micro-batches",
+        "program": f"what {job.software.name} itself does in a step and {micro_batches} x in a micro-batch",
         "sharing": f"ranks share {job.cluster.processors:g} processors",
     }
     return [Term(name, seconds, texts[name]) for name, seconds in plan.time.parts().items() if seconds > 0]
