@@ -78,9 +78,10 @@ def medians(times: Times) -> dict[str, float]:
 def table(times: Times) -> str:
     """A line for every side."""
     lines = []
+    width = max(28, *map(len, times))
     for side, values in times.items():
         low, middle, high = (1e3 * quartile for quartile in statistics.quantiles(values, n=4))
-        lines.append(f"{side:28} {middle:8.1f} ms  (quartiles {low:.1f} to {high:.1f})")
+        lines.append(f"{side:{width}} {middle:8.1f} ms  (quartiles {low:.1f} to {high:.1f})")
     return "\n".join(lines)
 
 

@@ -190,7 +190,7 @@ def main() -> None:
     print(table(times))
     limits = {f"limit {exchanges}": limit(times, exchanges) for exchanges in (TORCHS, OURS)}
     for name, milliseconds in limits.items():
-        print(f"{name:28} {milliseconds:8.1f} ms")
+        print(f"{name:{max(map(len, times))}} {milliseconds:8.1f} ms")
     best = {**times, **{name: [milliseconds / 1e3] for name, milliseconds in limits.items()}}
     pairs = [
         (other, ours)

@@ -33,8 +33,8 @@ class ProcessState:
 
     Put back are environment, folder, arguments, filters of warnings, torch's default type, gradient mode and linear
     function, which ZeRO 3 replaces for good by one that rounds otherwise, process groups, and the data of DeepSpeed's
-    and ds_topo's modules. What cannot be put back from outside, and is told, are
-    threads, functions that are still replaced by others, and what objects in ds_topo's modules hold.
+    and ds_topo's modules. What cannot be put back from outside, and is told, are threads, functions that are still
+    replaced by others, and what objects in ds_topo's modules hold.
     """
 
     def __init__(self) -> None:
