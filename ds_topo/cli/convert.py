@@ -48,6 +48,13 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
+_STEPS = {
+    "megabytes": "writing megabytes",
+    "parameters": "putting parameters together",
+    "files": "flushing files",
+}
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Convert.
 
@@ -69,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             nonlocal step
             if name != step:
                 step = name
-                shown.begin({"parameters": "copying parameters", "files": "flushing and digesting files"}[name])
+                shown.begin(_STEPS[name])
             shown.advance(done, of)
 
         if arguments.kind is not None:

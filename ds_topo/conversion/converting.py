@@ -4,8 +4,8 @@
 
     plan        read the manifest; the wanted layout, or why it cannot be reached; is there room on the disk?
     room        every file of the new layout is written without the bytes of its tensors, into .<tag>.converting/<tag>
-    fill        parameter by parameter: read, put together, copied to where it belongs; noted in a journal
-                file by file, when all of it is there: flushed and digested
+    fill        each file from beginning to end: pieces of parameters are read, put together, written to where they
+                belong, digested; how far a file is stands in a journal; flushed when all of it is there
     finish      manifest, rename to <tag>, replace latest
 
 What a kill has left is taken up again by the next conversion of the same checkpoint to the same layout.
@@ -36,7 +36,7 @@ from ds_topo.conversion.reading import Files, Source
 from ds_topo.conversion.target import Target, target_of
 from ds_topo.engine.checkpoints.facts import versions
 from ds_topo.engine.checkpoints.safe_reading import refused_types
-from ds_topo.engine.checkpoints.written_files import finished, free_bytes
+from ds_topo.engine.checkpoints.written_files import free_bytes
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -215,10 +215,14 @@ class Conversion:
     def fill(
         self, worker: int = 0, workers: int = 1, progress: Progress = lambda step, done, of: None
     ) -> list[SavedFile]:
-        """Copy what belongs into this worker's share of files, parameter by parameter; return them, on the disk."""
-        filling = Filling(self.source, self.target.slices, self.contents[worker::workers], self._files)
-        journal = Journal(self.draft, worker)
-        return filled(filling, journal, lambda path: finished(path, self._files, worker), progress)
+        """Write what belongs into this worker's share of files; return them, on the disk."""
+        share = self.contents[worker::workers]
+        fillings = [Filling(self.source, self.target.slices, file, self._files) for file in share]
+        digests = filled(fillings, Journal(self.draft, worker), progress)
+        return [
+            SavedFile(one.path.relative_to(self._files).as_posix(), one.bytes, digest, worker)
+            for one, digest in zip(fillings, digests, strict=True)
+        ]
 
     # -- one worker ----------------------------------------------------------------------------------------------------
 

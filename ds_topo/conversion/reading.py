@@ -20,7 +20,7 @@ from torch.serialization import safe_globals
 from ds_topo.checkpoint_files.manifest import SavedLayout
 from ds_topo.conversion.experts import ExpertPlaces, Place, expert_of, head_of, places_in
 from ds_topo.conversion.model import Parameter, SavedModel
-from ds_topo.conversion.slices import resliced
+from ds_topo.conversion.slices import elements_of_slice
 from ds_topo.conversion.stages import prefix_of_layer
 from ds_topo.conversion.states import MASTER, Flat, Partitioned, States, Whole
 from ds_topo.engine.checkpoints.safe_reading import ALLOWED
@@ -78,9 +78,7 @@ class Source:
         """That it was saved in."""
         return self.model.layout
 
-    def elements(
-        self, name: str, key: str, place: int, slices: int, start: int, stop: int, whole: dict[Any, torch.Tensor]
-    ) -> torch.Tensor:
+    def elements(self, name: str, key: str, place: int, slices: int, start: int, stop: int) -> torch.Tensor:
         """Elements ``start:stop`` of a slice of a parameter's weight or state, flat; what they need is read.
 
         Args:
@@ -90,28 +88,22 @@ class Source:
             slices: among how many.
             start: the first one.
             stop: after the last one.
-            whole: keeps slices that had to be put together, for the next call.
         """
         parameter = self.model.parameters[name]
         first, split = self.model.stage_of[name] * self.model.slices, parameter.split
         if slices == self.model.slices or split is None:
             own = first + (place if slices == self.model.slices else 0)
             return self._elements(own, parameter, key, start, stop)
-        if (key, place) not in whole:
-            numel = math.prod(parameter.shape)
-            whole[key, place] = resliced(
-                lambda part: self._elements(first + part, parameter, key, 0, numel).view(parameter.shape),
-                split,
-                self.model.slices,
-                place,
-                slices,
-            ).reshape(-1)
-        return whole[key, place][start:stop]
+
+        def read(part: int, low: int, high: int) -> torch.Tensor:
+            return self._elements(first + part, parameter, key, low, high)
+
+        return elements_of_slice(read, parameter.shape, split, self.model.slices, place, slices, start, stop)
 
     def full(self, name: str, key: str) -> torch.Tensor:
         """All of it."""
         shape = self.model.parameters[name].shape_of_slice(1)
-        return self.elements(name, key, 0, 1, 0, math.prod(shape), {}).view(shape)
+        return self.elements(name, key, 0, 1, 0, math.prod(shape)).view(shape)
 
     @cached_property
     def hyperparameters(self) -> list[dict[str, Any]]:

@@ -69,7 +69,7 @@ def to_single_file(
 
 
 def _write_in_place(source: Source, path: Path, progress: Progress) -> None:
-    """A parameter at a time."""
+    """A parameter after the other."""
     parameters = source.model.parameters
 
     def content() -> dict[str, Any]:
@@ -80,13 +80,11 @@ def _write_in_place(source: Source, path: Path, progress: Progress) -> None:
         aliases = {alias: found[name] for alias, name in source.model.structure.aliases.items()}
         return {**found, **aliases, **dict(_buffers(source))}
 
-    files = [FileContent(path.name, content)]
-    make_room(files, path.parent)
-    filling = Filling(source, 1, files, path.parent)
-    filling.copy_values()
-    for number, name in enumerate(filling.names, 1):
-        filling.copy(name)
-        progress("parameters", number, len(parameters))
+    file = FileContent(path.name, content)
+    make_room([file], path.parent)
+    filling = Filling(source, 1, file, path.parent)
+    megabytes = filling.bytes // 10**6
+    filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, megabytes))
 
 
 def _write_safetensors(source: Source, path: Path, progress: Progress) -> None:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ds_topo.checkpoint_files import manifest as manifests
 from ds_topo.checkpoint_files.manifest import Manifest, SavedFile, SavedLayout, SavedParameter
+from ds_topo.checkpoint_files.structure import SavedSplit
 from ds_topo.checkpoint_files.wholeness import digest_of
 
 LAYOUT = SavedLayout("pipe=2,data=2", 4, 2, 2, 1, "DeepSpeedZeroOptimizer", "fp32", is_pipeline=True)
 FILES = {"mp_rank_00_model_states.pt": b"model 0", "mp_rank_01_model_states.pt": b"model one"}
+
+
+def slice_of(full: torch.Tensor, split: SavedSplit, place: int, slices: int) -> torch.Tensor:
+    """A slice of a tensor-parallel parameter."""
+    return torch.cat(full.chunk(split.stride * slices, split.dim)[place::slices], split.dim)
 
 
 def make(folder: Path, tag: str, step: int, files: dict[str, bytes] | None = None, **more: Any) -> Manifest:

@@ -34,9 +34,11 @@ from ds_topo.conversion import converting, filling, to_single_file
 from ds_topo.conversion.converting import Conversion, convert
 from ds_topo.conversion.model import model_of
 from ds_topo.conversion.optimizer_files import OptimizerWriter
-from ds_topo.conversion.slices import resliced
+from ds_topo.conversion.reading import Source
+from ds_topo.conversion.slices import elements_of_slice
 from ds_topo.conversion.target import target_of
 from tests.checkpoint.conversions.layouts import AFTER, BEFORE, TAG, TOLERANCE, Layout, go_on, greatest_difference, save
+from tests.checkpoint.made import slice_of
 from tests.support import gpt_training
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
@@ -164,21 +166,21 @@ def test_several_workers_write_what_one_does(saved: Saved, tmp_path: Path) -> No
 @pytest.mark.parametrize(("before", "slices"), [(1, 4), (4, 1), (2, 4), (4, 2), (2, 3), (3, 2), (4, 4)])
 def test_slices_are_those_of_the_whole(split: SavedSplit, before: int, slices: int) -> None:
     full = torch.arange(72 * 48).view(72, 48)
+    there = [slice_of(full, split, place, before) for place in range(before)]
+    read: list[int] = []
 
-    def slice_of(place: int, count: int) -> torch.Tensor:
-        return torch.cat(full.chunk(split.stride * count, split.dim)[place::count], split.dim)
+    def elements(number: int, start: int, stop: int) -> torch.Tensor:
+        read.append(stop - start)
+        return there[number].flatten()[start:stop]
 
     for place in range(slices):
-        read: list[int] = []
-
-        def part(number: int, read: list[int] = read) -> torch.Tensor:
-            read.append(number)
-            return slice_of(number, before)
-
-        assert torch.equal(resliced(part, split, before, place, slices), slice_of(place, slices))
-        needed = {number for number in range(before) if number * slices < (place + 1) * before}
-        assert set(read) == {number for number in needed if (number + 1) * slices > place * before}
-        assert len(read) == len(set(read))
+        expected = slice_of(full, split, place, slices).flatten()
+        for first, last in ((0, len(expected)), (0, 1), (7, 500), (len(expected) // 2, len(expected))):
+            read.clear()
+            found = elements_of_slice(elements, there[0].shape, split, before, place, slices, first, last)
+            assert torch.equal(found, expected[first:last])
+            wanted = last - first if split.dim == 0 else 4 * (last - first + 2 * 48)  # of rows, which others share
+            assert sum(read) <= wanted, "no more than is needed"
 
 
 def test_all_weights_in_one_file(saved: Saved, tmp_path: Path) -> None:
@@ -430,29 +432,25 @@ def test_it_never_takes_its_own_place(saved: Saved) -> None:
 
 def test_it_goes_on_where_it_was_killed(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = saved(PIPELINE)
-    copied: list[str] = []
-    copy = filling.Filling.copy
+    monkeypatch.setattr(filling, "_NOTED", 1)
+    read: list[tuple[object, ...]] = []
+    elements = Source.elements
 
-    def copy_some(self: filling.Filling, name: str) -> int:
-        if len(copied) == 10:
+    def counted(self: Source, *piece: Any) -> torch.Tensor:
+        if len(read) == most:
             raise KeyboardInterrupt
-        copied.append(name)
-        return copy(self, name)
+        read.append(piece)
+        return elements(self, *piece)
 
-    monkeypatch.setattr(filling.Filling, "copy", copy_some)
+    monkeypatch.setattr(Source, "elements", counted)
+    most = 50
     with pytest.raises(KeyboardInterrupt):
         convert(found, tmp_path, "data=4")
     assert [path.name for path in tmp_path.iterdir()] == [f".{TAG}.converting"], "nothing has its name yet"
-    done = list(copied)
-
-    def copy_rest(self: filling.Filling, name: str) -> int:
-        copied.append(name)
-        return copy(self, name)
-
-    monkeypatch.setattr(filling.Filling, "copy", copy_rest)
+    assert len(read) == 50
+    most = 10_000
     convert(found, tmp_path, "data=4")
-    assert len(done) == 10
-    assert sorted(copied) == sorted(set(copied)), "none of them twice"
+    assert 100 < len(read) == len(set(read)), "none of them twice"
     monkeypatch.undo()
     convert(found, tmp_path / "at once", "data=4")
     _same_checkpoint(tmp_path / "at once" / TAG, tmp_path / TAG)
@@ -461,7 +459,7 @@ def test_it_goes_on_where_it_was_killed(saved: Saved, tmp_path: Path, monkeypatc
 def test_another_plan_begins_anew(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = saved(PIPELINE)
     with monkeypatch.context() as patch:
-        patch.setattr(filling.Filling, "copy", lambda self, name: 1 // 0)
+        patch.setattr(Source, "elements", lambda self, *piece: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             convert(found, tmp_path, "pipe=3")
     convert(found, tmp_path, "data=4")

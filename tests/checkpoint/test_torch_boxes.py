@@ -16,10 +16,10 @@ from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from ds_topo.checkpoint_files.structure import SavedSplit
-from ds_topo.conversion.slices import resliced
 from ds_topo.torch_checkpoint.boxes import Slice, boxes_of_span
 from ds_topo.torch_checkpoint.keys import Keys
 from ds_topo.torch_checkpoint.part import PartOfTensor, part_of
+from tests.checkpoint.made import slice_of
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -56,7 +56,7 @@ def test_partitions_of_slices_are_the_whole(
     full = torch.arange(1, numel * slices + 1).view(of_slices[0].whole_shape)
     put_together = torch.zeros_like(full)
     for place, of in enumerate(of_slices):
-        own = resliced([full].__getitem__, split, 1, place, slices).flatten()
+        own = slice_of(full, split, place, slices).flatten()
         for start, stop in pairwise(ends):
             for offsets, memory in part_of(own[start:stop].clone(), of, start, stop).boxes.items():
                 _in(put_together, offsets, memory.shape).add_(memory)

@@ -17,7 +17,7 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, ProcessTopology, collectives, initialize
 from ds_topo.checkpoint_files.structure import SavedSplit
-from ds_topo.conversion.slices import resliced
+from tests.checkpoint.made import slice_of
 from tests.checkpoint.plain_torch import DEPTH, SAMPLES, TOKENS, WIDTH, Block, Model, adam, batch
 from tests.support.reduced_model import SMALL
 from tests.support.small_engines import settings, start
@@ -126,7 +126,7 @@ class Job:
             of_whole = full[new if isinstance(new, str) else new[0]].detach()
             split = SPLITS.get(name.rpartition(".")[2])
             place = self.grid.get_slice_parallel_rank()
-            own = of_whole if split is None else resliced([of_whole].__getitem__, split, 1, place, slices)
+            own = of_whole if split is None else slice_of(of_whole, split, place, slices)
             parameter.data.copy_(own if has_own_start else torch.full_like(own, 7))
             if split is not None:
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
