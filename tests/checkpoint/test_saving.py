@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,9 @@ def _two_jobs(folder: Path) -> str:
 
         def save(*arguments: Any, **options: Any) -> Any:
             if here.grid.global_rank == 1:
+                end = time.monotonic() + 10
+                while not any(folder.glob(".after*/after/mp_rank_00*")) and time.monotonic() < end:
+                    time.sleep(0.01)  # before rank 0 writes, it makes a folder that is not there
                 tidy(folder)
             return real(*arguments, **options)
 

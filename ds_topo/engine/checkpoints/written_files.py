@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -64,10 +65,12 @@ class WrittenFiles:
         self._noting(torch.save, at_once=True)(content, str(path))
 
     def write_copies(self) -> None:
-        """Begin to write what was copied: before, threads that write would slow down those that copy."""
+        """Begin to write what was copied: before, threads that write would slow down those that copy, or start."""
+        all_threads_run = Event()
         for work, copies, path in self._waiting:
-            self._paths[path] = self._pool.submit(self._written, work, copies, path)
+            self._paths[path] = self._pool.submit(self._written, all_threads_run, work, copies, path)
         self._waiting.clear()
+        all_threads_run.set()
 
     def finish(self) -> list[SavedFile]:
         """Every file that this rank has written, when all of it is on the disk.
@@ -123,7 +126,8 @@ class WrittenFiles:
 
         return work_and_keep
 
-    def _written(self, work: Callable[[], Any], copies: Copies, path: Path) -> SavedFile:
+    def _written(self, begin: Event, work: Callable[[], Any], copies: Copies, path: Path) -> SavedFile:
+        begin.wait()
         work()
         copies.give_back()
         return self._finished(path)
