@@ -55,7 +55,7 @@ class AxisUse:
 def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     """Every term of the step's seconds."""
     layout, job = plan.layout, costs.job
-    spans = shared_spans(costs, layout)
+    spans, _ = shared_spans(costs, layout)
     micro_batches = layout.micro_batches(job.batch)
     kinds = costs.stage_kinds(layout)
     passes = [stage_pass(costs, kind, layout, spans) for kind in kinds]

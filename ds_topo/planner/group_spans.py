@@ -41,11 +41,19 @@ def spans_of_factors(
     return spans
 
 
-def stages_on_one_link(spans: Mapping[str, Span]) -> int:
-    """How many stages of a pipeline send their collectives over one host's link; 1 where none leaves it."""
-    if not any(spans[axis].crosses for axis in _OF_A_PASS if axis in spans):
-        return 1
-    return spans[PIPE].size // spans[PIPE].hosts
+def senders_on_one_link(spans: Mapping[str, Span]) -> tuple[int, int]:
+    """How many stages of a pipeline send their collectives over one host's link, and how many replicas of each, which
+    do not wait for each other; 1 and 1 where none leaves it. Replicas that share experts are one sender."""
+    crossing = [axis for axis in _OF_A_PASS if axis in spans and spans[axis].crosses]
+    if not crossing:
+        return 1, 1
+    replicas = 1 if EXPERT in crossing else spans[DATA].size // spans[DATA].hosts
+    return spans[PIPE].size // spans[PIPE].hosts, replicas
+
+
+def with_sends_shared(spans: Mapping[str, Span], share: float) -> dict[str, Span]:
+    """The spans with a share of the sends to other hosts."""
+    return {**spans, PIPE: replace(spans[PIPE], forward_edges=spans[PIPE].forward_edges * share)}
 
 
 def with_link_shared(spans: Mapping[str, Span], share: float) -> dict[str, Span]:
@@ -60,19 +68,36 @@ def with_link_shared(spans: Mapping[str, Span], share: float) -> dict[str, Span]
     return {**spans, **busy}
 
 
-def share_of_turns(stages: int, computing: float, sending: float, passes: int) -> float:
-    """Of the edges of all stages on a link, those that are busy while one stage sends.
+def response_of(senders: int, computing: float, sending: float) -> float:
+    """How much longer a message takes where some take turns on a link than where one has it alone.
 
-    Each stage computes so long, then sends so long if it has the link alone. A closed queueing network says how long
-    it takes when they share it (exact mean value analysis: Reiser and Lavenberg, 1980). While a stage works on m
-    passes, one that comes d later works on m - d of them; on average over k stages d is (k + 1) / 3.
+    Each sender computes so long, then sends so long if it has the link alone: a closed queueing network (exact mean
+    value analysis: Reiser and Lavenberg, 1980).
 
-    >>> round(share_of_turns(2, computing=0.0, sending=1.0, passes=10**6), 3), share_of_turns(2, 1.0, 0.0, 8)
-    (1.0, 0.5)
+    >>> response_of(3, computing=0.0, sending=1.0), response_of(1, 1.0, 1.0), response_of(2, 1.0, 1.0)
+    (3.0, 1.0, 1.5)
     """
     response = waiting = 0.0
-    for number in range(1, stages + 1):
+    for number in range(1, senders + 1):
         response = 1 + waiting
         waiting = number * response * sending / (computing + response * sending) if sending else 0.0
-    overlap = max(0.0, 1 - (stages + 1) / 3 / passes)
-    return (1 + (response - 1) * overlap) / stages
+    return response
+
+
+def shares_of_turns(stages: int, replicas: int, computing: float, sending: float, passes: int) -> tuple[float, float]:
+    """Of the edges of all senders on a link, those that are busy while one sends: in a stage's own passes, and in those
+    of other stages that it waits for at the beginning and at the end.
+
+    While a stage works on m passes, one that comes d later works on m - d of them; on average over k stages d is
+    (k + 1) / 3. A link that is always busy carries k m passes in all; so k - 1 passes of waiting take (k + 1) / 3 times
+    what they take alone.
+
+    >>> shares_of_turns(2, 1, computing=0.0, sending=1.0, passes=4), shares_of_turns(2, 1, 1.0, 0.0, 8)
+    ((0.875, 0.5), (0.5, 0.5))
+    """
+    senders = stages * replicas
+    response = response_of(senders, computing, sending)
+    of_stages = max(0.0, 1 - (stages + 1) / 3 / passes), (stages - 2) / 3 / max(1, stages - 1)
+    others = ((replicas - 1 + (stages - 1) * replicas * overlap) / (senders - 1) for overlap in of_stages)
+    own, waited_for = ((1 + (response - 1) * share) / senders for share in others)
+    return own, waited_for

@@ -31,7 +31,7 @@ class Span:
     groups: int
     ring_edges: float
     remote_pairs: float
-    forward_edges: int
+    forward_edges: float
 
     @property
     def crosses(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_topo.planner.communication import collective_seconds, latency_seconds, send_seconds
 from ds_topo.planner.costs import Costs, Messages, PieceCost, StageKind
@@ -11,16 +11,18 @@ from ds_topo.planner.group_spans import (
     EXPERT,
     GRADIENTS,
     layout_spans,
-    share_of_turns,
-    stages_on_one_link,
+    response_of,
+    senders_on_one_link,
+    shares_of_turns,
     with_link_shared,
+    with_sends_shared,
 )
 from ds_topo.planner.layout import Layout
 from ds_topo.planner.replicas import optimizer_seconds, replica_seconds
 from ds_topo.planner.software import Recompute, Software
 from ds_topo.planner.spans import Span, span_of_factors
 from ds_topo.planner.work import Cover, Pass
-from ds_topo.topology.axes import MODEL, PIPE, SEQ
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 
 PIPE_BARE = 0.25
 """Of a send that runs beside another chunk's computing, the share of its time that a stage still waits."""
@@ -121,14 +123,18 @@ def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = N
     and v virtual stages (Narayanan et al., section 2.2: a bubble of ``(p - 1) / (v m)`` where stages are equal).
     """
     job, software = costs.job, costs.job.software
-    spans = shared_spans(costs, layout, spans)
+    spans, spans_in_bubble = shared_spans(costs, layout, spans)
     micro_batches, virtual = layout.micro_batches(job.batch), layout.virtual_stages
     kinds = costs.stage_kinds(layout)
     passes = [stage_pass(costs, kind, layout, spans) for kind in kinds]
     slowest = max(passes, key=lambda one: one.total)
     send = _send_seconds(costs, layout, spans)
-    every = sum(kind.count * one.total for kind, one in zip(kinds, passes, strict=True))
-    bubble = (every - slowest.total) / virtual + 2 * (layout.pipe - 1) * send
+    in_bubble = (
+        passes if spans_in_bubble is spans else [stage_pass(costs, one, layout, spans_in_bubble) for one in kinds]
+    )
+    others = sum(kind.count * one.total for kind, one in zip(kinds, in_bubble, strict=True))
+    others -= in_bubble[passes.index(slowest)].total
+    bubble = others / virtual + 2 * (layout.pipe - 1) * _send_seconds(costs, layout, spans_in_bubble)
     waits = _pipe_waits(layout, software) * send
     reduced, gathered = replica_seconds(costs, layout, spans, kinds, passes)
     update = optimizer_seconds(costs, layout)
@@ -153,19 +159,35 @@ def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = N
     )
 
 
-def shared_spans(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = None) -> Mapping[str, Span]:
-    """The spans of a layout's axes, where stages of a pipeline share a host's link with the edges that are busy at the
-    same time."""
-    spans = spans or layout_spans(costs, layout)
-    stages = stages_on_one_link(spans)
-    if stages == 1:
-        return spans
-    alone = with_link_shared(spans, 1 / stages)
+def shared_spans(
+    costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = None
+) -> tuple[Mapping[str, Span], Mapping[str, Span]]:
+    """The spans of a layout's axes, where stages of a pipeline and replicas share a host's link with the edges that are
+    busy at the same time: in a stage's own passes, and in those of others that make its bubble."""
+    own, waited_for = _with_collectives_shared(costs, layout, spans or layout_spans(costs, layout))
+    replicas = own[DATA].size // own[DATA].hosts
+    if not own[PIPE].crosses or replicas == 1:
+        return own, waited_for
+    computing = max(stage_pass(costs, kind, layout, own).total for kind in costs.stage_kinds(layout))
+    waits = _pipe_waits(layout, costs.job.software)
+    sending = waits * _send_seconds(costs, layout, with_sends_shared(own, 1 / replicas))
+    share = response_of(replicas, computing, sending) / replicas
+    return with_sends_shared(own, share), with_sends_shared(waited_for, share)
+
+
+def _with_collectives_shared(
+    costs: Costs, layout: Layout, spans: Mapping[str, Span]
+) -> tuple[Mapping[str, Span], Mapping[str, Span]]:
+    stages, replicas = senders_on_one_link(spans)
+    if stages * replicas == 1:
+        return spans, spans
+    alone = with_link_shared(spans, 1 / (stages * replicas))
     passes = [stage_pass(costs, kind, layout, alone) for kind in costs.stage_kinds(layout)]
     slowest = max(passes, key=lambda one: one.total)
     sending = sum(seconds for axis, seconds in slowest.messages.items() if axis in alone and alone[axis].crosses)
     turns = layout.micro_batches(costs.job.batch) * layout.virtual_stages
-    return with_link_shared(spans, share_of_turns(stages, slowest.total - sending, sending, turns))
+    own, waited_for = shares_of_turns(stages, replicas, slowest.total - sending, sending, turns)
+    return with_link_shared(spans, own), with_link_shared(spans, waited_for)
 
 
 def _pipe_waits(layout: Layout, software: Software) -> float:
@@ -279,14 +301,17 @@ def activation_bytes(costs: Costs, layout: Layout) -> float:
 
 
 def _send_seconds(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> float:
-    """Seconds of one activation on its way to the next stage: tensor-parallel peers send a part each, and bring it
-    together there unless it stays split along the sequence (Narayanan et al., section 4.1); DeepSpeed gathers every
-    activation once more before backward.
+    """Seconds of one activation on its way to the next stage, on average over stages: tensor-parallel peers send a part
+    each, and bring it together there unless it stays split along the sequence (Narayanan et al., section 4.1);
+    DeepSpeed gathers every activation once more before backward.
     """
     if layout.pipe == 1:
         return 0.0
     cluster, size = costs.job.cluster, activation_bytes(costs, layout)
-    sent = send_seconds(size / layout.model, spans[PIPE], cluster)
+    span, ends = spans[PIPE], 1 if layout.virtual_stages == 1 else 0  # virtual stages go around
+    within = send_seconds(size / layout.model, replace(span, hosts=1), cluster)
+    leaving = (span.hosts - ends) / (layout.pipe - ends) if span.crosses else 0.0
+    sent = within + leaving * (send_seconds(size / layout.model, span, cluster) - within)
     if layout.sequence_parallel:
         return sent
     gathers = 1.5 if costs.job.software.eager else 1.0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo.planner.costs import Costs
-from ds_topo.planner.group_spans import layout_spans, share_of_turns
+from ds_topo.planner.group_spans import layout_spans, shares_of_turns
 from ds_topo.planner.layout import Job, Layout
 from ds_topo.planner.precision import FP32
 from ds_topo.planner.replicas import gradient_messages
@@ -110,14 +110,14 @@ def test_stages_on_one_host_take_turns_with_one_micro_batch() -> None:
     edges = {}
     for micro_batch in (32, 8, 1):
         layout = Layout(topology, micro_batch)
-        edges[micro_batch] = shared_spans(costs, layout)["model"].ring_edges
+        edges[micro_batch] = shared_spans(costs, layout)[0]["model"].ring_edges
     assert edges[32] == 1
     assert edges[32] < edges[8] < edges[1] < 4
 
 
 @pytest.mark.parametrize(("computing", "sending"), [(1.0, 1.0), (3.0, 1.0), (1.0, 5.0)])
-def test_stages_share_a_link_as_they_do_in_a_simulation(computing: float, sending: float) -> None:
-    """Two stages that compute and send in turn, for times that vary as a queueing network's do."""
+def test_replicas_share_a_link_as_they_do_in_a_simulation(computing: float, sending: float) -> None:
+    """Two replicas that compute and send in turn, for times that vary as a queueing network's do."""
     random = Random(0)
     clock, left, done = 0.0, [(False, random.expovariate(1 / computing))] * 2, 0
     while done < 40_000:
@@ -133,5 +133,14 @@ def test_stages_share_a_link_as_they_do_in_a_simulation(computing: float, sendin
                 done += sends
                 advanced.append((not sends, random.expovariate(1 / (computing if sends else sending))))
         left = advanced
-    share = share_of_turns(2, computing, sending, passes=10**9)
+    share, _ = shares_of_turns(1, 2, computing, sending, passes=1)
     assert 2 * clock / done == pytest.approx(computing + 2 * share * sending, rel=0.02)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+@pytest.mark.parametrize("passes", [8, 12, 100])
+def test_a_link_that_is_always_busy_carries_all_passes(stages: int, replicas: int, passes: int) -> None:
+    own, waited_for = shares_of_turns(stages, replicas, 0.0, 1.0, passes)
+    senders = stages * replicas
+    assert senders * (passes * own + (stages - 1) * waited_for) == pytest.approx(senders * passes)
