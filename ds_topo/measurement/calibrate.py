@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -45,11 +46,10 @@ def calibrate() -> Machine:
     hosts = _hosts()
     slots = len(next(iter(hosts.values())))
     step = block_step(LARGE, device)
-    alone = _best_alone(lambda: rate(step, device, 0.5))
-    dist.barrier()
     together = fmean(_of_all(rate(step, device, 2.0)))
+    alone = _best_alone(lambda: rate(step, device, 0.5))  # second: the first half second of a process is a slow one
     ranks = dist.get_world_size()
-    processors = min(float(ranks), ranks * together / alone)
+    processors = min(float(ranks), ranks * together / alone, _processors(device))
     # speeds of a rank that has a processor for itself: one after the other where they would share
     measure: Callable[[], Speeds] = lambda: measure_speeds(device, processors)  # noqa: E731
     speeds = _from_first(measure()) if processors > 0.9 * ranks else _alone_on_first(measure)
@@ -222,6 +222,19 @@ def _hosts() -> dict[str, list[int]]:
     for rank, name in enumerate(names):
         hosts.setdefault(name, []).append(rank)
     return hosts
+
+
+def _processors(device: torch.device) -> float:
+    """Of all computers at hand, for ranks on CPUs; each counts once, whatever its ranks take it for; collective."""
+    import torch.distributed as dist
+
+    if device.type != "cpu":
+        return float("inf")
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    computer = boot.read_text() if boot.exists() else socket.gethostname()
+    found: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
+    dist.all_gather_object(found, (computer, os.cpu_count() or 1))
+    return float(sum(dict(found).values()))
 
 
 def _of_all(value: float) -> list[float]:
