@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m tests.bench.planner_orders [--slots 2] [--rate 200mbit] [--model gradients] [--rounds 8]
 
 Every layout of the plan trains the example's GPT in DeepSpeed's pipeline engine, with the config that the plan writes.
-All engines live in the same processes and take turns; medians of the slowest rank. The machine is calibrated first, by
-the same ranks over the same links. ``noise`` is how far rounds of one layout lie apart: third quartile over first.
+All engines live in the same processes and take turns of several steps; medians of the slowest rank. The machine is
+calibrated first, by the same ranks over the same links. ``noise`` is how far rounds of one layout lie apart: third quartile over first.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ from ds_topo.planner.precision import FP32
 from ds_topo.planner.search import Plan, orders_of, search
 from ds_topo.planner.software import DEEPSPEED_PIPELINE, Recompute
 from ds_topo.planner.traffic import host_traffic
-from tests.bench.sides import alternate
+from tests.bench.sides import turns
 from tests.cluster import Cluster
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from gpt import VOCABULARY, GPTConfig, gpt_layers, next_byte_loss
 from parallel_layers import Parallel
 
-HOSTS, WARMUP, COUNTED = 2, 2, 2
+HOSTS, WARMUP = 2, 1
+STEPS = 3
+"""Of a layout's turn. The first, in caches and memory that others have left, is not timed."""
 
 Config = tuple[dict[str, Any], bool]
 """DeepSpeed's, and whether activations are split along the sequence."""
@@ -103,17 +105,9 @@ def measure(name: str, configs: list[Config], rounds: int) -> tuple[list[list[fl
 
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
-    steps = {str(index): _step(CASES[name], *config) for index, config in enumerate(configs)}
-    times = alternate(steps, rounds, lambda: None, WARMUP)
-    sent = []
-    for step in steps.values():
-        dist.barrier()
-        before = _bytes_sent()
-        for _ in range(COUNTED):
-            step()
-        dist.barrier()
-        sent.append((_bytes_sent() - before) / COUNTED)
-    return list(times.values()), sent
+    sides = {str(index): (_step(CASES[name], *config), lambda: None) for index, config in enumerate(configs)}
+    times, sent = turns(sides, rounds, WARMUP, STEPS)
+    return list(times.values()), [1e6 * megabytes for megabytes in sent.values()]
 
 
 def _step(case: Case, config: dict[str, Any], sequence_parallel: bool) -> Callable[[], None]:
@@ -136,12 +130,6 @@ def _step(case: Case, config: dict[str, Any], sequence_parallel: bool) -> Callab
         engine.train_batch(iter([(sample, sample) for sample in samples]))
 
     return step
-
-
-def _bytes_sent() -> int:
-    """Of this host's interface."""
-    [line] = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("eth0:")]
-    return int(line.split(":")[1].split()[8])
 
 
 def main() -> None:
