@@ -46,8 +46,9 @@ def calibrate() -> Machine:
     hosts = _hosts()
     slots = len(next(iter(hosts.values())))
     step = block_step(LARGE, device)
+    rate(step, device, 1.0)  # the first second of a process is a slow one: memory that nothing has touched
     together = fmean(_of_all(rate(step, device, 2.0)))
-    alone = _best_alone(lambda: rate(step, device, 0.5))  # second: the first half second of a process is a slow one
+    alone = _best_alone(lambda: rate(step, device, 0.5))
     ranks = dist.get_world_size()
     processors = min(float(ranks), ranks * together / alone, _processors(device))
     # speeds of a rank that has a processor for itself: one after the other where they would share

@@ -56,16 +56,24 @@ def replica_seconds(
         reduced = max(reduced, (times - 1) * after_each + after_last)
         cover = one.forward * (1 - last_layer) if software.overlaps_update else 0.0
         gathered = max(gathered, gather - cover)
-    if job.model.tied and layout.pipe > 1:
-        size = job.model.vocabulary * job.model.hidden / layout.model * reduction_bytes(costs)
-        reduced += collective_seconds("all_reduce", size, spans[ENDS], cluster)
+    if tied := tied_bytes(costs, layout):
+        reduced += collective_seconds("all_reduce", tied, spans[ENDS], cluster)
     return reduced, gathered
+
+
+def tied_bytes(costs: Costs, layout: Layout) -> float:
+    """Of the gradient of a tied embedding that two stages have, on a rank; 0 if there is none."""
+    job = costs.job
+    if not job.model.tied or layout.pipe == 1:
+        return 0.0
+    return job.model.vocabulary * job.model.hidden / layout.model * reduction_bytes(costs)
 
 
 def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[tuple[str, float, str, float]]:
     """``(operation, bytes, group, times)`` of a step's reductions of gradients and gatherings of parameters.
 
-    ZeRO 2 reduces after every micro-batch; ZeRO 3 gathers in forward and in backward of each, too.
+    ZeRO 2 reduces after every micro-batch; ZeRO 3 gathers in forward and in backward of each, too. The gradient of a
+    tied embedding, which first and last stage sum, goes to all replicas, not to its owners alone.
     """
     job, parameters = costs.job, costs.parameters(kind, layout)
     whole, owners = layout.zero in job.software.reduces_whole, layout.zero in job.software.sends_to_owners
@@ -76,7 +84,11 @@ def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[tup
             continue
         reductions = micro_batches if layout.zero >= 2 else 1
         operation = "all_reduce" if whole else TO_OWNERS if owners else "reduce_scatter"
-        messages.append((operation, count * reduction_bytes(costs), group, float(reductions)))
+        is_end = kind.stage.has_embedding or kind.stage.has_head
+        tied = tied_bytes(costs, layout) if owners and is_end and group == GRADIENTS else 0.0
+        if tied:
+            messages.append(("all_reduce", tied, group, float(reductions)))
+        messages.append((operation, count * reduction_bytes(costs) - tied, group, float(reductions)))
         if layout.zero:
             gathers = 2 * micro_batches if layout.zero == 3 else 1
             gather = FROM_OWNERS if owners else "all_gather"
@@ -89,8 +101,6 @@ def two_level_pays(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> b
     span = spans[GRADIENTS]
     local = span.size // span.hosts
     if not costs.job.software.two_level or span.hosts == 1 or local == 1:
-        return False
-    if layout.zero not in costs.job.software.reduces_whole:
         return False
     size = max(costs.parameters(kind, layout).dense for kind in costs.stage_kinds(layout)) * reduction_bytes(costs)
     flat = collective_seconds("all_reduce", size, span, costs.job.cluster)
@@ -118,7 +128,7 @@ def _replica_collectives(
         seconds = collective_seconds(operation, size, spans[group], cluster, calls)
         if operation in ("all_gather", FROM_OWNERS):
             gather += seconds
-        elif levels and group == GRADIENTS:
+        elif levels and group == GRADIENTS and operation == "all_reduce":
             reduce += two_level_seconds(size, spans[group], cluster)
         else:
             reduce += seconds

@@ -9,7 +9,7 @@ from ds_topo.planner.communication import FROM_OWNERS, TO_OWNERS, ring_passes
 from ds_topo.planner.costs import Costs, StageKind
 from ds_topo.planner.group_spans import EXPERT, EXPERT_DATA, GRADIENTS, layout_spans
 from ds_topo.planner.layout import Layout
-from ds_topo.planner.replicas import gradient_messages, reduction_bytes, two_level_pays
+from ds_topo.planner.replicas import gradient_messages, tied_bytes, two_level_pays
 from ds_topo.planner.software import Recompute
 from ds_topo.planner.step_time import activation_bytes
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
@@ -70,12 +70,7 @@ class _Counter:
         self.micro_batches = layout.micro_batches(costs.job.batch)
         self.kind_of_stage = _kind_of_stage(self.kinds, layout)
         self.levels = two_level_pays(costs, layout, layout_spans(costs, layout))
-        tied = costs.job.model.tied and layout.pipe > 1
-        self.tied_bytes = 0.0
-        if tied:
-            self.tied_bytes = (
-                costs.job.model.vocabulary * costs.job.model.hidden / layout.model * reduction_bytes(costs)
-            )
+        self.tied_bytes = tied_bytes(costs, layout)
 
     def of_host(self, host: int) -> HostTraffic:
         traffic = HostTraffic(host)

@@ -4,7 +4,8 @@
 
 Every layout of the plan trains the example's GPT in DeepSpeed's pipeline engine, with the config that the plan writes.
 All engines live in the same processes and take turns of several steps; medians of the slowest rank. The machine is
-calibrated first, by the same ranks over the same links. ``noise`` is how far rounds of one layout lie apart: third quartile over first.
+calibrated first, by the same ranks over the same links. ``noise`` is how far rounds of one layout lie apart: third
+quartile over first.
 """
 
 from __future__ import annotations
