@@ -163,8 +163,12 @@ def shared_spans(
     costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = None
 ) -> tuple[Mapping[str, Span], Mapping[str, Span]]:
     """The spans of a layout's axes, where stages of a pipeline and replicas share a host's link with the edges that are
-    busy at the same time: in a stage's own passes, and in those of others that make its bubble."""
-    own, waited_for = _with_collectives_shared(costs, layout, spans or layout_spans(costs, layout))
+    busy at the same time: in a stage's own passes, and in those of others that make its bubble. GPUs have adapters of
+    their own: what others do not use is no use to them."""
+    spans = spans or layout_spans(costs, layout)
+    if costs.job.cluster.accelerator.transport != "gloo":
+        return spans, spans
+    own, waited_for = _with_collectives_shared(costs, layout, spans)
     replicas = own[DATA].size // own[DATA].hosts
     if not own[PIPE].crosses or replicas == 1:
         return own, waited_for

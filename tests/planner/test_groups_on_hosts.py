@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.group_spans import layout_spans, shares_of_turns
 from ds_topo.planner.layout import Job, Layout
+from ds_topo.planner.machine import Machine
 from ds_topo.planner.precision import FP32
 from ds_topo.planner.replicas import gradient_messages
 from ds_topo.planner.software import DEEPSPEED
@@ -18,7 +20,7 @@ from ds_topo.planner.spans import span_of
 from ds_topo.planner.step_time import shared_spans
 from ds_topo.planner.traffic import host_traffic
 from ds_topo.topology.process_topology import ProcessTopology
-from tests.planner.jobs import job, jobs_and_layouts
+from tests.planner.jobs import CPU_SPEEDS, job, jobs_and_layouts
 
 
 @st.composite
@@ -105,12 +107,13 @@ def test_what_leaves_a_host_belongs_to_axes_that_cross_hosts(made: tuple[Job, La
 
 def test_stages_on_one_host_take_turns_with_one_micro_batch() -> None:
     topology = ProcessTopology.from_spec("model=2,pipe=4")
-    made = job(batch=32, precision=FP32, software=DEEPSPEED)
-    costs = Costs(made)
+    on_gpus = job(batch=32, precision=FP32, software=DEEPSPEED)
+    on_cpus = replace(on_gpus, cluster=Machine(2, 4, CPU_SPEEDS).applied_to(on_gpus.cluster))
     edges = {}
     for micro_batch in (32, 8, 1):
         layout = Layout(topology, micro_batch)
-        edges[micro_batch] = shared_spans(costs, layout)[0]["model"].ring_edges
+        edges[micro_batch] = shared_spans(Costs(on_cpus), layout)[0]["model"].ring_edges
+        assert shared_spans(Costs(on_gpus), layout)[0]["model"].ring_edges == 4, "each has an adapter of its own"
     assert edges[32] == 1
     assert edges[32] < edges[8] < edges[1] < 4
 
