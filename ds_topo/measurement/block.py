@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 from ds_topo.planner.cluster import cluster_of
@@ -45,7 +46,10 @@ def with_blocks_measured(speeds: Speeds, device: torch.device) -> Speeds:
     """The speeds with ``kernel_seconds`` and ``block_share`` from blocks on this device."""
     without_starts = replace(speeds, kernel_seconds=0.0)
     per_start = planned_seconds(replace(speeds, kernel_seconds=1.0), TINY) - planned_seconds(without_starts, TINY)
-    tiny, large = (min(_timed(block_step(shape, device), device) for _ in range(ROUNDS)) for shape in (TINY, LARGE))
+    # not the best: what programs reach, step after step
+    tiny, large = (
+        median([_timed(block_step(shape, device), device) for _ in range(ROUNDS)]) for shape in (TINY, LARGE)
+    )
     starts = max(0.0, tiny - planned_seconds(without_starts, TINY)) / per_start
     left = large - starts * per_start
     share = planned_seconds(without_starts, LARGE) / left if left > 0 else 1.0

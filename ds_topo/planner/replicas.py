@@ -13,6 +13,8 @@ from ds_topo.planner.layout import Layout
 from ds_topo.planner.precision import ADAM_MOMENTS_BYTES
 from ds_topo.planner.spans import Span
 
+LAST_BUCKET_BYTES = 1 << 20
+"""By default of :class:`ds_topo.GradientReducer`."""
 COVERED_FELT = 0.15
 """Of the messages of ZeRO 3 that every pass covers, the share of their time by which computing slows down: they take
 processors and memory bandwidth from it (Rashidi et al., ISCA 2021, measure 10 to 20%)."""
@@ -50,7 +52,7 @@ def replica_seconds(
             gathered = max(gathered, micro_batches * (exposed + felt + 2 * gather * bare))
             continue
         cover = one.backward * (1 - last_layer) if software.overlaps_gradients else 0.0
-        after_each = max(0.0, reduce - cover)
+        after_each = max(reduce - cover, reduce * _last_share(costs, layout, kind))
         after_last = max(0.0, after_each - kind.first * one.backward / layout.virtual_stages)
         times = micro_batches if layout.zero == 2 else 1
         reduced = max(reduced, (times - 1) * after_each + after_last)
@@ -59,6 +61,13 @@ def replica_seconds(
     if tied := tied_bytes(costs, layout):
         reduced += collective_seconds("all_reduce", tied, spans[ENDS], cluster)
     return reduced, gathered
+
+
+def _last_share(costs: Costs, layout: Layout, kind: StageKind) -> float:
+    """Of a stage's gradients, those in the last bucket, which are there when backward is over; all of a small stage."""
+    parameters = costs.parameters(kind, layout)
+    size = (parameters.dense + parameters.experts) * reduction_bytes(costs)
+    return min(1.0, LAST_BUCKET_BYTES / size) if size else 0.0
 
 
 def tied_bytes(costs: Costs, layout: Layout) -> float:
