@@ -230,8 +230,8 @@ def _program_seconds(costs: Costs, kind: StageKind, layout: Layout, spans: Mappi
 
 
 def _shared_seconds(costs: Costs, layout: Layout, kinds: list[StageKind], passes: list[PassTime], each: float) -> float:
-    """Seconds that all ranks' computing, and what each of them does besides, take on the processors that they share; 0
-    where each has its own.
+    """Seconds that all ranks' computing, what each of them does besides, and copies of what stages send take on the
+    processors that they share; 0 where each has its own. Messages inside hosts were measured with all ranks at work.
     """
     cluster = costs.job.cluster
     if cluster.processors >= cluster.ranks:
@@ -242,7 +242,9 @@ def _shared_seconds(costs: Costs, layout: Layout, kinds: list[StageKind], passes
         kind.count * micro_batches * (one.compute_forward + one.compute_backward + one.recompute)
         for kind, one in zip(kinds, passes, strict=True)
     )
-    return (work * ranks_per_stage + each * cluster.ranks) / cluster.processors
+    sent = layout.replicas * micro_batches * 2 * (layout.pipe - 1) * activation_bytes(costs, layout)
+    copies = sent / cluster.inside.bandwidth / cluster.ranks
+    return (work * ranks_per_stage + each * cluster.ranks) / cluster.processors + copies
 
 
 def stage_pass(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str, Span]) -> PassTime:
