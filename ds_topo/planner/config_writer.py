@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_topo.planner.costs import Costs
-from ds_topo.planner.group_spans import layout_spans
+from ds_topo.planner.group_spans import GRADIENTS, layout_spans
 from ds_topo.planner.layout import Job, Layout
 from ds_topo.planner.memory import BUCKET_PARAMETERS
 from ds_topo.planner.replicas import two_level_pays
@@ -78,12 +78,14 @@ def _zero(job: Job, layout: Layout) -> dict[str, Any]:
 
 
 def _reducer(job: Job, layout: Layout) -> dict[str, Any] | bool:
-    """This package's reducer where it serves (stages 0 and 1) and there is something to reduce."""
+    """This package's reducer where it serves (stages 0 and 1) and there is something to reduce, in as many levels as
+    were planned for: by itself it would measure which way is faster."""
     if layout.zero > 1 or layout.replicas == 1:
         return False
     costs = Costs(job)
     spans = layout_spans(costs, layout)
-    return {"two_level": True} if two_level_pays(costs, layout, spans) else {"enabled": True}
+    has_two_levels = 1 < spans[GRADIENTS].hosts < spans[GRADIENTS].size
+    return {"two_level": two_level_pays(costs, layout, spans)} if has_two_levels else {"enabled": True}
 
 
 def _on_cpu(job: Job) -> bool:
