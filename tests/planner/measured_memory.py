@@ -105,8 +105,10 @@ def _pipeline(case: Case, grid: PipelineParallelGrid, bucket: int) -> tuple[Any,
     )
     engine, *_ = initialize(model=module, config=config(case, bucket))
 
+    own = _of_replica(grid)
+
     def step() -> None:
-        engine.train_batch(iter([_samples(case) for _ in range(case.micro_batches)]))
+        engine.train_batch(iter([_samples(case, own) for _ in range(case.micro_batches)]))
 
     return engine, step
 
@@ -126,9 +128,11 @@ def _plain(case: Case, grid: PipelineParallelGrid, bucket: int) -> tuple[Any, Ca
         parameters = split_params_into_different_moe_groups_for_optimizer(parameters)
     engine, *_ = initialize(model=model, model_parameters=parameters, mpu=grid, config=config(case, bucket))
 
+    own = _of_replica(grid)
+
     def step() -> None:
         for _ in range(case.micro_batches):
-            loss = engine(*_samples(case))
+            loss = engine(*_samples(case, own))
             engine.backward(loss)
             del loss
             engine.step()
@@ -149,9 +153,14 @@ def _checkpointed(forward: Callable[..., torch.Tensor], hidden: torch.Tensor) ->
     return result
 
 
-def _samples(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def _samples(case: Case, own: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     shape = (case.micro_batch, case.model.context)
-    return torch.randint(0, VOCABULARY, shape), torch.randint(0, VOCABULARY, shape)
+    return torch.randint(0, VOCABULARY, shape, generator=own), torch.randint(0, VOCABULARY, shape, generator=own)
+
+
+def _of_replica(grid: PipelineParallelGrid) -> torch.Generator:
+    """What all ranks of a replica draw alike."""
+    return torch.Generator().manual_seed(grid.get_sample_rank())
 
 
 def _load(engine: Any) -> float:
