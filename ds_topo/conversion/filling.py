@@ -106,7 +106,7 @@ class Filling:
                 if not isinstance(one, Region):
                     tensor.copy_(one.detach())
                     continue
-                for piece in one.pieces:
+                for piece in (piece for piece in one.pieces if piece.start < piece.stop):
                     offset = tensor.data_ptr() - start + piece.offset * tensor.itemsize
                     parts[offset] = _Part(offset, tensor.dtype, piece)
         self._parts = [parts[offset] for offset in sorted(parts)]
@@ -169,7 +169,10 @@ def _address_of_start(path: Path, tensors: Iterable[torch.Tensor]) -> int:
     with zipfile.ZipFile(path) as archive, path.open("rb") as file:
         records = [one.header_offset for one in archive.infolist() if "/data/" in one.filename and one.file_size]
         if len(records) != len(addresses):
-            raise RuntimeError(f"{path} has the bytes of {len(records)} tensors, and {len(addresses)} are to be filled")
+            raise RuntimeError(
+                f"{path} has the bytes of {len(records)} tensors, and {len(addresses)} are to be filled: another torch "
+                "may have written it. Remove its folder, and convert again"
+            )
         if not records:
             return 0
         file.seek(min(records) + _LENGTHS_AT)
