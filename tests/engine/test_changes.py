@@ -396,7 +396,9 @@ def _calls_of_a_job(folder: str) -> set[tuple[str, str]]:
 
     with mock.patch.object(ledger_module, "_replace", replace_and_count):
         inherit_timeout()
-        dist.destroy_process_group(dist.new_group())
+        group = dist.new_group()
+        dist.barrier(group)  # all have connected
+        dist.destroy_process_group(group)
         plain(zero_optimization={"stage": 1})
         plain(zero_optimization={"stage": 2})
         # What Muon calls of its own is no matter here: neither its matrices' kernels nor DeepSpeed's Adam are compiled.

@@ -50,9 +50,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes of one rank: between steps, and at the peak of a step; the fullest expert's share over the mean."""
+    """Bytes of one rank.
 
-    between: int
+    ``states``: live between steps, without what a pipeline has ``kept`` of its last micro-batches; ``peak``: of a step;
+    ``load``: the fullest expert's share over the mean.
+    """
+
+    states: int
+    kept: int
     peak: int
     load: float
 
@@ -68,12 +73,14 @@ def count_memory(case: Case, bucket: int) -> Counted:
         engine, step = _pipeline(case, grid, bucket) if grid.pipe_parallel_size > 1 else _plain(case, grid, bucket)
         for _ in range(STEPS_BEFORE):
             step()
-        gc.collect()
-        between = allocations.live_bytes
         allocations.restart_peak()
         step()
         gc.collect()
-        counted = Counted(between, allocations.peak_bytes, _load(engine))
+        between, peak = allocations.live_bytes, allocations.peak_bytes
+        if grid.pipe_parallel_size > 1:
+            _release_kept(engine)
+        states = allocations.live_bytes
+        counted = Counted(states, between - states, peak, _load(engine))
         destroy_engine(engine)
         grid.destroy()
         return counted
@@ -111,6 +118,15 @@ def _pipeline(case: Case, grid: PipelineParallelGrid, bucket: int) -> tuple[Any,
         engine.train_batch(iter([_samples(case, own) for _ in range(case.micro_batches)]))
 
     return engine, step
+
+
+def _release_kept(engine: Any) -> None:
+    """Let go what DeepSpeed's pipeline engine keeps between steps: where it receives, and the last stage's outputs, with
+    the inputs and their gradients at the ends of their graphs."""
+    engine.reset_activation_shape()
+    for kept in engine.pipe_buffers.values():
+        kept[:] = [None] * len(kept)
+    engine.loss = None
 
 
 def _plain(case: Case, grid: PipelineParallelGrid, bucket: int) -> tuple[Any, Callable[[], None]]:

@@ -18,7 +18,7 @@ from ds_topo.planner.precision import PRECISIONS
 from ds_topo.planner.search import Plan, evaluate
 from ds_topo.planner.software import DEEPSPEED, Recompute
 from ds_topo.topology.process_topology import ProcessTopology
-from tests.planner.measured_memory import Case, count_memory
+from tests.planner.measured_memory import Case, Counted, count_memory
 from tests.support.ranks import run_ranks
 from tests.support.world import Worlds
 
@@ -66,24 +66,24 @@ def bucket_of(case: Case) -> int:
     return size
 
 
-def compare(case: Case, counted: list[tuple[int, int, float]]) -> None:
-    """The peak within 10%; between steps, when gradients are gone, the states alone, exactly."""
-    between, peak, load = (max(column) for column in zip(*counted, strict=True))
-    memory: MemoryUse = planned(case, load)[1].memory
-    assert memory.total == pytest.approx(peak, rel=0.10), case
+def compare(case: Case, counted: list[Counted]) -> None:
+    """The fullest rank: its peak within 10%; between steps, when gradients are gone, its states alone, exactly."""
+    memory: MemoryUse = planned(case, max(one.load for one in counted))[1].memory
+    fullest = max(counted, key=lambda one: one.peak)
+    assert memory.total == pytest.approx(fullest.peak, rel=0.10), case
+    assert fullest.kept <= memory.activations, case
     if case.zero < 3:  # ZeRO 3 keeps parameters gathered that the planner counts as buffers
-        small_values = 0.03 if "pipe" in case.topology else 0.005  # what a pipeline received last, step counters
-        assert memory.weights + memory.optimizer == pytest.approx(between, rel=small_values), case
+        small_values = 0.005  # step counters, losses, samples
+        assert memory.weights + memory.optimizer == pytest.approx(fullest.states, rel=small_values), case
 
 
 @pytest.mark.parametrize("case", [PLAIN[0], PLAIN[3], PLAIN[5], PLAIN[6], MIXED[1], *EXPERTS], ids=str)
 def test_two_ranks(case: Case, world: Worlds) -> None:
-    compare(case, [(one.between, one.peak, one.load) for one in world(2).run(count_memory, case, bucket_of(case))])
+    compare(case, world(2).run(count_memory, case, bucket_of(case)))
 
 
 @ON_DEMAND
 @pytest.mark.parametrize("case", [*PLAIN, *MIXED, *EXPERTS, *PIPELINES, *SLICES], ids=str)
 def test_fresh_ranks(case: Case) -> None:
     ranks = ProcessTopology.from_spec(case.topology).world_size()
-    counted = run_ranks(ranks, count_memory, case, bucket_of(case))
-    compare(case, [(one.between, one.peak, one.load) for one in counted])
+    compare(case, run_ranks(ranks, count_memory, case, bucket_of(case)))
