@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -15,14 +15,17 @@ from ds_topo.checkpoint_files.manifest import Manifest
 from ds_topo.checkpoint_files.wholeness import (
     Places,
     sizes_in,
+    told,
     wrong_digests,
     wrong_sizes,
     wrong_without_manifest,
 )
-from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, abridged
+from ds_topo.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError, abridged
 
 LATEST = "latest"
 """The file that names the checkpoint to load, as DeepSpeed calls it."""
+_LONGEST = 200
+"""Bytes of a tag: file systems allow 255, and drafts have longer names."""
 _FORMER = ".former"
 """How the folder of a tag is called while one of the same tag takes its place, where the two cannot change places."""
 
@@ -72,20 +75,62 @@ def check_tag(tag: object) -> str:
         ValueError: empty, with a separator of paths, or hidden.
     """
     text = str(tag)
-    if not text or text.startswith(".") or any(mark in text for mark in (os.sep, "/", "\0")) or text != text.strip():
+    if not _is_name(text) or text == LATEST:
         raise ValueError(
             f"tag={abridged(tag)}: a tag is the name of a folder: give one without separators of paths, spaces around "
-            "it or a dot in front, such as 'global_step100'"
+            f"it or a dot in front, such as 'global_step100', and not {LATEST!r}, which is the file that names one"
         )
     return text
 
 
+def _is_name(text: str) -> bool:
+    is_hidden, is_path = text.startswith("."), any(mark in text for mark in (os.sep, "/", "\0"))
+    return bool(text) and text == text.strip() and not is_hidden and not is_path and len(os.fsencode(text)) <= _LONGEST
+
+
+def require_free(folder: Path, tag: str) -> None:
+    """Only another checkpoint may lose its place to a new one.
+
+    Raises:
+        CheckpointError: what has the tag's name is none.
+    """
+    path = folder / tag
+    is_checkpoint = path.is_dir() and (_holds_states(path) or not any(path.iterdir()))
+    if not is_checkpoint and os.path.lexists(path):
+        raise CheckpointError(
+            f"{path} is there and is no checkpoint, so it is not replaced by one: give another tag or folder. Nothing "
+            "was written"
+        )
+
+
 def named_latest(folder: Path) -> str | None:
-    """The tag in ``latest``; None without that file, or with an empty one."""
+    """The tag in ``latest``; None without that file, or if nothing in it can be a tag."""
     try:
-        return (folder / LATEST).read_text().strip() or None
-    except (FileNotFoundError, NotADirectoryError):
+        text = (folder / LATEST).read_text().strip()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
         return None
+    return text if _is_name(text) else None
+
+
+def why_passed_over(folder: Path, chosen: Checkpoint, damaged: Sequence[Checkpoint]) -> str:
+    """What to say where the newest whole checkpoint takes the place of the one that is meant; empty if it is that one.
+
+    Args:
+        folder: of all checkpoints.
+        chosen: the newest whole one.
+        damaged: those that come before it.
+    """
+    latest = named_latest(folder)
+    if chosen.tag == latest:
+        return ""
+    problems = [f"{one.tag!r} is damaged: {told(one.problems)}" for one in damaged if one.path.is_dir()]
+    if latest is None:
+        has_file = os.path.lexists(folder / LATEST)
+        problems.insert(0, f"'{LATEST}' names no checkpoint" if has_file else f"there is no file '{LATEST}'")
+    elif not (folder / latest).is_dir():
+        problems.insert(0, f"'{LATEST}' names {latest!r}, which is not there")
+    step = "" if chosen.manifest is None else f", of step {chosen.manifest.step:,}"
+    return f"checkpoints in {folder}: {'. '.join(problems)}. Going on from the newest whole one, {chosen.tag!r}{step}"
 
 
 def tags_in(folder: Path) -> list[str]:
@@ -224,9 +269,10 @@ def put_in_place(written: Path, folder: Path, tag: str, change_places: Callable[
 def remove_old(folder: Path, keep: int, newest: str) -> list[str]:
     """Remove whole checkpoints but for the ``keep`` newest, and damaged ones that are older than all of those.
 
-    ``newest``, which has just been saved, counts as the newest. Those without a manifest are left alone: DeepSpeed, or
-    a person, put them there.
+    ``newest``, which has just been saved, counts as the newest. What ``latest`` names stays. Those without a manifest
+    are left alone: DeepSpeed, or a person, put them there.
     """
+    latest = named_latest(folder)
     found = [checkpoint for checkpoint in checkpoints_in(folder) if checkpoint.manifest is not None]
     found.sort(key=lambda checkpoint: checkpoint.tag != newest)
     whole = [checkpoint for checkpoint in found if checkpoint.is_whole]
@@ -236,7 +282,8 @@ def remove_old(folder: Path, keep: int, newest: str) -> list[str]:
     oldest = min(checkpoint.age for checkpoint in kept[-1:])
     removed = []
     for checkpoint in found:
-        if checkpoint not in kept and (checkpoint.is_whole or checkpoint.age < oldest):
+        is_old = checkpoint.is_whole or checkpoint.age < oldest
+        if checkpoint not in kept and is_old and checkpoint.tag != latest:
             discard(checkpoint.path)
             removed.append(checkpoint.tag)
     if removed:

@@ -174,7 +174,7 @@ def from_text(text: str, where: str) -> Manifest:
     """
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{where}: not JSON ({error})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DamagedCheckpointError(f'{where}: "format" must be {FORMAT!r}, not {_format_of(content)}')
@@ -182,15 +182,20 @@ def from_text(text: str, where: str) -> Manifest:
     if isinstance(version, int) and version > VERSION:
         raise CheckpointVersionError(
             f"{where}: version {version} of the manifest, and this ds_topo reads versions up to {VERSION}: install the "
-            f"release that wrote it ({content.get('versions', {}).get('ds_topo', 'a later one')}) or a later one"
+            f"release that wrote it ({_release_in(content)}) or a later one"
         )
     digest = content.pop(_DIGEST, None)
     if digest != _digest_of(content):
         raise DamagedCheckpointError(f"{where}: not as it was written ({_DIGEST} differs)")
     try:
         return _from_content(content)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"{where}: {type(error).__name__}: {error}") from None
+
+
+def _release_in(content: Mapping[str, Any]) -> str:
+    versions = content.get("versions")
+    return str(versions.get("ds_topo", "a later one")) if isinstance(versions, Mapping) else "a later one"
 
 
 def _from_content(content: Mapping[str, Any]) -> Manifest:

@@ -27,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         return int(parsed.run(parsed))
-    except (TopologyError, CheckpointError) as error:
+    except (TopologyError, CheckpointError, OSError) as error:
         print(f"ds-topo {parsed.command}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        goes_on = ": the same command goes on where it was" if parsed.command == "convert" else ""
+        print(f"ds-topo {parsed.command}: interrupted{goes_on}", file=sys.stderr)
+        return 130

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 from ds_topo.checkpoint_files import manifest as manifests
-from ds_topo.checkpoint_files.folder import Checkpoint, candidates, look_at, tags_in
+from ds_topo.checkpoint_files.folder import Checkpoint, candidates, check_tag, look_at, tags_in, why_passed_over
 from ds_topo.cli.progress import progress_of
 from ds_topo.errors import CheckpointError, MissingCheckpointError, listed
 
@@ -64,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (arguments.topology is None) == (arguments.kind is None):
         raise CheckpointError('give either --topology, such as --topology "data=4", or --to torch')
     bounds = _bounds(arguments.stages)
+    _check_target(arguments.to, arguments.new_tag, is_file=arguments.kind is not None)
     found = _checkpoint(arguments.source, arguments.tag)
     warnings.filterwarnings("ignore", category=FutureWarning)
     with progress_of(True, "convert") as shown:
@@ -97,6 +99,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_target(path: Path, tag: str | None, *, is_file: bool) -> None:
+    """Before anything is written.
+
+    Raises:
+        CheckpointError: it is something else than what is to be written there, or the tag cannot be.
+    """
+    if is_file and path.is_dir():
+        raise CheckpointError(f"{path} is a folder: give the file to write, such as {path / 'weights.pt'}")
+    if not is_file and path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file: give a folder of checkpoints for the new one")
+    if tag is not None:
+        try:
+            check_tag(tag)
+        except ValueError as error:
+            raise CheckpointError(f"--new-tag: {error}") from None
+
+
 def _bounds(text: str | None) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in text.split(",")) if text else ()
@@ -112,16 +131,25 @@ def _checkpoint(source: Path, tag: str | None) -> Checkpoint:
     """
     if (source / manifests.NAME).exists():
         path = source.resolve()
+        if tag not in (None, path.name):
+            raise CheckpointError(
+                f"--tag {tag!r}: {source} is one checkpoint, {path.name!r}; give the folder around it"
+            )
         return look_at(path.parent, path.name)
     known = tags_in(source)
     if tag is not None:
         if tag not in known:
             raise MissingCheckpointError(f"no checkpoint {tag!r} in {source}: there are {listed(known)}")
         return look_at(source, tag)
-    found = next((one for one in candidates(source) if one.is_whole or one.needs), None)
-    if found is None:
-        what = (
-            f"none of the checkpoints {listed(known)} in {source} is whole" if known else f"no checkpoint in {source}"
-        )
-        raise MissingCheckpointError(what)
-    return found
+    damaged: list[Checkpoint] = []
+    for found in candidates(source):
+        if found.needs:
+            return found
+        if found.is_whole:
+            if said := why_passed_over(source, found, damaged):
+                print(f"ds-topo convert: {said}", file=sys.stderr)
+            return found
+        damaged.append(found)
+    raise MissingCheckpointError(
+        f"none of the checkpoints {listed(known)} in {source} is whole" if known else f"no checkpoint in {source}"
+    )

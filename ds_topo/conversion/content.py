@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+
+from ds_topo.errors import CheckpointError
 
 
 class Piece(NamedTuple):
@@ -48,9 +51,22 @@ class FileContent:
 
 
 def with_tensors(content: Any, make: Callable[[Region], torch.Tensor]) -> Any:
-    """The same with a tensor in place of every region."""
+    """The same with a tensor in place of every region; other tensors are plain memory of their own.
+
+    Raises:
+        CheckpointError: there is a sparse tensor, which the program has saved in its ``client_state``.
+    """
     if isinstance(content, Region):
         return make(content)
+    if torch.is_tensor(content):
+        if content.layout != torch.strided:
+            raise CheckpointError(
+                f"the client_state holds a tensor {list(content.shape)} of layout {content.layout}, which conversion "
+                "does not write: save it dense"
+            )
+        return content.detach().contiguous()
+    if isinstance(content, Namespace):
+        return Namespace(**with_tensors(vars(content), make))
     if isinstance(content, OrderedDict):
         return OrderedDict((key, with_tensors(value, make)) for key, value in content.items())
     if type(content) is dict:
@@ -64,6 +80,8 @@ def side_by_side(content: Any, written: Any) -> Iterator[tuple[Region | torch.Te
     """Every region or tensor of a content, with the tensor of the file that is to hold it."""
     if isinstance(content, Region) or torch.is_tensor(content):
         yield content, written
+    elif isinstance(content, Namespace):
+        yield from side_by_side(vars(content), vars(written))
     elif isinstance(content, dict):
         for key, value in content.items():
             yield from side_by_side(value, written[key])

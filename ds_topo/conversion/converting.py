@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ds_topo.checkpoint_files import manifest as manifests
 from ds_topo.checkpoint_files.durable import discard, flush, replace_text
-from ds_topo.checkpoint_files.folder import LATEST, Checkpoint, check_tag, put_in_place
+from ds_topo.checkpoint_files.folder import LATEST, Checkpoint, check_tag, put_in_place, require_free
 from ds_topo.checkpoint_files.manifest import Manifest, SavedFile, SavedParameter
 from ds_topo.checkpoint_files.wholeness import told
 from ds_topo.conversion.content import FileContent
@@ -175,6 +175,7 @@ class Conversion:
             raise CheckpointError(
                 f"{self.checkpoint.path} would be replaced by what is made of it: give another folder or another tag"
             )
+        require_free(self.folder, self.tag)
         plan = self._plan(workers)
         if not self._is_begun(plan):
             discard(self.draft)

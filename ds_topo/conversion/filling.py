@@ -104,7 +104,7 @@ class Filling:
             start = _address_of_start(self.path, [tensor for _, tensor in pairs])
             for one, tensor in pairs:
                 if not isinstance(one, Region):
-                    tensor.copy_(one.detach())
+                    tensor.detach().copy_(one.detach())
                     continue
                 for piece in (piece for piece in one.pieces if piece.start < piece.stop):
                     offset = tensor.data_ptr() - start + piece.offset * tensor.itemsize

@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_topo.checkpoint_files.durable import discard
-from ds_topo.checkpoint_files.folder import Checkpoint, candidates, look_at
+from ds_topo.checkpoint_files.folder import Checkpoint, candidates, look_at, why_passed_over
 from ds_topo.checkpoint_files.manifest import SavedFile
 from ds_topo.checkpoint_files.structure import SavedStructure, structure_from
 from ds_topo.checkpoint_files.wholeness import told, wrong_digests
@@ -84,7 +86,13 @@ def load(
     _require_whole(meeting, found, digests=verify == DIGESTS)
     conversion = Conversion(found, _target(engine, meeting, found), root / f".{found.tag}{_CONVERTED}", found.tag)
     _convert(conversion, meeting)
-    _, state = load_as_it_is(engine, conversion.folder, found.tag, **options)
+    try:
+        _, state = load_as_it_is(engine, conversion.folder, found.tag, **options)
+    except BaseException:
+        if dist.get_rank() == 0:
+            with suppress(OSError):
+                discard(conversion.folder)
+        raise
     meeting.decided("removed", lambda: discard(conversion.folder))
     return str(found.path), state
 
@@ -98,10 +106,15 @@ def _chosen(root: Path, tag: str | None) -> str:
     if tag is not None:
         found = look_at(root, tag)
     else:
-        whole = next((one for one in candidates(root) if one.is_whole), None)
-        if whole is None:
+        damaged: list[Checkpoint] = []
+        for found in candidates(root):
+            if found.is_whole:
+                break
+            damaged.append(found)
+        else:
             raise MissingCheckpointError(f"no checkpoint in {root} is whole")
-        found = whole
+        if said := why_passed_over(root, found, damaged):
+            warnings.warn(said, RuntimeWarning, stacklevel=5)
     readable(found)
     return found.tag
 

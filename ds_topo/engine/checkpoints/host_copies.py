@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -67,9 +67,10 @@ class Copies:
     def _one(self, value: Any) -> Any:
         if torch.is_tensor(value):
             return self._tensor(value.detach())
-        if isinstance(value, Mapping) and hasattr(value, "update"):
+        if isinstance(value, MutableMapping):
             result = copy.copy(value)  # a state_dict has more than its entries
-            result.update({key: self.of(item) for key, item in value.items()})
+            for key, item in value.items():  # by update() a Counter would add them
+                result[key] = self.of(item)
             return result
         if type(value) in (list, tuple):
             return type(value)(self.of(item) for item in value)

@@ -28,9 +28,9 @@ from ds_topo.checkpoint_files.folder import (
     candidates,
     look_at,
     manifest_of,
-    named_latest,
     tags_in,
     take_back_replaced,
+    why_passed_over,
 )
 from ds_topo.checkpoint_files.manifest import SavedLayout
 from ds_topo.checkpoint_files.reach import Wanted, why_unreachable
@@ -41,6 +41,7 @@ from ds_topo.engine.checkpoints.meeting import Meeting, shared_out
 from ds_topo.engine.checkpoints.random_states import name_of_states, restore
 from ds_topo.engine.checkpoints.safe_reading import only_allowed_types, refused_types
 from ds_topo.engine.checkpoints.saving import deepspeeds_part, finish_what_is_unfinished
+from ds_topo.engine.checkpoints.structure import difference_of_orders
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -117,7 +118,7 @@ def load(
     choice = _Choice(root, name, layout_of(engine), places_of(engine), wanted)
     for number in range(1, 1 << 20):
         chosen = meeting.decided(f"choice {number}", choice.next)
-        share = _look(engine, root / chosen, digests=verify == DIGESTS, trusted=trusted, is_strict=is_strict)
+        share = _look(engine, root / chosen, wanted, digests=verify == DIGESTS, trusted=trusted, is_strict=is_strict)
         meeting.post(f"found {number}", share)
         meeting.all_or_none("all files were looked at", None)
         if meeting.decided(f"verdict {number}", partial(_judge, choice, meeting, number)):
@@ -228,24 +229,10 @@ class _Choice:
 
     def warn(self) -> None:
         """Say once, on rank 0, that it is not the one that was meant."""
-        if self.chosen is None:  # on another rank
+        if self.tag is not None or self.chosen is None:  # on another rank
             return
-        latest = named_latest(self.root)
-        if self.tag is not None or self.chosen.tag == latest:
-            return
-        there = [one for one in self.damaged if one.path.is_dir()]
-        problems = [f"{one.tag!r} is damaged: {told(one.problems)}" for one in there]
-        if latest is None:
-            problems.insert(0, "there is no file 'latest'")
-        elif not (self.root / latest).is_dir():
-            problems.insert(0, f"'latest' names {latest!r}, which is not there")
-        step = "" if self.chosen.manifest is None else f", of step {self.chosen.manifest.step:,}"
-        warnings.warn(
-            f"checkpoints in {self.root}: {'. '.join(problems)}. Going on from the newest whole one, "
-            f"{self.chosen.tag!r}{step}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        if said := why_passed_over(self.root, self.chosen, self.damaged):
+            warnings.warn(said, RuntimeWarning, stacklevel=3)
 
     def _those_to_try(self) -> Iterator[Checkpoint]:
         if self.tag is None:
@@ -305,6 +292,13 @@ def _judge(choice: _Choice, meeting: Meeting, number: int) -> bool:
     models = [f"{share['model']} (model rank {share['model_rank']})" for share in posted if share["model"]]
     if models:
         raise CheckpointModelError(f"{where} is of another model: {models[0]}")
+    orders = [share["order"] for share in posted if share["order"]]
+    if orders:
+        raise CheckpointLayoutError(
+            f"{where} has the optimizer's states by place, and {orders[0]}: give the optimizer its parameters in the "
+            "order in which they were saved, or load with ds_topo.checkpoint.load(..., convert=True), which goes by "
+            "their names, or load parameters alone (load_module_only=True)"
+        )
     refused = [problem for share in posted for problem in share["refused"]]
     if refused:
         raise UnsafeCheckpointError(f"{where}: {refused[0]}")
@@ -314,17 +308,21 @@ def _judge(choice: _Choice, meeting: Meeting, number: int) -> bool:
 # -- every rank looks --------------------------------------------------------------------------------------------------
 
 
-def _look(engine: DeepSpeedEngine, path: Path, *, digests: bool, trusted: bool, is_strict: bool) -> dict[str, Any]:
+def _look(
+    engine: DeepSpeedEngine, path: Path, wanted: Wanted, *, digests: bool, trusted: bool, is_strict: bool
+) -> dict[str, Any]:
     """What this rank sees: damaged files and other types among its share, and whether the model is this one."""
     damaged: list[str] = []
     refused: list[str] = []
-    model = ""
+    model = order = ""
     try:
         manifest = manifest_of(path)
         if manifest is not None and digests:
             damaged += wrong_digests(path, shared_out(manifest.files))
         if manifest is not None and is_strict and replica_of(engine) == 0:
             model = difference_of_models(engine, manifest)
+        if manifest is not None and wanted.optimizer_states and not model and replica_of(engine) == 0:
+            order = difference_of_orders(engine, manifest)
         if not trusted and not damaged:
             names = [file.path for file in manifest.files] if manifest else sorted(one.name for one in path.iterdir())
             refused += refused_types([path / name for name in shared_out(names) if name.endswith(".pt")])
@@ -332,4 +330,5 @@ def _look(engine: DeepSpeedEngine, path: Path, *, digests: bool, trusted: bool, 
         damaged.append(f"{error.filename or path}: {error.strerror or error}")
     except CheckpointError as error:
         damaged.append(str(error))
-    return {"damaged": damaged, "refused": refused, "model": model, "model_rank": int(engine.checkpoint_mp_rank)}
+    rank = int(engine.checkpoint_mp_rank)
+    return {"damaged": damaged, "refused": refused, "model": model, "order": order, "model_rank": rank}

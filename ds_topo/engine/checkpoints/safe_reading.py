@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -24,8 +26,13 @@ from ds_topo.engine import changes
 from ds_topo.errors import UnsafeCheckpointError
 from ds_topo.ledger import Make, ledger
 
-ALLOWED: tuple[type, ...] = (fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum, argparse.Namespace)
-"""What files of DeepSpeed hold besides tensors and plain containers; and parsed arguments, which people add."""
+_NUMBERS = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"}
+ALLOWED: tuple[Any, ...] = (
+    *(fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum),
+    *(argparse.Namespace, np.ndarray, np.dtype, np.float64().__reduce__()[0], np.empty(0).__reduce__()[0], *_NUMBERS),
+)
+"""What files of DeepSpeed hold besides tensors and plain containers; and what people add: parsed arguments, NumPy's
+numbers and arrays of them."""
 
 
 @contextmanager
@@ -44,11 +51,17 @@ def _restricted(thread: int) -> Make:
             try:
                 return load(f, *arguments, **{**options, "weights_only": True})
             except pickle.UnpicklingError as error:
-                raise UnsafeCheckpointError(_refusal(str(f), _refused_in(f) or [str(error).splitlines()[0]])) from None
+                raise UnsafeCheckpointError(_refusal(str(f), _refused_in(f) or [_named_in(error)])) from None
 
         return load_allowed
 
     return make
+
+
+def _named_in(error: Exception) -> str:
+    """The type that torch's message names far below its first line."""
+    found = re.search(r"got <class '([^']+)'>|GLOBAL (\S+)", str(error))
+    return next(filter(None, found.groups())) if found else str(error).splitlines()[0]
 
 
 def refused_types(paths: Sequence[Path]) -> list[str]:

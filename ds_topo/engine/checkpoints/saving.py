@@ -24,6 +24,7 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from ds_topo.checkpoint_files import manifest as manifests
 from ds_topo.checkpoint_files.durable import discard, flush, replace_text
@@ -34,6 +35,7 @@ from ds_topo.checkpoint_files.folder import (
     draft_of,
     put_in_place,
     remove_old,
+    require_free,
     tidy,
 )
 from ds_topo.checkpoint_files.manifest import Manifest, SavedFile, SavedLayout, SavedParameter, merged
@@ -187,6 +189,7 @@ class _Save:
         self._draft = draft_of(root, self._tag)
         self._meeting.decided("room", lambda: _make_room(engine, root, self._tag))
         self._step, self._layout = int(engine.global_steps), layout_of(engine)
+        _warn_of_gathered_gradients(engine)
         self._parameters: list[SavedParameter] = []
         self._left_early = False
         self._structure: dict[str, Any] | None = None
@@ -205,7 +208,8 @@ class _Save:
                 )
             if self._keep_random_states:
                 files.write(random_states(engine), self._draft / self._tag / name_of_states(engine))
-            self._parameters = parameters_of(engine) if replica_of(engine) == 0 else []
+            rows = parameters_of(engine) if replica_of(engine) == 0 else []
+            self._parameters = [row for row in rows if row.is_trained or not self._exclude_frozen_parameters]
             self._structure = share_of_structure(engine)
             files.write_copies()
         except Exception as error:  # what a rank could not write is kept by the files
@@ -284,6 +288,18 @@ def _problem_of(engine: Any, tag: object, keep_last: object) -> Exception | None
     return None
 
 
+def _warn_of_gathered_gradients(engine: DeepSpeedEngine) -> None:
+    """Say on rank 0 that DeepSpeed saves no gradients of a step that is not over."""
+    done = 0 if isinstance(engine, PipelineEngine) else engine.micro_steps % engine.gradient_accumulation_steps()
+    if done and dist.get_rank() == 0:
+        warnings.warn(
+            f"saving after {done} of {engine.gradient_accumulation_steps()} micro-batches of a step: DeepSpeed does "
+            "not save their gradients, so the step begins anew when this is loaded; save at the end of a step",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
 def why_not_ours(engine: DeepSpeedEngine) -> str:
     """Why an engine's checkpoints cannot be put in place by one rank when all files are written; empty if they can."""
     if engine.use_node_local_storage():
@@ -314,6 +330,7 @@ def _make_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
     """
     root.mkdir(parents=True, exist_ok=True)
     tidy(root)
+    require_free(root, tag)
     needed, free = _bytes_needed(engine, root), free_bytes(root)
     if free < needed * _MARGIN:
         raise CheckpointSpaceError(

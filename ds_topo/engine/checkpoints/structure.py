@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import Any
 
 from deepspeed.moe.experts import Experts
@@ -13,6 +14,7 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
+from ds_topo.checkpoint_files.manifest import Manifest
 from ds_topo.checkpoint_files.structure import (
     SavedLayer,
     SavedSplit,
@@ -47,10 +49,34 @@ def structure_of(engine: DeepSpeedEngine) -> SavedStructure:
     )
 
 
+def difference_of_orders(engine: DeepSpeedEngine, manifest: Manifest) -> str:
+    """The first parameter of this stage's optimizer that has another place in a checkpoint; empty if none has.
+
+    DeepSpeed saves the optimizer's states by places: of parameters of equal sizes it would exchange them unnoticed.
+    """
+    stage, _ = _stage_and_slice(engine)
+    saved = manifest.structure.groups if manifest.structure is not None else ()
+    if engine.optimizer is None or stage >= len(saved):
+        return ""
+    own = tuple(_names_of_groups(engine))
+    if len(own) != len(saved[stage]):
+        return f"{len(saved[stage])} groups of parameters there are {len(own)} in this job"
+    for group, (now, before) in enumerate(zip(own, saved[stage], strict=True)):
+        for place, (name, former) in enumerate(zip_longest(now, before)):
+            if name != former:
+                here, there = (f"parameter {one!r}" if one else "nothing more" for one in (name, former))
+                return f"place {place} of group {group} is of {there} there, and of {here} in this job"
+    return ""
+
+
+def _stage_and_slice(engine: DeepSpeedEngine) -> tuple[int, int]:
+    slices = max(1, engine.mpu.topology().get_dim("model")) if isinstance(engine.mpu, MpuGrid) else 1
+    return divmod(int(engine.checkpoint_mp_rank), slices)
+
+
 def share_of_structure(engine: DeepSpeedEngine) -> dict[str, Any] | None:
     """What this rank has to tell of it, as JSON has it: the first replica of the first slice speaks for its stage."""
-    slices = max(1, engine.mpu.topology().get_dim("model")) if isinstance(engine.mpu, MpuGrid) else 1
-    stage, place = divmod(int(engine.checkpoint_mp_rank), slices)
+    stage, place = _stage_and_slice(engine)
     return {"stage": stage, **asdict(structure_of(engine))} if place == 0 and replica_of(engine) == 0 else None
 
 
