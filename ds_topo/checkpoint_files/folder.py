@@ -95,8 +95,8 @@ def require_free(folder: Path, tag: str) -> None:
         CheckpointError: what has the tag's name is none.
     """
     path = folder / tag
-    is_checkpoint = path.is_dir() and (_holds_states(path) or not any(path.iterdir()))
-    if not is_checkpoint and os.path.lexists(path):
+    may_go = path.is_dir() and (_holds_states(path) or not any(path.iterdir()))
+    if not may_go and os.path.lexists(path):
         raise CheckpointError(
             f"{path} is there and is no checkpoint, so it is not replaced by one: give another tag or folder. Nothing "
             "was written"
@@ -137,11 +137,12 @@ def tags_in(folder: Path) -> list[str]:
     """Tags of all checkpoints, whole or not: folders with a manifest or with model states."""
     if not folder.is_dir():
         return []
-    return sorted(
-        path.name
-        for path in folder.iterdir()
-        if not path.name.startswith(".") and path.is_dir() and _holds_states(path)
-    )
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".") and is_checkpoint(path))
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one checkpoint, whole or not."""
+    return path.is_dir() and _holds_states(path)
 
 
 def _holds_states(path: Path) -> bool:

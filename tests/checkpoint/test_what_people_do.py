@@ -16,8 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_topo import CheckpointError, CheckpointLayoutError, DamagedCheckpointError, PipelineParallelGrid, checkpoint
-from ds_topo import initialize as ds_topo_initialize
+from ds_topo import (
+    CheckpointError,
+    CheckpointLayoutError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    PipelineParallelGrid,
+    checkpoint,
+    initialize,
+)
 from ds_topo.checkpoint_files.folder import LATEST, look_at, named_latest, remove_old
 from ds_topo.checkpoint_files.manifest import FORMAT, VERSION, from_text
 from ds_topo.cli import main
@@ -107,6 +114,19 @@ def _load_warned(folder: Path, tag: str | None) -> str:
         warnings.filterwarnings("always", message="checkpoints in")
         checkpoint.load(here.engine, folder, tag)
         return " ".join(str(one.message) for one in caught)
+
+
+def _load_as_folder(folder: Path) -> str:
+    with job(KIND) as here:
+        with pytest.raises(MissingCheckpointError) as caught:
+            checkpoint.load(here.engine, folder)
+        return str(caught.value)
+
+
+def test_a_checkpoint_given_as_the_folder_is_told(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_save_step, KIND, tmp_path)
+    for said in world(2).run(_load_as_folder, tmp_path / "step1"):
+        assert f"give the folder around it, '{tmp_path}', and tag='step1'" in said
 
 
 def test_what_latest_names_is_kept(tmp_path: Path) -> None:
@@ -207,7 +227,7 @@ def _swapped(zero: int, *names: str, steps: int = 1) -> Iterator[Any]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        engine, *_ = ds_topo_initialize(model=Swapped(names), config=config, mpu=grid)
+        engine, *_ = initialize(model=Swapped(names), config=config, mpu=grid)
     yield engine
     destroy_engine(engine)
     grid.destroy()

@@ -26,6 +26,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_topo.checkpoint_files.folder import (
     Checkpoint,
     candidates,
+    is_checkpoint,
     look_at,
     manifest_of,
     tags_in,
@@ -256,6 +257,11 @@ class _Choice:
             )
 
     def _nothing(self) -> CheckpointError:
+        if is_checkpoint(self.root):
+            return MissingCheckpointError(
+                f"{self.root} is one checkpoint: give the folder around it, {str(self.root.parent)!r}, and "
+                f"tag={self.root.name!r}"
+            )
         if self.tag is not None:
             known = tags_in(self.root)
             if self.tag not in known:
