@@ -121,8 +121,8 @@ def _pipeline(case: Case, grid: PipelineParallelGrid, bucket: int) -> tuple[Any,
 
 
 def _release_kept(engine: Any) -> None:
-    """Let go what DeepSpeed's pipeline engine keeps between steps: where it receives, and the last stage's outputs, with
-    the inputs and their gradients at the ends of their graphs."""
+    """Let go what DeepSpeed's pipeline engine keeps between steps: where it receives, and on the last stage outputs,
+    with the inputs and their gradients at the ends of their graphs."""
     engine.reset_activation_shape()
     for kept in engine.pipe_buffers.values():
         kept[:] = [None] * len(kept)
