@@ -109,7 +109,7 @@ def named_latest(folder: Path) -> str | None:
         text = (folder / LATEST).read_text().strip()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
         return None
-    return text if _is_name(text) else None
+    return text if text and all(map(_is_name, text.split("/"))) else None  # DeepSpeed takes paths as tags, too
 
 
 def why_passed_over(folder: Path, chosen: Checkpoint, damaged: Sequence[Checkpoint]) -> str:
