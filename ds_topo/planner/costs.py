@@ -74,6 +74,8 @@ class Costs:
         self._kinds: dict[tuple[int, int], list[StageKind]] = {}
         self.messages: dict[tuple[object, ...], tuple[Messages, Messages]] = {}
         """Seconds of the messages of pieces, by piece and by the spans of their axes."""
+        self.states: dict[tuple[int, ...], float] = {}
+        """Bytes of the states of the fullest rank, by degrees, virtual stages, sharers of experts and ZeRO stage."""
         self._parameters: dict[tuple[int, int, int, int, int], StageParameters] = {}
 
     def stage_kinds(self, layout: Layout) -> list[StageKind]:

@@ -127,7 +127,9 @@ def reason(found: Found) -> str:
     if other is None:
         return "no other degrees fit"
     if other.seconds <= best.seconds * 1.001:
-        return f"as fast as {other.layout.topology.spec}, with less memory"
+        if best.memory.total < 0.999 * other.memory.total:
+            return f"as fast as {other.layout.topology.spec}, with less memory"
+        return f"no other is faster; {other.layout.topology.spec} is as fast"
     losses = sorted(differences(best, other), key=lambda term: term.value, reverse=True)
     named = ", ".join(f"{_ms(term.value)} more {term.name}" for term in losses[:2] if term.value > 0)
     lost = other.seconds / best.seconds - 1

@@ -31,7 +31,7 @@ from ds_topo.planner.candidates import (
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.group_spans import layout_spans, spans_of_factors
 from ds_topo.planner.layout import Job, Layout, layout_problem
-from ds_topo.planner.memory import MemoryUse, memory_use
+from ds_topo.planner.memory import MemoryUse, largest_states, memory_use
 from ds_topo.planner.smallest import smallest_cluster
 from ds_topo.planner.spans import Span
 from ds_topo.planner.step_time import StepTime, schedule_bound, step_time
@@ -154,6 +154,10 @@ def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally
         problem = layout_problem(job, candidate)
         if problem:
             tally.problems[problem] += 1
+            continue
+        states = largest_states(costs, candidate)
+        if states > job.cluster.memory_limit and tally.smallest and states >= tally.smallest[1].total:
+            tally.too_large += 1  # states alone are, and more than the smallest needs
             continue
         memory = memory_use(costs, candidate)
         if memory.total > job.cluster.memory_limit:
