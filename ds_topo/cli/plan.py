@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -21,11 +22,11 @@ from ds_topo.planner.machine import Machine, read_machine
 from ds_topo.planner.model import Model, transformer
 from ds_topo.planner.precision import PRECISIONS, precision_of
 from ds_topo.planner.runs import judge_rows, read_rows
-from ds_topo.planner.search import Found, Plan, search
+from ds_topo.planner.search import Found, Plan, favourite, search
 from ds_topo.planner.software import SOFTWARE, Recompute, software_of
 from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import parse_spec
+from ds_topo.topology.spec import leaves_out_a_degree, parse_spec
 
 EXAMPLES = """examples:
   ds-topo plan --config llama-3-70b/config.json --hosts 8 --slots 8 --accelerator H100 --batch 128
@@ -136,8 +137,9 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
     job = job_of(arguments, machine)
     wanted = wanted_of(arguments, job)
+    favoured = _topology("compare", arguments.compare, job) if arguments.compare else None
     found = search(job, wanted, max(1, arguments.top))
-    compared = _compared(arguments, job, wanted)
+    compared = _compared(favoured, job, wanted)
     if arguments.picture:
         from ds_topo.cli.plan_picture import save_picture
 
@@ -146,12 +148,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         from ds_topo.cli.plan_json import found_as_json
 
-        json.dump(found_as_json(found, compared), sys.stdout)
+        json.dump(found_as_json(found, compared, arguments.compare), sys.stdout)
         print()
     else:
         from ds_topo.cli.plan_text import print_found
 
-        print_found(found, compared, explained=arguments.explain, command=command)
+        print_found(found, compared, arguments.compare, explained=arguments.explain, command=command)
     return 0
 
 
@@ -243,7 +245,9 @@ def _hosts_and_slots(
 
 def wanted_of(arguments: argparse.Namespace, job: Job) -> Wanted:
     """What the options have decided already."""
-    topology = _topology(arguments.topology, job) if arguments.topology else None
+    if arguments.topology and arguments.fix:
+        raise TopologyError("--topology and --fix both decide degrees: give one of them")
+    topology = _topology("topology", arguments.topology, job) if arguments.topology else None
     degrees = _fixed_degrees(arguments.fix, job) if arguments.fix else ()
     for option in ("micro_batch", "virtual_stages", "expert_parallel"):
         value = getattr(arguments, option)
@@ -262,11 +266,11 @@ def wanted_of(arguments: argparse.Namespace, job: Job) -> Wanted:
 
 
 def _fixed_degrees(spec: str, job: Job) -> tuple[tuple[str, int], ...]:
+    if leaves_out_a_degree(spec):
+        raise TopologyError(f"--fix {spec!r}: give degrees from 1 on; those of axes that are not named are searched")
     axes, sizes, _ = parse_spec(spec)
     degrees = tuple(zip(axes, sizes, strict=True))
-    unknown = [axis for axis, _ in degrees if axis not in AXES]
-    if unknown:
-        raise TopologyError(f"--fix {spec!r}: axes {unknown} cannot be planned; choose among {list(AXES)}")
+    _check_axes("fix", spec, axes)
     ranks = job.cluster.ranks
     if ranks % prod(sizes):
         raise TopologyError(
@@ -294,8 +298,16 @@ def share_of(text: str) -> float:
     return share
 
 
-def _topology(spec: str, job: Job) -> ProcessTopology:
-    return ProcessTopology.from_spec(spec, world_size=job.cluster.ranks)
+def _topology(option: str, spec: str, job: Job) -> ProcessTopology:
+    topology = ProcessTopology.from_spec(spec, world_size=job.cluster.ranks)
+    _check_axes(option, spec, topology.axes)
+    return topology
+
+
+def _check_axes(option: str, spec: str, axes: Sequence[str]) -> None:
+    unknown = [axis for axis in axes if axis not in AXES]
+    if unknown:
+        raise TopologyError(f"--{option} {spec!r}: axes {unknown} cannot be planned; choose among {list(AXES)}")
 
 
 def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Accelerator:
@@ -320,12 +332,9 @@ def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Acce
     )
 
 
-def _compared(arguments: argparse.Namespace, job: Job, wanted: Wanted) -> Plan | None:
-    """The best that can be made of the user's favourite."""
-    if not arguments.compare:
-        return None
-    topology = _topology(arguments.compare, job)
-    return search(job, replace(wanted, topology=topology, degrees=()), count=1).best
+def _compared(topology: ProcessTopology | None, job: Job, wanted: Wanted) -> Plan | str | None:
+    """The best that can be made of the user's favourite, or why nothing can."""
+    return None if topology is None else favourite(job, replace(wanted, topology=topology, degrees=()))
 
 
 def _written(arguments: argparse.Namespace, found: Found) -> str | None:

@@ -125,7 +125,7 @@ def reason(found: Found) -> str:
     """Why the best is the best: the terms in which the next set of degrees loses most."""
     best, other = found.best, found.runner_up
     if other is None:
-        return "no other degrees fit"
+        return "no other degrees fit" if found.tally.degrees > 1 else "no other degrees were tried"
     if other.seconds <= best.seconds * 1.001:
         if best.memory.total < 0.999 * other.memory.total:
             return f"as fast as {other.layout.topology.spec}, with less memory"

@@ -58,6 +58,52 @@ def test_every_term_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"bubble +\+\d", out)
 
 
+LARGE = [*JOB, *["--hidden", "8192", "--layers", "32", "--heads", "64", "--top", "1"]]
+"""A model that fits only where its states are sharded."""
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ([], r"it needs [\d.]+ GB per rank, of 78.7 GB \(pipe=2,data=4, micro-batch \d+, ZeRO 1\)"),
+        (["--zero", "2"], "it cannot be: deepspeed has no ZeRO 2 with a pipeline"),
+    ],
+)
+def test_a_favourite_that_cannot_be_does_not_hide_the_plan(
+    options: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = [*LARGE, "--compare", "pipe=2,data=4", *options]
+    lines = plan(capsys, *job).splitlines()
+    assert lines[3].startswith("first because ")
+    assert re.match(rf"--compare 'pipe=2,data=4': {text}", lines[4])
+    content = json.loads(plan(capsys, *job, "--json"))
+    assert content["plans"]
+    assert content["compared"]["topology"] == "pipe=2,data=4"
+    assert re.match(text, content["compared"]["problem"])
+
+
+def test_what_fits_nowhere_names_what_was_decided(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, *LARGE, "--zero", "0", "--fix", "model=1,pipe=1")
+    assert "fits nowhere on 8 ranks of A100-80GB with what is decided (model=1, pipe=1, ZeRO 0): " in text
+    text = refused(capsys, *LARGE, "--hidden", "65536")
+    assert "fits nowhere on 8 ranks of A100-80GB: " in text
+
+
+def test_one_reason_for_each_rule_and_the_batch_first(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, *JOB, "--hosts", "25", "--slots", "8", "--batch", "64")
+    reasons = text.split("is possible: ")[1].split("; ")
+    assert re.match(r"data=\d+ does not divide the batch of 64 sequences", reasons[0])
+    assert sum("attention heads" in reason and "model=" in reason for reason in reasons) == 1
+    assert any(reason.startswith("pipe=") for reason in reasons)
+
+
+@pytest.mark.parametrize("option", [["--topology", "data=8"], ["--fix", "data=8"]])
+def test_degrees_that_were_not_tried_are_not_said_not_to_fit(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "first because no other degrees were tried" in plan(capsys, *JOB, *option)
+
+
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, start in (("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")):
         plan(capsys, *JOB, "--picture", str(tmp_path / name))
@@ -169,6 +215,10 @@ def test_a_layout_that_needs_the_seq_axis_and_experts(capsys: pytest.CaptureFixt
         ([*JOB, "--memory-gb", "1"], "3 GB of it are no tensors'"),
         ([*JOB, "--expert-load", "0.5"], "the fullest expert has at least the mean"),
         ([*JOB, "--precision", "fp8"], "accelerator A100-80GB has no fp8: choose one of"),
+        ([*JOB, "--topology", "foo=8"], "--topology 'foo=8': axes ['foo'] cannot be planned; choose among ['pipe',"),
+        ([*JOB, "--compare", "modle=2,data=4"], "--compare 'modle=2,data=4': axes ['modle'] cannot be planned"),
+        ([*JOB, "--fix", "model=-1"], "--fix 'model=-1': give degrees from 1 on"),
+        ([*JOB, "--fix", "model=2", "--topology", "data=8"], "--topology and --fix both decide degrees"),
         (["--runs", "absent.json"], "runs 'absent.json' cannot be read"),
         (["--runs", __file__], "is not JSON"),
         (["--machine", "absent.json", *JOB], "machine file 'absent.json' cannot be read"),
