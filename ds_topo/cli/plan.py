@@ -144,7 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
         from ds_topo.cli.plan_picture import save_picture
 
         save_picture(found, arguments.picture)
-    command = _written(arguments, found)
+    advice = _written(arguments, found)
     if arguments.json:
         from ds_topo.cli.plan_json import found_as_json
 
@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from ds_topo.cli.plan_text import print_found
 
-        print_found(found, compared, arguments.compare, explained=arguments.explain, command=command)
+        print_found(found, compared, arguments.compare, explained=arguments.explain, advice=advice)
     return 0
 
 
@@ -338,17 +338,17 @@ def _compared(topology: ProcessTopology | None, job: Job, wanted: Wanted) -> Pla
 
 
 def _written(arguments: argparse.Namespace, found: Found) -> str | None:
-    """Write the config; return the command that trains with it."""
+    """Write the config; return what to do with it."""
     if not arguments.write:
         return None
-    from ds_topo.planner.config_writer import deepspeed_config, example_command
+    from ds_topo.planner.config_writer import deepspeed_config, how_to_train
 
     config = deepspeed_config(found.job, found.best)
     try:
         Path(arguments.write).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise TopologyError(f"--write {arguments.write!r} cannot be written: {error}") from error
-    return example_command(found.job, found.best, arguments.write)
+    return how_to_train(found.job, found.best, arguments.write)
 
 
 def _calibrated(path: str) -> tuple[Machine, bool]:

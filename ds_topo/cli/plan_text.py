@@ -31,7 +31,7 @@ def _console() -> Console:
 
 
 def print_found(
-    found: Found, compared: Plan | str | None, favourite: str | None, *, explained: bool, command: str | None
+    found: Found, compared: Plan | str | None, favourite: str | None, *, explained: bool, advice: str | None
 ) -> None:
     """The table of plans, the reason for the first, and whatever else was asked for; ``compared`` is the plan of a
     ``favourite``, or why there is none."""
@@ -46,8 +46,8 @@ def print_found(
         console.print(f"--compare {favourite!r}: {compared}", soft_wrap=True, markup=False)
     elif compared is not None:
         _print_compared(console, found.best, compared)
-    if command:
-        console.print(f"train with: {command}", soft_wrap=True)
+    if advice:
+        console.print(advice, soft_wrap=True, markup=False)
 
 
 def print_judgement(judgement: Judgement) -> None:

@@ -15,6 +15,9 @@ from ds_topo.topology.process_topology import ProcessTopology
 GPT = ["--layers", "8", "--hidden", "512", "--heads", "8", "--vocab", "1024", "--sequence", "256"]
 JOB = [*GPT, *["--hosts", "2", "--slots", "4", "--accelerator", "A100", "--batch", "64"]]
 
+BYTES = ["--vocab", "256"]
+"""The examples' vocabulary."""
+
 
 def plan(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     assert main(["plan", *options]) == 0
@@ -113,7 +116,7 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_config_of_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ds_config.json"
-    out = plan(capsys, *JOB, "--write", str(path), "--fix", "pipe=2,model=2")
+    out = plan(capsys, *JOB, *BYTES, "--write", str(path), "--fix", "pipe=2,model=2")
     config = json.loads(path.read_text())
     topology = ProcessTopology.from_config(path)
     assert dict(zip(topology.axes, topology.dims, strict=True)) == {"pipe": 2, "data": 2, "model": 2}
@@ -124,6 +127,61 @@ def test_a_config_of_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "cannot be written" in refused(capsys, *JOB, "--write", str(tmp_path / "absent" / "x.json"))
     plan(capsys, *JOB, "--write", str(path), "--fix", "pipe=2", "--recompute", "full")
     assert json.loads(path.read_text())["pipeline"] == {"activation_checkpoint_interval": 1, "use_reentrant": False}
+
+
+def test_a_config_for_the_example_with_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixture = ["--experts", "4", "--top-k", "1", "--no-gated", "--expert-parallel", "2", "--fix", "pipe=2,data=4"]
+    out = plan(capsys, *JOB, *BYTES, *mixture, "--write", str(tmp_path / "a b.json"))
+    assert f"examples/train_moe.py --config '{tmp_path}/a b.json'" in out
+    assert "--depth 8 --experts 4 --expert-parallel 2" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--vocab", "1024"], "(the examples are GPTs (--no-gated) with a vocabulary of 256"),
+        (["--kv-heads", "2"], "(the examples are GPTs"),
+        (["--ffn", "1000"], "(the examples are GPTs"),
+        (["--gated"], "(the examples are GPTs"),
+        (["--experts", "4", "--top-k", "2", "--no-gated", "--expert-parallel", "2"], "must bring experts over 2 ranks"),
+        (
+            ["--experts", "4", "--top-k", "1", "--no-gated", "--fix", "model=2"],
+            "(the example with experts has no model",
+        ),
+        (["--software", "deepspeed", "--zero", "2"], "(the examples are pipelines, which have no ZeRO 2)"),
+        (
+            ["--software", "deepspeed", "--topology", "seq=4,data=2", "--zero", "1"],
+            "(the examples do not split sequences)",
+        ),
+        (["--ffn", "1024", "--fix", "model=2", "--sequence-parallel"], "must bring sequence parallelism"),
+    ],
+)
+def test_a_config_for_which_no_example_is(
+    options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds_config.json"
+    out = plan(capsys, *JOB, *BYTES, *options, "--write", str(path))
+    assert f"{path} is for a program of your own" in out
+    assert why in out
+    assert "train with" not in out
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            ["--software", "megatron"],
+            "--software megatron does not read a DeepSpeed config: choose one of ['deepspeed',",
+        ),
+        (["--precision", "fp8", "--accelerator", "H100"], "--precision fp8: a DeepSpeed config cannot ask for it"),
+    ],
+)
+def test_no_config_says_another_plan(
+    options: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in refused(capsys, *JOB, *options, "--write", str(tmp_path / "ds_config.json"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
