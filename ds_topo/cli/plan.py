@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,15 @@ EXAMPLES = """examples:
 """
 NUMBERS = ("layers", "hidden", "heads", "vocab", "sequence")
 """What a model by hand needs at least."""
+OTHER_NUMBERS = ("kv_heads", "ffn", "experts", "top_k", "gated")
+"""What it can have beside."""
+WHOLE = (
+    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence"),
+    *("batch", "micro_batch", "virtual_stages", "expert_parallel", "top"),
+)
+"""Options that are whole numbers from 1 on."""
+POSITIVE = ("peak_tflops", "memory_gb", "memory_gbps", "link_inside_gbps", "link_across_gbps")
+"""Options that are positive numbers."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -69,8 +78,8 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ffn", type=int, help="width of the feed-forward layer; 4 x hidden by default")
     group.add_argument("--vocab", type=int)
     group.add_argument("--sequence", type=int, help="positions of a sequence; the config's longest by default")
-    group.add_argument("--experts", type=int, default=0, help="in every layer")
-    group.add_argument("--top-k", type=int, default=0, help="experts that a token goes through")
+    group.add_argument("--experts", type=int, help="in every layer")
+    group.add_argument("--top-k", type=int, help="experts that a token goes through")
     group.add_argument(
         "--gated", action=argparse.BooleanOptionalAction, default=None, help="Llama's layers (SwiGLU), or GPT-2's"
     )
@@ -124,6 +133,7 @@ def _add_measurement_options(group: argparse._ArgumentGroup) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, judge or calibrate; 1 if rows are beyond the bound."""
+    _check_numbers(arguments)
     if arguments.runs:
         return _judge(arguments)
     machine = read_machine(arguments.machine) if arguments.machine else None
@@ -138,7 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = job_of(arguments, machine)
     wanted = wanted_of(arguments, job)
     favoured = _topology("compare", arguments.compare, job) if arguments.compare else None
-    found = search(job, wanted, max(1, arguments.top))
+    found = search(job, wanted, arguments.top)
     compared = _compared(favoured, job, wanted)
     if arguments.picture:
         from ds_topo.cli.plan_picture import save_picture
@@ -157,6 +167,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    for names, rule, least in ((WHOLE, "give a number from 1 on", 1.0), (POSITIVE, "give a positive number", 0.0)):
+        for name in names:
+            value = getattr(arguments, name)
+            if value is not None and not (least <= value < inf and value):
+                raise TopologyError(f"{_option(name)} {value}: {rule}")
+
+
+def _option(name: str) -> str:
+    """How an option is typed.
+
+    >>> _option("micro_batch")
+    '--micro-batch'
+    """
+    return "--" + name.replace("_", "-")
+
+
 def job_of(arguments: argparse.Namespace, machine: Machine | None = None) -> Job:
     """The job that the options describe.
 
@@ -165,14 +192,14 @@ def job_of(arguments: argparse.Namespace, machine: Machine | None = None) -> Job
     """
     model = model_of(arguments)
     cluster = cluster_of_arguments(arguments, machine)
-    if arguments.batch is None or arguments.batch < 1:
+    if arguments.batch is None:
         raise TopologyError("--batch is missing: the number of sequences per step, over all ranks")
     on_cpu = cluster.accelerator.transport == "gloo"
     precision = precision_of(arguments.precision or ("fp32" if on_cpu else "bf16"))
     cluster.accelerator.peak(precision.products)
     name = arguments.software or ("deepspeed-pipeline" if arguments.write else "deepspeed")
     sequence = arguments.sequence or model.sequence
-    if arguments.expert_load < 1:
+    if not 1 <= arguments.expert_load < inf:
         raise TopologyError(f"--expert-load {arguments.expert_load}: the fullest expert has at least the mean, 1")
     return Job(model, cluster, arguments.batch, sequence, precision, software_of(name), arguments.expert_load)
 
@@ -180,9 +207,10 @@ def job_of(arguments: argparse.Namespace, machine: Machine | None = None) -> Job
 def model_of(arguments: argparse.Namespace) -> Model:
     """From ``--config`` or from numbers by hand."""
     if arguments.config:
-        given = [name for name in ("layers", "hidden", "heads") if getattr(arguments, name) is not None]
+        by_hand = [name for name in (*NUMBERS, *OTHER_NUMBERS) if name != "sequence"]
+        given = [name for name in by_hand if getattr(arguments, name) is not None]
         if given:
-            raise TopologyError(f"--config and --{given[0]} both describe the model: give one of them")
+            raise TopologyError(f"--config and {_option(given[0])} both describe the model: give one of them")
         return read_model(arguments.config)
     missing = [f"--{name}" for name in NUMBERS if getattr(arguments, name) is None]
     if missing:
@@ -195,8 +223,8 @@ def model_of(arguments: argparse.Namespace) -> Model:
         ffn=arguments.ffn,
         vocabulary=arguments.vocab,
         sequence=arguments.sequence,
-        experts=arguments.experts,
-        top_k=arguments.top_k,
+        experts=arguments.experts or 0,
+        top_k=arguments.top_k or 0,
         gated=arguments.gated,
     )
 
@@ -206,7 +234,7 @@ def cluster_of_arguments(arguments: argparse.Namespace, machine: Machine | None)
     accelerator = _accelerator(arguments, machine)
     hosts, slots = _hosts_and_slots(arguments, accelerator, machine)
     limit = None
-    if arguments.memory_gb:
+    if arguments.memory_gb is not None:
         limit = USABLE_SHARE * (arguments.memory_gb * GIGA - CONTEXT_BYTES)
         if limit <= 0:
             raise TopologyError(f"--memory-gb {arguments.memory_gb}: {CONTEXT_BYTES / GIGA:g} GB of it are no tensors'")
@@ -226,7 +254,7 @@ def _hosts_and_slots(
 ) -> tuple[int, int]:
     """How many hosts, and how many slots each has."""
     if machine is not None and not (arguments.hosts or arguments.hostfile or arguments.slurm):
-        return machine.hosts, arguments.slots or machine.slots
+        return machine.hosts, machine.slots if arguments.slots is None else arguments.slots
     if arguments.hosts and arguments.slots is None:
         arguments = argparse.Namespace(**{**vars(arguments), "slots": machine.slots if machine else accelerator.slots})
     host_map = host_map_of(arguments)
@@ -249,10 +277,6 @@ def wanted_of(arguments: argparse.Namespace, job: Job) -> Wanted:
         raise TopologyError("--topology and --fix both decide degrees: give one of them")
     topology = _topology("topology", arguments.topology, job) if arguments.topology else None
     degrees = _fixed_degrees(arguments.fix, job) if arguments.fix else ()
-    for option in ("micro_batch", "virtual_stages", "expert_parallel"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise TopologyError(f"--{option.replace('_', '-')} {value}: give a number from 1 on")
     return Wanted(
         topology=topology,
         degrees=degrees,
@@ -314,15 +338,18 @@ def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Acce
     if machine is not None and machine.speeds is not None:
         return machine.speeds.accelerator()
     if arguments.accelerator:
+        given = [name for name in ("peak_tflops", "memory_gbps") if getattr(arguments, name) is not None]
+        if given:
+            raise TopologyError(f"--accelerator and {_option(given[0])} both say how fast it is: give one of them")
         return accelerator_of(arguments.accelerator)
-    if not arguments.peak_tflops or not arguments.memory_gb or not arguments.memory_gbps:
+    if None in (arguments.peak_tflops, arguments.memory_gb, arguments.memory_gbps):
         raise TopologyError(
             f"--accelerator NAME is missing (one of {', '.join(ACCELERATORS)}); for another one give --peak-tflops, "
             "--memory-gb and --memory-gbps, for the machine at hand --calibrate"
         )
     peaks = dict.fromkeys(("bf16", "fp16", "fp32"), arguments.peak_tflops * TERA)
     return Accelerator(
-        "accelerator",
+        f"accelerator of {arguments.peak_tflops:g} TFLOP/s",
         peaks,
         arguments.memory_gb * GIGA,
         arguments.memory_gbps * GIGA,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ds_topo.cli import main
+from ds_topo.cli.plan import POSITIVE, WHOLE
 from ds_topo.topology.process_topology import ProcessTopology
 
 GPT = ["--layers", "8", "--hidden", "512", "--heads", "8", "--vocab", "1024", "--sequence", "256"]
@@ -277,6 +278,34 @@ def test_a_layout_that_needs_the_seq_axis_and_experts(capsys: pytest.CaptureFixt
         ([*JOB, "--compare", "modle=2,data=4"], "--compare 'modle=2,data=4': axes ['modle'] cannot be planned"),
         ([*JOB, "--fix", "model=-1"], "--fix 'model=-1': give degrees from 1 on"),
         ([*JOB, "--fix", "model=2", "--topology", "data=8"], "--topology and --fix both decide degrees"),
+        ([*JOB, "--memory-gbps", "2000"], "--accelerator and --memory-gbps both say how fast it is"),
+        ([*JOB, "--peak-tflops", "400"], "--accelerator and --peak-tflops both say how fast it is"),
+        ([*JOB, "--expert-load", "nan"], "--expert-load nan: the fullest expert"),
+        ([*JOB, "--top-k", "9", "--experts", "8"], "--top-k 9: a token goes through at most all --experts 8"),
+        ([*JOB, "--hosts", "-3"], "--hosts -3: give a whole number from 1 on, or names"),
+        ([*JOB, "--hosts", "2.5"], "--hosts 2.5: give a whole number from 1 on, or names"),
+        (
+            [
+                *GPT,
+                *[
+                    "--hosts",
+                    "1",
+                    "--slots",
+                    "2",
+                    "--batch",
+                    "4",
+                    "--precision",
+                    "fp8",
+                    "--peak-tflops",
+                    "9",
+                    "--memory-gb",
+                    "9",
+                    "--memory-gbps",
+                    "9",
+                ],
+            ],
+            "ds-topo plan: accelerator of 9 TFLOP/s has no fp8",
+        ),
         (["--runs", "absent.json"], "runs 'absent.json' cannot be read"),
         (["--runs", __file__], "is not JSON"),
         (["--machine", "absent.json", *JOB], "machine file 'absent.json' cannot be read"),
@@ -284,6 +313,25 @@ def test_a_layout_that_needs_the_seq_axis_and_experts(capsys: pytest.CaptureFixt
 )
 def test_bad_input_is_answered(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert text in refused(capsys, *options)
+
+
+@pytest.mark.parametrize("option", [*WHOLE, *POSITIVE])
+@pytest.mark.parametrize("value", ["0", "-4", "nan", "inf"])
+def test_numbers_must_be_positive(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if option in WHOLE and not value.lstrip("-").isdecimal():
+        pytest.skip("argparse says so")
+    typed = "--" + option.replace("_", "-")
+    text = refused(capsys, *JOB, typed, value)
+    assert re.search(rf"{typed} {value}(\.0)?: give a (number from 1 on|positive number)", text)
+
+
+@pytest.mark.parametrize(
+    "option", ["layers", "hidden", "heads", "kv-heads", "ffn", "vocab", "experts", "top-k", "gated"]
+)
+def test_a_config_and_numbers_by_hand_exclude_each_other(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    value = [] if option == "gated" else ["8"]
+    text = refused(capsys, *JOB[len(GPT) :], "--config", "absent", f"--{option}", *value)
+    assert f"--config and --{option} both describe the model: give one of them" in text
 
 
 @pytest.mark.parametrize("share", ["0", "-5%", "many"])
