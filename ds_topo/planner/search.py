@@ -154,6 +154,9 @@ def _best_of_degrees(costs: Costs, degrees: Degrees, wanted: Wanted, tally: Tall
         if problem:
             tally.problems[problem] += 1
             continue
+        if not _states_fit(costs, layout, wanted):
+            _best_of_schedule(costs, layout, wanted, tally, None)  # for the tally; a bound would cost more
+            continue
         nodes.append((schedule_bound(costs, layout), index, layout))
     heapq.heapify(nodes)
     best: Plan | None = None
@@ -166,10 +169,22 @@ def _best_of_degrees(costs: Costs, degrees: Degrees, wanted: Wanted, tally: Tall
     return best
 
 
+def _stages_of(costs: Costs, layout: Layout, wanted: Wanted) -> list[int]:
+    """ZeRO stages to choose from."""
+    return zero_stages(costs.job, layout) if wanted.zero is None else [wanted.zero]
+
+
+def _states_fit(costs: Costs, layout: Layout, wanted: Wanted) -> bool:
+    """Whether states alone fit in some ZeRO stage."""
+    limit = costs.job.cluster.memory_limit
+    candidates = (replace(layout, zero=zero) for zero in _stages_of(costs, layout, wanted))
+    return any(largest_states(costs, one) <= limit and not layout_problem(costs.job, one) for one in candidates)
+
+
 def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally, best: Plan | None) -> Plan | None:
     """The better of ``best`` and the fastest fitting layout of this schedule over ZeRO stages and orders."""
     job = costs.job
-    for zero in [wanted.zero] if wanted.zero is not None else zero_stages(job, layout):
+    for zero in _stages_of(costs, layout, wanted):
         candidate = replace(layout, zero=zero)
         problem = layout_problem(job, candidate)
         if problem:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from ds_topo.errors import TopologyError
+from ds_topo.planner import search as search_module
 from ds_topo.planner import smallest
 from ds_topo.planner.accelerators import accelerator_of
 from ds_topo.planner.candidates import Wanted
@@ -207,6 +208,22 @@ def test_activations_are_not_computed_where_states_are_too_large(monkeypatch: py
     made = replace(made, cluster=replace(made.cluster, memory_limit=1e5))
     monkeypatch.setattr(smallest, "memory_use", lambda *_: pytest.fail("states alone are too large"))
     assert smallest_cluster(made, Wanted()) is None
+
+
+def test_no_bound_is_computed_where_states_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = job(batch=64)
+    made = replace(made, cluster=replace(made.cluster, memory_limit=0.2e9))
+    bounded: list[Layout] = []
+
+    def bound(costs: Costs, layout: Layout, *, even: bool = False) -> float:
+        bounded.extend([] if even else [layout])
+        return schedule_bound(costs, layout, even=even)
+
+    monkeypatch.setattr(search_module, "schedule_bound", bound)
+    assert search(made, Wanted(zero=0)).tally.too_large
+    costs = Costs(made)
+    assert bounded
+    assert all(largest_states(costs, replace(layout, zero=0)) <= 0.2e9 for layout in bounded)
 
 
 def test_what_no_number_of_hosts_holds() -> None:
