@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 
 from ds_topo.errors import HostError
 from ds_topo.placement.hostfile import read_hostfile
@@ -11,6 +12,9 @@ from ds_topo.placement.hosts import HostMap, Hosts
 from ds_topo.placement.node_list import expand_node_list
 from ds_topo.placement.resolve import resolve_all
 from ds_topo.placement.slurm import slurm_map
+
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
+"""What is a number to a person, and no name of a host."""
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +73,8 @@ def _named_hosts(arguments: argparse.Namespace) -> Hosts:
         raise HostError(f"--hosts {arguments.hosts} needs --slots M: how many ranks each host has")
     if arguments.hosts.isdecimal():
         return Hosts.uniform(int(arguments.hosts), arguments.slots)
+    if _NUMBER.fullmatch(arguments.hosts.strip()):
+        raise HostError(f"--hosts {arguments.hosts}: give a whole number from 1 on, or names of hosts")
     return Hosts.named(expand_node_list(arguments.hosts), arguments.slots)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,11 @@ from ds_topo.planner.machine import Machine, read_machine
 from ds_topo.planner.model import Model, transformer
 from ds_topo.planner.precision import PRECISIONS, precision_of
 from ds_topo.planner.runs import judge_rows, read_rows
-from ds_topo.planner.search import Found, Plan, search
+from ds_topo.planner.search import Found, Plan, favourite, search
 from ds_topo.planner.software import SOFTWARE, Recompute, software_of
 from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import parse_spec
+from ds_topo.topology.spec import leaves_out_a_degree, parse_spec
 
 EXAMPLES = """examples:
   ds-topo plan --config llama-3-70b/config.json --hosts 8 --slots 8 --accelerator H100 --batch 128
@@ -37,6 +38,15 @@ EXAMPLES = """examples:
 """
 NUMBERS = ("layers", "hidden", "heads", "vocab", "sequence")
 """What a model by hand needs at least."""
+OTHER_NUMBERS = ("kv_heads", "ffn", "experts", "top_k", "gated")
+"""What it can have beside."""
+WHOLE = (
+    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence"),
+    *("batch", "micro_batch", "virtual_stages", "expert_parallel", "top"),
+)
+"""Options that are whole numbers from 1 on."""
+POSITIVE = ("peak_tflops", "memory_gb", "memory_gbps", "link_inside_gbps", "link_across_gbps")
+"""Options that are positive numbers."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -68,8 +78,8 @@ def _add_model_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--ffn", type=int, help="width of the feed-forward layer; 4 x hidden by default")
     group.add_argument("--vocab", type=int)
     group.add_argument("--sequence", type=int, help="positions of a sequence; the config's longest by default")
-    group.add_argument("--experts", type=int, default=0, help="in every layer")
-    group.add_argument("--top-k", type=int, default=0, help="experts that a token goes through")
+    group.add_argument("--experts", type=int, help="in every layer")
+    group.add_argument("--top-k", type=int, help="experts that a token goes through")
     group.add_argument(
         "--gated", action=argparse.BooleanOptionalAction, default=None, help="Llama's layers (SwiGLU), or GPT-2's"
     )
@@ -123,6 +133,7 @@ def _add_measurement_options(group: argparse._ArgumentGroup) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, judge or calibrate; 1 if rows are beyond the bound."""
+    _check_numbers(arguments)
     if arguments.runs:
         return _judge(arguments)
     machine = read_machine(arguments.machine) if arguments.machine else None
@@ -136,23 +147,41 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
     job = job_of(arguments, machine)
     wanted = wanted_of(arguments, job)
-    found = search(job, wanted, max(1, arguments.top))
-    compared = _compared(arguments, job, wanted)
+    favoured = _topology("compare", arguments.compare, job) if arguments.compare else None
+    found = search(job, wanted, arguments.top)
+    compared = _compared(favoured, job, wanted)
     if arguments.picture:
         from ds_topo.cli.plan_picture import save_picture
 
         save_picture(found, arguments.picture)
-    command = _written(arguments, found)
+    advice = _written(arguments, found)
     if arguments.json:
         from ds_topo.cli.plan_json import found_as_json
 
-        json.dump(found_as_json(found, compared), sys.stdout)
+        json.dump(found_as_json(found, compared, arguments.compare), sys.stdout)
         print()
     else:
         from ds_topo.cli.plan_text import print_found
 
-        print_found(found, compared, explained=arguments.explain, command=command)
+        print_found(found, compared, arguments.compare, explained=arguments.explain, advice=advice)
     return 0
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    for names, rule, least in ((WHOLE, "give a number from 1 on", 1.0), (POSITIVE, "give a positive number", 0.0)):
+        for name in names:
+            value = getattr(arguments, name)
+            if value is not None and not (least <= value < inf and value):
+                raise TopologyError(f"{_option(name)} {value}: {rule}")
+
+
+def _option(name: str) -> str:
+    """How an option is typed.
+
+    >>> _option("micro_batch")
+    '--micro-batch'
+    """
+    return "--" + name.replace("_", "-")
 
 
 def job_of(arguments: argparse.Namespace, machine: Machine | None = None) -> Job:
@@ -163,14 +192,14 @@ def job_of(arguments: argparse.Namespace, machine: Machine | None = None) -> Job
     """
     model = model_of(arguments)
     cluster = cluster_of_arguments(arguments, machine)
-    if arguments.batch is None or arguments.batch < 1:
+    if arguments.batch is None:
         raise TopologyError("--batch is missing: the number of sequences per step, over all ranks")
     on_cpu = cluster.accelerator.transport == "gloo"
     precision = precision_of(arguments.precision or ("fp32" if on_cpu else "bf16"))
     cluster.accelerator.peak(precision.products)
     name = arguments.software or ("deepspeed-pipeline" if arguments.write else "deepspeed")
     sequence = arguments.sequence or model.sequence
-    if arguments.expert_load < 1:
+    if not 1 <= arguments.expert_load < inf:
         raise TopologyError(f"--expert-load {arguments.expert_load}: the fullest expert has at least the mean, 1")
     return Job(model, cluster, arguments.batch, sequence, precision, software_of(name), arguments.expert_load)
 
@@ -178,9 +207,10 @@ def job_of(arguments: argparse.Namespace, machine: Machine | None = None) -> Job
 def model_of(arguments: argparse.Namespace) -> Model:
     """From ``--config`` or from numbers by hand."""
     if arguments.config:
-        given = [name for name in ("layers", "hidden", "heads") if getattr(arguments, name) is not None]
+        by_hand = [name for name in (*NUMBERS, *OTHER_NUMBERS) if name != "sequence"]
+        given = [name for name in by_hand if getattr(arguments, name) is not None]
         if given:
-            raise TopologyError(f"--config and --{given[0]} both describe the model: give one of them")
+            raise TopologyError(f"--config and {_option(given[0])} both describe the model: give one of them")
         return read_model(arguments.config)
     missing = [f"--{name}" for name in NUMBERS if getattr(arguments, name) is None]
     if missing:
@@ -193,8 +223,8 @@ def model_of(arguments: argparse.Namespace) -> Model:
         ffn=arguments.ffn,
         vocabulary=arguments.vocab,
         sequence=arguments.sequence,
-        experts=arguments.experts,
-        top_k=arguments.top_k,
+        experts=arguments.experts or 0,
+        top_k=arguments.top_k or 0,
         gated=arguments.gated,
     )
 
@@ -204,7 +234,7 @@ def cluster_of_arguments(arguments: argparse.Namespace, machine: Machine | None)
     accelerator = _accelerator(arguments, machine)
     hosts, slots = _hosts_and_slots(arguments, accelerator, machine)
     limit = None
-    if arguments.memory_gb:
+    if arguments.memory_gb is not None:
         limit = USABLE_SHARE * (arguments.memory_gb * GIGA - CONTEXT_BYTES)
         if limit <= 0:
             raise TopologyError(f"--memory-gb {arguments.memory_gb}: {CONTEXT_BYTES / GIGA:g} GB of it are no tensors'")
@@ -224,7 +254,7 @@ def _hosts_and_slots(
 ) -> tuple[int, int]:
     """How many hosts, and how many slots each has."""
     if machine is not None and not (arguments.hosts or arguments.hostfile or arguments.slurm):
-        return machine.hosts, arguments.slots or machine.slots
+        return machine.hosts, machine.slots if arguments.slots is None else arguments.slots
     if arguments.hosts and arguments.slots is None:
         arguments = argparse.Namespace(**{**vars(arguments), "slots": machine.slots if machine else accelerator.slots})
     host_map = host_map_of(arguments)
@@ -243,12 +273,10 @@ def _hosts_and_slots(
 
 def wanted_of(arguments: argparse.Namespace, job: Job) -> Wanted:
     """What the options have decided already."""
-    topology = _topology(arguments.topology, job) if arguments.topology else None
+    if arguments.topology and arguments.fix:
+        raise TopologyError("--topology and --fix both decide degrees: give one of them")
+    topology = _topology("topology", arguments.topology, job) if arguments.topology else None
     degrees = _fixed_degrees(arguments.fix, job) if arguments.fix else ()
-    for option in ("micro_batch", "virtual_stages", "expert_parallel"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise TopologyError(f"--{option.replace('_', '-')} {value}: give a number from 1 on")
     return Wanted(
         topology=topology,
         degrees=degrees,
@@ -262,11 +290,11 @@ def wanted_of(arguments: argparse.Namespace, job: Job) -> Wanted:
 
 
 def _fixed_degrees(spec: str, job: Job) -> tuple[tuple[str, int], ...]:
+    if leaves_out_a_degree(spec):
+        raise TopologyError(f"--fix {spec!r}: give degrees from 1 on; those of axes that are not named are searched")
     axes, sizes, _ = parse_spec(spec)
     degrees = tuple(zip(axes, sizes, strict=True))
-    unknown = [axis for axis, _ in degrees if axis not in AXES]
-    if unknown:
-        raise TopologyError(f"--fix {spec!r}: axes {unknown} cannot be planned; choose among {list(AXES)}")
+    _check_axes("fix", spec, axes)
     ranks = job.cluster.ranks
     if ranks % prod(sizes):
         raise TopologyError(
@@ -294,23 +322,34 @@ def share_of(text: str) -> float:
     return share
 
 
-def _topology(spec: str, job: Job) -> ProcessTopology:
-    return ProcessTopology.from_spec(spec, world_size=job.cluster.ranks)
+def _topology(option: str, spec: str, job: Job) -> ProcessTopology:
+    topology = ProcessTopology.from_spec(spec, world_size=job.cluster.ranks)
+    _check_axes(option, spec, topology.axes)
+    return topology
+
+
+def _check_axes(option: str, spec: str, axes: Sequence[str]) -> None:
+    unknown = [axis for axis in axes if axis not in AXES]
+    if unknown:
+        raise TopologyError(f"--{option} {spec!r}: axes {unknown} cannot be planned; choose among {list(AXES)}")
 
 
 def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Accelerator:
     if machine is not None and machine.speeds is not None:
         return machine.speeds.accelerator()
     if arguments.accelerator:
+        given = [name for name in ("peak_tflops", "memory_gbps") if getattr(arguments, name) is not None]
+        if given:
+            raise TopologyError(f"--accelerator and {_option(given[0])} both say how fast it is: give one of them")
         return accelerator_of(arguments.accelerator)
-    if not arguments.peak_tflops or not arguments.memory_gb or not arguments.memory_gbps:
+    if None in (arguments.peak_tflops, arguments.memory_gb, arguments.memory_gbps):
         raise TopologyError(
             f"--accelerator NAME is missing (one of {', '.join(ACCELERATORS)}); for another one give --peak-tflops, "
             "--memory-gb and --memory-gbps, for the machine at hand --calibrate"
         )
     peaks = dict.fromkeys(("bf16", "fp16", "fp32"), arguments.peak_tflops * TERA)
     return Accelerator(
-        "accelerator",
+        f"accelerator of {arguments.peak_tflops:g} TFLOP/s",
         peaks,
         arguments.memory_gb * GIGA,
         arguments.memory_gbps * GIGA,
@@ -320,26 +359,23 @@ def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Acce
     )
 
 
-def _compared(arguments: argparse.Namespace, job: Job, wanted: Wanted) -> Plan | None:
-    """The best that can be made of the user's favourite."""
-    if not arguments.compare:
-        return None
-    topology = _topology(arguments.compare, job)
-    return search(job, replace(wanted, topology=topology, degrees=()), count=1).best
+def _compared(topology: ProcessTopology | None, job: Job, wanted: Wanted) -> Plan | str | None:
+    """The best that can be made of the user's favourite, or why nothing can."""
+    return None if topology is None else favourite(job, replace(wanted, topology=topology, degrees=()))
 
 
 def _written(arguments: argparse.Namespace, found: Found) -> str | None:
-    """Write the config; return the command that trains with it."""
+    """Write the config; return what to do with it."""
     if not arguments.write:
         return None
-    from ds_topo.planner.config_writer import deepspeed_config, example_command
+    from ds_topo.planner.config_writer import deepspeed_config, how_to_train
 
     config = deepspeed_config(found.job, found.best)
     try:
         Path(arguments.write).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise TopologyError(f"--write {arguments.write!r} cannot be written: {error}") from error
-    return example_command(found.job, found.best, arguments.write)
+    return how_to_train(found.job, found.best, arguments.write)
 
 
 def _calibrated(path: str) -> tuple[Machine, bool]:

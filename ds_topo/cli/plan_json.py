@@ -10,8 +10,8 @@ from ds_topo.planner.layout import Job
 from ds_topo.planner.search import Found, Plan, orders_of
 
 
-def found_as_json(found: Found, compared: Plan | None) -> dict[str, Any]:
-    """Everything that a search found."""
+def found_as_json(found: Found, compared: Plan | str | None, favourite: str | None = None) -> dict[str, Any]:
+    """Everything that a search found; ``compared`` is the plan of a ``favourite``, or why there is none."""
     job, tally = found.job, found.tally
     costs = Costs(job)
     content: dict[str, Any] = {
@@ -33,7 +33,9 @@ def found_as_json(found: Found, compared: Plan | None) -> dict[str, Any]:
             "problems": dict(tally.problems),
         },
     }
-    if compared is not None:
+    if isinstance(compared, str):
+        content["compared"] = {"topology": favourite, "problem": compared}
+    elif compared is not None:
         content["compared"] = {
             **plan_as_json(job, compared),
             "loses": [vars(term) for term in differences(found.best, compared)],

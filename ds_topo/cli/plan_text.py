@@ -30,8 +30,11 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=FILE_COLUMNS)
 
 
-def print_found(found: Found, compared: Plan | None, *, explained: bool, command: str | None) -> None:
-    """The table of plans, the reason for the first, and whatever else was asked for."""
+def print_found(
+    found: Found, compared: Plan | str | None, favourite: str | None, *, explained: bool, advice: str | None
+) -> None:
+    """The table of plans, the reason for the first, and whatever else was asked for; ``compared`` is the plan of a
+    ``favourite``, or why there is none."""
     console = _console()
     job = found.job
     console.print(_heading(job), soft_wrap=True)
@@ -39,10 +42,12 @@ def print_found(found: Found, compared: Plan | None, *, explained: bool, command
     console.print(f"first because {reason(found)}", soft_wrap=True)
     if explained:
         _print_explained(console, found)
-    if compared is not None:
+    if isinstance(compared, str):
+        console.print(f"--compare {favourite!r}: {compared}", soft_wrap=True, markup=False)
+    elif compared is not None:
         _print_compared(console, found.best, compared)
-    if command:
-        console.print(f"train with: {command}", soft_wrap=True)
+    if advice:
+        console.print(advice, soft_wrap=True, markup=False)
 
 
 def print_judgement(judgement: Judgement) -> None:

@@ -78,7 +78,8 @@ class Accelerator:
             TopologyError: a format that it does not have.
         """
         if precision not in self.peak_flops:
-            raise TopologyError(f"accelerator {self.name} has no {precision}: choose one of {list(self.peak_flops)}")
+            name = self.name if self.name.startswith("accelerator") else f"accelerator {self.name}"
+            raise TopologyError(f"{name} has no {precision}: choose one of {list(self.peak_flops)}")
         return self.peak_flops[precision]
 
 

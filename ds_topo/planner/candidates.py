@@ -47,6 +47,25 @@ class Wanted:
             return max(1, self.topology.get_dim(axis))
         return dict(self.degrees).get(axis)
 
+    def decisions(self) -> list[str]:
+        """What is decided, in words.
+
+        >>> Wanted(degrees=(("model", 2),), zero=2, recompute=(Recompute.FULL,), sequence_parallel=False).decisions()
+        ['model=2', 'ZeRO 2', 'recompute full', 'no sequence parallelism']
+        """
+        split = {None: None, True: "sequence parallel", False: "no sequence parallelism"}[self.sequence_parallel]
+        said = [
+            None if self.topology is None else self.topology.spec,
+            *(f"{axis}={degree}" for axis, degree in self.degrees),
+            None if self.micro_batch is None else f"micro-batch {self.micro_batch}",
+            None if self.zero is None else f"ZeRO {self.zero}",
+            f"recompute {' or '.join(kind.value for kind in self.recompute)}" if self.recompute else None,
+            None if self.virtual_stages is None else f"{self.virtual_stages} virtual stages",
+            split,
+            None if self.expert_parallel is None else f"experts over {self.expert_parallel}",
+        ]
+        return [text for text in said if text]
+
 
 def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterator[Degrees]:
     """Degrees whose product is the number of ranks and that divide heads, layers, positions and batch."""

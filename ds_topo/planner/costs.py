@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TypeAlias
 
 from ds_topo.planner.accelerators import Accelerator
@@ -18,14 +19,28 @@ from ds_topo.planner.work import Cover, Pass, Share, Work
 
 @dataclass(frozen=True)
 class PieceCost:
-    """A piece of the model on one rank: its work, and seconds of its computing without messages."""
+    """A piece of the model on one rank: its work, and seconds of its computing without messages. What not every layout
+    asks for is computed when one does."""
 
     work: Work
+    accelerator: Accelerator
     forward: float
     backward: float
-    selective: float
-    covers_forward: Mapping[Cover, float]
-    covers_backward: Mapping[Cover, float]
+
+    @cached_property
+    def selective(self) -> float:
+        """Seconds of what selective recomputation does again."""
+        return pass_seconds(self.work.again, self.accelerator)
+
+    @cached_property
+    def covers_forward(self) -> Mapping[Cover, float]:
+        """Seconds in forward of what messages can hide behind."""
+        return _covers(self.work.forward, self.accelerator)
+
+    @cached_property
+    def covers_backward(self) -> Mapping[Cover, float]:
+        """Seconds in backward of what messages can hide behind."""
+        return _covers(self.work.backward, self.accelerator)
 
     def again(self, recompute: Recompute) -> float:
         """Seconds of what backward computes again."""
@@ -74,6 +89,8 @@ class Costs:
         self._kinds: dict[tuple[int, int], list[StageKind]] = {}
         self.messages: dict[tuple[object, ...], tuple[Messages, Messages]] = {}
         """Seconds of the messages of pieces, by piece and by the spans of their axes."""
+        self.states: dict[tuple[int, ...], float] = {}
+        """Bytes of the states of the fullest rank, by degrees, virtual stages, sharers of experts and ZeRO stage."""
         self._parameters: dict[tuple[int, int, int, int, int], StageParameters] = {}
 
     def stage_kinds(self, layout: Layout) -> list[StageKind]:
@@ -91,14 +108,12 @@ class Costs:
     def pieces(self, kind: StageKind, layout: Layout) -> list[tuple[int, PieceCost, Recompute]]:
         """How many of which pieces a stage has, and what of each is recomputed."""
         job, share = self.job, layout.share(self.job)
-        pieces = [
-            (
-                count,
-                self._piece(id(block), share, lambda block=block: _block(job, block, share)),  # type: ignore[misc]
-                layout.recompute,
-            )
-            for count, block in kind.blocks
-        ]
+        with_experts, share = share, replace(share, expert_parallel=1, expert_load=1.0)
+        pieces = []
+        for count, block in kind.blocks:
+            part = with_experts if block.expert_parameters else share
+            cost = self._piece(id(block), part, partial(_block, job, block, part))
+            pieces.append((count, cost, layout.recompute))
         if kind.stage.has_embedding and not job.model.is_measured:
             cost = self._piece(
                 "embedding", share, lambda: embedding_work(job.model, share, job.precision, job.software)
@@ -120,14 +135,8 @@ class Costs:
         found = self._pieces.get((key, share))
         if found is None:
             work, accelerator = make(), self.job.cluster.accelerator
-            found = PieceCost(
-                work,
-                pass_seconds(work.forward, accelerator),
-                pass_seconds(work.backward, accelerator),
-                pass_seconds(work.again, accelerator),
-                _covers(work.forward, accelerator),
-                _covers(work.backward, accelerator),
-            )
+            forward, backward = (pass_seconds(one, accelerator) for one in (work.forward, work.backward))
+            found = PieceCost(work, accelerator, forward, backward)
             self._pieces[key, share] = found
         return found
 

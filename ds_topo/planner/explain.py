@@ -125,9 +125,11 @@ def reason(found: Found) -> str:
     """Why the best is the best: the terms in which the next set of degrees loses most."""
     best, other = found.best, found.runner_up
     if other is None:
-        return "no other degrees fit"
+        return "no other degrees fit" if found.tally.degrees > 1 else "no other degrees were tried"
     if other.seconds <= best.seconds * 1.001:
-        return f"as fast as {other.layout.topology.spec}, with less memory"
+        if best.memory.total < 0.999 * other.memory.total:
+            return f"as fast as {other.layout.topology.spec}, with less memory"
+        return f"no other is faster; {other.layout.topology.spec} is as fast"
     losses = sorted(differences(best, other), key=lambda term: term.value, reverse=True)
     named = ", ".join(f"{_ms(term.value)} more {term.name}" for term in losses[:2] if term.value > 0)
     lost = other.seconds / best.seconds - 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_topo.errors import TopologyError
+from ds_topo.errors import TopologyError, abridged
 from ds_topo.planner.layers import Attention, Block, Experts, FeedForward, Linear, Split, dense_attention
 from ds_topo.planner.model import Model
 
@@ -44,13 +44,13 @@ def model_from_config(config: Config, name: str = "") -> Model:
         TopologyError: a family that is not known, a number that is missing or does not fit the others.
     """
     family = config.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise TopologyError(
             f"model_type {family!r} is not a family that the planner knows ({known}): give its numbers by hand with "
             "--layers --hidden --heads --kv-heads --ffn --vocab --sequence (and --experts --top-k)"
         )
-    return FAMILIES[family](_Numbers(config), name or str(family))
+    return FAMILIES[family](_Numbers(config), name or family)
 
 
 class _Numbers:
@@ -60,32 +60,46 @@ class _Numbers:
         self._config = config
 
     def __getitem__(self, key: str) -> int:
-        value = self._config.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            found = "is missing" if value is None else f"is {value!r}"
-            raise TopologyError(
-                f"config of family {self._config.get('model_type')!r}: {key!r} {found}; a whole number must be there"
-            )
-        return value
+        return self._checked(key, least=1)
 
     def get(self, key: str, default: int) -> int:
+        """A number from 1 on, if it is there."""
         return default if self._config.get(key) is None else self[key]
 
-    def first(self, *keys: str) -> int:
-        """The first of several names that is there."""
-        return self[next((key for key in keys if self._config.get(key) is not None), keys[0])]
+    def count(self, key: str) -> int:
+        """A number that may be 0, as it is where it is not there."""
+        return 0 if self._config.get(key) is None else self._checked(key, least=0)
+
+    def first_count(self, *keys: str) -> int:
+        """The first of several names that is there; it may be 0."""
+        return self._checked(next((key for key in keys if self._config.get(key) is not None), keys[0]), least=0)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self._config.get(key)
         return default if value is None else bool(value)
 
     def numbers(self, key: str) -> list[int]:
-        return [int(value) for value in self._config.get(key) or ()]
+        """A list of whole numbers, empty where it is not there."""
+        values = self._config.get(key) or []
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            raise self.error(f"{key!r} is {abridged(values)}; a list of whole numbers must be there")
+        return values
+
+    def error(self, text: str) -> TopologyError:
+        """What is wrong with the config."""
+        return TopologyError(f"config of family {self._config.get('model_type')!r}: {text}")
+
+    def _checked(self, key: str, least: int) -> int:
+        value = self._config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            found = "is missing" if value is None else f"is {abridged(value)}"
+            raise self.error(f"{key!r} {found}; a whole number from {least} on must be there")
+        return value
 
 
 def _gpt2(config: _Numbers, name: str) -> Model:
     hidden, heads = config["n_embd"], config["n_head"]
-    _check_heads(hidden, heads, heads)
+    _check_heads(hidden, heads)
     attention = dense_attention(hidden, heads, heads, hidden // heads, bias_in=True, bias_out=True, rotary=False)
     mlp = FeedForward(hidden, config.get("n_inner", 4 * hidden), gated=False, bias=True)
     return Model(
@@ -112,7 +126,7 @@ def _mistral(config: _Numbers, name: str) -> Model:
 def _mixtral(config: _Numbers, name: str) -> Model:
     hidden, count = config["hidden_size"], config["num_local_experts"]
     expert = FeedForward(hidden, config["intermediate_size"], gated=True)
-    experts = Experts(count, config["num_experts_per_tok"], expert, hidden * count)
+    experts = Experts(count, _top_k(config, count), expert, hidden * count)
     return _rotary(config, name, experts=lambda layer: experts)
 
 
@@ -147,7 +161,7 @@ def _deepseek(config: _Numbers, name: str) -> Model:
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     rope, nope, value = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
-    kv_rank, query_rank = config["kv_lora_rank"], config.get("q_lora_rank", 0)
+    kv_rank, query_rank = config["kv_lora_rank"], config.count("q_lora_rank")
     bias = config.flag("attention_bias")
     queries = heads * (nope + rope)
     linears = [Linear(hidden, queries, False, Split.COLUMN)]
@@ -159,18 +173,18 @@ def _deepseek(config: _Numbers, name: str) -> Model:
         Linear(heads * value, hidden, bias, Split.ROW),
     ]
     attention = Attention(heads, heads, nope + rope, value, tuple(linears), query_rank + kv_rank)
-    count = config.get("n_routed_experts", 0)
-    width = config.get("moe_intermediate_size", 0)
-    shared = config.get("n_shared_experts", 0)
+    count = config.count("n_routed_experts")
+    width = config["moe_intermediate_size"] if count else 0
+    shared = config.count("n_shared_experts")
     sparse = Experts(
         count=count,
-        top_k=config.get("num_experts_per_tok", 0),
+        top_k=_top_k(config, count) if count else 0,
         expert=FeedForward(hidden, width, gated=True),
         router_parameters=hidden * count,
         shared=FeedForward(hidden, shared * width, gated=True) if shared else None,
     )
     dense = FeedForward(hidden, config["intermediate_size"], gated=True, bias=config.flag("mlp_bias"))
-    first_sparse = config.get("first_k_dense_replace", 0) if count else config["num_hidden_layers"]
+    first_sparse = config.count("first_k_dense_replace") if count else config["num_hidden_layers"]
     every = config.get("moe_layer_freq", 1)
     return _assemble(
         config,
@@ -207,9 +221,11 @@ def _rotary(
     """Llama's kin: RMSNorm, rotary positions, grouped queries, SwiGLU."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.error(f"{kv_heads} key-value heads must divide the {heads} attention heads")
     width = config.get("head_dim", 0)
     if not width:
-        _check_heads(hidden, heads, kv_heads)
+        _check_heads(hidden, heads)
         width = hidden // heads
     norms = 2 * width if head_norms else 0
     attention = dense_attention(
@@ -234,20 +250,26 @@ def _assemble(config: _Numbers, name: str, attention: Attention, mlp: Callable[[
 
 def _sparse_steps(config: _Numbers, shared: FeedForward | None, shared_gate: int) -> Callable[[int], Experts | None]:
     """Qwen's rule: every ``decoder_sparse_step``-th layer has experts, but those in ``mlp_only_layers``."""
-    hidden, count = config["hidden_size"], config.first("num_experts", "num_local_experts")
+    hidden, count = config["hidden_size"], config.first_count("num_experts", "num_local_experts")
+    if not count:
+        return lambda layer: None
     expert = FeedForward(hidden, config["moe_intermediate_size"], gated=True)
-    experts = Experts(count, config["num_experts_per_tok"], expert, hidden * count + shared_gate, shared)
+    experts = Experts(count, _top_k(config, count), expert, hidden * count + shared_gate, shared)
     dense_layers, step = set(config.numbers("mlp_only_layers")), config.get("decoder_sparse_step", 1)
 
     def of_layer(layer: int) -> Experts | None:
-        return experts if count and layer not in dense_layers and (layer + 1) % step == 0 else None
+        return experts if layer not in dense_layers and (layer + 1) % step == 0 else None
 
     return of_layer
 
 
-def _check_heads(hidden: int, heads: int, kv_heads: int) -> None:
-    if not heads or hidden % heads or not kv_heads or heads % kv_heads:
-        raise TopologyError(
-            f"config: {heads} attention heads must divide the hidden size {hidden}, and {kv_heads} key-value heads "
-            f"must divide the heads"
-        )
+def _top_k(config: _Numbers, count: int) -> int:
+    top_k = config["num_experts_per_tok"]
+    if top_k > count:
+        raise config.error(f"'num_experts_per_tok' is {top_k}, more than the {count} experts")
+    return top_k
+
+
+def _check_heads(hidden: int, heads: int) -> None:
+    if hidden % heads:
+        raise TopologyError(f"config: {heads} attention heads must divide the hidden size {hidden}")

@@ -205,4 +205,6 @@ def _software_problem(job: Job, layout: Layout) -> str | None:
         return f"{name} has no sequence parallelism with model={layout.model}"
     if layout.seq > 1 and not software.splits_sequences(layout.pipe):
         return f"{name} cannot split sequences" + (" in a pipeline" if layout.pipe > 1 else "")
+    if software.eager and layout.zero == 3 and layout.expert_parallel > 1:
+        return f"{name} has no ZeRO 3 where ranks share out experts, only {[stage for stage in stages if stage < 3]}"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,9 @@ def read_machine(path: str | Path) -> Machine:
         raise TopologyError(f"machine file {str(path)!r} is not JSON: {error}") from error
     try:
         return machine_from_json(content)
-    except (KeyError, TypeError, ValueError) as error:
+    except TopologyError as error:
+        raise TopologyError(f"machine file {str(path)!r}: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TopologyError(
             f"machine file {str(path)!r} is neither of `ds-topo plan --calibrate` nor of `ds-topo check --json`: "
             f"{error!r}"
@@ -148,6 +151,10 @@ def machine_from_json(content: Mapping[str, Any]) -> Machine:
 
     >>> machine_from_json({"hosts": [{"ranks": [0, 1]}], "inside": {"bandwidth": 1e9, "latency": 1e-4}}).slots
     2
+
+    Raises:
+        TopologyError: a measurement that cannot be one.
+        KeyError, TypeError, ValueError: something else than such a file.
     """
     hosts = content["hosts"]
     if not hosts:
@@ -156,20 +163,50 @@ def machine_from_json(content: Mapping[str, Any]) -> Machine:
     links: dict[str, Link | None] = {}
     for name in ("inside", "across"):
         link = content.get(name)
-        links[name] = Link(float(link["bandwidth"]), float(link["latency"])) if link else None
+        links[name] = _link(name, link) if link else None
     speeds = content.get("speeds")
     if speeds:
         forward, backward = speeds["attention_flops"]
         length, width = speeds.get("attention_half", (0.0, 0.0))
         pairs = {"attention_flops": (float(forward), float(backward)), "attention_half": (float(length), float(width))}
         speeds = Speeds(**{**speeds, **pairs})
+        _check_speeds(speeds)
     elif links["inside"] is None and links["across"] is None:
         raise ValueError("no links and no speeds")
+    start = content.get("start_seconds")
+    if start is not None:
+        _check_positive("start_seconds", start, or_zero=True)
     return Machine(
         len(hosts),
         ranks if isinstance(ranks, int) else len(ranks),
         speeds or None,
         links["inside"],
         links["across"],
-        content.get("start_seconds"),
+        start,
     )
+
+
+def _link(name: str, content: Mapping[str, Any]) -> Link:
+    bandwidth, latency = float(content["bandwidth"]), float(content["latency"])
+    _check_positive(f"bandwidth of {name!r}", bandwidth)
+    _check_positive(f"latency of {name!r}", latency, or_zero=True)
+    return Link(bandwidth, latency)
+
+
+def _check_speeds(speeds: Speeds) -> None:
+    forward, backward = speeds.attention_flops
+    rates = {
+        **{f"product_flops of {name}": flops for name, flops in speeds.product_flops.items()},
+        "product_flops": max(speeds.product_flops.values(), default=0.0),
+        "attention_flops": min(forward, backward),
+        **{name: getattr(speeds, name) for name in ("memory_bandwidth", "memory_bytes", "processors", "block_share")},
+    }
+    for name, value in rates.items():
+        _check_positive(name, value)
+    for name in ("depth", "kernel_seconds", "update_bytes"):
+        _check_positive(name, getattr(speeds, name), or_zero=True)
+
+
+def _check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
+    if not (0 < value < inf or (or_zero and value == 0)):
+        raise TopologyError(f"{name} is {value!r}; it must be {'zero or ' if or_zero else ''}a positive number")

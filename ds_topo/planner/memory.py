@@ -106,6 +106,19 @@ def memory_use(costs: Costs, layout: Layout) -> MemoryUse:
     return max(uses, key=lambda use: use.total)
 
 
+def largest_states(costs: Costs, layout: Layout) -> float:
+    """Bytes of the states of the fullest rank, computed once for all micro-batches and schedules: ``memory_use`` of
+    none of them is less."""
+    key = (layout.pipe, layout.virtual_stages, layout.replicas, layout.model, layout.expert_parallel, layout.zero)
+    if key not in costs.states:
+        job = costs.job
+        held = (costs.parameters(kind, layout) for kind in costs.stage_kinds(layout))
+        costs.states[key] = max(
+            state_bytes(parameters, layout, job.precision, job.software).total for parameters in held
+        )
+    return costs.states[key]
+
+
 def stage_memory(costs: Costs, kind: StageKind, layout: Layout) -> MemoryUse:
     """Bytes of a rank of one stage at its peak, which is in backward or in the update.
 

@@ -156,8 +156,12 @@ def transformer(
         raise TopologyError(f"--heads {heads} must divide --hidden {hidden}: every head has hidden / heads features")
     if heads % kv_heads:
         raise TopologyError(f"--kv-heads {kv_heads} must divide --heads {heads}: each is shared by heads / kv-heads")
-    if (experts > 0) != (top_k > 0) or top_k > experts:
+    if min(experts, top_k) < 0 or (experts > 0) != (top_k > 0):
         raise TopologyError(f"--experts {experts} --top-k {top_k}: give both, with 1 <= top-k <= experts")
+    if top_k > experts:
+        raise TopologyError(
+            f"--top-k {top_k}: a token goes through at most all --experts {experts}, 1 <= top-k <= experts"
+        )
     gpt = not gated if gated is not None else (kv_heads == heads and ffn >= 3 * hidden and not experts)
     width = hidden // heads
     attention = dense_attention(hidden, heads, kv_heads, width, bias_in=gpt, bias_out=gpt, rotary=not gpt)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ds_topo.errors import TopologyError
+from ds_topo.errors import TopologyError, abridged
 from ds_topo.planner.accelerators import TERA, Accelerator, accelerator_of
 from ds_topo.planner.candidates import LARGEST_MICRO_BATCH, Wanted
 from ds_topo.planner.cluster import cluster_of_ranks
@@ -43,6 +44,9 @@ METRICS = (
 )
 """What a row may report, the one that needs the fewest conventions first; a row is judged by the first that it has."""
 
+MAY_BE_ZERO = ("tensor", "pipe", "context", "virtual_stages", "micro_batch", "experts", "top_k")
+"""Fields of a row that may be 0."""
+
 AVAILABLE = 1.10
 """A published layout is explained if the best takes at least its time divided by this."""
 
@@ -66,25 +70,34 @@ class Row:
     def name(self) -> str:
         """How a table calls it."""
         size = self.content.get("parameters_billion")
-        model = self.content.get("model") or (f"{size:g}B" if size else f"{self.content.get('layers')} layers")
+        sized = isinstance(size, (int, float)) and size
+        model = self.content.get("model") or (f"{size:g}B" if sized else f"{self.content.get('layers')} layers")
         return f"{model} on {self.content.get('gpus')} {self.content.get('accelerator')}"
 
     def whole(self, field: str, default: int | None = None) -> int:
-        """A whole number of the row.
+        """A whole number of the row; 0 where that says the same as leaving it out.
 
         Raises:
-            TopologyError: it is missing and there is no default, or it is no whole number.
+            RowError: it is missing and there is no default, or it is no such number.
         """
         value = self.content.get(field)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise TopologyError(f"row {self.number} ({self.name}): {field!r} is {value!r}; it must be a whole number")
+        least = 0 if field in MAY_BE_ZERO else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise RowError(self, f"{field!r} is {abridged(value)}; it must be a whole number from {least} on")
         return value
 
     def text(self, field: str, default: str = "") -> str:
         """A word of the row."""
         return str(self.content.get(field) or default)
+
+
+class RowError(TopologyError):
+    """A row that cannot be judged: the message names it."""
+
+    def __init__(self, row: Row, problem: str) -> None:
+        super().__init__(f"row {row.number} ({row.name}): {problem}")
 
 
 @dataclass(frozen=True)
@@ -185,12 +198,17 @@ def judge(row: Row, *, compare: bool = True, accelerator: Accelerator | None = N
     """Predict one row, with another accelerator's numbers in place of the table's if given.
 
     Raises:
-        TopologyError: numbers that are missing or do not go together.
+        RowError: numbers that are missing or do not go together.
     """
-    job = row_job(row, accelerator)
-    metric = row_metric(row, job)
-    plan, fits = _planned(row, job)
-    best, note = _better(row, job, plan) if compare and fits else (None, "")
+    try:
+        job = row_job(row, accelerator)
+        metric = row_metric(row, job)
+        plan, fits = _planned(row, job)
+        best, note = _better(row, job, plan) if compare and fits else (None, "")
+    except RowError:
+        raise
+    except TopologyError as error:
+        raise RowError(row, str(error)) from error
     return Verdict(row, metric, plan, fits, best, note)
 
 
@@ -249,10 +267,10 @@ def row_metric(row: Row, job: Job) -> Metric:
     }
     key = next((key for key in METRICS if row.content.get(key) is not None), None)
     if key is None:
-        raise TopologyError(f"row {row.number} ({row.name}) reports nothing: give one of {list(METRICS)}")
+        raise RowError(row, f"it reports nothing: give one of {list(METRICS)}")
     value = row.content[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise TopologyError(f"row {row.number} ({row.name}): {key!r} is {value!r}; it must be a positive number")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
+        raise RowError(row, f"{key!r} is {abridged(value)}; it must be a positive number")
     if key in ("mfu", "hfu") and value > 1.5:
         value = value / 100  # given in percent
     return Metric(key, float(value), per_second[key])
@@ -275,10 +293,7 @@ def row_layouts(row: Row, job: Job) -> Iterator[Layout]:
     tensor, pipe, seq = (row.whole(field, 1) or 1 for field in ("tensor", "pipe", "context"))
     data = row.whole("data", max(1, ranks // (tensor * pipe * seq)))
     if tensor * pipe * seq * data != ranks:
-        raise TopologyError(
-            f"row {row.number} ({row.name}): tensor={tensor} x pipe={pipe} x context={seq} x data={data} are not "
-            f"{ranks} GPUs"
-        )
+        raise RowError(row, f"tensor={tensor} x pipe={pipe} x context={seq} x data={data} are not {ranks} GPUs")
     topology = ProcessTopology([PIPE, DATA, SEQ, MODEL], [pipe, data, seq, tensor])
     experts = row.whole("expert_parallel", 1)
     virtuals = [row.whole("virtual_stages", 1) or 1]
@@ -334,7 +349,7 @@ def _planned(row: Row, job: Job) -> tuple[Plan, bool]:
         over = plan.memory.total > job.cluster.memory_limit
         candidates.append((over, plan.memory.total if over else plan.seconds, plan))
     if not candidates:
-        raise TopologyError(f"row {row.number} ({row.name}): {problem}")
+        raise RowError(row, problem)
     over, _, plan = min(candidates, key=lambda candidate: candidate[:2])
     return plan, not over
 

@@ -9,6 +9,7 @@ their bounds, and a node whose bound exceeds the last of the best found so far e
 from __future__ import annotations
 
 import heapq
+import re
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from ds_topo.planner.candidates import (
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.group_spans import layout_spans, spans_of_factors
 from ds_topo.planner.layout import Job, Layout, layout_problem
-from ds_topo.planner.memory import MemoryUse, memory_use
+from ds_topo.planner.memory import MemoryUse, largest_states, memory_use
 from ds_topo.planner.smallest import smallest_cluster
 from ds_topo.planner.spans import Span
 from ds_topo.planner.step_time import StepTime, schedule_bound, step_time
@@ -56,8 +57,9 @@ class Plan:
 
 @dataclass
 class Tally:
-    """What a search looked at: layouts by what became of them, and the one that came closest to fitting."""
+    """What a search looked at: sets of degrees, layouts by what became of them, and the closest to fitting."""
 
+    degrees: int = 0
     evaluated: int = 0
     bounded: int = 0
     problems: Counter[str] = field(default_factory=Counter)
@@ -87,12 +89,32 @@ def search(job: Job, wanted: Wanted | None = None, count: int = 10) -> Found:
         TopologyError: no layout divides heads, batch and layers; or none fits into memory (the message says by how
             much, and which cluster would do).
     """
-    wanted = wanted or Wanted()
-    costs, tally = Costs(job), Tally()
+    wanted, tally = wanted or Wanted(), Tally()
+    best = _fastest(job, wanted, tally, max(2, count))
+    if not best:
+        raise _no_plan(job, wanted, tally)
+    return Found(job, tuple(best[:count]), best[1] if len(best) > 1 else None, tally)
+
+
+def favourite(job: Job, wanted: Wanted) -> Plan | str:
+    """The fastest layout of what is decided; in words why there is none."""
+    tally = Tally()
+    best = _fastest(job, wanted, tally, 1)
+    if best:
+        return best[0]
+    if tally.smallest is None:
+        return f"it cannot be: {_reasons(tally)}"
+    layout, memory = tally.smallest
+    return f"it needs {memory.total / 1e9:.1f} GB per rank, of {job.cluster.memory_limit / 1e9:.1f} GB ({layout})"
+
+
+def _fastest(job: Job, wanted: Wanted, tally: Tally, kept: int) -> list[Plan]:
+    """The fastest layouts that fit of at least the ``kept`` best sets of degrees, the fastest first."""
+    costs = Costs(job)
     best: list[Plan] = []
-    kept = max(2, count)
     every = possible_degrees(job, wanted, tally.problems)
     nodes = sorted(((_degrees_bound(costs, degrees, wanted), degrees) for degrees in every), key=lambda node: node[0])
+    tally.degrees = len(nodes)
     for position, (bound, degrees) in enumerate(nodes):
         limit = best[kept - 1].seconds if len(best) >= kept else inf
         if bound >= limit:
@@ -101,9 +123,7 @@ def search(job: Job, wanted: Wanted | None = None, count: int = 10) -> Found:
         plan = _best_of_degrees(costs, degrees, wanted, tally, limit)
         if plan is not None:
             insort(best, plan, key=lambda one: (one.seconds, one.memory.total))
-    if not best:
-        raise _no_plan(job, wanted, tally)
-    return Found(job, tuple(best[:count]), best[1] if len(best) > 1 else None, tally)
+    return best
 
 
 def evaluate(job: Job, layout: Layout) -> Plan:
@@ -134,6 +154,9 @@ def _best_of_degrees(costs: Costs, degrees: Degrees, wanted: Wanted, tally: Tall
         if problem:
             tally.problems[problem] += 1
             continue
+        if not _states_fit(costs, layout, wanted):
+            _best_of_schedule(costs, layout, wanted, tally, None)  # for the tally; a bound would cost more
+            continue
         nodes.append((schedule_bound(costs, layout), index, layout))
     heapq.heapify(nodes)
     best: Plan | None = None
@@ -146,14 +169,30 @@ def _best_of_degrees(costs: Costs, degrees: Degrees, wanted: Wanted, tally: Tall
     return best
 
 
+def _stages_of(costs: Costs, layout: Layout, wanted: Wanted) -> list[int]:
+    """ZeRO stages to choose from."""
+    return zero_stages(costs.job, layout) if wanted.zero is None else [wanted.zero]
+
+
+def _states_fit(costs: Costs, layout: Layout, wanted: Wanted) -> bool:
+    """Whether states alone fit in some ZeRO stage."""
+    limit = costs.job.cluster.memory_limit
+    candidates = (replace(layout, zero=zero) for zero in _stages_of(costs, layout, wanted))
+    return any(largest_states(costs, one) <= limit and not layout_problem(costs.job, one) for one in candidates)
+
+
 def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally, best: Plan | None) -> Plan | None:
     """The better of ``best`` and the fastest fitting layout of this schedule over ZeRO stages and orders."""
     job = costs.job
-    for zero in [wanted.zero] if wanted.zero is not None else zero_stages(job, layout):
+    for zero in _stages_of(costs, layout, wanted):
         candidate = replace(layout, zero=zero)
         problem = layout_problem(job, candidate)
         if problem:
             tally.problems[problem] += 1
+            continue
+        states = largest_states(costs, candidate)
+        if states > job.cluster.memory_limit and tally.smallest and states >= tally.smallest[1].total:
+            tally.too_large += 1  # states alone are, and more than the smallest needs
             continue
         memory = memory_use(costs, candidate)
         if memory.total > job.cluster.memory_limit:
@@ -199,12 +238,10 @@ def _ordered(order: tuple[str, ...], degrees: dict[str, int]) -> ProcessTopology
 
 def _no_plan(job: Job, wanted: Wanted, tally: Tally) -> TopologyError:
     """Why nothing was found, and what would do."""
-    cluster = job.cluster
+    cluster, decided = job.cluster, wanted.decisions()
+    within = f" with what is decided ({', '.join(decided)})" if decided else ""
     if tally.smallest is None:
-        reasons = "; ".join(problem for problem, _ in tally.problems.most_common(4))
-        return TopologyError(
-            f"no layout of {cluster.ranks} ranks is possible: {reasons or 'no degrees multiply to it'}"
-        )
+        return TopologyError(f"no layout of {cluster.ranks} ranks is possible{within}: {_reasons(tally)}")
     layout, memory = tally.smallest
     enough = smallest_cluster(job, wanted)
     would_do = (
@@ -213,8 +250,29 @@ def _no_plan(job: Job, wanted: Wanted, tally: Tally) -> TopologyError:
         else "more hosts alone would not do: what one rank needs for one sequence is too much"
     )
     return TopologyError(
-        f"{job.model.name} fits nowhere on {cluster.ranks} ranks of {cluster.accelerator.name}: the smallest layout "
-        f"({layout}) needs {memory.total / 1e9:.1f} GB per rank, "
+        f"{job.model.name} fits nowhere on {cluster.ranks} ranks of {cluster.accelerator.name}{within}: the smallest "
+        f"layout ({layout}) needs {memory.total / 1e9:.1f} GB per rank, "
         f"{(memory.total - cluster.memory_limit) / 1e9:.1f} GB more than the {cluster.memory_limit / 1e9:.1f} GB there "
         f"are; {would_do}"
     )
+
+
+def _reasons(tally: Tally, shown: int = 4) -> str:
+    """The rules that layouts broke, each with the numbers that broke it most often; the batch's first, which is the
+    easiest to change."""
+    by_rule: dict[str, Counter[str]] = {}
+    for problem, count in tally.problems.items():
+        by_rule.setdefault(_rule(problem), Counter())[problem] += count
+    rules = sorted(by_rule.values(), key=lambda problems: -problems.total())
+    texts = [problems.most_common(1)[0][0] for problems in rules]
+    texts.sort(key=lambda text: "the batch of" not in text)
+    return "; ".join(texts[:shown]) or "no degrees multiply to it"
+
+
+def _rule(problem: str) -> str:
+    """A problem without its numbers and choices.
+
+    >>> _rule("model=5 does not divide the 12 attention heads; choose one of [1, 2]")
+    'model= does not divide the  attention heads'
+    """
+    return re.sub(r"\d+", "", re.split(r"[;(\[]", problem)[0]).strip()

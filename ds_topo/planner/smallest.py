@@ -10,7 +10,7 @@ from ds_topo.planner.candidates import Wanted, possible_degrees, schedules, zero
 from ds_topo.planner.cluster import Cluster
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.layout import Job, layout_problem
-from ds_topo.planner.memory import memory_use
+from ds_topo.planner.memory import largest_states, memory_use
 from ds_topo.topology.axes import DATA
 
 MOST_HOSTS = 1 << 14
@@ -58,7 +58,8 @@ def _fits(job: Job, wanted: Wanted) -> bool:
             for zero in [wanted.zero] if wanted.zero is not None else zero_stages(job, layout):
                 candidate = replace(layout, zero=zero)
                 if (
-                    layout_problem(job, candidate) is None
+                    largest_states(costs, candidate) <= job.cluster.memory_limit
+                    and layout_problem(job, candidate) is None
                     and memory_use(costs, candidate).total <= job.cluster.memory_limit
                 ):
                     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ds_topo.planner.communication import collective_seconds, latency_seconds, send_seconds
@@ -274,14 +274,16 @@ def _messages(costs: Costs, cost: PieceCost, spans: Mapping[str, Span]) -> tuple
     found = costs.messages.get(key)
     if found is None:
         found = (
-            _bare_seconds(costs, cost.work.forward, spans, cost.covers_forward),
-            _bare_seconds(costs, cost.work.backward, spans, cost.covers_backward),
+            _bare_seconds(costs, cost.work.forward, spans, lambda: cost.covers_forward),
+            _bare_seconds(costs, cost.work.backward, spans, lambda: cost.covers_backward),
         )
         costs.messages[key] = found
     return found
 
 
-def _bare_seconds(costs: Costs, work: Pass, spans: Mapping[str, Span], covers: Mapping[Cover, float]) -> Messages:
+def _bare_seconds(
+    costs: Costs, work: Pass, spans: Mapping[str, Span], covers: Callable[[], Mapping[Cover, float]]
+) -> Messages:
     """Seconds of a pass's messages over ``model``, ``seq`` and experts, without those that something covers."""
     seconds = {MODEL: 0.0, SEQ: 0.0, EXPERT: 0.0}
     covered: dict[tuple[Cover, str], float] = {}
@@ -297,7 +299,7 @@ def _bare_seconds(costs: Costs, work: Pass, spans: Mapping[str, Span], covers: M
             key = (transfer.cover, transfer.axis)
             covered[key] = covered.get(key, 0.0) + each * (1 - transfer.bare)
     for (cover, axis), hidden in covered.items():
-        seconds[axis] += max(0.0, hidden - covers[cover])
+        seconds[axis] += max(0.0, hidden - covers()[cover])
     return seconds[MODEL], seconds[SEQ], seconds[EXPERT]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import isqrt
 
 from ds_topo.errors import ExpertSizeError
 from ds_topo.topology.axes import DATA, EXPERT, MODEL, PIPE
@@ -135,12 +136,13 @@ def name_of_size(expert_parallel_size: int) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors, ascending.
+    """Divisors, ascending; in steps of the square root of the number.
 
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
+    >>> divisors(12), divisors(9), divisors(1), len(divisors(2**40))
+    ([1, 2, 3, 4, 6, 12], [1, 3, 9], [1], 41)
     """
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    small = [candidate for candidate in range(1, isqrt(max(0, number)) + 1) if number % candidate == 0]
+    return small + [number // candidate for candidate in reversed(small) if candidate * candidate != number]
 
 
 def expert_parallel_ranks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from ds_topo.cli import main
 from ds_topo.measurement.calibrate import calibrate
 from ds_topo.planner.machine import Machine, machine_from_json, read_machine
+from tests.planner.jobs import CPU_SPEEDS
 from tests.support.world import Worlds
 
 CHECKED: dict[str, Any] = {
@@ -58,6 +60,18 @@ def test_one_host_has_no_link_across() -> None:
         ("[]", "is neither of `ds-topo plan --calibrate` nor of `ds-topo check --json`"),
         (json.dumps({"hosts": []}), "is neither of"),
         (json.dumps({"hosts": [{"ranks": 2}]}), "no links and no speeds"),
+        (
+            json.dumps(CHECKED | {"across": {"bandwidth": 0, "latency": 1e-4}}),
+            "machine.json': bandwidth of 'across' is 0.0; it must be a positive number",
+        ),
+        (json.dumps(CHECKED | {"inside": {"bandwidth": 1e9, "latency": -1}}), "latency of 'inside' is -1.0"),
+        (
+            json.dumps(Machine(1, 4, replace(CPU_SPEEDS, memory_bandwidth=0.0)).as_json()),
+            "memory_bandwidth is 0.0; it must be a positive number",
+        ),
+        (json.dumps(Machine(1, 4, replace(CPU_SPEEDS, product_flops={})).as_json()), "product_flops is 0.0"),
+        (json.dumps(CHECKED | {"start_seconds": -1}), "start_seconds is -1; it must be zero or a positive number"),
+        (json.dumps(CHECKED | {"start_seconds": "soon"}), "is neither of"),
     ],
 )
 def test_other_files_are_refused(content: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

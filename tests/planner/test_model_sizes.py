@@ -263,6 +263,25 @@ def test_numbers_that_do_not_go_together(change: dict[str, int], text: str) -> N
         (llama(2, 64, 4, 4, 128, 96, hidden_size=None), "'hidden_size' is missing"),
         (llama(2, 64, 4, 4, 128, 96, vocab_size="many"), "'vocab_size' is 'many'"),
         (llama(2, 64, 5, 5, 128, 96), "5 attention heads must divide the hidden size 64"),
+        (llama(2, 64, 4, 3, 128, 96), "3 key-value heads must divide the 4 attention heads"),
+        (llama(2, 64, 4, 3, 128, 96, head_dim=16), "3 key-value heads must divide the 4 attention heads"),
+        (llama(2, 64, 4, 4, 128, 96, model_type=["llama"]), r"\['llama'\] is not a family"),
+        *(
+            (llama(2, 64, 4, 4, 128, 96, **{"head_dim": 16, key: 0}), f"'{key}' is 0; a whole number from 1 on")
+            for key in llama(2, 64, 4, 4, 128, 96)
+            if key != "model_type"
+        ),
+        (llama(2, 64, 4, 4, 128, 96, **MIXTRAL | {"num_local_experts": 0}), "'num_local_experts' is 0"),
+        (llama(2, 64, 4, 4, 128, 96, **MIXTRAL | {"num_experts_per_tok": 0}), "'num_experts_per_tok' is 0"),
+        (llama(2, 64, 4, 4, 128, 96, **MIXTRAL | {"num_experts_per_tok": 9}), "is 9, more than the 8 experts"),
+        (llama(2, 64, 4, 4, 128, 96, **QWEN3_MOE | {"decoder_sparse_step": 0}), "'decoder_sparse_step' is 0"),
+        (llama(2, 64, 4, 4, 128, 96, **QWEN3_MOE | {"mlp_only_layers": "abc"}), "'mlp_only_layers' is 'abc'; a list"),
+        (llama(2, 64, 4, 4, 128, 96, **QWEN3_MOE | {"mlp_only_layers": ["1"]}), "a list of whole numbers must be"),
+        (llama(2, 64, 4, 4, 128, 96, **QWEN3_MOE | {"num_experts": None}), "'num_experts' is missing"),
+        (
+            llama(2, 64, 4, 4, 128, 96, **DEEPSEEK, model_type="deepseek_v2", n_routed_experts=4),
+            "'moe_intermediate_size' is missing",
+        ),
     ],
 )
 def test_configs_that_cannot_be_read(config: Config, text: str) -> None:

@@ -10,10 +10,15 @@ from typing import Any
 import pytest
 
 from ds_topo.cli import main
+from ds_topo.cli.plan import POSITIVE, WHOLE
 from ds_topo.topology.process_topology import ProcessTopology
 
 GPT = ["--layers", "8", "--hidden", "512", "--heads", "8", "--vocab", "1024", "--sequence", "256"]
 JOB = [*GPT, *["--hosts", "2", "--slots", "4", "--accelerator", "A100", "--batch", "64"]]
+
+SLOTS = ["--hosts", "1", "--slots", "4", "--batch", "64"]
+BYTES = ["--vocab", "256"]
+"""The examples' vocabulary."""
 
 
 def plan(capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -58,6 +63,52 @@ def test_every_term_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"bubble +\+\d", out)
 
 
+LARGE = [*JOB, *["--hidden", "8192", "--layers", "32", "--heads", "64", "--top", "1"]]
+"""A model that fits only where its states are sharded."""
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ([], r"it needs [\d.]+ GB per rank, of 78.7 GB \(pipe=2,data=4, micro-batch \d+, ZeRO 1\)"),
+        (["--zero", "2"], "it cannot be: deepspeed has no ZeRO 2 with a pipeline"),
+    ],
+)
+def test_a_favourite_that_cannot_be_does_not_hide_the_plan(
+    options: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = [*LARGE, "--compare", "pipe=2,data=4", *options]
+    lines = plan(capsys, *job).splitlines()
+    assert lines[3].startswith("first because ")
+    assert re.match(rf"--compare 'pipe=2,data=4': {text}", lines[4])
+    content = json.loads(plan(capsys, *job, "--json"))
+    assert content["plans"]
+    assert content["compared"]["topology"] == "pipe=2,data=4"
+    assert re.match(text, content["compared"]["problem"])
+
+
+def test_what_fits_nowhere_names_what_was_decided(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, *LARGE, "--zero", "0", "--fix", "model=1,pipe=1")
+    assert "fits nowhere on 8 ranks of A100-80GB with what is decided (model=1, pipe=1, ZeRO 0): " in text
+    text = refused(capsys, *LARGE, "--hidden", "65536")
+    assert "fits nowhere on 8 ranks of A100-80GB: " in text
+
+
+def test_one_reason_for_each_rule_and_the_batch_first(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(capsys, *JOB, "--hosts", "25", "--slots", "8", "--batch", "64")
+    reasons = text.split("is possible: ")[1].split("; ")
+    assert re.match(r"data=\d+ does not divide the batch of 64 sequences", reasons[0])
+    assert sum("attention heads" in reason and "model=" in reason for reason in reasons) == 1
+    assert any(reason.startswith("pipe=") for reason in reasons)
+
+
+@pytest.mark.parametrize("option", [["--topology", "data=8"], ["--fix", "data=8"]])
+def test_degrees_that_were_not_tried_are_not_said_not_to_fit(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "first because no other degrees were tried" in plan(capsys, *JOB, *option)
+
+
 def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, start in (("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")):
         plan(capsys, *JOB, "--picture", str(tmp_path / name))
@@ -67,7 +118,7 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_config_of_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ds_config.json"
-    out = plan(capsys, *JOB, "--write", str(path), "--fix", "pipe=2,model=2")
+    out = plan(capsys, *JOB, *BYTES, "--write", str(path), "--fix", "pipe=2,model=2")
     config = json.loads(path.read_text())
     topology = ProcessTopology.from_config(path)
     assert dict(zip(topology.axes, topology.dims, strict=True)) == {"pipe": 2, "data": 2, "model": 2}
@@ -78,6 +129,61 @@ def test_a_config_of_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "cannot be written" in refused(capsys, *JOB, "--write", str(tmp_path / "absent" / "x.json"))
     plan(capsys, *JOB, "--write", str(path), "--fix", "pipe=2", "--recompute", "full")
     assert json.loads(path.read_text())["pipeline"] == {"activation_checkpoint_interval": 1, "use_reentrant": False}
+
+
+def test_a_config_for_the_example_with_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mixture = ["--experts", "4", "--top-k", "1", "--no-gated", "--expert-parallel", "2", "--fix", "pipe=2,data=4"]
+    out = plan(capsys, *JOB, *BYTES, *mixture, "--write", str(tmp_path / "a b.json"))
+    assert f"examples/train_moe.py --config '{tmp_path}/a b.json'" in out
+    assert "--depth 8 --experts 4 --expert-parallel 2" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--vocab", "1024"], "(the examples are GPTs (--no-gated) with a vocabulary of 256"),
+        (["--kv-heads", "2"], "(the examples are GPTs"),
+        (["--ffn", "1000"], "(the examples are GPTs"),
+        (["--gated"], "(the examples are GPTs"),
+        (["--experts", "4", "--top-k", "2", "--no-gated", "--expert-parallel", "2"], "must bring experts over 2 ranks"),
+        (
+            ["--experts", "4", "--top-k", "1", "--no-gated", "--fix", "model=2"],
+            "(the example with experts has no model",
+        ),
+        (["--software", "deepspeed", "--zero", "2"], "(the examples are pipelines, which have no ZeRO 2)"),
+        (
+            ["--software", "deepspeed", "--topology", "seq=4,data=2", "--zero", "1"],
+            "(the examples do not split sequences)",
+        ),
+        (["--ffn", "1024", "--fix", "model=2", "--sequence-parallel"], "must bring sequence parallelism"),
+    ],
+)
+def test_a_config_for_which_no_example_is(
+    options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds_config.json"
+    out = plan(capsys, *JOB, *BYTES, *options, "--write", str(path))
+    assert f"{path} is for a program of your own" in out
+    assert why in out
+    assert "train with" not in out
+    assert path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            ["--software", "megatron"],
+            "--software megatron does not read a DeepSpeed config: choose one of ['deepspeed',",
+        ),
+        (["--precision", "fp8", "--accelerator", "H100"], "--precision fp8: a DeepSpeed config cannot ask for it"),
+    ],
+)
+def test_no_config_says_another_plan(
+    options: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert text in refused(capsys, *JOB, *options, "--write", str(tmp_path / "ds_config.json"))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -169,6 +275,20 @@ def test_a_layout_that_needs_the_seq_axis_and_experts(capsys: pytest.CaptureFixt
         ([*JOB, "--memory-gb", "1"], "3 GB of it are no tensors'"),
         ([*JOB, "--expert-load", "0.5"], "the fullest expert has at least the mean"),
         ([*JOB, "--precision", "fp8"], "accelerator A100-80GB has no fp8: choose one of"),
+        ([*JOB, "--topology", "foo=8"], "--topology 'foo=8': axes ['foo'] cannot be planned; choose among ['pipe',"),
+        ([*JOB, "--compare", "modle=2,data=4"], "--compare 'modle=2,data=4': axes ['modle'] cannot be planned"),
+        ([*JOB, "--fix", "model=-1"], "--fix 'model=-1': give degrees from 1 on"),
+        ([*JOB, "--fix", "model=2", "--topology", "data=8"], "--topology and --fix both decide degrees"),
+        ([*JOB, "--memory-gbps", "2000"], "--accelerator and --memory-gbps both say how fast it is"),
+        ([*JOB, "--peak-tflops", "400"], "--accelerator and --peak-tflops both say how fast it is"),
+        ([*JOB, "--expert-load", "nan"], "--expert-load nan: the fullest expert"),
+        ([*JOB, "--top-k", "9", "--experts", "8"], "--top-k 9: a token goes through at most all --experts 8"),
+        ([*JOB, "--hosts", "-3"], "--hosts -3: give a whole number from 1 on, or names"),
+        ([*JOB, "--hosts", "2.5"], "--hosts 2.5: give a whole number from 1 on, or names"),
+        (
+            [*GPT, *SLOTS, "--peak-tflops", "9", "--memory-gb", "9", "--memory-gbps", "9", "--precision", "fp8"],
+            "ds-topo plan: accelerator of 9 TFLOP/s has no fp8",
+        ),
         (["--runs", "absent.json"], "runs 'absent.json' cannot be read"),
         (["--runs", __file__], "is not JSON"),
         (["--machine", "absent.json", *JOB], "machine file 'absent.json' cannot be read"),
@@ -176,6 +296,29 @@ def test_a_layout_that_needs_the_seq_axis_and_experts(capsys: pytest.CaptureFixt
 )
 def test_bad_input_is_answered(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert text in refused(capsys, *options)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *((option, value) for option in WHOLE for value in ("0", "-4")),
+        *((option, value) for option in POSITIVE for value in ("0", "-4", "nan", "inf")),
+    ],
+)
+def test_numbers_must_be_positive(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    typed = "--" + option.replace("_", "-")
+    text = refused(capsys, *JOB, typed, value)
+    assert re.search(rf"{typed} {value}(\.0)?: give a (number from 1 on|positive number)", text)
+
+
+BY_HAND = ["layers", "hidden", "heads", "kv-heads", "ffn", "vocab", "experts", "top-k", "gated"]
+
+
+@pytest.mark.parametrize("option", BY_HAND)
+def test_a_config_and_numbers_by_hand_exclude_each_other(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    value = [] if option == "gated" else ["8"]
+    text = refused(capsys, *JOB[len(GPT) :], "--config", "absent", f"--{option}", *value)
+    assert f"--config and --{option} both describe the model: give one of them" in text
 
 
 @pytest.mark.parametrize("share", ["0", "-5%", "many"])
@@ -217,7 +360,7 @@ def test_hosts_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 def test_numbers_in_place_of_a_known_accelerator(capsys: pytest.CaptureFixture[str]) -> None:
-    job = ["--hosts", "1", "--slots", "4", "--batch", "64", "--json"]
+    job = [*SLOTS, "--json"]
     numbers = [*job, "--peak-tflops", "100", "--memory-gb", "40", "--memory-gbps", "1000"]
     slow, fast = (
         json.loads(plan(capsys, *GPT, *numbers, "--topology", "model=4", "--link-inside-gbps", speed))

@@ -79,6 +79,13 @@ def test_rows_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [
         ({"gpus": 33}, "tensor=1 x pipe=1 x context=1 x data=32 are not 33|not a multiple"),
         ({"accelerator": "abacus"}, "'abacus' is not in the table"),
+        *(
+            ({field: 0}, f"row 1 .*: '{field}' is 0; it must be a whole number from 1 on")
+            for field in ("gpus", "global_batch", "ffn", "layers", "heads", "data", "sequence")
+        ),
+        ({"kv_heads": 5}, "row 1 .*: --kv-heads 5 must divide"),
+        ({"accelerator": "X"}, "row 1 .*: accelerator 'X' is not in the table"),
+        ({"model": None, "parameters_billion": "many", "layers": 0}, "row 1 .*: 'layers' is 0"),
         ({"layers": None}, "'layers' is None; it must be a whole number"),
         ({"tflops_per_gpu_with_recomputation": None}, "reports nothing: give one of"),
         ({"tflops_per_gpu_with_recomputation": -1}, "must be a positive number"),

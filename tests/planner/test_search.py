@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,14 +10,16 @@ import pytest
 from hypothesis import given, settings
 
 from ds_topo.errors import TopologyError
+from ds_topo.planner import search as search_module
+from ds_topo.planner import smallest
 from ds_topo.planner.accelerators import accelerator_of
 from ds_topo.planner.candidates import Wanted
 from ds_topo.planner.cluster import Cluster, cluster_of
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
-from ds_topo.planner.layout import Job, Layout
+from ds_topo.planner.layout import Job, Layout, layout_problem
 from ds_topo.planner.machine import Machine
-from ds_topo.planner.memory import memory_use
+from ds_topo.planner.memory import largest_states, memory_use
 from ds_topo.planner.model import transformer
 from ds_topo.planner.precision import FP32
 from ds_topo.planner.search import evaluate, orders_of, search
@@ -147,6 +150,24 @@ def test_what_is_decided_stays() -> None:
     assert search(made, Wanted(topology=topology)).best.layout.topology == topology
 
 
+def test_deepspeed_has_no_zero_3_where_ranks_share_out_experts() -> None:
+    made = job(experts=4, top_k=2, batch=64)
+    split = Layout(ProcessTopology.from_spec("data=8"), 1, zero=3, expert_parallel=2)
+    assert "no ZeRO 3 where ranks share out experts, only [0, 1, 2]" in (layout_problem(made, split) or "")
+    assert layout_problem(made, replace(split, zero=2)) is None
+    assert layout_problem(made, replace(split, expert_parallel=1)) is None
+    assert layout_problem(replace(made, software=MEGATRON), split) is None
+    assert {plan.layout.expert_parallel for plan in search(made, Wanted(zero=3)).plans} == {1}
+
+
+@pytest.mark.parametrize(("bytes_more", "text"), [(1e9, "as fast as .*, with less memory"), (0.0, "is as fast$")])
+def test_less_memory_is_a_reason_only_where_it_is_less(bytes_more: float, text: str) -> None:
+    found = search(job())
+    best = found.best
+    other = replace(best, memory=replace(best.memory, working=best.memory.working + bytes_more))
+    assert re.search(text, reason(replace(found, runner_up=other)))
+
+
 def test_reasons_name_the_next_best() -> None:
     found = search(job())
     assert found.plans[1].layout.topology.spec in reason(found)
@@ -161,6 +182,48 @@ def test_what_fits_nowhere_says_by_how_much_and_which_cluster_would_do() -> None
     search(replace(made, cluster=enough))
     with pytest.raises(TopologyError, match="fits nowhere"):
         search(replace(made, cluster=replace(enough, hosts=enough.hosts - 1)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(jobs_and_layouts())
+def test_states_alone_are_never_more_than_all_bytes(made: tuple[Job, Layout]) -> None:
+    task, layout = made
+    costs = Costs(task)
+    assert 0 < largest_states(costs, layout) <= memory_use(costs, layout).total
+    again = replace(layout, zero=0, expert_parallel=1)
+    assert largest_states(costs, again) >= largest_states(costs, layout)
+
+
+@pytest.mark.parametrize("change", [{}, {"experts": 4, "top_k": 2}])
+def test_the_closest_to_fitting_is_the_smallest_of_all(change: dict[str, int]) -> None:
+    made = job(**change)
+    costs = Costs(made)
+    least = min(memory_use(costs, layout).total for layout in every_layout(made))
+    with pytest.raises(TopologyError, match=f"needs {least / 1e9:.1f} GB per rank"):
+        search(replace(made, cluster=replace(made.cluster, memory_limit=1e6)))
+
+
+def test_activations_are_not_computed_where_states_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = job(hosts=1, slots=1, batch=1)
+    made = replace(made, cluster=replace(made.cluster, memory_limit=1e5))
+    monkeypatch.setattr(smallest, "memory_use", lambda *_: pytest.fail("states alone are too large"))
+    assert smallest_cluster(made, Wanted()) is None
+
+
+def test_no_bound_is_computed_where_states_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = job(batch=64)
+    made = replace(made, cluster=replace(made.cluster, memory_limit=0.2e9))
+    bounded: list[Layout] = []
+
+    def bound(costs: Costs, layout: Layout, *, even: bool = False) -> float:
+        bounded.extend([] if even else [layout])
+        return schedule_bound(costs, layout, even=even)
+
+    monkeypatch.setattr(search_module, "schedule_bound", bound)
+    assert search(made, Wanted(zero=0)).tally.too_large
+    costs = Costs(made)
+    assert bounded
+    assert all(largest_states(costs, replace(layout, zero=0)) <= 0.2e9 for layout in bounded)
 
 
 def test_what_no_number_of_hosts_holds() -> None:

@@ -27,6 +27,7 @@ PLANS = {
     "sequence parallel": "--topology data=2,model=2 --sequence-parallel",
     "recomputed": "--topology pipe=2,model=2 --recompute full --zero 0 --sequence-parallel",
     "deep": "--topology pipe=4",
+    "experts": "--experts 4 --top-k 1 --no-gated --topology pipe=2,data=2 --expert-parallel 2",
     "the best in slices": "--fix model=2 --sequence-parallel",
 }
 IN_CI = ("the best in slices",)
@@ -43,8 +44,9 @@ def test_a_written_plan_trains(name: str, tmp_path: Path, capsys: pytest.Capture
     words = shlex.split(command.removeprefix("train with: "))
     launcher = str(Path(sys.executable).with_name(words[0]))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    short = [] if "--experts" in words else ["--continuation", "12"]
     result = subprocess.run(
-        [launcher, *words[1:], "--steps", "2", "--continuation", "12", "--out", str(tmp_path)],
+        [launcher, *words[1:], "--steps", "2", *short, "--out", str(tmp_path)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
