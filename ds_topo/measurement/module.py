@@ -6,37 +6,17 @@ that a model of any size is measured in seconds on a laptop. torch is imported w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner.layers import MeasuredLayer, MeasuredProduct
+from ds_topo.measurement.tallies import AFTER, BEFORE, Progress, Tally
+from ds_topo.planner.layers import MeasuredLayer
 from ds_topo.planner.model import Model
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
-
-BEFORE, AFTER = "before the layers", "after the layers"
-
-
-@dataclass
-class _Tally:
-    """What is counted for one layer while it runs."""
-
-    products: list[MeasuredProduct] = field(default_factory=list)
-    core_flops: float = 0.0
-    core_width: int = 1
-    values: float = 0.0
-    """Values that operators other than products read and write."""
-    operators: int = 0
-    kept: dict[int, float] = field(default_factory=dict)
-    """Values kept for backward, by storage."""
-    indices: float = 0.0
-    """Bytes kept that are not floating point."""
-    output: float = 0.0
 
 
 def model_from_module(module: nn.Module, sample: Any, name: str = "") -> Model:
@@ -67,7 +47,7 @@ def model_from_module(module: nn.Module, sample: Any, name: str = "") -> Model:
     layers = []
     seen: set[int] = set()
     for key, owner in names.items():
-        tally = tallies.get(key, _Tally())
+        tally = tallies.get(key, Tally())
         parameters = [parameter for parameter in owner if id(parameter) not in seen]
         seen.update(id(parameter) for parameter in parameters)
         sizes = [parameter.numel() for parameter in parameters]
@@ -128,19 +108,21 @@ def _layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(f"{path}.{index}" if path else str(index), layer) for index, layer in enumerate(chosen)]
 
 
-def _run(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[dict[str, _Tally], dict[str, list[nn.Parameter]]]:
+def _run(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[dict[str, Tally], dict[str, list[nn.Parameter]]]:
     """Forward once; what each layer did, and the parameters that are its own."""
     import torch
+
+    from ds_topo.measurement.recording import recorded
 
     layers = _layers_of(module)
     inside = {id(parameter) for _, layer in layers for parameter in layer.parameters()}
     rest = [parameter for parameter in module.parameters() if id(parameter) not in inside]
-    state = _State()
+    state = Progress()
     with ExitStack() as stack:
         for name, layer in layers:
             stack.callback(layer.register_forward_pre_hook(_entering(state, name)).remove)
             stack.callback(layer.register_forward_hook(_leaving(state), always_call=True).remove)
-        stack.enter_context(_recorded(state))
+        stack.enter_context(recorded(state))
         arguments = tuple(value.to("meta") if isinstance(value, torch.Tensor) else value for value in arguments)
         module(*arguments)
     owners = _owners(module, layers, rest, state)
@@ -148,7 +130,7 @@ def _run(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[dict[str, _Tall
 
 
 def _owners(
-    module: nn.Module, layers: list[tuple[str, nn.Module]], rest: list[nn.Parameter], state: _State
+    module: nn.Module, layers: list[tuple[str, nn.Module]], rest: list[nn.Parameter], state: Progress
 ) -> dict[str, list[nn.Parameter]]:
     """Parameters by layer; those of no layer belong to where they are used first."""
     before = [parameter for parameter in rest if id(parameter) in state.used_before]
@@ -160,32 +142,14 @@ def _owners(
     return owners
 
 
-class _State:
-    """Which layer runs, and what was counted so far."""
-
-    def __init__(self) -> None:
-        self.tallies: dict[str, _Tally] = {}
-        self.stack: list[str] = []
-        self.passed = False
-        """Whether a layer has run."""
-        self.used_before: set[int] = set()
-        """Parameters that were used before the first layer."""
-
-    @property
-    def current(self) -> _Tally:
-        """Of the layer that runs."""
-        name = self.stack[-1] if self.stack else AFTER if self.passed else BEFORE
-        return self.tallies.setdefault(name, _Tally())
-
-
-def _entering(state: _State, name: str) -> Callable[..., None]:
+def _entering(state: Progress, name: str) -> Callable[..., None]:
     def hook(layer: nn.Module, inputs: Any) -> None:
         state.stack.append(name)
 
     return hook
 
 
-def _leaving(state: _State) -> Callable[..., None]:
+def _leaving(state: Progress) -> Callable[..., None]:
     def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
         import torch
 
@@ -196,97 +160,3 @@ def _leaving(state: _State) -> Callable[..., None]:
         state.passed = True
 
     return hook
-
-
-@contextmanager
-def _recorded(state: _State) -> Iterator[None]:
-    """Count operators, attention and what autograd keeps."""
-    import torch
-    from torch.overrides import TorchFunctionMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    aten = torch.ops.aten
-    quiet: list[bool] = []
-
-    class Attention(torch.autograd.Function):
-        """Attention without scores, as flash kernels do it: keeps queries, keys, values and the result."""
-
-        @staticmethod
-        def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            result = query.new_empty((*query.shape[:-1], value.shape[-1]))
-            ctx.save_for_backward(query, key, value, result)
-            return result
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-            return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
-
-    class Functions(TorchFunctionMode):
-        """Puts that in place of torch's own, which has no flash kernel for meta tensors."""
-
-        def __torch_function__(
-            self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            options = dict(kwargs or {})
-            if function is not torch.nn.functional.scaled_dot_product_attention:
-                return function(*args, **options)
-            query, key, value = (args[index] if index < len(args) else options[name] for index, name in _QKV)
-            causal = bool(options.get("is_causal", args[5] if len(args) > 5 else False))
-            pairs = query.numel() // query.shape[-1] * key.shape[-2]
-            tally = state.current
-            tally.core_flops += 2.0 * pairs * (query.shape[-1] + value.shape[-1]) * (0.5 if causal else 1.0)
-            tally.core_width = query.shape[-1]
-            quiet.append(True)
-            try:
-                return Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
-            finally:
-                quiet.pop()
-
-    class Operators(TorchDispatchMode):
-        """Counts products by their sizes, everything else by the values that it moves."""
-
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            result = function(*args, **(kwargs or {}))
-            if quiet:
-                return result
-            tally = state.current
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if not state.passed and not state.stack:
-                state.used_before.update(id(leaf) for leaf in inputs if isinstance(leaf, torch.nn.Parameter))
-            packet = function.overloadpacket
-            if packet in (aten.mm, aten.addmm, aten.bmm, aten.baddbmm):
-                left, right = inputs[-2:]
-                count = left.shape[0] if left.dim() == 3 else 1
-                tally.products.append(
-                    MeasuredProduct(left.shape[-2], right.shape[-1], left.shape[-1], count, batched=left.dim() == 3)
-                )
-            elif not function.is_view:
-                outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-                tally.values += sum(tensor.numel() for tensor in (*inputs, *outputs))
-                tally.operators += 1
-            return result
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        tally = state.current
-        if isinstance(tensor, torch.nn.Parameter) or (
-            getattr(tensor, "_base", None) is not None and isinstance(tensor._base, torch.nn.Parameter)
-        ):
-            return tensor
-        storage = tensor.untyped_storage()
-        known = any(storage._cdata in other.kept for other in state.tallies.values())
-        if tensor.is_floating_point() and not known:
-            tally.kept[storage._cdata] = storage.nbytes() / tensor.element_size()
-            kept_alive.append(storage)
-        elif not tensor.is_floating_point():
-            tally.indices += tensor.numel() * tensor.element_size()
-        return tensor
-
-    kept_alive: list[Any] = []
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), Operators(), Functions():  # type: ignore[no-untyped-call]
-        yield
-
-
-_QKV = ((0, "query"), (1, "key"), (2, "value"))
