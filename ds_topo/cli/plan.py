@@ -336,6 +336,10 @@ def _check_axes(option: str, spec: str, axes: Sequence[str]) -> None:
 
 def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Accelerator:
     if machine is not None and machine.speeds is not None:
+        told = ("accelerator", "peak_tflops", "memory_gb", "memory_gbps")
+        given = [name for name in told if getattr(arguments, name) is not None]
+        if given:
+            raise TopologyError(f"{_option(given[0])} and measured speeds both say what a rank has: give one of them")
         return machine.speeds.accelerator()
     if arguments.accelerator:
         given = [name for name in ("peak_tflops", "memory_gbps") if getattr(arguments, name) is not None]

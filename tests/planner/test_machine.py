@@ -91,6 +91,14 @@ def test_this_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest
     content = _plan(capsys, "--machine", str(path), "--hosts", "1", "--slots", "2")
     assert content["job"]["precision"] == "fp32"
     assert content["plans"]
+    for option, value in (
+        ("--accelerator", "H100"),
+        ("--peak-tflops", "9"),
+        ("--memory-gb", "9"),
+        ("--memory-gbps", "9"),
+    ):
+        assert main(["plan", *JOB, "--machine", str(path), option, value]) == 2
+        assert f"{option} and measured speeds both say what a rank has" in capsys.readouterr().err
 
 
 def _calibrated() -> tuple[Machine, int]:
