@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ds_topo.partition.rounds import Peer, rounds_of
+from ds_topo.partition.yielding import threads_of_gloo
 from ds_topo.process_groups.creation import ProcessGroup
 
 _MESSAGE_BYTES = 1 << 20
@@ -214,7 +215,9 @@ class PeerExchange:
         if self._end_thread is None:
             thread = threading.Thread(target=self._worker.run, name="ds_topo exchange of slices", daemon=True)
             thread.start()
-            self._end_thread = weakref.finalize(self, end_thread, thread, partial(self._jobs.put, None))
+            self._end_thread = weakref.finalize(
+                self, _end, thread, partial(self._jobs.put, None), threads_of_gloo.begin()
+            )
         self._jobs.put(job)
         return job
 
@@ -408,6 +411,11 @@ def end_thread(thread: threading.Thread, tell: Callable[[], None]) -> None:
     tell()
     if thread is not threading.current_thread():
         thread.join(_SECONDS_TO_END)
+
+
+def _end(thread: threading.Thread, tell: Callable[[], None], stop_yielding: Callable[[], None]) -> None:
+    end_thread(thread, tell)
+    stop_yielding()
 
 
 def hosts_in_order(group: ProcessGroup) -> list[str]:

@@ -54,8 +54,15 @@ def engine_step(engine: Any, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[S
         engine.backward(engine(*data))
         engine.step()
 
-    reducer = getattr(engine, "gradient_reducer", None)
-    return step, reducer.wait if reducer else lambda: None
+    def end_turn() -> None:
+        """Let arrive what is on its way, and nothing of ours work beside the other sides."""
+        reducer = getattr(engine, "gradient_reducer", None)
+        if reducer is not None:
+            reducer.wait()
+            for partition in reducer.options.partitions:
+                partition.exchange.rest()
+
+    return step, end_turn
 
 
 def torch_step(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[Step, Step]:
@@ -143,9 +150,9 @@ def parts(parallel: Parallel, data: Any) -> dict[str, tuple[Step, Step]]:
         "forward and backward": (backward, lambda: None),
         "optimizer": (optimizer.step, lambda: None),
         f"gather {TORCHS}": (lambda: exchange_by_torch(flat, 2 << 20), lambda: None),
-        f"gather {OURS}": (lambda: exchange.gather(flat).wait(), lambda: None),
+        f"gather {OURS}": (lambda: exchange.gather(flat).wait(), exchange.rest),
         f"reduce-scatter {TORCHS}": (lambda: exchange_by_torch(flat, 4 << 20), lambda: None),
-        f"reduce-scatter {OURS}": (lambda: exchange.reduce_scatter(flat).wait(), lambda: None),
+        f"reduce-scatter {OURS}": (lambda: exchange.reduce_scatter(flat).wait(), exchange.rest),
     }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -70,6 +73,41 @@ def _exchange_by(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_sums_arrive_at_owners_and_slices_everywhere(world: Worlds, way: str) -> None:
     world(4).run(_exchange_by, way)
+
+
+def _policies() -> set[int]:
+    """Of the threads that carry gloo's messages."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    assert tasks, "gloo has renamed its threads"
+    return {os.sched_getscheduler(int(task.name)) for task in tasks}
+
+
+def _messages_yield() -> None:
+    assert _policies() == {os.SCHED_OTHER}
+    first, second = (PeerExchange(_group(), ["a"] * dist.get_world_size()) for _ in range(2))
+    first.gather_now(torch.zeros(2))
+    assert _policies() == {os.SCHED_OTHER}, "the caller waits: nothing is interrupted"
+    for exchange in (first, second):
+        exchange.gather(torch.zeros(2)).wait()
+        assert _policies() == {os.SCHED_BATCH}
+    first.rest()
+    assert _policies() == {os.SCHED_BATCH}
+    del exchange, second  # without a rest
+    gc.collect()
+    assert _policies() == {os.SCHED_OTHER}
+    first.gather(torch.zeros(2)).wait()
+    assert _policies() == {os.SCHED_BATCH}
+    first.rest()
+    with mock.patch("os.sched_setscheduler", side_effect=PermissionError):  # as sandboxes do
+        first.gather(torch.zeros(2)).wait()
+        first.rest()
+    assert _policies() == {os.SCHED_OTHER}
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux has this policy")
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="2.8 does not name gloo's threads")
+def test_messages_do_not_interrupt_what_computes_beside_them(world: Worlds) -> None:
+    world(2).run(_messages_yield)
 
 
 def _one_for_a_group() -> None:
