@@ -215,9 +215,8 @@ class PeerExchange:
         if self._end_thread is None:
             thread = threading.Thread(target=self._worker.run, name="ds_topo exchange of slices", daemon=True)
             thread.start()
-            self._end_thread = weakref.finalize(
-                self, _end, thread, partial(self._jobs.put, None), threads_of_gloo.begin()
-            )
+            threads_of_gloo.begin()
+            self._end_thread = weakref.finalize(self, _end, thread, partial(self._jobs.put, None))
         self._jobs.put(job)
         return job
 
@@ -413,9 +412,9 @@ def end_thread(thread: threading.Thread, tell: Callable[[], None]) -> None:
         thread.join(_SECONDS_TO_END)
 
 
-def _end(thread: threading.Thread, tell: Callable[[], None], stop_yielding: Callable[[], None]) -> None:
+def _end(thread: threading.Thread, tell: Callable[[], None]) -> None:
     end_thread(thread, tell)
-    stop_yielding()
+    threads_of_gloo.end()
 
 
 def hosts_in_order(group: ProcessGroup) -> list[str]:

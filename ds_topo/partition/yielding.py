@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,26 +28,20 @@ class Yielding:
         self._changed: set[int] = set()
         """Linux's numbers of the threads that yield since."""
 
-    def begin(self) -> Callable[[], None]:
-        """Let them yield, also those that came since the last time; return what ends that, once."""
+    def begin(self) -> None:
+        """Let them yield, also those that came since the last time."""
         with self._lock:
             self._wanted += 1
             self._changed |= {thread for thread in _threads() if _change(thread, "SCHED_OTHER", "SCHED_BATCH")}
-        has_ended = False
 
-        def end() -> None:
-            nonlocal has_ended
-            with self._lock:
-                if has_ended:
-                    return
-                has_ended = True
-                self._wanted -= 1
-                if not self._wanted:
-                    for thread in self._changed.intersection(_threads()):
-                        _change(thread, "SCHED_BATCH", "SCHED_OTHER")
-                    self._changed.clear()
-
-        return end
+    def end(self) -> None:
+        """Once for every :meth:`begin`: the last one puts their policy back."""
+        with self._lock:
+            self._wanted -= 1
+            if not self._wanted:
+                for thread in self._changed.intersection(_threads()):
+                    _change(thread, "SCHED_BATCH", "SCHED_OTHER")
+                self._changed.clear()
 
 
 def _threads() -> Iterator[int]:

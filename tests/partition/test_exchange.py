@@ -76,37 +76,42 @@ def test_sums_arrive_at_owners_and_slices_everywhere(world: Worlds, way: str) ->
     world(4).run(_exchange_by, way)
 
 
-def _policies() -> set[int]:
-    """Of the threads that carry gloo's messages."""
-    policies: set[int] = set()
+def _policies() -> dict[int, int]:
+    """Of the threads that carry gloo's messages, by Linux's numbers of them."""
+    policies: dict[int, int] = {}
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # another thread has just ended
             if (task / "comm").read_text() == "gloo_tcp_loop\n":
-                policies.add(os.sched_getscheduler(int(task.name)))
+                policies[int(task.name)] = os.sched_getscheduler(int(task.name))
     assert policies, "gloo has renamed its threads"
     return policies
 
 
 def _messages_yield() -> None:
-    assert _policies() == {os.SCHED_OTHER}
+    assert set(_policies().values()) == {os.SCHED_OTHER}
     first, second = (PeerExchange(_group(), ["a"] * dist.get_world_size()) for _ in range(2))
     first.gather_now(torch.zeros(2))
-    assert _policies() == {os.SCHED_OTHER}, "the caller waits: nothing is interrupted"
+    assert set(_policies().values()) == {os.SCHED_OTHER}, "the caller waits: nothing is interrupted"
     for exchange in (first, second):
         exchange.gather(torch.zeros(2)).wait()
-        assert _policies() == {os.SCHED_BATCH}
+        assert set(_policies().values()) == {os.SCHED_BATCH}
     first.rest()
-    assert _policies() == {os.SCHED_BATCH}
+    assert set(_policies().values()) == {os.SCHED_BATCH}
     del exchange, second  # without a rest
     gc.collect()
-    assert _policies() == {os.SCHED_OTHER}
+    assert set(_policies().values()) == {os.SCHED_OTHER}
     first.gather(torch.zeros(2)).wait()
-    assert _policies() == {os.SCHED_BATCH}
+    assert set(_policies().values()) == {os.SCHED_BATCH}
     first.rest()
     with mock.patch("os.sched_setscheduler", side_effect=PermissionError):  # as sandboxes do
         first.gather(torch.zeros(2)).wait()
         first.rest()
-    assert _policies() == {os.SCHED_OTHER}
+    assert set(_policies().values()) == {os.SCHED_OTHER}
+    for thread in _policies():
+        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+    first.gather(torch.zeros(2)).wait()
+    first.rest()
+    assert set(_policies().values()) == {os.SCHED_BATCH}, "as the user wants them"
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux has this policy")
