@@ -1,4 +1,6 @@
-"""``python -m ds_topo`` is ``ds-topo``."""
+"""Run the command line: ``python -m ds_topo`` is ``ds-topo``."""
+
+from __future__ import annotations
 
 import sys
 

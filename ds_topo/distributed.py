@@ -1,16 +1,14 @@
-"""Model-parallel communication without handling groups: the eleven functions of ``torchshard.distributed``.
+"""The eleven functions of ``torchshard.distributed``: model-parallel communication without handling groups.
 
-Use it on top of ``torch.distributed``, or of a grid, whose ``model`` group then serves. It has one group per process;
+Use it on top of ``torch.distributed``, or on a grid, whose ``model`` group it then uses. It has one group per process;
 ``ds_topo.collectives`` has the same operations, and more, for any group.
 
-Differences from torchshard, where its documentation and its code disagree: ``get_rank`` and ``get_world_size`` are
-those of this process's model-parallel group (torchshard compares the size of the world before it reduces over a group),
-the results of the collectives are tensors, and no tensor of the caller's is changed by a backward pass.
+It differs from torchshard where torchshard's documentation and code disagree. ``get_rank`` and ``get_world_size`` refer
+to this process's model-parallel group. (torchshard compares the size of the world before it reduces over a group.) The
+collectives return tensors, and no backward pass changes a caller's tensor.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,9 +17,10 @@ from torch import Tensor
 from ds_topo import collectives
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
-from ds_topo.process_groups.torch_names import job_timeout
+from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology.axes import MODEL
 from ds_topo.topology.rank_tables import RankGroup
+from ds_topo.torch_names import job_timeout
 
 __all__ = [
     "copy",
@@ -40,37 +39,18 @@ __all__ = [
 _DIMS = (None, 0, 1, -1)
 
 
-class _HasGroups(Protocol):
-    def get_group(self, axes: str) -> ProcessGroup: ...
-
-
 class _ModelParallel:
-    """The one owner of this process's model-parallel group: its own groups, or a grid's."""
+    """The model-parallel group of this process: from groups made here, or from a grid."""
 
-    def __init__(self) -> None:
-        self._own: ProcessGroups | None = None
-        self._grid: _HasGroups | None = None
+    own: ProcessGroups | None = None
+    grid: ProcessGrid | None = None
 
-    @property
-    def is_initialized(self) -> bool:
-        return self._own is not None or self._grid is not None
-
-    def initialize(self, own: ProcessGroups | None, grid: _HasGroups | None) -> None:
-        self._own, self._grid = own, grid
-
-    def destroy(self) -> None:
-        if self._own is not None:
-            self._own.destroy()
-        self._own = self._grid = None
-
-    def group(self, what: str) -> ProcessGroup:
-        group: ProcessGroup | None = None
-        if self._grid is not None:
-            group = self._grid.get_group(MODEL)
-        elif self._own is not None:
-            group = self._own.get((MODEL,))
+    def group(self, function: str) -> ProcessGroup:
+        if self.grid is not None:
+            return self.grid.get_group(MODEL)
+        group = None if self.own is None else self.own.get((MODEL,))
         if group is None:
-            raise RuntimeError(f"{what}: call ds_topo.distributed.init_process_group() first")
+            raise RuntimeError(f"{function}: not initialised; call ds_topo.distributed.init_process_group() first")
         return group
 
 
@@ -78,27 +58,27 @@ _model_parallel = _ModelParallel()
 
 
 def is_initialized() -> bool:
-    """Whether ``init_process_group`` has been called.
+    """Return whether ``init_process_group`` has been called.
 
     >>> is_initialized()
     False
     """
-    return _model_parallel.is_initialized
+    return _model_parallel.own is not None or _model_parallel.grid is not None
 
 
-def init_process_group(group_size: int = -1, *, grid: _HasGroups | None = None) -> None:
+def init_process_group(group_size: int = -1, *, grid: ProcessGrid | None = None) -> None:
     """Join this process with ``group_size`` adjacent ranks, itself included, into a model-parallel group.
 
     Collective: all processes of the job must call it, with the same size.
 
     Args:
-        group_size: ranks per group; it must divide the number of processes. -1: all of them, one group.
-        grid: take this grid's ``model`` groups instead, in whatever order its axes are; they stay the grid's own.
+        group_size: the number of ranks per group, which must divide the number of processes; -1: one group of all.
+        grid: use this grid's ``model`` groups instead, whatever the order of its axes. The grid keeps owning them.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised, or this function was called before.
-        ValueError: a size that does not divide the number of processes, or a size together with a grid.
-        DisagreementError: the ranks came with different sizes, or did not come.
+        ValueError: the size does not divide the number of processes, or a size is given together with a grid.
+        DisagreementError: the ranks give different sizes, or some rank does not call this function.
 
     >>> import torch.distributed as dist
     >>> from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -119,21 +99,28 @@ def init_process_group(group_size: int = -1, *, grid: _HasGroups | None = None) 
             "call destroy_process_group() first"
         )
     if grid is None:
-        _model_parallel.initialize(_adjacent_groups(group_size), None)
+        _model_parallel.own = _adjacent_groups(group_size)
     elif group_size == -1:
         grid.get_group(MODEL)  # a destroyed grid raises here, not at first use
-        _model_parallel.initialize(None, grid)
+        _model_parallel.grid = grid
     else:
-        raise ValueError(f"group_size={group_size}: the grid has its model groups already; leave group_size out")
+        raise ValueError(
+            f"group_size={group_size}: the grid already has its model groups, whose size is fixed; leave group_size out"
+        )
 
 
 def destroy_process_group() -> None:
-    """Destroy the model-parallel groups made here and forget them; a grid's groups stay alive. Without any, nothing."""
-    _model_parallel.destroy()
+    """Destroy the model-parallel groups that ``init_process_group`` created; a grid's groups stay alive.
+
+    No-op without such groups.
+    """
+    if _model_parallel.own is not None:
+        _model_parallel.own.destroy()
+    _model_parallel.own = _model_parallel.grid = None
 
 
 def get_group() -> ProcessGroup:
-    """This process's model-parallel group, for ``torch.distributed`` and ``ds_topo.collectives``.
+    """Return this process's model-parallel group, for ``torch.distributed`` and ``ds_topo.collectives``.
 
     Raises:
         RuntimeError: not initialised.
@@ -142,7 +129,7 @@ def get_group() -> ProcessGroup:
 
 
 def get_rank() -> int:
-    """This process's rank in its model-parallel group (``torch.distributed.get_rank()`` is the one in the job).
+    """Return this process's rank in its model-parallel group. (``torch.distributed.get_rank()`` is its global rank.)
 
     Raises:
         RuntimeError: not initialised.
@@ -151,7 +138,7 @@ def get_rank() -> int:
 
 
 def get_world_size() -> int:
-    """The number of processes in this process's model-parallel group.
+    """Return the number of processes in this process's model-parallel group.
 
     Raises:
         RuntimeError: not initialised.
@@ -160,24 +147,24 @@ def get_world_size() -> int:
 
 
 def get_group_size() -> int:
-    """The number of processes per model-parallel group; the same as ``get_world_size()``.
+    """Return the number of processes per model-parallel group, as ``get_world_size()`` does.
 
     Raises:
         RuntimeError: not initialised.
     """
-    return _model_parallel.group("get_group_size").size()
+    return dist.get_world_size(_model_parallel.group("get_group_size"))
 
 
 def scatter(tensor: Tensor, dim: int | None = -1) -> Tensor:
     """Keep this rank's shard: ``[..., d, ...] -> [..., d / n, ...]``. The gradient is gathered.
 
     Args:
-        tensor: the same on all ranks of the group.
-        dim: 0 (rows), 1 or -1 (columns); ``None``: not sharded, the tensor is returned as it is.
+        tensor: a tensor that is the same on all ranks of the group.
+        dim: 0 (rows), 1 or -1 (columns). With ``None`` the tensor is not sharded but returned as it is.
 
     Raises:
         RuntimeError: not initialised.
-        ValueError: another ``dim``, or one that the group's size does not divide.
+        ValueError: ``dim`` is none of these, or the group's size does not divide that dimension.
     """
     group = _model_parallel.group("scatter")
     dim = _checked_dim("scatter", dim)
@@ -197,9 +184,9 @@ def gather(tensor: Tensor, dim: int | None = -1) -> Tensor:
 def reduce(tensor: Tensor) -> Tensor:
     """Sum over ranks, in place: ``[...] -> [...]``. The gradient passes unchanged.
 
-    As with any operation in place, torch refuses a backward pass that needs the former value;
-    ``collectives.reduce`` is the same out of place. A leaf that requires a gradient has its data
-    replaced, and the returned tensor, not the leaf, is the one with a history.
+    As with any operation in place, torch refuses a backward pass that needs the former value; ``collectives.reduce``
+    works out of place. If ``tensor`` is a leaf that requires a gradient, its data are replaced, and only the returned
+    tensor has the history.
 
     Returns:
         ``tensor`` itself (unless it is such a leaf).
@@ -218,7 +205,7 @@ def reduce(tensor: Tensor) -> Tensor:
 
 
 def copy(tensor: Tensor) -> Tensor:
-    """Use a replicated tensor on every rank: forward the same, backward the sum of the gradients of all ranks.
+    """Use a replicated tensor on every rank: forward identity, backward the sum of all ranks' gradients.
 
     Raises:
         RuntimeError: not initialised.
@@ -235,7 +222,7 @@ def _checked_dim(operation: str, dim: int | None) -> int | None:
 
 
 def _adjacent_groups(group_size: int) -> ProcessGroups:
-    """Groups of adjacent ranks; a rank whose size is unusable tells the others before it raises."""
+    """Create groups of adjacent ranks. If the size is invalid on one rank, all ranks raise."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     size = world_size if group_size == -1 else group_size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size:

@@ -1,7 +1,7 @@
-"""Exceptions of ds_topo.
+"""Define the exceptions of ds_topo.
 
-Where DeepSpeed raises another built-in exception for the same mistake, ours derives from that one too, so that code
-written against DeepSpeed still catches it.
+Where DeepSpeed raises a built-in exception for the same mistake, ours also derives from that one, so that code written
+for DeepSpeed still catches it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class _Abridged(reprlib.Repr):
-    def repr_int(self, x: int, level: int) -> str:  # Python refuses to print very long ones
+    def repr_int(self, x: int, level: int) -> str:  # Python refuses to print very long integers
         return super().repr_int(x, level) if x.bit_length() < 1000 else f"<an integer of {x.bit_length()} bits>"
 
 
@@ -22,7 +22,7 @@ _ABRIDGED.maxlevel = 3
 
 
 def abridged(value: object) -> str:
-    """``repr(value)`` for messages: at most a line or so, whatever a person has typed.
+    """Return ``repr(value)`` for messages, abridged to about a line.
 
     >>> abridged("pipe=2"), len(abridged("x" * 100_000)), len(abridged(10**5000))
     ("'pipe=2'", 100, 26)
@@ -31,7 +31,7 @@ def abridged(value: object) -> str:
 
 
 def listed(names: Sequence[object], shown: int = 8) -> str:
-    """Names for a message, not too many.
+    """Return names for messages; of a long list only the first ones.
 
     >>> listed(["a", "b"]), listed([]), listed([str(number) for number in range(10)])[-18:]
     ("['a', 'b']", 'none', "'7'] and 2 further")
@@ -41,92 +41,92 @@ def listed(names: Sequence[object], shown: int = 8) -> str:
 
 
 class TopologyError(ValueError):
-    """A topology, or a question to one, that cannot be answered: the message says what is wrong and what would do."""
+    """A topology, or an argument of a query to one, is invalid. The message gives the rule and valid choices."""
 
 
 class UnknownAxisError(TopologyError, AttributeError, TypeError):
-    """An axis that the topology does not have (DeepSpeed raises ``AttributeError`` or ``TypeError`` here)."""
+    """An axis is not in the topology. DeepSpeed raises ``AttributeError`` or ``TypeError``."""
 
 
 class CoordinateError(TopologyError, AssertionError):
-    """A coordinate outside its axis (DeepSpeed fails an assertion here)."""
+    """A coordinate is outside its axis. DeepSpeed fails an assertion."""
 
 
 class WorldSizeError(TopologyError, AssertionError, RuntimeError):
-    """Degrees whose product is not the number of processes (DeepSpeed's grid fails an assertion, its module raises)."""
+    """The product of the degrees is not the number of processes. DeepSpeed fails an assertion, or raises."""
 
 
 class MissingTopologyError(TopologyError, RuntimeError):
-    """A pipeline without a topology (DeepSpeed raises ``RuntimeError`` here)."""
+    """A pipeline has no topology. DeepSpeed raises ``RuntimeError``."""
 
 
 class ExpertSizeError(TopologyError, AssertionError):
-    """A size of expert or partition groups that does not divide (DeepSpeed fails an assertion here)."""
+    """A size of expert or partition groups does not divide the ranks. DeepSpeed fails an assertion."""
 
 
 class EngineOptionError(TopologyError, RuntimeError):
-    """An option of DeepSpeed's config that assumes another order of ranks than the topology's."""
+    """An option of DeepSpeed's config assumes another order of ranks than the topology's."""
 
 
 class ExpertGroupError(RuntimeError, ValueError):
-    """Expert groups, or an engine that uses them, that do not go together: the message says what would."""
+    """Expert groups do not fit each other, or the engine that uses them. The message gives a remedy."""
 
 
 class HostError(TopologyError):
-    """Hosts, a hostfile, a filter of hosts or a list of nodes that cannot be used: the message says where and why."""
+    """Hosts, a hostfile, a filter of hosts or a list of nodes cannot be used. The message names the place."""
 
 
 class LaunchError(RuntimeError):
-    """A job that cannot start: nothing launched it, or what it needs to join is missing or does not fit."""
+    """A job cannot start: no launcher started it, or something that joining needs is missing or wrong."""
 
 
 class EndOfSamplesError(RuntimeError, StopIteration):
-    """A step of a pipeline that no rank starts, because one has too few samples (DeepSpeed: ``StopIteration``)."""
+    """A rank has too few samples for a pipeline's step, so no rank starts it. DeepSpeed raises ``StopIteration``."""
 
 
 class DisagreementError(RuntimeError):
-    """Ranks of one job came with different plans, or did not come: the message names ranks and hosts."""
+    """Ranks of one job have different plans, or some did not take part. The message names ranks and hosts."""
 
 
 class StoreTimeoutError(DisagreementError, TimeoutError):
-    """The job's store does not answer, so nobody can say what the other ranks bring: the message names its server."""
+    """The job's store does not answer, so ranks cannot be compared. The message names its server."""
 
 
 class ReplicaError(RuntimeError):
-    """Ranks that must have the same values have not: the message names the tensor, ranks and hosts."""
+    """Ranks that must have the same values have different ones. The message names the tensor, ranks and hosts."""
 
 
 class GroupCreationError(RuntimeError):
-    """A process group that its ranks agreed on was not created, because one of them, or the store, is gone."""
+    """A process group was not created although its ranks agreed, because one of them, or the store, is gone."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be saved or loaded: the message names it, and ranks, hosts and files."""
+    """A checkpoint cannot be saved or loaded. The message names it, and ranks, hosts and files."""
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint, or none of that tag: the message lists those that there are."""
+    """There is no checkpoint, or none with that tag. The message lists the existing ones."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint that is not as it was written: the message names the files."""
+    """Files of a checkpoint are missing, or differ from what was written. The message names them."""
 
 
 class CheckpointVersionError(CheckpointError):
-    """A checkpoint of a later release."""
+    """A checkpoint was written by a later release of ds_topo."""
 
 
 class UnsafeCheckpointError(CheckpointError):
-    """A file that would run code when it is read: the message names the types, and how to allow them."""
+    """A file would run code when it is read. The message names the types, and how to allow them."""
 
 
 class CheckpointLayoutError(CheckpointError, TopologyError):
-    """A checkpoint of a layout whose files this one cannot read as they are: the message has both."""
+    """A checkpoint has a layout whose files the current layout cannot read. The message has both layouts."""
 
 
 class CheckpointModelError(CheckpointError):
-    """A checkpoint of another model: the message names the first parameter that differs."""
+    """A checkpoint was saved from another model. The message names the first parameter that differs."""
 
 
 class CheckpointSpaceError(CheckpointError, OSError):
-    """Not enough room on the disk for a checkpoint; nothing was written."""
+    """The disk has too little space for a checkpoint. Nothing was written."""

@@ -1,10 +1,12 @@
-"""What is changed in torch and DeepSpeed while something of ours is at work, and how it is put back.
+"""Patch names of other libraries, and restore them exactly.
 
-A *change* is a row: a name of another library that has another value for a while. A *reliance* is a private name that
-is only read, called or overridden. ``ds_topo.process_groups.torch_names`` has the rows of torch,
-``ds_topo.engine.changes`` those of DeepSpeed; ``python -m ds_topo.engine`` prints both. Whoever needs a change in force
-binds it here and gets the function that takes it back. Changes of classes and modules are counted: the first holder
-binds, the last one restores.
+A *patch* is a name of another library that has another value for a while. A *reliance* is a private name that ds_topo
+reads, calls or overrides without replacing it. ``ds_topo.torch_names`` lists those of torch, ``ds_topo.mpu.patches``
+those of DeepSpeed; ``python -m ds_topo.engine`` prints both.
+
+``ledger.bind`` puts a patch in force and returns the function that takes it back. A patch binds to one object wherever
+that works. A patch of a class or module must state on its row why it is process-wide; its holders are counted, the
+first one binds and the last one restores.
 """
 
 from __future__ import annotations
@@ -13,32 +15,36 @@ import inspect
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
 
 Make: TypeAlias = Callable[[Any], Any]
-"""What stands there, from what stood there: ``original -> replacement``."""
+"""A function that builds the replacement from the original: ``original -> replacement``."""
 Release: TypeAlias = Callable[[], None]
-"""Takes a change back. Idempotent."""
+"""A function that takes a patch back. It is idempotent."""
+ONE_CALL = "one call"
+"""The start of ``Patch.during`` of every patch that is in force during a single call only."""
 
 
 @dataclass(frozen=True)
-class Change:
+class Patch:
     """A name of another library that has another value for a while."""
 
     owner: type | ModuleType
-    """The class or module that it belongs to; or the class of the objects that get it one by one."""
+    """The class or module that has the name, or the class of the objects that are patched one by one."""
     name: str
     instead: str
-    """What stands there meanwhile."""
+    """A sentence about the replacement."""
     why: str
     during: str
-    """For how long."""
+    """The time for which the patch is in force; starts with ``ONE_CALL`` if that is a single call."""
+    process_wide: str = ""
+    """Why the patch changes a class or module for longer than one call; empty if it changes single objects."""
     releases: str = "all"
-    """The library's releases that need it."""
+    """The releases of the library that need it."""
 
     def __str__(self) -> str:
         return f"{name_of(self.owner)}.{self.name}"
@@ -46,7 +52,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Reliance:
-    """A private name of another library that is read, called or overridden."""
+    """A private name of another library that ds_topo reads, calls or overrides."""
 
     owner: type | ModuleType
     name: str
@@ -58,7 +64,7 @@ class Reliance:
 
 
 def always(value: object) -> Make:
-    """A replacement that does not depend on the original.
+    """Return a make function that ignores the original.
 
     >>> always(3)("original")
     3
@@ -67,12 +73,12 @@ def always(value: object) -> Make:
 
 
 def name_of(owner: type | ModuleType) -> str:
-    """The import path of a class or module."""
+    """Return the import path of a class or module."""
     return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
 
 
-def exists(row: Change | Reliance) -> bool:
-    """Whether the installed release has the name: as an attribute, or assigned somewhere in the class.
+def exists(row: Patch | Reliance) -> bool:
+    """Tell whether the installed release has the name, as an attribute or assigned somewhere in the class.
 
     >>> exists(Reliance(dict, "keys", "")), exists(Reliance(dict, "absent", ""))
     (True, False)
@@ -85,128 +91,139 @@ def exists(row: Change | Reliance) -> bool:
 
 
 @dataclass(eq=False)
-class _InForce:
-    """A change of a class or module, and how many hold it."""
+class _Layer:
+    """One patch of a name, on top of the value that it found there."""
 
-    change: Change
+    patch: Patch
     make: Make
-    put_back: Release
-    holders: int = 0
+    found: Any
+    """The owner's own value before, or ``_ABSENT`` if it had none."""
+    replacement: Any
+    holders: int = 1
+
+
+class _Site:
+    """One name of one owner, and the patches bound there, oldest first."""
+
+    def __init__(self, owner: Any) -> None:
+        lives_on = isinstance(owner, (type, ModuleType))
+        self.owner: Callable[[], Any] = (lambda: owner) if lives_on else weakref.ref(owner)
+        self.layers: list[_Layer] = []
+
+    def restore_released(self) -> None:
+        """Restore what released layers have found, from the top; a layer below one in force waits for that one."""
+        while self.layers and self.layers[-1].holders == 0:
+            _restore(self.owner(), self.layers.pop())
 
 
 class Ledger:
-    """The one owner of what is changed in other libraries."""
+    """The one owner of what is patched in other libraries."""
 
     def __init__(self) -> None:
-        self._in_force: dict[tuple[int, str], _InForce] = {}
+        self._shared: dict[tuple[int, str], _Site] = {}
+        self._single: weakref.WeakValueDictionary[tuple[int, str], _Site] = weakref.WeakValueDictionary()
+        """Sites of single objects. Only their releases keep them, so that the ledger keeps no object alive."""
 
-    def bind(self, change: Change, make: Make, owner: object = None) -> Release:
-        """Put a change in force; return what takes it back.
+    def bind(self, patch: Patch, make: Make, owner: object = None) -> Release:
+        """Put a patch in force; return the function that takes it back.
+
+        Several patches of one object may share a name. They may be released in any order.
 
         Args:
-            change: the row.
-            make: the replacement from the original. Other holders must bring the same one.
-            owner: the one object that gets it, in place of the row's class or module; it is not kept alive.
+            patch: the row.
+            make: builds the replacement from the original. Other holders of a process-wide patch must pass the same.
+            owner: the object to patch. By default the row's class or module is patched, for the whole process.
 
         Raises:
+            ValueError: the row does not say why the patch is process-wide.
             RuntimeError: the name does not exist in the installed release, or has another replacement already.
 
         >>> class Clock:
         ...     def time(self): return 1
-        >>> row = Change(Clock, "time", "twice as much", "an example", "an example")
+        >>> row = Patch(Clock, "time", "Twice the time.", "It is an example.", "an example", process_wide="an example")
         >>> release = ledger.bind(row, lambda time: lambda clock: 2 * time(clock))
         >>> Clock().time(), release(), release(), Clock().time()
         (2, None, None, 1)
         """
-        if owner is not None:
-            return _once(_replace(owner, change, make))
-        key = (id(change.owner), change.name)
-        entry = self._in_force.get(key)
-        if entry is None:
-            entry = self._in_force[key] = _InForce(change, make, _replace(change.owner, change, make))
-        elif entry.make is not make:
-            raise RuntimeError(
-                f"{change} is replaced already, by {entry.change.instead}: it cannot be by two at a time"
-            )
-        entry.holders += 1
+        if owner is None and not patch.process_wide and not patch.during.startswith(ONE_CALL):
+            raise ValueError(f"{patch} is patched for the whole process: say why in process_wide=, or pass owner=")
+        is_shared, target = owner is None, patch.owner if owner is None else owner
+        sites: MutableMapping[tuple[int, str], _Site] = self._shared if is_shared else self._single
+        key = (id(target), patch.name)
+        site = sites.get(key)
+        if site is None or site.owner() is not target:
+            site = _Site(target)
+        if is_shared and site.layers:
+            layer = site.layers[0]
+            if layer.make is not make:
+                raise RuntimeError(
+                    f"{patch} has a replacement already ({layer.patch.instead}) and cannot have two at a time"
+                )
+            layer.holders += 1
+        else:
+            layer = _Layer(patch, make, *_replace(target, patch, make))
+            site.layers.append(layer)
+            sites[key] = site
+        pending = [layer]
 
         def release() -> None:
-            entry.holders -= 1
-            if entry.holders == 0:
-                del self._in_force[key]
-                entry.put_back()
+            if pending:
+                pending.pop().holders -= 1
+                if is_shared and not layer.holders:
+                    del self._shared[key]
+                site.restore_released()
 
-        return _once(release)
+        return release
 
     @contextmanager
-    def bound(self, change: Change, make: Make, owner: object = None) -> Iterator[None]:
-        """A change in force inside a ``with`` statement."""
-        release = self.bind(change, make, owner)
+    def bound(self, patch: Patch, make: Make, owner: object = None) -> Iterator[None]:
+        """Put a patch in force inside a ``with`` statement."""
+        release = self.bind(patch, make, owner)
         try:
             yield
         finally:
             release()
 
-    def in_force(self) -> list[Change]:
-        """The changes of classes and modules that have holders now."""
-        return [entry.change for entry in self._in_force.values()]
+    def in_force(self) -> list[Patch]:
+        """Return the patches of classes and modules that are in force now."""
+        return [site.layers[0].patch for site in self._shared.values()]
 
 
 ledger = Ledger()
+_ABSENT = object()
 
 
-def _replace(owner: Any, change: Change, make: Make) -> Release:
-    """Set the name; return what restores it exactly: its value, or its absence from the owner itself."""
-    own = vars(owner)
-    was_own = change.name in own
-    is_there = was_own or hasattr(owner, change.name)
-    if not is_there and (owner is change.owner or not exists(change)):  # an instance may get it later
+def _replace(owner: Any, patch: Patch, make: Make) -> tuple[Any, Any]:
+    """Set the name to its replacement; return the owner's own value before, and the replacement."""
+    found = vars(owner).get(patch.name, _ABSENT)
+    is_there = found is not _ABSENT or hasattr(owner, patch.name)
+    if not is_there and (owner is patch.owner or not exists(patch)):  # an instance may get it later
         raise RuntimeError(
-            f"{change} does not exist in the installed release, but ds_topo replaces it by {change.instead}: "
-            f"{change.why}. Use the newest release that README.md names; python -m ds_topo.engine shows what else is "
-            "missing"
+            f"{patch} does not exist in the installed release, but ds_topo patches it. Replacement: {patch.instead} "
+            f"Reason: {patch.why} Use the newest release that README.md names; python -m ds_topo.engine lists "
+            "everything that is missing"
         )
-    original = own[change.name] if was_own else getattr(owner, change.name, None)
-    replacement = make(original)
-    setattr(owner, change.name, replacement)
-    reference = _reference(owner)
-
-    def put_back() -> None:
-        target = reference()
-        if target is None:
-            return
-        current = vars(target).get(change.name)
-        if current is original:
-            return
-        if current is not replacement:
-            warnings.warn(
-                f"{change} was replaced by someone else, too, and stays as it is: take that back before ds_topo's "
-                f"({change.during})",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        elif was_own:
-            setattr(target, change.name, original)
-        else:
-            delattr(target, change.name)
-
-    return put_back
+    replacement = make(getattr(owner, patch.name, None) if found is _ABSENT else found)
+    setattr(owner, patch.name, replacement)
+    return found, replacement
 
 
-def _reference(owner: Any) -> Callable[[], Any]:
-    if isinstance(owner, (type, ModuleType)):
-        return lambda: owner
-    return weakref.ref(owner)
-
-
-def _once(release: Release) -> Release:
-    pending = [release]
-
-    def release_once() -> None:
-        if pending:
-            pending.pop()()
-
-    return release_once
+def _restore(owner: Any, layer: _Layer) -> None:
+    """Put back what a layer has found, unless the owner is gone or another library has replaced the name since."""
+    if owner is None:
+        return
+    name, current = layer.patch.name, vars(owner).get(layer.patch.name, _ABSENT)
+    if current is layer.replacement and layer.found is _ABSENT:
+        delattr(owner, name)
+    elif current is layer.replacement:
+        setattr(owner, name, layer.found)
+    elif current is not layer.found:
+        warnings.warn(
+            f"{layer.patch} was replaced by another library while ds_topo patched it ({layer.patch.during}), and stays "
+            "as it is: restore that replacement first",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _source(kind: type) -> str:

@@ -25,21 +25,22 @@ import torch.nn.functional as F
 from text import standard_library
 from tokenizers import ByteLevelBPETokenizer
 from torch import nn
-from training import told_once
+from training import print_error_once
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments
 
-from ds_topo import PipelineModule, PipelineParallelGrid, TopologyError, collectives, init_distributed, use
+from ds_topo import PipelineModule, PipelineParallelGrid, collectives, init_distributed, use
+from ds_topo.errors import TopologyError
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Layers whose outputs are split over the slices, in every model of the Llama family."""
+"""The layers of every model of the Llama family whose outputs are split over the slices."""
 ROWS = ("o_proj", "down_proj")
-"""Layers whose inputs are."""
+"""The layers whose inputs are split."""
 TRAINED_ON = 400_000
-"""Bytes of text that the tokenizer sees, and that the example trains on."""
+"""The number of bytes for the tokenizer, and for training."""
 
 
 class ColumnParallel(nn.Module):
-    """``[b, s, h]`` -> ``[b, s, g/n]`` from a linear layer ``h -> g``, over the n ranks of a group."""
+    """Split the outputs of a linear layer ``h -> g`` over n ranks: ``[b, s, h]`` -> ``[b, s, g/n]``."""
 
     def __init__(self, whole: nn.Linear, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class ColumnParallel(nn.Module):
 
 
 class RowParallel(nn.Module):
-    """``[b, s, h/n]`` -> ``[b, s, g]`` from a linear layer ``h -> g``: the sum of what the ranks find."""
+    """Split the inputs of a linear layer ``h -> g`` over n ranks, and sum: ``[b, s, h/n]`` -> ``[b, s, g]``."""
 
     def __init__(self, whole: nn.Linear, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ def split_blocks(model: Any, grid: PipelineParallelGrid) -> None:
 
 
 class Block(nn.Module):
-    """A decoder layer that finds the positions by itself, ``[b, s, h]`` -> ``[b, s, h]``."""
+    """A decoder layer that computes the positions itself, ``[b, s, h]`` -> ``[b, s, h]``."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
         super().__init__()
@@ -99,12 +100,12 @@ class Block(nn.Module):
 
 
 def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Nats per token: what the model itself returns for ``labels``."""
+    """Return the loss in nats per token, as the model itself computes it from ``labels``."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Tokens of the text in sequences of one length, in an order by seed."""
+    """The tokens of the text in sequences of one length, shuffled by a seed."""
 
     def __init__(self, tokens: list[int], length: int, seed: int) -> None:
         count = len(tokens) // length
@@ -119,7 +120,7 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class InOrder(Trainer):  # type: ignore[misc]
-    """Trainer that keeps the order of the samples, which is random already."""
+    """A Trainer that does not shuffle the samples again."""
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[int]:
         return torch.utils.data.SequentialSampler(train_dataset or self.train_dataset)
@@ -169,7 +170,7 @@ def main() -> None:
 
 
 def model_and_tokens(arguments: argparse.Namespace) -> tuple[Any, list[int]]:
-    """The whole model, and the text as its tokens."""
+    """Return the complete model and the tokens of the text."""
     text = bytes(standard_library().train[:TRAINED_ON].tolist()).decode("utf-8", errors="replace")
     if arguments.model:
         tokens = AutoTokenizer.from_pretrained(arguments.model)(text)["input_ids"]
@@ -183,7 +184,7 @@ def model_and_tokens(arguments: argparse.Namespace) -> tuple[Any, list[int]]:
 
 
 def deepspeed_config(arguments: argparse.Namespace, grid: PipelineParallelGrid) -> dict[str, Any]:
-    """Two micro-batches per step; with our reducer where it serves the stage."""
+    """Return a config of two micro-batches per step, with our reducer for the ZeRO stages that it supports."""
     return {
         "train_micro_batch_size_per_gpu": arguments.batch_size // grid.get_sample_world_size() // 2,
         "gradient_accumulation_steps": 2,
@@ -198,7 +199,7 @@ def deepspeed_config(arguments: argparse.Namespace, grid: PipelineParallelGrid) 
 def train_with_trainer(
     model: Any, data: Sequences, grid: PipelineParallelGrid, arguments: argparse.Namespace
 ) -> list[float]:
-    """Losses by step; nothing in here knows of the topology but the size of a micro-batch."""
+    """Return the loss of each step. Only the size of a micro-batch depends on the topology."""
     config = deepspeed_config(arguments, grid)
     options = TrainingArguments(
         output_dir=str(arguments.out),
@@ -223,7 +224,7 @@ def train_with_trainer(
 def train_pipeline(
     model: Any, data: Sequences, grid: PipelineParallelGrid, arguments: argparse.Namespace
 ) -> list[float]:
-    """Losses by step."""
+    """Return the loss of each step."""
     if model.config.tie_word_embeddings:
         raise TopologyError(
             "pipe: this model ties its embeddings, which stages of this example do not; use model or data"
@@ -241,5 +242,5 @@ def train_pipeline(
 
 
 if __name__ == "__main__":
-    with told_once():
+    with print_error_once():
         main()

@@ -27,7 +27,7 @@ from ds_topo import collectives
 
 VOCABULARY = 256
 FIRST_BLOCK = 2
-"""The number of the first block among the layers: embedding and positions come before it."""
+"""The index of the first block among the layers, after the embedding and the positions."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class GPTConfig:
 
 
 class PositionEmbedding(nn.Module):
-    """``[b, s, h]`` plus one learned vector per position."""
+    """Add one learned vector per position to ``[b, s, h]``."""
 
     def __init__(self, config: GPTConfig, parallel: Parallel) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class PositionEmbedding(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """``[b, s, h]`` -> ``[b, s, h]``, position by position."""
+    """Two linear layers for each position, ``[b, s, h]`` -> ``[b, s, h]``."""
 
     def __init__(self, config: GPTConfig, parallel: Parallel) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Block(nn.Module):
         return hidden + fed_forward
 
     def attention(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[b, s, h]`` -> ``[b, s, h/n]``: each rank attends with its own heads."""
+        """Compute attention with this rank's heads, ``[b, s, h]`` -> ``[b, s, h/n]``."""
         query, key, value = (
             part.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part in self.qkv(hidden).chunk(3, dim=-1)
         )
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
 
 def next_byte_loss(parallel: Parallel) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Mean cross entropy in nats per byte of ``[b, s, v/n]`` against ``[b, s]``."""
+    """Return the mean cross entropy of logits ``[b, s, v/n]`` and labels ``[b, s]``, in nats per byte."""
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return vocabulary_parallel_loss(logits, labels, parallel.group)
@@ -105,7 +105,7 @@ def next_byte_loss(parallel: Parallel) -> Callable[[torch.Tensor, torch.Tensor],
 
 
 def gpt_layers(config: GPTConfig, parallel: Parallel, feed_forward: MakeFeedForward = FeedForward) -> list[Any]:
-    """The layers in order; DeepSpeed builds each on the stage that owns it."""
+    """Return the layers in order; DeepSpeed builds each on its stage."""
     size = parallel.group.size()
     if config.heads % size or VOCABULARY % size or (parallel.sequence and config.context % size):
         raise ValueError(f"the model axis has degree {size}, which must divide {config.heads} heads and the context")

@@ -17,15 +17,15 @@ from ds_topo.groups import ExpertGroups
 
 
 class Mixture(nn.Module):
-    """Every token goes through the one expert that its gate prefers: ``[b, s, h]`` -> ``[b, s, h]``.
+    """Each token passes through the expert with the highest gate score, ``[b, s, h]`` -> ``[b, s, h]``.
 
     Args:
-        config: the shape of the model; an expert has the shape of its feed-forward layer.
-        parallel: how experts are split if they are tensor parallel; else each is whole.
-        groups: the expert groups; this rank holds its share of the ``experts``.
-        experts: their number in this layer.
-        balance: weight of the auxiliary loss that keeps the load even, per micro-batch: the gradient of
-            ``balance * e * sum(share of tokens * mean score)`` is added to the gate's.
+        config: The shape of the model; an expert has the shape of its feed-forward layer.
+        parallel: How experts are split if they are tensor parallel; otherwise they are not split.
+        groups: The expert groups; this rank holds its share of the ``experts``.
+        experts: The number of experts in this layer.
+        balance: The weight of the auxiliary loss that balances the load, per micro-batch. The gradient of
+            ``balance * e * sum(share of tokens * mean score)`` is added to that of the gate.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Mixture(nn.Module):
         if not groups.plan.expert_tensor_parallel:
             parallel = Parallel(groups.grid.get_group(()))  # a group of one
         every_expert = [Expert(config, parallel) for _ in range(experts)]
-        with torch.random.fork_rng():  # the gate starts the same however many experts this rank holds
+        with torch.random.fork_rng():  # the gate starts equal for any number of experts on this rank
             self.moe = MoE(
                 config.width,
                 every_expert[0],
@@ -64,7 +64,7 @@ class Mixture(nn.Module):
 
 
 class Expert(FeedForward):
-    """A feed-forward layer of which DeepSpeed makes as many as this rank holds."""
+    """A feed-forward layer, which DeepSpeed copies for each expert of this rank."""
 
     def __init__(self, config: GPTConfig, parallel: Parallel) -> None:
         super().__init__(config, parallel)
@@ -75,10 +75,10 @@ class Expert(FeedForward):
 
 
 class WithLoss(torch.autograd.Function):
-    """``(hidden, loss) -> hidden``; backward as if ``loss`` were added to the loss of the whole model.
+    """Return ``hidden``; the backward pass adds ``loss`` to the loss of the whole model.
 
-    So each layer of a pipeline can have a loss of its own, which no later stage needs to know. The model's loss must
-    not be scaled (fp16).
+    So each layer of a pipeline can have its own loss, independent of later stages. The model's loss must not be scaled,
+    as in fp16.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Layers that are split over a model-parallel group, after Megatron-LM (arXiv:1909.08053, 2205.05198).
 
 Shapes: b sequences, s positions, h features in, g features out, v vocabulary; n ranks in the group. With *sequence
-parallelism* the activations between the layers are split along the sequence, ``[b, s/n, h]``; else every rank has them
-whole. Every layer makes its full weight first and keeps its part, so that any n starts from the same model. In a group
-of one they are plain layers: the collectives do nothing.
+parallelism* the activations between the layers are split along the sequence, ``[b, s/n, h]``; otherwise every rank has
+all of them. Every layer first creates its full weight and then keeps its part, so that any n starts from the same
+model. In a group of one rank the collectives do nothing, and these are plain layers.
 """
 
 from __future__ import annotations
@@ -22,32 +22,29 @@ SEQUENCE = 1
 
 @dataclass(frozen=True)
 class Parallel:
-    """How the layers are split."""
+    """The group over which layers are split, and whether sequences are split, too."""
 
     group: dist.ProcessGroup
     sequence: bool = False
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Before a column-parallel layer: ``[b, s, h]``, or ``[b, s/n, h]`` made whole."""
+        """Prepare the input of a column-parallel layer: keep ``[b, s, h]``, or gather ``[b, s/n, h]``."""
         if self.sequence:
             return collectives.all_gather(hidden, self.group, SEQUENCE)
         return collectives.copy(hidden, self.group)
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
-        """After a row-parallel layer: sum ``[b, s, h]``; keep all of it, or this rank's ``[b, s/n, h]``."""
+        """Sum the outputs ``[b, s, h]`` of a row-parallel layer; return all of it, or this rank's ``[b, s/n, h]``."""
         if self.sequence:
             return collectives.reduce_scatter(hidden, self.group, SEQUENCE)
         return collectives.reduce(hidden, self.group)
 
     def whole(self, parameter: torch.Tensor) -> torch.Tensor:
-        """A parameter that every rank has whole, used on this rank's positions alone if the sequence is split.
-
-        Its gradient is then the sum of what the ranks find.
-        """
+        """Use a parameter that is not split. If the sequence is split, sum its gradient over the ranks."""
         return collectives.copy(parameter, self.group) if self.sequence else parameter
 
     def own(self, full: torch.Tensor, dim: int) -> nn.Parameter:
-        """This rank's part of a full weight, marked for the norm of all gradients and for checkpoints."""
+        """Return this rank's part of a full weight, marked for the gradient norm and for checkpoints."""
         part = nn.Parameter(collectives.scatter(full.detach(), self.group, dim))
         part.tensor_model_parallel = True  # type: ignore[attr-defined]
         part.partition_dim = dim  # type: ignore[attr-defined]
@@ -55,7 +52,7 @@ class Parallel:
 
 
 class LayerNorm(nn.LayerNorm):
-    """``[b, s, h]`` or ``[b, s/n, h]`` -> the same."""
+    """A layer norm of ``[b, s, h]`` or ``[b, s/n, h]``."""
 
     def __init__(self, width: int, parallel: Parallel) -> None:
         super().__init__(width)
@@ -67,7 +64,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class ColumnParallelLinear(nn.Module):
-    """``[b, s, h]`` -> ``[b, s, g/n]``: each rank has some of the outputs.
+    """A linear layer ``[b, s, h]`` -> ``[b, s, g/n]`` that computes some of the outputs on each rank.
 
     ``pieces`` equal outputs, such as query, key and value, are each split over the ranks.
     """
@@ -84,7 +81,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """``[b, s, h/n]`` -> ``[b, s, g]``: each rank has some of the inputs, and the results are summed."""
+    """A linear layer ``[b, s, h/n]`` -> ``[b, s, g]`` that sums the results of some of the inputs on each rank."""
 
     def __init__(self, inputs: int, outputs: int, parallel: Parallel) -> None:
         super().__init__()
@@ -98,7 +95,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabularyParallelEmbedding(nn.Module):
-    """Tokens ``[b, s]`` -> ``[b, s, h]``: each rank has the rows of some of the vocabulary."""
+    """An embedding ``[b, s]`` -> ``[b, s, h]`` with the rows of some of the vocabulary on each rank."""
 
     def __init__(self, vocabulary: int, width: int, parallel: Parallel) -> None:
         super().__init__()
@@ -110,12 +107,12 @@ class VocabularyParallelEmbedding(nn.Module):
         return self.parallel.leave(F.embedding(rows, self.weight) * is_own.unsqueeze(-1))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[b, s, h]`` -> scores of this rank's part of the vocabulary, ``[b, s, v/n]``."""
+        """Return the scores ``[b, s, v/n]`` of this rank's part of the vocabulary."""
         return F.linear(self.parallel.enter(hidden), self.weight)
 
 
 def vocabulary_parallel_loss(logits: torch.Tensor, labels: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Mean cross entropy in nats of ``[b, s, v/n]`` against ``[b, s]``, without bringing the vocabulary together."""
+    """Return the mean cross entropy of ``[b, s, v/n]`` and ``[b, s]`` in nats, without gathering the vocabulary."""
     logits = logits.float()
     largest = logits.detach().amax(-1)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -128,7 +125,7 @@ def vocabulary_parallel_loss(logits: torch.Tensor, labels: torch.Tensor, group: 
 
 
 def own_rows(tokens: torch.Tensor, rows: int, group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's row among the ``rows`` of this rank (0 for others' tokens), and whether it is here."""
+    """Return each token's row among the ``rows`` of this rank, or 0, and a mask of the tokens that have one."""
     local = tokens - group.rank() * rows
     is_own = (local >= 0) & (local < rows)
     return local * is_own, is_own

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the sources of Python's own standard library, as bytes."""
+"""Read text that every machine has: the sources of Python's standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes of the training files and of the validation files, uint8, one after the other."""
+    """The concatenated bytes of the training files and of the validation files, as uint8."""
 
     train: torch.Tensor
     validation: torch.Tensor
@@ -34,10 +34,10 @@ def standard_library() -> Text:
 
 
 def windows(text: torch.Tensor, length: int, step: int, indices: range, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels ``[len(indices), length]`` of a step, int64.
+    """Return inputs and labels ``[len(indices), length]`` of a step, as int64.
 
-    A window's place in the text depends on seed, step and index alone: any rank of any layout can draw its own share of
-    a step's samples, and a run that resumes at a step sees what it would have seen.
+    The position of a window depends only on seed, step and index. So any rank of any layout can draw its own share of a
+    step's samples, and a resumed run draws the same samples as an uninterrupted one.
     """
     positions = torch.rand(indices.stop, generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
     starts = (positions[indices.start :] * (len(text) - length - 1)).long()

@@ -20,9 +20,9 @@ from training import (
     argument_parser,
     build_engine,
     model_config,
+    print_error_once,
     resume,
     start,
-    told_once,
     train,
     validate,
     write_history,
@@ -34,8 +34,8 @@ from ds_topo.collectives import gather
 
 def main() -> None:
     parser = argument_parser(__doc__, out="runs/gpt")
-    parser.add_argument("--sequence-parallel", action="store_true", help="split activations along the sequence, too")
-    parser.add_argument("--continuation", type=int, default=200, help="bytes that the model writes on at the end")
+    parser.add_argument("--sequence-parallel", action="store_true", help="also split activations along the sequence")
+    parser.add_argument("--continuation", type=int, default=200, help="bytes that the model generates at the end")
     arguments = parser.parse_args()
     config, grid = start(arguments)
     text = standard_library()
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def continuation(engine: Any, grid: PipelineParallelGrid, text: Text, arguments: argparse.Namespace) -> str:
-    """Let the model write on from a validation file; every rank takes part, and the last stage draws the bytes."""
+    """Continue a validation file with the model. Every rank calls this; the last stage draws the bytes."""
     prompt = text.validation[: arguments.context // 2].long()
     written = prompt.expand(engine.train_micro_batch_size_per_gpu(), -1).to(engine.device)
     generator = torch.Generator(device=engine.device).manual_seed(arguments.seed)
@@ -78,5 +78,5 @@ def continuation(engine: Any, grid: PipelineParallelGrid, text: Text, arguments:
 
 
 if __name__ == "__main__":
-    with told_once():
+    with print_error_once():
         main()

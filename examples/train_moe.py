@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/train_moe.py --topology "pipe=2,data=2" --experts 4 --expert-parallel 2
 
-Every block has a mixture in place of its feed-forward layer; the experts of a layer are shared out to
-``--expert-parallel`` ranks. At the end comes the share of the validation tokens that went to each expert.
+Every block has a mixture in place of its feed-forward layer. The experts of a layer are distributed over
+``--expert-parallel`` ranks. At the end the program prints the share of the validation tokens for each expert.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from training import (
     argument_parser,
     build_engine,
     model_config,
+    print_error_once,
     resume,
     start,
-    told_once,
     train,
     validate,
     write_history,
@@ -35,10 +35,12 @@ from ds_topo.groups import create_expert_groups
 
 def main() -> None:
     parser = argument_parser(__doc__, out="runs/moe")
-    parser.add_argument("--experts", type=int, default=4, help="in each block")
-    parser.add_argument("--expert-parallel", type=int, default=2, help="ranks that share out the experts of a block")
+    parser.add_argument("--experts", type=int, default=4, help="experts in each block")
+    parser.add_argument(
+        "--expert-parallel", type=int, default=2, help="ranks over which the experts of a block are distributed"
+    )
     parser.add_argument("--expert-tensor-parallel", action="store_true", help="split each expert along the model axis")
-    parser.add_argument("--balance", type=float, default=0.01, help="weight of the loss that keeps the load even")
+    parser.add_argument("--balance", type=float, default=0.01, help="weight of the loss that balances the load")
     arguments = parser.parse_args()
     config, grid = start(arguments)
     if config.get("fp16", {}).get("enabled"):
@@ -63,10 +65,10 @@ def main() -> None:
 
 
 def expert_load(engine: Any, grid: PipelineParallelGrid, depth: int, experts: int) -> list[list[float]]:
-    """The share of all tokens outside training that went to each expert, block by block.
+    """Return the share of validation tokens that went to each expert, for each block.
 
-    Tensor-parallel peers route the same tokens; so counts are summed over replicas, which see different tokens, and
-    over stages, which have different blocks.
+    Counts are summed over data-parallel replicas, which have different tokens, and over stages, which have different
+    blocks. Tensor-parallel peers route the same tokens.
     """
     counts = torch.zeros(depth, experts, device=engine.device)
     for name, layer in engine.module.named_children():  # a pipeline's layers go by their number
@@ -79,7 +81,7 @@ def expert_load(engine: Any, grid: PipelineParallelGrid, depth: int, experts: in
 
 
 def load_table(load: list[list[float]]) -> str:
-    """One row for each block."""
+    """Format the load as a table with a row for each block."""
     experts = range(len(load[0]))
     lines = ["share of validation tokens", "block   " + "".join(f"  expert {expert}" for expert in experts)]
     for block, shares in enumerate(load):
@@ -88,5 +90,5 @@ def load_table(load: list[list[float]]) -> str:
 
 
 if __name__ == "__main__":
-    with told_once():
+    with print_error_once():
         main()

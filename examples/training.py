@@ -1,4 +1,4 @@
-"""What every training example does: samples, steps, validation, checkpoints, progress and the curve of losses."""
+"""The training loop of the examples: samples, steps, validation, checkpoints, progress bar and loss curve."""
 
 from __future__ import annotations
 
@@ -24,19 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from text import Text, windows
 from torch.optim.lr_scheduler import LambdaLR
 
-from ds_topo import (
-    CheckpointError,
-    DisagreementError,
-    LaunchError,
-    MissingCheckpointError,
-    PipelineModule,
-    PipelineParallelGrid,
-    TopologyError,
-    checkpoint,
-    init_distributed,
-    initialize,
-)
-from ds_topo.checkpoint_files.durable import replace_text
+from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, init_distributed, initialize
+from ds_topo.checkpoint.folder import replace_text
+from ds_topo.errors import CheckpointError, DisagreementError, LaunchError, MissingCheckpointError, TopologyError
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 DEFAULT_CONFIG = Path(__file__).with_name("train_gpt.json")
@@ -45,12 +35,12 @@ HISTORY = "history.json"
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The description as it is written, and every default."""
+    """Help with an unwrapped description and the default of every option."""
 
 
 @contextmanager
-def told_once() -> Iterator[None]:
-    """Mistakes of a person are a sentence of rank 0, not a traceback of every rank."""
+def print_error_once() -> Iterator[None]:
+    """Print a user's error once, on rank 0, instead of a traceback on every rank."""
     try:
         yield
     except (TopologyError, CheckpointError, DisagreementError, LaunchError) as error:
@@ -60,28 +50,28 @@ def told_once() -> Iterator[None]:
 
 
 def argument_parser(description: str | None, out: str) -> argparse.ArgumentParser:
-    """The options of every example; ``out`` is where it writes unless told otherwise."""
+    """Create a parser with the options of every example; ``out`` is the default of ``--out``."""
     parser = argparse.ArgumentParser(description=description, formatter_class=_HelpFormatter)
     parser.add_argument("--topology", help='axes, outermost first, such as "pipe=2,data=-1"; else from the config')
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="DeepSpeed config file")
-    parser.add_argument("--steps", type=int, default=300, help="steps to train, those before --resume included")
+    parser.add_argument("--steps", type=int, default=300, help="steps to train, including those before --resume")
     parser.add_argument("--batch-size", type=int, default=32, help="sequences per step, over all ranks")
     parser.add_argument("--context", type=int, default=128, help="bytes per sequence")
     parser.add_argument("--width", type=int, default=128, help="features of a token")
     parser.add_argument("--heads", type=int, default=4, help="attention heads; must divide --width")
     parser.add_argument("--depth", type=int, default=4, help="transformer blocks")
-    parser.add_argument("--seed", type=int, default=0, help="of parameters and samples")
+    parser.add_argument("--seed", type=int, default=0, help="seed of parameters and samples")
     parser.add_argument("--overlap", action="store_true", help="reduce gradients during backward, and show a report")
-    parser.add_argument("--out", type=Path, default=Path(out), help="folder of checkpoints, curve and history")
+    parser.add_argument("--out", type=Path, default=Path(out), help="folder for checkpoints, loss curve and history")
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; the last is always saved")
     parser.add_argument(
         "--resume",
         nargs="?",
         const="always",
         choices=("auto", "always"),
-        help="go on from the newest whole checkpoint in --out; with auto, start anew where there is none",
+        help="resume from the newest complete checkpoint in --out; with auto, start from scratch if there is none",
     )
-    parser.add_argument("--keep-last", type=int, help="whole checkpoints to keep; all of them by default")
+    parser.add_argument("--keep-last", type=int, help="complete checkpoints to keep; all by default")
     parser.add_argument("--local_rank", type=int, help="set by the deepspeed launcher")
     return parser
 
@@ -112,7 +102,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def model_config(arguments: argparse.Namespace) -> GPTConfig:
-    """The shape of the model that the arguments ask for."""
+    """Return the shape of the model from the arguments."""
     if arguments.width % arguments.heads:
         raise TopologyError(f"--heads {arguments.heads} must divide --width {arguments.width}")
     return GPTConfig(arguments.context, arguments.width, arguments.heads, arguments.depth)
@@ -125,7 +115,7 @@ def build_engine(
     parallel: Parallel,
     layers: list[Any],
 ) -> Any:
-    """DeepSpeed's pipeline engine for these layers."""
+    """Create DeepSpeed's pipeline engine for these layers."""
     module = PipelineModule(
         layers,
         grid=grid,
@@ -146,7 +136,7 @@ def build_engine(
 
 
 def cosine_schedule(steps: int) -> Callable[[torch.optim.Optimizer], LambdaLR]:
-    """Linear warm-up over the first twentieth of the steps, then a half cosine down to a tenth."""
+    """Warm up linearly over the first twentieth of the steps, then follow a half cosine down to a tenth."""
     warmup = max(1, steps // 20)
 
     def factor(step: int) -> float:
@@ -157,12 +147,12 @@ def cosine_schedule(steps: int) -> Callable[[torch.optim.Optimizer], LambdaLR]:
 
 
 def micro_batch_size(arguments: argparse.Namespace, config: dict[str, Any], grid: PipelineParallelGrid) -> int:
-    """Sequences that one rank takes at a time."""
+    """Return the number of sequences in a micro-batch of one rank."""
     pieces = grid.get_sample_world_size() * config["gradient_accumulation_steps"]
     if arguments.batch_size % pieces:
         raise TopologyError(
             f"--batch-size {arguments.batch_size} must be a multiple of {pieces}: {grid.get_sample_world_size()} ranks "
-            f"with samples of their own x {config['gradient_accumulation_steps']} micro-batches"
+            f"with their own samples x {config['gradient_accumulation_steps']} micro-batches"
         )
     return int(arguments.batch_size // pieces)
 
@@ -170,7 +160,7 @@ def micro_batch_size(arguments: argparse.Namespace, config: dict[str, Any], grid
 def micro_batches(
     text: torch.Tensor, engine: Any, grid: PipelineParallelGrid, arguments: argparse.Namespace, step: int, seed: int
 ) -> Iterator[Batch]:
-    """This rank's micro-batches of one step; ranks that differ in pipe, model or seq alone get the same."""
+    """Yield this rank's micro-batches of a step; ranks that differ only in pipe, model or seq get the same."""
     per_rank = arguments.batch_size // grid.get_sample_world_size()
     first = grid.get_sample_rank() * per_rank
     inputs, labels = windows(text, arguments.context, step, range(first, first + per_rank), seed)
@@ -185,7 +175,7 @@ def train(
     arguments: argparse.Namespace,
     earlier: list[dict[str, float]],
 ) -> list[dict[str, float]]:
-    """Run the remaining steps; return step, loss and tokens per second of each, the ``earlier`` ones included."""
+    """Run the remaining steps; return step, loss and tokens per second of all steps, including the ``earlier`` ones."""
     history = list(earlier)
     first_step = int(history[-1]["step"]) if history else 0
     with progress_bar(grid) as bar:
@@ -208,7 +198,7 @@ def train(
 
 
 def validate(engine: Any, grid: PipelineParallelGrid, text: Text, arguments: argparse.Namespace) -> float:
-    """Mean loss, nats per byte, over windows of files that were not trained on."""
+    """Return the mean loss in nats per byte over windows of validation files."""
     losses = [
         float(engine.eval_batch(micro_batches(text.validation, engine, grid, arguments, step, seed=arguments.seed + 1)))
         for step in range(VALIDATION_STEPS)
@@ -217,7 +207,7 @@ def validate(engine: Any, grid: PipelineParallelGrid, text: Text, arguments: arg
 
 
 def save(engine: Any, arguments: argparse.Namespace, history: list[dict[str, float]]) -> None:
-    """Save a checkpoint that is there as a whole or not at all, with every step up to it."""
+    """Save a checkpoint atomically, with the history of all steps so far."""
     step = int(history[-1]["step"])
     state = {"step": step, "history": history}
     checkpoint.save(engine, arguments.out, f"global_step{step}", state, keep_last=arguments.keep_last)
@@ -226,9 +216,9 @@ def save(engine: Any, arguments: argparse.Namespace, history: list[dict[str, flo
 
 
 def resume(engine: Any, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Load the newest whole checkpoint; return the steps that it has behind it.
+    """Load the newest complete checkpoint; return the history of its steps.
 
-    With ``--resume auto`` there are none where there is no checkpoint.
+    With ``--resume auto`` and without a checkpoint the history is empty.
     """
     try:
         _, state = checkpoint.load(engine, arguments.out, verify="digests")
@@ -237,13 +227,13 @@ def resume(engine: Any, arguments: argparse.Namespace) -> list[dict[str, float]]
             return []
         raise
     if state["step"] >= arguments.steps and engine.global_rank == 0:
-        print(f"{state['step']} steps are done, and --steps {arguments.steps} asks for no more")
+        print(f"nothing to train: the checkpoint has {state['step']} steps, and --steps is {arguments.steps}")
     history: list[dict[str, float]] = state["history"]
     return history
 
 
 def progress_bar(grid: PipelineParallelGrid) -> Any:
-    """A bar on rank 0, nothing elsewhere."""
+    """Create a progress bar on rank 0; other ranks have none."""
     if grid.global_rank != 0:
         return nullcontext()
     return Progress(
@@ -258,7 +248,7 @@ def progress_bar(grid: PipelineParallelGrid) -> Any:
 def write_history(
     history: list[dict[str, float]], validation_loss: float, arguments: argparse.Namespace, **more: Any
 ) -> None:
-    """Keep losses and whatever ``more`` as JSON and, where matplotlib is installed, the losses as a picture."""
+    """Write losses and ``more`` as JSON and, if matplotlib is installed, a plot of the losses."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     record = {"validation_loss": validation_loss, "history": history, **more}
     replace_text(arguments.out / HISTORY, json.dumps(record))

@@ -1,1 +1,1 @@
-"""Tests of ds_topo, in the rooms of the package; ``README.md`` says how to run and to extend them."""
+"""Tests of ds_topo; their folders are those of the package. ``README.md`` explains how to run and to extend them."""

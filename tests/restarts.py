@@ -1,8 +1,8 @@
-"""Kill ranks of a training at random, let ``torchrun --max-restarts`` restart it; compare with one that ran through.
+"""Kill random ranks of a job under ``torchrun --max-restarts``; compare its losses with an uninterrupted job's.
 
     python -m tests.restarts --kills 20
 
-Each time a random rank gets SIGKILL: while the job starts, between two saves, or while a checkpoint is being written.
+Each kill sends SIGKILL to a random rank while the job starts, between two saves, or during a save.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from typing import Any
 
 import psutil
 
-from ds_topo.checkpoint_files.durable import DRAFT
+from ds_topo.checkpoint.folder import DRAFT
 
 ROOT = Path(__file__).parents[1]
 SHAPE = ("--batch-size", "8", "--context", "16", "--width", "16", "--heads", "2", "--depth", "2")
 PHASES = ("start", "steps", "save")
 _START_SECONDS, _STEPS_SECONDS, _SAVE_SECONDS = 8.0, 0.5, 0.03
-"""The longest that a kill waits after the ranks are there, a checkpoint is known, a checkpoint's folder is there."""
+"""The longest delays of a kill: after all ranks started, after a checkpoint, and after a checkpoint's folder exists."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """What was killed, and what it left.
+    """A kill and the checkpoints at that moment.
 
     Args:
-        rank: that got SIGKILL.
-        wanted: one of ``PHASES``.
-        known: the step of the newest known checkpoint when the rank was killed; 0 without one.
-        unfinished: the step of the checkpoint that was being written, if any.
-        second: of the job.
+        rank: The rank that got SIGKILL.
+        wanted: One of ``PHASES``.
+        known: The step of the newest complete checkpoint at the kill; 0 without one.
+        unfinished: The step of the checkpoint that was being written, if any.
+        second: The time of the kill, since the start of the job.
     """
 
     rank: int
@@ -58,10 +58,10 @@ class Kill:
 def train_and_kill(
     out: Path, ranks: int, phases: Sequence[str], options: Sequence[str], seed: int = 0, deadline: float = 3000.0
 ) -> list[Kill]:
-    """Train under torchrun, with a kill in each of the phases, one after the other.
+    """Train under torchrun, and kill a rank in each of the phases, one after the other.
 
     Raises:
-        AssertionError: the job failed, did not end in time, or ended before all kills.
+        AssertionError: The job failed, did not end in time, or ended before all kills.
     """
     command = [
         *(str(Path(sys.executable).with_name("torchrun")), "--nproc-per-node", str(ranks)),
@@ -81,20 +81,20 @@ def train_and_kill(
     except AssertionError as error:
         raise AssertionError(f"{error}:\n{log.read_text(errors='replace')[-6000:]}") from None
     finally:
-        job.terminate()  # torchrun takes its ranks along
+        job.terminate()  # torchrun ends its ranks
         job.wait()
     return kills
 
 
 class _Watch:
-    """What happens in a job, seen from outside."""
+    """Watch a job from outside, and kill its ranks."""
 
     def __init__(self, job: subprocess.Popen[bytes], out: Path, end: float) -> None:
         self._job, self._out, self._end = job, out, end
         self._started = time.time()
 
     def kill(self, attempt: int, phase: str, draw: random.Random) -> Kill:
-        """Kill a rank of this attempt, the first of which is 0."""
+        """Kill a rank of this attempt; the first attempt is 0."""
         ranks = self._until_alive(lambda: self._ranks(attempt))
         since, known = time.time(), self._known()
         if phase == "start":
@@ -109,33 +109,33 @@ class _Watch:
         time.sleep(wait)
         rank = draw.choice(sorted(ranks))
         assert ranks[rank].is_running(), f"attempt {attempt} ended before its kill"
-        ranks[rank].suspend()  # so that what is seen now is what it leaves
+        ranks[rank].suspend()  # no process changes its files after this
         kill = Kill(rank, phase, self._known(), self._unfinished(since), time.time() - self._started)
         ranks[rank].kill()
         return kill
 
     def until(self, what: Callable[[], Any]) -> Any:
-        """Wait until this is true; return it."""
+        """Wait until the result of a function is true; return the result."""
         while not (found := what()):
-            assert time.monotonic() < self._end, "the job did not get on in time"
+            assert time.monotonic() < self._end, "the job made no progress in time"
             time.sleep(0.002)
         return found
 
     def _until_alive(self, what: Callable[[], Any]) -> Any:
         def found() -> Any:
-            assert self._job.poll() is None, "the job ended before it was killed as often as wanted"
+            assert self._job.poll() is None, "the job ended before all kills"
             return what()
 
         return self.until(found)
 
     def _ranks(self, attempt: int) -> dict[int, psutil.Process]:
-        """The processes of an attempt by rank, once all are there."""
+        """Return the processes of an attempt by rank; empty until all have started."""
         ranks: dict[int, psutil.Process] = {}
         size = None
         for process in psutil.Process(self._job.pid).children():
             try:
                 variables = process.environ()
-            except psutil.Error:  # it has just ended
+            except psutil.Error:  # the process has just ended
                 continue
             if variables.get("TORCHELASTIC_RESTART_COUNT") == str(attempt):
                 ranks[int(variables["RANK"])] = process
@@ -147,11 +147,11 @@ class _Watch:
         return _step(latest.read_text()) if latest.exists() else 0
 
     def _unfinished(self, since: float) -> int | None:
-        """The step of a checkpoint that is being written and not known yet."""
+        """Return the step of a checkpoint that is being written."""
         for folder in self._out.glob(f".global_step*{DRAFT}"):
             try:
                 written = [path.stat().st_mtime for path in (folder, *folder.rglob("*"))]
-            except FileNotFoundError:  # it has just got its name
+            except FileNotFoundError:  # the checkpoint has just been renamed
                 continue
             if max(written) > since:
                 return _step(folder.name.removeprefix(".").removesuffix(DRAFT))
@@ -163,7 +163,7 @@ def _step(tag: str) -> int:
 
 
 def curve(out: Path) -> tuple[list[tuple[int, float]], float]:
-    """Loss by step and the validation loss: all of a record that does not depend on the clock."""
+    """Return the loss of each step and the validation loss, the part of a record that does not depend on the clock."""
     record = json.loads((out / "history.json").read_text())
     return [(row["step"], row["loss"]) for row in record["history"]], record["validation_loss"]
 

@@ -1,10 +1,13 @@
-"""The rooms of the package: imports point down, never in circles; who may import and create what."""
+"""Check the layers of the package: imports point down and never in circles."""
 
 from __future__ import annotations
 
 import ast
+import pkgutil
+import re
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -14,32 +17,52 @@ import ds_topo
 from tests.support.imports import circles_in, imports_in
 
 PACKAGE = Path(ds_topo.__file__).parent
-LAYERS: dict[int, set[str]] = {
-    0: {"checkpoint_files", "errors", "ledger", "placement", "planner", "topology"},
-    1: {"launch", "measurement", "process_groups"},
-    2: {"check", "collectives", "partition", "reducer", "torch_checkpoint", "watch"},
-    3: {"engine"},
-    4: {"checkpoint", "conversion", "groups", "distributed", "parallel_state"},
-    5: {"cli", "__main__"},
+LAYERS: tuple[set[str], ...] = (
+    {"errors", "ledger", "_lazy"},
+    {"topology"},
+    {"hosts", "planner", "torch_names"},
+    {"launch"},
+    {"process_groups"},
+    {"collectives", "measurement", "watch", "zero"},
+    {"check", "reducer"},
+    {"mpu"},
+    {"checkpoint"},
+    {"engine"},
+    {"distributed", "groups", "parallel_state"},
+    {"cli"},
+    {"__main__"},
+)
+"""Packages and top-level modules by layer. A module imports from its own package and from lower layers only."""
+STANDARD_LIBRARY_ONLY = {
+    "errors",
+    "ledger",
+    "_lazy",
+    "topology",
+    "hosts",
+    "planner",
+    "checkpoint.folder",
+    "checkpoint.manifest",
 }
-"""The rooms. Imports point down, or sideways inside a layer."""
-ABOVE = {"__init__", "_moved"}
-"""Files beside the rooms that import, lazily, whatever they are asked for; no room imports them."""
+"""Packages and modules that work without torch."""
+ABOVE = {"__init__"}
+"""The package's ``__init__``, which imports lazily and which no module imports."""
 
 FILES = {
     ".".join(["ds_topo", *path.relative_to(PACKAGE).with_suffix("").parts]): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-"""Every file by its module; a package's ends in ``.__init__``."""
+"""Every file by its module name; that of a package ends in ``.__init__``."""
 MODULES = {name.removesuffix(".__init__"): name for name in FILES if name.split(".")[1] not in ABOVE}
-"""The modules of the rooms."""
-ROOMS = {room: layer for layer, rooms in LAYERS.items() for room in rooms}
+"""The modules of the layers."""
+PACKAGES = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 every_module = pytest.mark.parametrize("module", MODULES)
 
 
 @cache
 def imports_of(module: str, of_types_too: bool = True) -> frozenset[str]:
     name = MODULES[module]
+    if module == "ds_topo._lazy":  # imports what it is asked for
+        return frozenset({"sys", "importlib"})
     return frozenset(imports_in(FILES[name].read_text(), name, MODULES, of_types_too=of_types_too))
 
 
@@ -47,45 +70,78 @@ def own_imports_of(module: str, of_types_too: bool = True) -> set[str]:
     return {name for name in imports_of(module, of_types_too) if name.split(".")[0] == "ds_topo"}
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.split(".")[1]
 
 
-def test_the_layers_name_the_rooms_that_exist() -> None:
-    assert ROOMS.keys() | ABOVE == {room_of(name) for name in FILES}
+def test_layers_name_all_packages() -> None:
+    assert PACKAGES.keys() | ABOVE == {package_of(name) for name in FILES}
+
+
+def _rows_of_readme() -> dict[str, tuple[int, list[str]]]:
+    """Package -> its layer and its files, as the table of ``ds_topo/README.md`` lists them."""
+    cells = [line.strip("| ").split(" | ") for line in (PACKAGE / "README.md").read_text().splitlines()]
+    return {
+        row[1].strip("`"): (int(row[0]), [name.strip("`") for name in row[3].split(", ")])
+        for row in cells
+        if len(row) == 4 and row[0].isdigit()
+    }
+
+
+def test_readme_lists_the_layers() -> None:
+    assert {package: layer for package, (layer, _) in _rows_of_readme().items()} == PACKAGES
+
+
+@pytest.mark.parametrize("package", sorted(PACKAGES))
+def test_readme_lists_the_files(package: str) -> None:
+    folder = PACKAGE / package
+    files = {path.stem for path in folder.glob("*.py")} - {"__init__"} if folder.is_dir() else {f"{package}.py"}
+    assert sorted(_rows_of_readme()[package][1]) == sorted(files)
+
+
+def test_readme_names_objects_that_exist() -> None:
+    prose = (PACKAGE / "README.md").read_text()
+    names = set(re.findall(r"`([a-z_]+(?:\.[A-Za-z_]+)+)`", prose))
+    names = {name for name in names if name.split(".")[0] in PACKAGES and not name.endswith(".py")}
+    assert len(names) > 15, "the search finds what there is to find"
+    for name in names:
+        pkgutil.resolve_name(f"ds_topo.{name}")
 
 
 @every_module
 def test_imports_point_down(module: str) -> None:
-    found = own_imports_of(module, of_types_too=False)
-    assert found <= MODULES.keys(), "modules that exist, in rooms"
-    assert {name for name in found if ROOMS[room_of(name)] > ROOMS[room_of(module)]} == set()
-
-
-def test_there_are_no_circles() -> None:
-    imports = {module: own_imports_of(module, of_types_too=False) for module in MODULES}
-    assert list(circles_in(imports)) == []
-
-
-@every_module
-def test_imports_for_types_point_down_too(module: str) -> None:
     found = own_imports_of(module)
-    assert found <= MODULES.keys()
-    assert all(ROOMS[room_of(name)] <= ROOMS[room_of(module)] for name in found)
+    assert found <= MODULES.keys(), "every imported module exists"
+    others = {name for name in found if package_of(name) != package_of(module)}
+    assert {name for name in others if PACKAGES[package_of(name)] >= PACKAGES[package_of(module)]} == set()
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if ROOMS.get(room_of(module)) == 0])
-def test_layer_0_needs_the_standard_library_alone(module: str) -> None:
+def test_imports_are_not_circular() -> None:
+    assert list(circles_in({module: own_imports_of(module) - {module} for module in MODULES})) == []
+
+
+def test_file_names_are_unique() -> None:
+    names = Counter(path.stem for path in FILES.values())
+    assert {name for name, count in names.items() if count > 1} <= {"__init__", "__main__"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [name for name in MODULES if {package_of(name), name.removeprefix("ds_topo.")} & STANDARD_LIBRARY_ONLY],
+)
+def test_modules_without_torch_import_the_standard_library_alone(module: str) -> None:
     others = {name.split(".")[0] for name in imports_of(module, of_types_too=False)}
     assert others <= {*sys.stdlib_module_names, "ds_topo"}
 
 
-def test_deepspeed_stays_in_its_rooms() -> None:
+def test_only_engine_packages_import_deepspeed() -> None:
     importers = {
-        room_of(module) for module in MODULES if any(name.split(".")[0] == "deepspeed" for name in imports_of(module))
+        package_of(module)
+        for module in MODULES
+        if any(name.split(".")[0] == "deepspeed" for name in imports_of(module))
     }
-    assert "engine" in importers, "the search finds what there is to find"
-    assert importers <= {"groups", "engine"}
+    assert "engine" in importers, "the search finds importers"
+    assert importers <= {"checkpoint", "engine", "groups", "mpu"}
 
 
 def test_one_module_creates_process_groups() -> None:
@@ -118,6 +174,6 @@ def test_every_public_name_exists(name: str) -> None:
     assert name in dir(ds_topo)
 
 
-def test_another_name_is_no_attribute() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Absent'"):
         ds_topo.Absent  # noqa: B018

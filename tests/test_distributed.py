@@ -1,4 +1,4 @@
-"""torchshard's eleven functions, as its documentation has them."""
+"""``ds_topo.distributed`` behaves as the documentation of torchshard says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_topo import DisagreementError, PipelineParallelGrid, distributed
+from ds_topo import PipelineParallelGrid, distributed
+from ds_topo.errors import DisagreementError
 from tests.support.world import Worlds
 
 
@@ -67,7 +68,7 @@ def _over_a_grid() -> None:
         assert grid.get_axis_size("model") == dist.get_world_size(grid.get_group("model"))
 
 
-def test_a_grid_lends_its_groups(world: Worlds) -> None:
+def test_init_process_group_uses_the_groups_of_a_grid(world: Worlds) -> None:
     world(4).run(_over_a_grid)
 
 
@@ -94,6 +95,6 @@ def test_mistakes_raise_on_every_rank(world: Worlds) -> None:
     world(4).run(_mistakes)
 
 
-def test_use_before_torch_is_initialised() -> None:
+def test_init_process_group_requires_torch_distributed() -> None:
     with pytest.raises(RuntimeError, match=r"torch\.distributed"):
         distributed.init_process_group()

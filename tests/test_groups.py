@@ -1,4 +1,4 @@
-"""``ds_topo.groups``: DeepSpeed's names, answered for any topology."""
+"""``ds_topo.groups`` answers DeepSpeed's names for any topology."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo import EngineOptionError, PipelineParallelGrid, ProcessTopology, groups
-from ds_topo.errors import ExpertGroupError
+from ds_topo import PipelineParallelGrid, ProcessTopology, groups
+from ds_topo.errors import EngineOptionError, ExpertGroupError
 from ds_topo.topology.expert_tables import ExpertPlan
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
@@ -17,7 +17,7 @@ STRIDED = "model=2,data=2,pipe=2"
 
 
 @pytest.mark.parametrize("tensor_parallel", [False, True])
-def test_source_and_place_of_every_rank(monkeypatch: pytest.MonkeyPatch, tensor_parallel: bool) -> None:
+def test_source_ranks_and_group_ranks_on_every_rank(monkeypatch: pytest.MonkeyPatch, tensor_parallel: bool) -> None:
     plan = ExpertPlan(ProcessTopology.from_spec(STRIDED), 2, tensor_parallel)
     monkeypatch.setattr(deepspeed_groups, "dist", dist)
     for rank in range(8):
@@ -45,7 +45,7 @@ def _second_partition() -> list[int]:
     return ranks
 
 
-def test_second_partition_of_the_current_grid(world: Worlds) -> None:
+def test_second_partition_groups_follow_the_grid(world: Worlds) -> None:
     assert world(4).run(_second_partition) == [[0, 2], [1, 3], [0, 2], [1, 3]]
 
 
@@ -56,5 +56,5 @@ def _exchange() -> int:
         return len(groups._get_local_all_to_all_group())
 
 
-def test_exchange_between_all_ranks_of_the_current_grid(world: Worlds) -> None:
+def test_all_to_all_groups_exist_on_a_grid_without_pipe_and_model(world: Worlds) -> None:
     assert all(exchange > 0 for exchange in world(4).run(_exchange))

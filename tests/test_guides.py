@@ -1,19 +1,16 @@
-"""Every snippet of README.md and of the guides runs, and prints what it says.
+"""Run every snippet and command of README.md and the guides, and compare the output with what they show.
 
-``<!-- run: 4 ranks -->`` before a block of Python runs it on four ranks; ``<!-- output -->`` before the next block
-holds lines that the ranks print, rank by rank, in this order; ``...`` stands for whatever varies, and in a line of its
-own for other lines. Commands that start an example run too, with a small model and few steps. A block of ``console``
-holds commands, ``$ ds-topo show ...``, each with exactly what it prints in 80 columns.
+``<!-- run: 4 ranks -->`` before a block of Python runs it on four ranks. ``<!-- output -->`` before the next block
+marks lines that the ranks print, in this order, first those of rank 0. ``...`` stands for text that varies, and on a
+line of its own for other lines. Commands that start an example run with a small model and few steps. A block of
+``console`` holds commands such as ``$ ds-topo show ...``, each with its exact output in 80 columns.
 """
 
 from __future__ import annotations
 
 import doctest
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -23,17 +20,17 @@ from typing import Any, NamedTuple
 import pytest
 
 from ds_topo.cli import main
+from tests.support.example_jobs import SMALL, record_in, run_command
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[1]
 GUIDES = [ROOT / "README.md", *sorted((ROOT / "examples").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- (?P<mark>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)```", re.DOTALL)
 CHECKER, FLAGS = doctest.OutputChecker(), doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-SMALL = "--steps 2 --batch-size 16 --context 16 --width 32 --depth 2"
 
 
 class Snippet(NamedTuple):
-    """A program of a guide."""
+    """A program in a guide, and the output that the guide shows."""
 
     guide: str
     line: int
@@ -58,7 +55,7 @@ def snippets() -> Iterator[Snippet]:
 
 
 def commands() -> list[str]:
-    """Commands that start an example on this host."""
+    """List the commands that start an example on this host."""
     found = [
         line
         for guide in GUIDES
@@ -71,7 +68,7 @@ def commands() -> list[str]:
 
 
 def shown_commands() -> Iterator[Any]:
-    """Commands that are shown with what they print."""
+    """Yield the commands that a guide shows with their output."""
     for guide in GUIDES:
         for block in BLOCK.finditer(guide.read_text()):
             if block["language"] == "console":
@@ -88,7 +85,7 @@ def _run(source: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("snippet", list(snippets()), ids=str)
-def test_a_snippet_runs_and_prints_what_it_says(snippet: Snippet) -> None:
+def test_snippet_prints_its_output(snippet: Snippet) -> None:
     by_rank = run_ranks(snippet.ranks, _run, snippet.source, str(snippet))
     printed = iter([line for text in by_rank for line in text.splitlines(keepends=True)])
     for wanted in snippet.output.splitlines(keepends=True):
@@ -97,22 +94,14 @@ def test_a_snippet_runs_and_prints_what_it_says(snippet: Snippet) -> None:
 
 
 @pytest.mark.parametrize("command", commands())
-def test_a_command_starts_an_example(command: str, tmp_path: Path) -> None:
-    if "--sequence-parallel" not in command and not os.environ.get("DS_TOPO_EVERY_WAY"):
-        pytest.skip("tests/examples start this example, too: DS_TOPO_EVERY_WAY=1")
-    words = shlex.split(f"{command} {SMALL} --out {tmp_path}")
-    words += ["--continuation", "12"] if "examples/train_gpt.py" in words else []
-    launcher = str(Path(sys.executable).with_name(words[0]))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [launcher, *words[1:]], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert (tmp_path / "history.json").exists()
+def test_command_trains(command: str, tmp_path: Path) -> None:
+    short = ["--continuation", "12"] if "examples/train_gpt.py" in command else []
+    run_command(command, *SMALL, "--steps", "2", *short, "--out", str(tmp_path))
+    assert len(record_in(tmp_path)["history"]) == 2
 
 
 @pytest.mark.parametrize(("command", "printed"), list(shown_commands()))
-def test_a_command_prints_what_is_shown(
+def test_command_prints_its_output(
     command: str, printed: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -123,13 +112,13 @@ def test_a_command_prints_what_is_shown(
     assert [line.rstrip() for line in (errors if code else output).splitlines()] == printed.splitlines()
 
 
-def test_the_guides_are_found() -> None:
+def test_search_finds_snippets_and_commands() -> None:
     assert len(list(snippets())) >= 10
     assert len(commands()) >= 3
     assert len(list(shown_commands())) >= 5
 
 
-def test_links_between_documents_lead_somewhere() -> None:
+def test_links_between_documents_exist() -> None:
     documents = [*GUIDES, ROOT / "ds_topo/README.md", ROOT / ".github/CONTRIBUTING.md", *ROOT.glob("tests/README.md")]
     for document in documents:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import ds_topo
-from ds_topo._moved import MOVED
 
 ROOT = Path(ds_topo.__file__).parents[1]
 CLASSES = sorted(name for name in ds_topo.__all__ if inspect.isclass(getattr(ds_topo, name)))
@@ -21,10 +20,10 @@ FUNCTIONS = sorted(name for name in ds_topo.__all__ if inspect.isfunction(getatt
 
 
 def modules() -> list[str]:
-    """Every module of the package, and every former path."""
+    """Every module of the package."""
     paths = (path.relative_to(ROOT).with_suffix("") for path in (ROOT / "ds_topo").rglob("*.py"))
     names = {".".join(path.parts).removesuffix(".__init__") for path in paths if path.name != "__main__"}
-    return sorted({*names, *(f"ds_topo.{name}" for name in MOVED)})
+    return sorted(names)
 
 
 @pytest.mark.parametrize("name", [*CLASSES, *FUNCTIONS])
@@ -42,9 +41,6 @@ def test_every_module_that_has_a_public_name_has_the_same_object(name: str) -> N
 GRID_PATHS = [
     "from ds_topo import PipelineParallelGrid",
     "from ds_topo.engine.grid import PipelineParallelGrid",
-    "from ds_topo.engine.pipeline import PipelineParallelGrid",
-    "from ds_topo.grid import PipelineParallelGrid",
-    "from ds_topo.integrations.engine_checks import PipelineParallelGrid",
     "from ds_topo.engine.grid import PipelineEngineGrid as PipelineParallelGrid",
 ]
 
@@ -76,25 +72,5 @@ def test_every_path_to_the_grid_protects_engines() -> None:
     found = [ast.literal_eval(line) for line in result.stdout.splitlines() if line.startswith("('from ")]
     assert [statement for statement, *_ in found] == GRID_PATHS
     for statement, during, afterwards in found:
-        assert {"_configure_zero_optimizer", "_do_sanity_check", "step"} <= set(during), statement
+        assert during == ["__init__"], statement
         assert afterwards == [], statement
-
-
-def test_a_former_path_warns_and_says_where_to_look() -> None:
-    sys.modules.pop("ds_topo.grid", None)
-    with pytest.warns(DeprecationWarning, match=r"ds_topo\.grid is now ds_topo\.engine\.grid"):
-        importlib.import_module("ds_topo.grid")
-    with pytest.raises(ImportError):
-        importlib.import_module("ds_topo.gradient_reducer.options")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        assert importlib.import_module("ds_topo.gradient_reducer").GradientReducer is ds_topo.GradientReducer
-        with pytest.raises(AttributeError, match="has no attribute 'Absent'"):
-            importlib.import_module("ds_topo.gradient_reducer").Absent  # noqa: B018
-
-
-def test_a_former_option_warns_and_works() -> None:
-    from ds_topo.reducer.inputs import _with_former_names
-
-    with pytest.warns(DeprecationWarning, match="storage= is now grad_buffers="):
-        assert _with_former_names({"storage": {}}) == {"grad_buffers": {}}  # type: ignore[typeddict-unknown-key]

@@ -1,6 +1,8 @@
-"""Whether a running cluster is what a layout needs: the same versions, clocks and topology everywhere, right results in
-every group, and links as fast as their neighbors.
+"""Check that a running cluster is ready for a layout.
 
-``faults`` and ``tournament`` are pure; ``session`` runs on every rank, ``verdict`` on rank 0. ``replicas`` is for jobs
-that train: whether what ranks must have alike is alike.
+Versions, clocks and topologies must be equal everywhere, every group must give right results, and no link may be much
+slower than its neighbors. Start with ``session``, which every rank runs step by step. ``meeting`` carries reports
+through the store, ``probes`` runs collectives, and ``faults`` draws conclusions from values alone.
 """
+
+from __future__ import annotations

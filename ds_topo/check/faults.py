@@ -1,28 +1,30 @@
-"""What is wrong, from what the ranks report: pure functions of values, standard library only."""
+"""Find faults in what the ranks report and measure, and summarise them: pure functions, standard library only."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from statistics import median
 from typing import Any
 
-from ds_topo.placement.summary import fold_numbers
+from ds_topo.hosts.placement import fold_numbers
 
 EXPECTED_SHARE = 0.8
-"""Less of an expected bandwidth than this is a fault."""
+"""A link below this share of its expected bandwidth is a fault."""
+MOST_PAIRS = 4096
+"""The most pairs that are listed one by one in JSON."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that must be mended before a job starts.
+    """A problem that must be fixed before a job starts.
 
     Args:
         kind: ``topology``, ``version``, ``host``, ``clock``, ``result``, ``link``, ``failure`` or ``missing``.
-        message: for a person; names hosts and ranks.
-        hosts: their names.
+        message: a sentence that names hosts and ranks.
+        hosts: the names of the hosts.
         ranks: global ranks, ascending.
     """
 
@@ -31,23 +33,22 @@ class Fault:
     hosts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        """For programs."""
-        return asdict(self)
+
+# -- versions and hosts ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank says of itself before any group exists.
+    """The description of one rank before any group exists.
 
     Args:
-        rank: global.
+        rank: the global rank.
         host: the name of its host.
-        machine: the kernel's identity, to tell two machines of one name apart.
-        local_rank: on its host.
-        local_world_size: the ranks on its host as its launcher says, or None.
-        topology: the canonical spec that it was started with, or why there is none.
-        versions: of everything that must be the same.
+        machine: the kernel's identity, which tells machines with equal names apart.
+        local_rank: the rank's number on its host.
+        local_world_size: the number of ranks on its host according to the launcher, or None.
+        topology: the canonical spec that the rank was started with, or the reason why there is none.
+        versions: the versions of everything that must be equal on all ranks.
     """
 
     rank: int
@@ -60,7 +61,7 @@ class RankReport:
 
 
 def where(reports: Iterable[RankReport]) -> str:
-    """Hosts with their ranks.
+    """Return hosts with their ranks.
 
     >>> where([RankReport(rank, "a", "", rank, 2, "", {}) for rank in (2, 3)])
     'a (ranks 2-3)'
@@ -73,70 +74,62 @@ def where(reports: Iterable[RankReport]) -> str:
 
 
 def disagreements(reports: Sequence[RankReport]) -> list[Fault]:
-    """Topologies, versions and hosts that do not agree. What most ranks have is right; rank 0 decides a tie."""
-    faults = [_disagreement("topology", "topology", reports, {report.rank: report.topology for report in reports})]
+    """Find topologies and versions that differ between ranks, and hosts whose ranks do not fit together."""
+    faults = _minorities("topology", "topology", reports, {report.rank: report.topology for report in reports})
     for name in dict.fromkeys(name for report in reports for name in report.versions):
         values = {report.rank: report.versions.get(name, "not installed") for report in reports}
-        faults.append(_disagreement("version", name, reports, values))
-    return [fault for fault in faults if fault is not None] + _mixed_up_hosts(reports)
+        faults += _minorities("version", name, reports, values)
+    return faults + _mixed_up_hosts(reports)
 
 
-def _disagreement(kind: str, name: str, reports: Sequence[RankReport], values: Mapping[int, str]) -> Fault | None:
+def _minorities(kind: str, name: str, reports: Sequence[RankReport], values: Mapping[int, str]) -> list[Fault]:
+    """Find ranks whose value differs from that of most ranks. Rank 0 decides a tie."""
     counts = Counter(values.values())
     if len(counts) == 1:
-        return None
-    most = max(counts.values())
-    first = values[reports[0].rank]
-    common = first if counts[first] == most else counts.most_common(1)[0][0]
-    others: dict[str, list[RankReport]] = defaultdict(list)
-    for report in reports:
-        if values[report.rank] != common:
-            others[values[report.rank]].append(report)
-    listed = "; ".join(f"{value} on {where(having)}" for value, having in list(others.items())[:8])
-    odd = [report for having in others.values() for report in having]
-    return Fault(
-        kind,
-        f"{name} is {common} on most ranks, but {listed}",
-        tuple(dict.fromkeys(report.host for report in odd)),
-        tuple(sorted(report.rank for report in odd)),
+        return []
+    common = max(counts, key=lambda value: (counts[value], value == values[reports[0].rank]))
+    odd = [report for report in reports if values[report.rank] != common]
+    others = list(dict.fromkeys(values[report.rank] for report in odd))
+    listed = "; ".join(
+        f"{other} on {where(each for each in odd if values[each.rank] == other)}" for other in others[:8]
     )
+    hosts = tuple(dict.fromkeys(report.host for report in odd))
+    message = f"{name} is {common} on most ranks, but {listed}"
+    return [Fault(kind, message, hosts, tuple(sorted(report.rank for report in odd)))]
 
 
 def _mixed_up_hosts(reports: Sequence[RankReport]) -> list[Fault]:
-    """Machines of one name, local ranks that are given twice, hosts with other numbers of ranks than they say."""
+    """Find machines with equal names, local ranks that are given twice, and hosts with unexpected numbers of ranks."""
     faults: list[Fault] = []
     by_host: dict[str, list[RankReport]] = defaultdict(list)
     for report in reports:
         by_host[report.host].append(report)
     for host, there in by_host.items():
         machines = {report.machine for report in there}
-        local_ranks = Counter(report.local_rank for report in there)
-        said = {report.local_world_size for report in there} - {None}
-        ranks = tuple(report.rank for report in there)
-        twice = [local_rank for local_rank, count in local_ranks.items() if count > 1]
+        said = {report.local_world_size for report in there if report.local_world_size is not None}
+        twice, times = Counter(report.local_rank for report in there).most_common(1)[0]
         if len(machines) > 1:
-            text = f"{len(machines)} machines call themselves {host}: {where(there)}; give each a name of its own"
-            faults.append(Fault("host", text, (host,), ranks))
-        elif twice:
-            same = [report for report in there if report.local_rank == twice[0]]
-            text = f"local rank {twice[0]}, and with it a device, is given more than once: {where(same)}"
-            faults.append(Fault("host", text, (host,), tuple(report.rank for report in same)))
+            text = f"{len(machines)} machines have the name {host}: {where(there)}; give each a name of its own"
+        elif times > 1:
+            there = [report for report in there if report.local_rank == twice]
+            text = f"local rank {twice}, and with it a device, is given more than once: {where(there)}"
         elif said and said != {len(there)}:
-            numbers = " or ".join(map(str, sorted(number for number in said if number is not None)))
+            numbers = " or ".join(map(str, sorted(said)))
             text = f"{host} has {len(there)} ranks, but its launcher says {numbers}: {where(there)}"
-            faults.append(Fault("host", text, (host,), ranks))
+        else:
+            continue
+        faults.append(Fault("host", text, (host,), tuple(report.rank for report in there)))
     return faults
 
 
 def wrong_clocks(offsets: Mapping[str, float], tolerance: float) -> list[Fault]:
-    """Hosts whose clock is off by more seconds than ``tolerance`` from what most have.
+    """Find hosts whose clock differs from the median by more than ``tolerance`` seconds.
 
     >>> [fault.message for fault in wrong_clocks({"a": 0.0, "b": 0.001, "c": 300.0}, 1.0)]
     ["c's clock is 300.0 s ahead of the others'"]
     """
-    usual = median(offsets.values())
-    if len(offsets) == 2:  # nobody knows which is right; rank 0's host counts as such
-        usual = next(iter(offsets.values()))
+    # of two clocks, that of rank 0's host, which comes first, counts as right
+    usual = median(offsets.values()) if len(offsets) != 2 else next(iter(offsets.values()))
     off = {host: offset - usual for host, offset in offsets.items() if abs(offset - usual) > tolerance}
     return [
         Fault("clock", f"{host}'s clock is {abs(by):.1f} s {'ahead of' if by > 0 else 'behind'} the others'", (host,))
@@ -149,12 +142,12 @@ def wrong_clocks(offsets: Mapping[str, float], tolerance: float) -> list[Fault]:
 
 @dataclass(frozen=True)
 class Anomaly:
-    """A wrong result that a rank saw.
+    """A wrong result that a rank got.
 
     Args:
         seen_by: the rank.
-        operation: which collective, over which axis.
-        suspects: who may have caused it: the sender and the receiver, or all members of the group.
+        operation: the collective and the axis.
+        suspects: the ranks that may have caused it: sender and receiver, or all members of the group.
     """
 
     seen_by: int
@@ -163,16 +156,23 @@ class Anomaly:
 
 
 def wrong_ranks(anomalies: Sequence[Anomaly], host_of: Mapping[int, str]) -> list[Fault]:
-    """The fewest ranks that explain all wrong results: whoever is suspected most, until none is left to explain.
+    """Find the fewest ranks that explain all wrong results, starting with the rank that is suspected most.
 
-    A wrong sum, in which nobody's part can be told, accuses the ranks that saw it if the others of the group saw a
-    right one, else the whole group.
+    A wrong sum does not tell whose part was wrong. If most members of the group got a right sum, those that did not are
+    the suspects; otherwise the whole group is.
 
     >>> seen = [Anomaly(0, "all_gather over data", (0, 1)), Anomaly(2, "broadcast over pipe", (1, 2))]
     >>> [fault.ranks for fault in wrong_ranks(seen, {0: "a", 1: "a", 2: "b"})]
     [(1,)]
     """
-    left = _narrowed(anomalies)
+    seen_by: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
+    for anomaly in anomalies:
+        seen_by[anomaly.operation, anomaly.suspects].add(anomaly.seen_by)
+    left: list[Anomaly] = []
+    for anomaly in anomalies:
+        seen = seen_by[anomaly.operation, anomaly.suspects]
+        few = len(anomaly.suspects) > 2 and 2 * len(seen) <= len(anomaly.suspects)
+        left.append(Anomaly(anomaly.seen_by, anomaly.operation, (anomaly.seen_by,)) if few else anomaly)
     faults: list[Fault] = []
     while left:
         weight: dict[int, Fraction] = defaultdict(Fraction)
@@ -182,7 +182,7 @@ def wrong_ranks(anomalies: Sequence[Anomaly], host_of: Mapping[int, str]) -> lis
         most = max(weight.values())
         candidates = sorted(rank for rank, sum_of_shares in weight.items() if sum_of_shares == most)
         explained = [anomaly for anomaly in left if candidates[0] in anomaly.suspects]
-        # whoever explains the same cannot be told apart from it
+        # ranks that explain the same results cannot be told apart
         guilty = [rank for rank in candidates if all(rank in anomaly.suspects for anomaly in explained)]
         left = [anomaly for anomaly in left if anomaly not in explained]
         operations = ", ".join(sorted({anomaly.operation for anomaly in explained})[:6])
@@ -193,35 +193,22 @@ def wrong_ranks(anomalies: Sequence[Anomaly], host_of: Mapping[int, str]) -> lis
     return faults
 
 
-def _narrowed(anomalies: Sequence[Anomaly]) -> list[Anomaly]:
-    """Of a group's wrong sum that few members saw, each of these few is the suspect."""
-    saw: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
-    for anomaly in anomalies:
-        saw[anomaly.operation, anomaly.suspects].add(anomaly.seen_by)
-    narrowed = []
-    for anomaly in anomalies:
-        seen_by = saw[anomaly.operation, anomaly.suspects]
-        alone = len(anomaly.suspects) > 2 and 2 * len(seen_by) <= len(anomaly.suspects)
-        narrowed.append(Anomaly(anomaly.seen_by, anomaly.operation, (anomaly.seen_by,)) if alone else anomaly)
-    return narrowed
-
-
 # -- slow links --------------------------------------------------------------------------------------------------------
 
 
 def slow_hosts(
     rates: Mapping[tuple[str, str], float], slow: float, expected: float | None = None, order: Sequence[str] = ()
 ) -> list[Fault]:
-    """Hosts and pairs of hosts whose link is slow.
+    """Find hosts and pairs of hosts whose link is slow.
 
-    A host is judged by the best of its pairs, since every pair with a slow host is slow; then a pair by what both of
-    its hosts reach with others.
+    A host is judged by the best of its pairs, since every pair with a slow host is slow. A pair is then judged by what
+    both of its hosts reach with other hosts.
 
     Args:
-        rates: bytes per second from one host to another; not all pairs need be there.
+        rates: bytes per second from one host to another; some pairs may be missing.
         slow: the share of the median below which a link is slow.
-        expected: bytes per second that every host must reach, if it is known.
-        order: of the hosts in the result; that of ``rates`` unless given.
+        expected: the bytes per second that every host must reach, if known.
+        order: the order of hosts in the result; that of ``rates`` by default.
 
     >>> rates = {(a, b): 10.0 if "c" in (a, b) else 100.0 for a in "abc" for b in "abc" if a != b}
     >>> [fault.message for fault in slow_hosts(rates, slow=0.5)]
@@ -241,13 +228,8 @@ def slow_hosts(
         rate = min((sends if verb == "sends" else receives)[host] for verb in verbs)
         norm = max(usual[verb] for verb in verbs)
         does = "link carries" if len(verbs) == 2 else f"link {verbs[0]}"
-        faults.append(
-            Fault(
-                "link",
-                f"{host}'s {does} at most {speed(rate)}, {rate / norm:.2f} of the median of all hosts ({speed(norm)})",
-                (host,),
-            )
-        )
+        text = f"{host}'s {does} at most {speed(rate)}, {rate / norm:.2f} of the median of all hosts ({speed(norm)})"
+        faults.append(Fault("link", text, (host,)))
     pairs = [
         (rate / min(sends[a], receives[b]), a, b)
         for (a, b), rate in rates.items()
@@ -264,7 +246,7 @@ def slow_hosts(
 
 
 def _best(rates: Mapping[tuple[str, str], float], end: int, order: Sequence[str]) -> dict[str, float]:
-    """The best rate of every host that was tested."""
+    """Return the best rate of every host that was tested."""
     best = dict.fromkeys(order, 0.0)
     for pair, rate in rates.items():
         best[pair[end]] = max(rate, best.get(pair[end], 0.0))
@@ -272,7 +254,7 @@ def _best(rates: Mapping[tuple[str, str], float], end: int, order: Sequence[str]
 
 
 def _slow_pair(rates: Mapping[tuple[str, str], float], slow: float) -> list[Fault]:
-    """Of two hosts nobody is the median: one direction is compared with the other."""
+    """Compare the two directions of two hosts, which have no meaningful median."""
     ordered = sorted(rates.items(), key=lambda item: item[1])
     (low_pair, low), (_, high) = ordered[0], ordered[-1]
     if low >= slow * high:
@@ -296,15 +278,15 @@ def _below_expected(sends: Mapping[str, float], receives: Mapping[str, float], e
 def slow_ranks(
     what: str, rates: Mapping[int, float], slow: float, host_of: Mapping[int, str], ignored_hosts: Iterable[str] = ()
 ) -> list[Fault]:
-    """Ranks whose best rate is below ``slow`` times the median; hosts whose fault is known already are left out."""
+    """Find ranks whose best rate is below ``slow`` times the median, except on hosts whose fault is known already."""
     usual = median(rates.values())
     known = set(ignored_hosts)
     odd = sorted((rate, rank) for rank, rate in rates.items() if rate < slow * usual and host_of[rank] not in known)
+    compared = f"of the median ({speed(usual)})"
     return [
         Fault(
             "link",
-            f"rank {rank} on {host_of[rank]} {what} at most {speed(rate)}, {rate / usual:.2f} of the median "
-            f"({speed(usual)})",
+            f"rank {rank} on {host_of[rank]} {what} at most {speed(rate)}, {rate / usual:.2f} {compared}",
             (host_of[rank],),
             (rank,),
         )
@@ -313,7 +295,7 @@ def slow_ranks(
 
 
 def speed(rate: float) -> str:
-    """Bytes per second with a unit.
+    """Return bytes per second with a unit.
 
     >>> speed(11.9e6), speed(2.5e10), speed(900.0)
     ('11.9 MB/s', '25.0 GB/s', '900 B/s')
@@ -325,7 +307,7 @@ def speed(rate: float) -> str:
 
 
 def seconds(duration: float) -> str:
-    """Seconds with a unit.
+    """Return seconds with a unit.
 
     >>> seconds(2.1e-4), seconds(0.0123), seconds(4.0)
     ('210 us', '12.3 ms', '4.0 s')
@@ -333,3 +315,106 @@ def seconds(duration: float) -> str:
     if duration < 1e-3:
         return f"{duration * 1e6:.0f} us"
     return f"{duration * 1e3:.1f} ms" if duration < 1 else f"{duration:.1f} s"
+
+
+# -- summary -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinkSummary:
+    """The links of one kind.
+
+    Args:
+        bandwidth: bytes per second and direction, the median of all pairs.
+        latency: seconds, the median of all pairs.
+        slowest: from, to and bytes per second of the slowest pairs, slowest first.
+        pairs: from, to, bytes per second and seconds of all pairs; empty where there are too many.
+    """
+
+    bandwidth: float
+    latency: float
+    slowest: tuple[tuple[str, str, float], ...]
+    pairs: tuple[tuple[str, str, float, float], ...]
+
+
+@dataclass(frozen=True)
+class AxisSummary:
+    """The groups over one axis, all working at the same time.
+
+    Args:
+        groups: the number of groups.
+        ranks: the number of ranks in each group.
+        hosts: the fewest and the most hosts of a group.
+        bandwidth: bytes per second of an all_reduce's busiest link, the median of the groups.
+        latency: seconds of a small all_reduce, the median of the groups.
+        slowest: the ranks of the slowest group.
+        slowest_bandwidth: the bandwidth of that group.
+    """
+
+    groups: int
+    ranks: int
+    hosts: tuple[int, int]
+    bandwidth: float
+    latency: float
+    slowest: tuple[int, ...]
+    slowest_bandwidth: float
+
+
+@dataclass
+class Summary:
+    """All results of a check; steps that were not reached are missing."""
+
+    topology: str
+    backend: str
+    world_size: int
+    hosts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The ranks on every host."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """The versions of rank 0."""
+    clocks: dict[str, float] = field(default_factory=dict)
+    """The seconds by which each host's clock is ahead of the first host's."""
+    axes: dict[str, AxisSummary] = field(default_factory=dict)
+    inside: LinkSummary | None = None
+    """The links from a rank to another one on its host."""
+    across: LinkSummary | None = None
+    """The links from a host to another one, all of their ranks together."""
+    rounds: tuple[int, int] = (0, 0)
+    """The number of rounds of pairs of hosts that were measured, and that there are."""
+    faults: list[Fault] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all results; bandwidths in bytes per second and direction, latencies in seconds."""
+        content = asdict(self)
+        content["hosts"] = [{"name": host, "ranks": list(ranks)} for host, ranks in self.hosts.items()]
+        content["rounds"] = {"played": self.rounds[0], "all": self.rounds[1]}
+        return content
+
+
+def axis_summary(
+    groups: Sequence[Sequence[int]], speeds: Mapping[int, Sequence[float]], host_of: Mapping[int, str]
+) -> AxisSummary:
+    """Summarise what each rank measured, ``[latency, bandwidth]``, in the groups over one axis.
+
+    >>> axis_summary([[0, 1], [2, 3]], {0: [1e-3, 8.0], 1: [2e-3, 8.0], 2: [1e-3, 4.0], 3: [1e-3, 5.0]}, "aabb")
+    AxisSummary(groups=2, ranks=2, hosts=(1, 1), bandwidth=6.0, latency=0.0015, slowest=(2, 3), slowest_bandwidth=4.0)
+    """
+    bandwidths = [min(speeds[rank][1] for rank in ranks) for ranks in groups]
+    hosts = [len({host_of[rank] for rank in ranks}) for ranks in groups]
+    slowest = min(range(len(groups)), key=bandwidths.__getitem__)
+    return AxisSummary(
+        groups=len(groups),
+        ranks=len(groups[0]),
+        hosts=(min(hosts), max(hosts)),
+        bandwidth=median(bandwidths),
+        latency=median(max(speeds[rank][0] for rank in ranks) for ranks in groups),
+        slowest=tuple(groups[slowest]),
+        slowest_bandwidth=bandwidths[slowest],
+    )
+
+
+def link_summary(latencies: Mapping[tuple[str, str], float], rates: Mapping[tuple[str, str], float]) -> LinkSummary:
+    """Summarise the latencies and rates of pairs, ``(from, to)``."""
+    ordered = sorted((rate, pair) for pair, rate in rates.items())
+    pairs = tuple((*pair, rate, latencies[pair]) for pair, rate in rates.items()) if len(rates) <= MOST_PAIRS else ()
+    slowest = tuple((*pair, rate) for rate, pair in ordered[:8])
+    return LinkSummary(median(rates.values()), median(latencies.values()), slowest, pairs)

@@ -1,32 +1,45 @@
-"""What the ranks of a check tell each other through the job's store: before any group exists, and after one broke.
+"""Exchange reports of a check through the job's store, before any group exists and after one has failed.
 
-In every step each rank posts a report and rank 0 answers all of them, so that no rank goes on alone, and a rank that
+In every step each rank posts a report, and rank 0 posts one answer to all. No rank continues alone, and a rank that
 fails, hangs or dies is named instead of waited for.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store  # torch.distributed's, where mypy sees it
+from torch._C._distributed_c10d import Store  # the class of torch.distributed, which mypy finds only here
 
-from ds_topo.check.faults import Fault
+from ds_topo.check.faults import Fault, RankReport
 from ds_topo.errors import LaunchError
-from ds_topo.placement.summary import fold_numbers
+from ds_topo.hosts.placement import fold_numbers
+from ds_topo.launch.launchers import Launch
 
 T = TypeVar("T")
+CLOCK_ROUNDS = 3
 _PATIENCE = 2.0
-"""Rank 0 waits this many times the timeout for reports: the others may be in a collective that times out first."""
+"""Rank 0 waits this many timeouts for reports: the other ranks may be in a collective that times out first."""
 
 
 class StepFailure(RuntimeError):
-    """The check cannot go on; rank 0 knows why."""
+    """The check cannot continue. On rank 0 ``faults`` has the reasons."""
+
+    def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
+        super().__init__(message)
+        self.faults = faults
 
 
 @dataclass
@@ -34,10 +47,10 @@ class Meeting:
     """The store, as all ranks of a check use it, step by step in one order.
 
     Args:
-        store: of the job.
-        rank: this one.
-        world_size: all of them.
-        timeout: of one step.
+        store: the job's store.
+        rank: this rank.
+        world_size: the number of ranks.
+        timeout: the time limit of one step.
     """
 
     store: Store
@@ -54,96 +67,128 @@ class Meeting:
         judge: Callable[[dict[int, Any]], tuple[list[Fault], T]],
         budget: timedelta = timedelta(),
     ) -> T:
-        """Do ``work`` on every rank; rank 0 judges all reports; return what it answers, the same on all ranks.
+        """Do ``work`` on every rank, let rank 0 judge all results, and return its answer on all ranks.
 
         Args:
-            name: of the step, different from all others.
-            work: what this rank does; its result goes to rank 0 as JSON, and so does its exception.
-            judge: called on rank 0 with every rank's result; faults that end the check, and the answer, as JSON.
-            budget: how much longer than the timeout the work may take.
+            name: the name of the step, different from all others.
+            work: the work of this rank. Its result or its exception goes to rank 0 as JSON.
+            judge: called on rank 0 with every rank's result; returns the faults that end the check, and the answer.
+            budget: the time beyond the timeout that the work may take.
 
         Raises:
-            StepFailure: a rank failed or did not answer, or ``judge`` found faults; rank 0's has them all.
+            StepFailure: a rank failed or did not answer, or ``judge`` returned faults.
             LaunchError: rank 0 does not answer.
         """
         try:
             report: dict[str, Any] = {"result": work()}
         except Exception as error:
             report = {"error": f"{type(error).__name__}: {error}"}
-        self._set(f"{name}/{self.rank}", report)
+        self.store.set(f"{name}/{self.rank}", json.dumps(report))
         if self.rank == 0:
-            faults, answer = self._judged(name, judge, self.timeout * _PATIENCE + budget)
-            self._set(f"{name}/answer", {"ends": bool(faults), "answer": answer})
+            reports = self._reports(name, self.timeout * _PATIENCE + budget)
+            faults, answer = self._failures(name, reports), None
+            if not faults:
+                faults, answer = judge({rank: report["result"] for rank, report in reports.items()})
+            self.store.set(f"{name}/answer", json.dumps({"ends": bool(faults), "answer": answer}))
             if faults:
-                raise StepFailures(faults)
+                raise StepFailure("; ".join(fault.message for fault in faults), faults)
             return answer  # type: ignore[return-value]
-        reply = self._get(f"{name}/answer", self.timeout * (_PATIENCE + 1) + budget)
+        try:
+            self.store.wait([f"{name}/answer"], self.timeout * (_PATIENCE + 1) + budget)
+            reply = json.loads(self.store.get(f"{name}/answer"))
+        except (dist.DistError, RuntimeError) as error:
+            raise LaunchError(f"rank 0 no longer answers ({str(error).splitlines()[0]}): see its own output") from error
         if reply["ends"]:
             raise StepFailure(f"rank 0 ended the check in step {name!r}")
         return reply["answer"]  # type: ignore[no-any-return]
 
-    def _judged(
-        self, name: str, judge: Callable[[dict[int, Any]], tuple[list[Fault], T]], patience: timedelta
-    ) -> tuple[list[Fault], T | None]:
-        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
-        missing: list[int] = []
+    def _reports(self, name: str, patience: timedelta) -> dict[int, dict[str, Any]]:
+        """Wait for the reports of all ranks; return those that came in time."""
+        keys = {rank: f"{name}/{rank}" for rank in range(self.world_size)}
         try:
-            self.store.wait(keys, patience)
+            self.store.wait(list(keys.values()), patience)
         except (dist.DistError, RuntimeError):
-            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-        reports = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys) if rank not in set(missing)}
-        failed = {rank: report["error"] for rank, report in reports.items() if "error" in report}
-        if failed or missing:
-            return self._failures(name, failed, missing), None
-        return judge({rank: report["result"] for rank, report in reports.items()})
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        return {rank: json.loads(self.store.get(key)) for rank, key in keys.items()}
 
-    def _failures(self, name: str, failed: Mapping[int, str], missing: list[int]) -> list[Fault]:
+    def _failures(self, name: str, reports: Mapping[int, Mapping[str, Any]]) -> list[Fault]:
+        """Return a fault for ranks that did not report, and one for each of the first few different errors."""
         faults = []
-        if missing:
-            hosts = tuple(dict.fromkeys(self.hosts.get(rank, "?") for rank in missing))
-            text = f"{name}: ranks {fold_numbers(missing)} on {', '.join(hosts[:8])} did not answer: they ended or hang"
+        if missing := [rank for rank in range(self.world_size) if rank not in reports]:
+            hosts, where = self._where(missing)
+            text = f"{name}: {where} did not answer: they ended or hang"
             faults.append(Fault("missing", text, hosts, tuple(missing)))
-        alike: dict[str, list[int]] = {}
-        for rank, error in failed.items():
-            alike.setdefault(error.splitlines()[0][:400], []).append(rank)
+        alike: dict[str, list[int]] = defaultdict(list)
+        for rank, report in reports.items():
+            if "error" in report:
+                alike[report["error"].splitlines()[0][:400]].append(rank)
         for error, ranks in list(alike.items())[:8]:
-            hosts = tuple(dict.fromkeys(self.hosts.get(rank, "?") for rank in ranks))
-            text = f"{name}: ranks {fold_numbers(ranks)} on {', '.join(hosts[:8])} failed: {error}"
-            faults.append(Fault("failure", text, hosts, tuple(ranks)))
+            hosts, where = self._where(ranks)
+            faults.append(Fault("failure", f"{name}: {where} failed: {error}", hosts, tuple(ranks)))
         return faults
 
-    # -- the store ---------------------------------------------------------------------------------------------------
+    def _where(self, ranks: Sequence[int]) -> tuple[tuple[str, ...], str]:
+        hosts = tuple(dict.fromkeys(self.hosts.get(rank, "?") for rank in ranks))
+        return hosts, f"ranks {fold_numbers(ranks)} on {', '.join(hosts[:8])}"
 
-    def _set(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value))
+    def clock_offset(self, hosts: int) -> float:
+        """Return the seconds by which this host's clock is ahead of rank 0's; called by one rank of each of ``hosts``.
 
-    def _get(self, key: str, timeout: timedelta) -> Any:
-        try:
-            self.store.wait([key], timeout)
-            return json.loads(self.store.get(key))
-        except (dist.DistError, RuntimeError) as error:
-            raise LaunchError(f"rank 0 no longer answers ({str(error).splitlines()[0]}): see its own output") from error
-
-    def count_in(self, name: str) -> None:
-        """Say that this rank has come to ``name``."""
-        self.store.add(name, 1)
-
-    def wait_for_count(self, name: str, count: int) -> None:
-        """Wait until ``count`` ranks have come to ``name``.
+        Rank 0 posts its time when all hosts wait for it. Its message takes some time, so the smallest of a few offsets
+        counts.
 
         Raises:
-            TimeoutError: they did not.
+            TimeoutError: on rank 0, some hosts did not come.
         """
-        end = time.monotonic() + self.timeout.total_seconds()
-        while self.store.add(name, 0) < count:
-            if time.monotonic() > end:
-                raise TimeoutError(f"{self.store.add(name, 0)} of {count} ranks came to {name}")
-            time.sleep(0.005)
+        offsets = []
+        for number in range(CLOCK_ROUNDS):
+            ready, now = f"clocks/ready{number}", f"clocks/now{number}"
+            came = self.store.add(ready, 1)
+            if self.rank:
+                self.store.wait([now], self.timeout)
+                offsets.append(time.time() - float(self.store.get(now)))
+                continue
+            end = time.monotonic() + self.timeout.total_seconds()
+            while came < hosts:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{came} of {hosts} ranks came to {ready}")
+                time.sleep(0.005)
+                came = self.store.add(ready, 0)
+            time.sleep(0.05)  # until the last of them waits
+            self.store.set(now, repr(time.time()))
+            offsets.append(0.0)
+        return min(offsets)
 
 
-class StepFailures(StepFailure):
-    """Rank 0's account: the faults that ended the check."""
+def report_of(launch: Launch, topology: str) -> RankReport:
+    """Return the report of this rank."""
+    try:
+        # the identity of the running kernel, equal in all containers of one machine
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        machine = platform.node()
+    host = socket.gethostname()
+    return RankReport(
+        launch.rank, host, machine, launch.local_rank, launch.local_world_size, topology, versions=versions()
+    )
 
-    def __init__(self, faults: list[Fault]) -> None:
-        super().__init__("; ".join(fault.message for fault in faults))
-        self.faults = faults
+
+def versions() -> dict[str, str]:
+    """Return the versions of everything that must be equal on all hosts; packages that are missing are left out.
+
+    >>> {"Python", "deepspeed"} <= versions().keys()
+    True
+    """
+    found = {"Python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
+    for package in ("ds_topo", "deepspeed"):
+        with suppress(importlib.metadata.PackageNotFoundError):  # imported from a folder
+            found[package] = importlib.metadata.version(package)
+    if torch.version.cuda is not None:
+        found["CUDA"] = torch.version.cuda
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        driver = Path("/proc/driver/nvidia/version")
+        if driver.exists():
+            found["NVIDIA driver"] = driver.read_text().splitlines()[0].split("  ")[1]
+    return found

@@ -1,65 +1,78 @@
-"""A check, step by step, as every rank runs it; rank 0 judges."""
+"""Run a check, step by step, on every rank of a job. Rank 0 judges each step."""
 
 from __future__ import annotations
 
 import socket
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's, where mypy sees them
+from torch._C._distributed_c10d import PrefixStore, Store  # classes of torch.distributed, which mypy finds only here
 
-from ds_topo.check import results, timing
 from ds_topo.check.faults import (
     Anomaly,
     Fault,
+    LinkSummary,
     RankReport,
+    Summary,
+    axis_summary,
     disagreements,
+    link_summary,
     slow_hosts,
     slow_ranks,
     wrong_clocks,
     wrong_ranks,
 )
-from ds_topo.check.links import Hosts, PairTimes, best, time_across_hosts, time_inside_hosts
-from ds_topo.check.meeting import Meeting, StepFailures
-from ds_topo.check.reports import as_json, clock_offset, from_json, report_of
-from ds_topo.check.summary import AxisSummary, LinkSummary, Summary, axis_summary, link_summary
-from ds_topo.check.tournament import rounds
+from ds_topo.check.meeting import Meeting, StepFailure, report_of
+from ds_topo.check.probes import (
+    Device,
+    Hosts,
+    check_arithmetic,
+    check_group,
+    pack,
+    pairs_of,
+    rounds,
+    time_across_hosts,
+    time_all_reduce,
+    time_inside_hosts,
+    unpack,
+)
 from ds_topo.errors import TopologyError
+from ds_topo.hosts.placement import group_axes
 from ds_topo.launch.joining import create_world, open_store, take_device, wait_for_all
 from ds_topo.launch.launchers import Launch
-from ds_topo.placement.placement import group_axes
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.process_groups.grid import ProcessGrid
+from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import check_meanings
 from ds_topo.topology.rank_tables import RankGroup
 
 FATAL = ("topology", "host", "missing", "failure")
-"""After these nothing further can be measured."""
+"""The kinds of faults after which nothing further can be measured."""
 SHARED_LINK = 0.5
-"""Ranks that share their host's link divide it unevenly: they are slow only below this share of ``slow``."""
+"""Ranks share their host's link unevenly, so a rank is slow only below this share of ``slow``."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is checked, and how strictly.
+    """The options of a check.
 
     Args:
-        spec: of the topology.
-        backend: of torch.
-        timeout: of one step.
-        seconds: for the tests of pairs of hosts; rounds that do not fit are left out, and that is said.
+        spec: the topology's spec.
+        backend: the torch backend.
+        timeout: the time limit of one step.
+        seconds: the time for pairs of hosts; rounds that do not fit are left out and reported as such.
         slow: the share of the median below which a link is slow.
-        clock_tolerance: seconds.
-        expected: bytes per second that each host's link must carry, if it is known.
-        expected_hosts: the name of the host of every rank, if it is known.
-        most_bytes: the largest transfer.
+        clock_tolerance: the seconds by which clocks may differ.
+        expected: the bytes per second that each host's link must carry, if known.
+        expected_hosts: the host name of every rank, if known.
+        most_bytes: the size of the largest transfer.
     """
 
     spec: str
@@ -73,129 +86,265 @@ class Options:
     most_bytes: int = 2**25
 
 
-class Progress(Protocol):
-    """Shows how far the check is."""
-
-    def begin(self, step: str) -> None:
-        """A step begins."""
-
-    def advance(self, done: int, of: int) -> None:
-        """So much of it is done."""
-
-
-@dataclass
-class _Check:
-    """The state of a check on one rank, filled step by step."""
-
-    launch: Launch
-    options: Options
-    progress: Progress
-    meeting: Meeting
-    faults: list[Fault] = field(default_factory=list)
-    reports: dict[int, RankReport] = field(default_factory=dict)
-    """Of all ranks, on rank 0."""
-
-
-def run_check(launch: Launch, options: Options, progress: Progress) -> Summary | None:
+def run_check(launch: Launch, options: Options, progress: Callable[[str, int, int], None]) -> Summary | None:
     """Check the cluster; collective over all ranks of the job.
 
+    Args:
+        launch: this rank.
+        options: the options of the check.
+        progress: called with the name of a step, and with how much of it is done.
+
     Returns:
-        On rank 0 what was found, faults included; None on the others.
+        The results, including faults, on rank 0; None on the others.
 
     Raises:
         LaunchError: the store cannot be reached.
-        DisagreementError: ranks did not come.
-        StepFailure: on other ranks than 0, where the check ended early.
+        DisagreementError: some ranks did not come.
+        StepFailure: on other ranks than 0, the check ended early.
     """
-    progress.begin("waiting for all ranks")
+    progress("waiting for all ranks", 0, 0)
     if "nccl" in options.backend:
         take_device(launch)
     store = open_store(launch, options.timeout)
     wait_for_all(store, launch, options.timeout)
-    meeting = Meeting(PrefixStore("check", store), launch.rank, launch.world_size, options.timeout)
-    check = _Check(launch, options, progress, meeting)
-    summary = Summary(options.spec, options.backend, launch.world_size)
+    check = _Check(launch, options, progress, store)
     with ExitStack() as stack:
         try:
-            hosts = _agree(check, summary)
-            _clocks(check, summary, hosts)
-            progress.begin("groups")
-            topology = ProcessTopology.from_spec(options.spec, launch.world_size)
-            summary.topology = topology.spec
-            grid = _groups(check, topology, store)
+            check.compare_reports()
+            check.compare_clocks()
+            check.create_groups()
             stack.callback(dist.destroy_process_group)
-            stack.callback(grid.destroy)
-            device = timing.Device(_device(options.backend, launch), options.most_bytes)
-            _results(check, grid, device)
-            summary.axes = _axes(check, grid, device)
-            team = _team(grid, hosts, launch.rank)
-            _inside(check, summary, hosts, device)
-            _across(check, summary, hosts, device, team)
-        except StepFailures as failure:
+            stack.callback(check.grid.destroy)
+            check.check_results()
+            check.measure_axes()
+            check.measure_inside_hosts()
+            check.measure_across_hosts()
+        except StepFailure as failure:
             check.faults += [fault for fault in failure.faults if fault not in check.faults]
-    if launch.rank:
-        return None
-    summary.faults = check.faults
-    return summary
+            if launch.rank:
+                raise
+    return None if launch.rank else check.summary
 
 
-# -- before any group exists -------------------------------------------------------------------------------------------
+class _Check:
+    """The steps of a check on one rank, in the order in which they are called."""
 
+    grid: ProcessGrid
+    team: ProcessGroup | None
+    """The ranks of this host, where there are several."""
 
-def _agree(check: _Check, summary: Summary) -> Hosts:
-    """Topology, versions, hosts: the ranks of every host."""
-    launch, options = check.launch, check.options
-    check.progress.begin("versions and topology")
+    def __init__(
+        self, launch: Launch, options: Options, progress: Callable[[str, int, int], None], store: Store
+    ) -> None:
+        self.rank, self.launch, self.options = launch.rank, launch, options
+        self.progress, self.store = progress, store
+        self.meeting = Meeting(PrefixStore("check", store), launch.rank, launch.world_size, options.timeout)
+        self.summary = Summary(options.spec, options.backend, launch.world_size)
+        self.faults = self.summary.faults
+        self.hosts = Hosts(())
 
-    def describe() -> dict[str, Any]:
-        try:
-            topology = ProcessTopology.from_spec(options.spec, launch.world_size)
-            check_meanings(topology.axes, topology.extra_axes)
-            described = topology.spec
-        except TopologyError as error:
-            described = f"unusable: {error}"
-        return as_json(report_of(launch, described))
+    def begin(self, step: str) -> Callable[[int, int], None]:
+        """Show the step; return a function that shows how much of it is done."""
+        self.progress(step, 0, 0)
+        return lambda done, of: self.progress(step, done, of)
 
-    def judge(answers: dict[int, Any]) -> tuple[list[Fault], dict[str, Any]]:
-        reports = [from_json(answer) for _, answer in sorted(answers.items())]
-        check.reports = {report.rank: report for report in reports}
-        check.meeting.hosts = {report.rank: report.host for report in reports}
-        by_host: dict[str, list[int]] = defaultdict(list)
-        for report in reports:
-            by_host[report.host].append(report.rank)
-        hosts = Hosts(tuple(tuple(ranks) for ranks in by_host.values()))
-        summary.hosts = {host: tuple(ranks) for host, ranks in by_host.items()}
-        summary.versions = dict(reports[0].versions)
-        found = disagreements(reports) + _unexpected_hosts(reports, options.expected_hosts)
-        unusable = [report for report in reports if report.topology.startswith("unusable")]
-        if unusable and not any(fault.kind == "topology" for fault in found):
-            found.append(Fault("topology", f"the topology is {unusable[0].topology}"))
-        check.faults += found
-        return [fault for fault in found if fault.kind in FATAL], hosts.as_json()
+    def gather(self, name: str, work: Callable[[], Any], budget: timedelta = timedelta()) -> dict[int, Any]:
+        """Do ``work`` on every rank; return all results on rank 0, none on the others."""
+        gathered: dict[int, Any] = {}
 
-    return Hosts.from_json(check.meeting.step("describe", describe, judge))
+        def keep(answers: dict[int, Any]) -> tuple[list[Fault], None]:
+            gathered.update(answers)
+            return [], None
+
+        self.meeting.step(name, work, keep, budget)
+        return gathered
+
+    # -- before any group exists ---------------------------------------------------------------------------------------
+
+    def compare_reports(self) -> None:
+        """Compare topologies, versions and hosts of all ranks; learn the ranks of every host."""
+        launch, options = self.launch, self.options
+        self.begin("versions and topology")
+
+        def describe() -> dict[str, Any]:
+            try:
+                topology = ProcessTopology.from_spec(options.spec, launch.world_size)
+                check_meanings(topology.axes, topology.extra_axes)
+                described = topology.spec
+            except TopologyError as error:
+                described = f"unusable: {error}"
+            return asdict(report_of(launch, described))
+
+        def judge(answers: dict[int, Any]) -> tuple[list[Fault], dict[str, Any]]:
+            reports = [RankReport(**answer) for _, answer in sorted(answers.items())]
+            self.meeting.hosts = {report.rank: report.host for report in reports}
+            by_host: dict[str, list[int]] = defaultdict(list)
+            for report in reports:
+                by_host[report.host].append(report.rank)
+            self.summary.hosts = {host: tuple(ranks) for host, ranks in by_host.items()}
+            self.summary.versions = dict(reports[0].versions)
+            found = disagreements(reports) + _unexpected_hosts(reports, options.expected_hosts)
+            unusable = [report for report in reports if report.topology.startswith("unusable")]
+            if unusable and not any(fault.kind == "topology" for fault in found):
+                found.append(Fault("topology", f"the topology is {unusable[0].topology}"))
+            self.faults += found
+            hosts = Hosts(tuple(self.summary.hosts.values()))
+            return [fault for fault in found if fault.kind in FATAL], hosts.as_json()
+
+        self.hosts = Hosts.from_json(self.meeting.step("describe", describe, judge))
+
+    def compare_clocks(self) -> None:
+        """Compare the clocks of all hosts."""
+        self.begin("clocks")
+        is_first_on_host = self.hosts.place(self.rank)[1] == 0
+        count = len(self.hosts.ranks)
+        answers = self.gather("clocks", lambda: self.meeting.clock_offset(count) if is_first_on_host else None)
+        if answers:
+            offsets = {self.meeting.hosts[rank]: offset for rank, offset in answers.items() if offset is not None}
+            self.summary.clocks = offsets
+            self.faults += wrong_clocks(offsets, self.options.clock_tolerance)
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    def create_groups(self) -> None:
+        """Create the groups of training, and one of the ranks of each host."""
+        launch, options = self.launch, self.options
+        self.begin("groups")
+        topology = ProcessTopology.from_spec(options.spec, launch.world_size)
+        self.summary.topology = topology.spec
+
+        def create() -> None:
+            create_world(self.store, launch, options.timeout, options.backend)
+            self.grid = ProcessGrid(topology, timeout=options.timeout)
+
+        self.gather("groups", create)
+        device = torch.device("cuda", launch.local_rank) if "nccl" in options.backend else torch.device("cpu")
+        self.device = Device(device, options.most_bytes)
+        assert dist.group.WORLD is not None
+        self.world: ProcessGroup = dist.group.WORLD
+        kinds = [(" x ".join(axes), axes) for axes in group_axes(topology)]
+        self.kinds = [(name, axes) for name, axes in kinds if len(self.grid.get_ranks(axes)) > 1]
+
+    def check_results(self) -> None:
+        """Check arithmetic on every rank and collectives in every group.
+
+        Where a wrong sum may be due to any member of a group, its members are tested again in pairs.
+        """
+        grid, rank, device = self.grid, self.rank, self.device.device
+        self.begin("results")
+        seen: list[Anomaly] = []
+
+        def test() -> list[Any]:
+            found = check_arithmetic(device, rank)
+            for name, axes in self.kinds:
+                found += check_group(name, grid.get_ranks(axes), grid.get_group(axes), rank, device)
+            return [astuple(anomaly) for anomaly in found]
+
+        def judge(answers: dict[int, Any]) -> tuple[list[Fault], list[tuple[int, ...]]]:
+            seen.extend(_anomalies(answers))
+            faults = wrong_ranks(seen, self.meeting.hosts)
+            unclear = [fault.ranks for fault in faults if len(fault.ranks) > 2]
+            if not unclear:
+                self.faults += faults
+            return [], unclear
+
+        unclear = [tuple(suspects) for suspects in self.meeting.step("results", test, judge)]
+        if not unclear:
+            return
+
+        def test_pairs() -> list[Any]:
+            pairs = sorted({pair for suspects in unclear for pair in pairs_of(suspects, rank)})
+            wanted = [RankGroup((f"pair {one}-{other}",), (one, other)) for one, other in pairs]
+            groups = zip(pairs, grid.create_groups("pairs of suspects", wanted), strict=True)
+            found = [check_group("pairs", pair, group, rank, device) for pair, group in groups]
+            return [astuple(anomaly) for anomalies in found for anomaly in anomalies]
+
+        answers = self.gather("results in pairs", test_pairs)
+        if answers:
+            self.faults += wrong_ranks([*seen, *_anomalies(answers)], self.meeting.hosts)
+
+    def measure_axes(self) -> None:
+        """Measure latency and bandwidth of every kind of group."""
+        grid = self.grid
+        for number, (name, axes) in enumerate(self.kinds):
+            self.begin(f"speed of {name} groups")(number, len(self.kinds))
+            group, groups = grid.get_group(axes), grid.topology().get_axis_comm_lists(axes)
+            answers = self.gather(f"axis {name}", partial(time_all_reduce, group, self.world, self.device))
+            if answers:
+                self.summary.axes[name] = axis_summary(groups, answers, self.meeting.hosts)
+
+    # -- pairs ---------------------------------------------------------------------------------------------------------
+
+    def measure_inside_hosts(self) -> None:
+        """Measure the links between ranks of one host."""
+        hosts, options = self.hosts, self.options
+        ranks = hosts.ranks[hosts.place(self.rank)[0]]
+        wanted = [RankGroup(("host",), ranks)] if len(ranks) > 1 else []
+        self.team = next(iter(self.grid.create_groups("the ranks of each host", wanted)), None)
+        if max(map(len, hosts.ranks)) == 1:
+            return
+        progress = self.begin("links inside hosts")
+        answers = self.gather(
+            "links inside",
+            lambda: pack(time_inside_hosts(hosts, self.rank, self.device, progress)),
+            timedelta(seconds=options.seconds),
+        )
+        if not answers:
+            return
+        host_of = self.meeting.hosts
+        names = {rank: f"{host}:{rank}" for rank, host in host_of.items()}
+        self.summary.inside = _summary_of_links(names, answers)
+        rates = {rank: max(link.came for link in unpack(packed)) for rank, packed in answers.items() if packed}
+        self.faults += slow_ranks("receives inside its host", rates, options.slow * SHARED_LINK, host_of)
+
+    def measure_across_hosts(self) -> None:
+        """Measure the links between hosts."""
+        hosts, options, rank, host_of = self.hosts, self.options, self.rank, self.meeting.hosts
+        if len(hosts.ranks) == 1:
+            return
+        progress = self.begin("links between hosts")
+
+        def measure() -> dict[str, Any]:
+            mine, whole, measured = time_across_hosts(
+                hosts, rank, self.device, self.team, self.world, options.seconds, progress
+            )
+            best = [max((link.came for link in mine), default=0.0), max((link.went for link in mine), default=0.0)]
+            return {"best": best, "host": pack(whole) if hosts.place(rank)[1] == 0 else None, "rounds": measured}
+
+        answers = self.gather("links between", measure, timedelta(seconds=options.seconds))
+        if not answers:
+            return
+        names = dict(enumerate(host_of[ranks[0]] for ranks in hosts.ranks))
+        packed = {host: answers[ranks[0]]["host"] for host, ranks in enumerate(hosts.ranks)}
+        self.summary.across = _summary_of_links(names, packed)
+        self.summary.rounds = (answers[0]["rounds"], rounds(len(hosts.ranks)))
+        rates = {
+            (names[link.peer], names[host]): link.came for host, packing in packed.items() for link in unpack(packing)
+        }
+        found = slow_hosts(rates, options.slow, options.expected, order=list(names.values()))
+        self.faults += found
+        known = {host for fault in found for host in fault.hosts}
+        for what, end in (("receives from other hosts", 0), ("sends to other hosts", 1)):
+            best = {rank: answer["best"][end] for rank, answer in answers.items() if answer["best"][end] > 0}
+            if best:
+                self.faults += slow_ranks(what, best, options.slow * SHARED_LINK, host_of, known)
 
 
 def _unexpected_hosts(reports: Sequence[RankReport], expected: Sequence[str] | None) -> list[Fault]:
-    """Ranks that are not on the host that a hostfile or Slurm says."""
+    """Find ranks that are not on the host that a hostfile or Slurm gives."""
     if expected is None:
         return []
     if len(expected) != len(reports):
         return [Fault("host", f"the hosts given have {len(expected)} slots, but the job has {len(reports)} ranks")]
     odd = [report for report in reports if not _same_host(report.host, expected[report.rank])]
+    text = "rank {0.rank} is on {0.host}, not on {1} as the hosts given say"
     return [
-        Fault(
-            "host",
-            f"rank {report.rank} is on {report.host}, not on {expected[report.rank]} as the hosts given say",
-            (report.host,),
-            (report.rank,),
-        )
-        for report in odd[:16]
+        Fault("host", text.format(report, expected[report.rank]), (report.host,), (report.rank,)) for report in odd[:16]
     ]
 
 
 def _same_host(actual: str, expected: str) -> bool:
-    """Whether two names mean one host: equal up to the domain, or the name and its address."""
+    """Return whether two names mean one host: they are equal up to the domain, or have the same address."""
     if actual.split(".")[0].lower() == expected.split(".")[0].lower():
         return True
     try:
@@ -204,210 +353,12 @@ def _same_host(actual: str, expected: str) -> bool:
         return False
 
 
-def _clocks(check: _Check, summary: Summary, hosts: Hosts) -> None:
-    place = hosts.place(check.launch.rank)[1]
-    check.progress.begin("clocks")
-
-    def judge(answers: dict[int, Any]) -> tuple[list[Fault], None]:
-        offsets = {check.reports[rank].host: float(offset) for rank, offset in answers.items() if offset is not None}
-        summary.clocks = offsets
-        check.faults += wrong_clocks(offsets, check.options.clock_tolerance)
-        return [], None
-
-    check.meeting.step("clocks", lambda: clock_offset(check.meeting, place == 0, len(hosts.ranks)), judge)
-
-
-# -- groups ------------------------------------------------------------------------------------------------------------
-
-
-def _groups(check: _Check, topology: ProcessTopology, store: Store) -> ProcessGrid:
-    """The groups of training itself."""
-    grids: list[ProcessGrid] = []
-
-    def create() -> None:
-        create_world(store, check.launch, check.options.timeout, check.options.backend)
-        grids.append(ProcessGrid(topology, timeout=check.options.timeout))
-
-    check.meeting.step("groups", create, lambda _: ([], None))
-    return grids[0]
-
-
-def _device(backend: str, launch: Launch) -> torch.device:
-    return torch.device("cuda", launch.local_rank) if "nccl" in backend else torch.device("cpu")
-
-
-def _kinds(grid: ProcessGrid) -> list[tuple[str, tuple[str, ...]]]:
-    """Names and axes of the kinds of groups that have more than one rank, the world's among them."""
-    topology = grid.topology()
-    kinds = [(" x ".join(axes), axes) for axes in group_axes(topology)]
-    return [(name, axes) for name, axes in kinds if len(grid.get_ranks(axes)) > 1]
-
-
-def _results(check: _Check, grid: ProcessGrid, device: timing.Device) -> None:
-    """Arithmetic on every rank, collectives in every group; in pairs where a wrong sum may be due to any of a group."""
-    rank = check.launch.rank
-    check.progress.begin("results")
-    seen: list[Anomaly] = []
-
-    def test() -> list[Any]:
-        found = results.check_arithmetic(device.device, rank)
-        for name, axes in _kinds(grid):
-            found += results.check_group(name, grid.get_ranks(axes), grid.get_group(axes), rank, device.device)
-        return [astuple(anomaly) for anomaly in found]
-
-    def judge(answers: dict[int, Any]) -> tuple[list[Fault], list[tuple[int, ...]]]:
-        seen.extend(_anomalies(answers))
-        faults = wrong_ranks(seen, check.meeting.hosts)
-        unclear = [fault.ranks for fault in faults if len(fault.ranks) > 2]
-        if not unclear:
-            check.faults += faults
-        return [], unclear
-
-    unclear = [tuple(suspects) for suspects in check.meeting.step("results", test, judge)]
-    if not unclear:
-        return
-
-    def test_pairs() -> list[Any]:
-        pairs = sorted({pair for suspects in unclear for pair in results.pairs_of(suspects, rank)})
-        groups = grid.create_groups(
-            "pairs of suspects", [RankGroup((f"pair {one}-{other}",), (one, other)) for one, other in pairs]
-        )
-        found = []
-        for pair, group in zip(pairs, groups, strict=True):
-            found += results.check_group("pairs", pair, group, rank, device.device)
-        return [astuple(anomaly) for anomaly in found]
-
-    def judge_pairs(answers: dict[int, Any]) -> tuple[list[Fault], None]:
-        check.faults += wrong_ranks([*seen, *_anomalies(answers)], check.meeting.hosts)
-        return [], None
-
-    check.meeting.step("results in pairs", test_pairs, judge_pairs)
-
-
 def _anomalies(answers: Mapping[int, Any]) -> list[Anomaly]:
-    return [
-        Anomaly(seen_by, operation, tuple(suspects))
-        for found in answers.values()
-        for seen_by, operation, suspects in found
-    ]
+    return [Anomaly(by, operation, tuple(ranks)) for found in answers.values() for by, operation, ranks in found]
 
 
-def _axes(check: _Check, grid: ProcessGrid, device: timing.Device) -> dict[str, AxisSummary]:
-    """Latency and bandwidth of every kind of group."""
-    summaries: dict[str, AxisSummary] = {}
-    kinds = _kinds(grid)
-    for number, (name, axes) in enumerate(kinds):
-        check.progress.begin(f"speed of {name} groups")
-        check.progress.advance(number, len(kinds))
-
-        def measure(axes: tuple[str, ...] = axes) -> list[float]:
-            speed = timing.time_all_reduce(grid.get_group(axes), _whole_job(), device)
-            return [speed.latency, speed.bandwidth]
-
-        def judge(answers: dict[int, Any], name: str = name, axes: tuple[str, ...] = axes) -> tuple[list[Fault], None]:
-            groups = grid.topology().get_axis_comm_lists(axes)
-            summaries[name] = axis_summary(groups, answers, check.meeting.hosts)
-            return [], None
-
-        check.meeting.step(f"axis {name}", measure, judge)
-    return summaries
-
-
-def _whole_job() -> ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
-
-
-# -- pairs -------------------------------------------------------------------------------------------------------------
-
-
-def _team(grid: ProcessGrid, hosts: Hosts, rank: int) -> ProcessGroup | None:
-    """The group of this host's ranks; None where there is one alone."""
-    ranks = hosts.ranks[hosts.place(rank)[0]]
-    groups = grid.create_groups("the ranks of each host", [RankGroup(("host",), ranks)] if len(ranks) > 1 else [])
-    return groups[0] if groups else None
-
-
-def _inside(check: _Check, summary: Summary, hosts: Hosts, device: timing.Device) -> None:
-    if max(map(len, hosts.ranks)) == 1:
-        return
-    rank = check.launch.rank
-    check.progress.begin("links inside hosts")
-
-    def judge(answers: dict[int, Any]) -> tuple[list[Fault], None]:
-        times = {rank: PairTimes.from_json(answer) for rank, answer in answers.items()}
-        summary.inside = _summary_of_ranks(times, check.meeting.hosts)
-        rates = {rank: best(pairs.came) for rank, pairs in times.items() if pairs.peers}
-        share = check.options.slow * SHARED_LINK
-        check.faults += slow_ranks("receives inside its host", rates, share, check.meeting.hosts)
-        return [], None
-
-    check.meeting.step(
-        "links inside",
-        lambda: time_inside_hosts(hosts, rank, device, check.progress.advance).as_json(),
-        judge,
-        timedelta(seconds=check.options.seconds),
-    )
-
-
-def _across(check: _Check, summary: Summary, hosts: Hosts, device: timing.Device, team: ProcessGroup | None) -> None:
-    if len(hosts.ranks) == 1:
-        return
-    options, rank = check.options, check.launch.rank
-    check.progress.begin("links between hosts")
-
-    def measure() -> dict[str, Any]:
-        mine, whole, played = time_across_hosts(
-            hosts, rank, device, team, _whole_job(), options.seconds, check.progress.advance
-        )
-        is_first = hosts.place(rank)[1] == 0
-        of_host = whole.as_json() if is_first else None
-        return {"best": [best(mine.came), best(mine.went)], "host": of_host, "rounds": played}
-
-    def judge(answers: dict[int, Any]) -> tuple[list[Fault], None]:
-        names = [check.meeting.hosts[ranks[0]] for ranks in hosts.ranks]
-        latencies: dict[tuple[str, str], float] = {}
-        rates: dict[tuple[str, str], float] = {}
-        for host, ranks in enumerate(hosts.ranks):
-            times = PairTimes.from_json(answers[ranks[0]]["host"])
-            for peer, latency, came in zip(times.peers, times.latency, times.came, strict=True):
-                latencies[names[peer], names[host]] = latency
-                rates[names[peer], names[host]] = came
-        summary.across = link_summary(latencies, rates)
-        summary.rounds = (answers[0]["rounds"], rounds(len(hosts.ranks)))
-        found = slow_hosts(rates, options.slow, options.expected, order=names)
-        check.faults += found
-        known = {host for fault in found for host in fault.hosts}
-        check.faults += _slow_ranks_across(answers, options.slow, check.meeting.hosts, known)
-        return [], None
-
-    check.meeting.step("links between", measure, judge, timedelta(seconds=options.seconds))
-
-
-def _slow_ranks_across(
-    answers: Mapping[int, Any], slow: float, host_of: Mapping[int, str], known: set[str]
-) -> list[Fault]:
-    faults: list[Fault] = []
-    for what, end in (("receives from other hosts", 0), ("sends to other hosts", 1)):
-        rates = {rank: float(answer["best"][end]) for rank, answer in answers.items() if answer["best"][end] > 0}
-        if rates:
-            faults += slow_ranks(what, rates, slow * SHARED_LINK, host_of, known)
-    return faults
-
-
-def _summary_of_ranks(times: Mapping[int, PairTimes], host_of: Mapping[int, str]) -> LinkSummary:
-    def name(rank: int) -> str:
-        return f"{host_of[rank]}:{rank}"
-
-    latencies = {
-        (name(peer), name(rank)): latency
-        for rank, pairs in times.items()
-        for peer, latency in zip(pairs.peers, pairs.latency, strict=True)
-    }
-    rates = {
-        (name(peer), name(rank)): rate
-        for rank, pairs in times.items()
-        for peer, rate in zip(pairs.peers, pairs.came, strict=True)
-    }
-    return link_summary(latencies, rates)
+def _summary_of_links(names: Mapping[int, str], packed: Mapping[int, str]) -> LinkSummary:
+    """Summarise the links that each rank or host measured, under their names."""
+    links = {(names[link.peer], names[end]): link for end, text in packed.items() for link in unpack(text)}
+    latencies = {pair: link.latency for pair, link in links.items()}
+    return link_summary(latencies, {pair: link.came for pair, link in links.items()})

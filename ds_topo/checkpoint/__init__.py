@@ -1,36 +1,49 @@
-"""Checkpoints that are there as a whole or not at all, know their layout, and load in any order of axes, or converted.
+"""Save and load checkpoints of DeepSpeed engines: atomic, with their layout, for any order of axes and other degrees.
 
-:func:`save` and :func:`load` take any engine; engines on a grid call them from their own ``save_checkpoint`` and
-``load_checkpoint``. What is in a folder, without an engine, says :mod:`ds_topo.checkpoint_files`, and on the command
-line ``ds-topo checkpoint FOLDER``. :func:`convert` and ``load(..., convert=True)`` write and load checkpoints for other
-degrees and stages of ZeRO, :func:`to_single_file` one plain file of weights; on the command line ``ds-topo convert``.
+:func:`save` and :func:`load` take any engine. Engines on a grid call them from their own ``save_checkpoint`` and
+``load_checkpoint``. :func:`checkpoints_in` and :func:`look_at` check the checkpoints of a folder without an engine, as
+``ds-topo checkpoint FOLDER`` does. :func:`convert` and ``load(..., convert=True)`` convert to other degrees and ZeRO
+stages, and :func:`to_single_file` to one plain file of weights, as ``ds-topo convert`` does.
 
-:class:`TorchState` and :func:`load_torch` are the way to and from other programs: the same state through
+:class:`TorchState` and :func:`load_torch` exchange the same state with other programs through
 ``torch.distributed.checkpoint``, in its own format.
+
+To read the code, start with ``saving``, ``loading`` and ``folder``; ``conversion`` is independent of live engines.
 """
 
 from __future__ import annotations
 
-from ds_topo.checkpoint_files.folder import Checkpoint, checkpoints_in, look_at
-from ds_topo.checkpoint_files.manifest import Manifest
-from ds_topo.conversion.converting import convert
-from ds_topo.conversion.loading import load
-from ds_topo.conversion.single_file import to_single_file
-from ds_topo.engine.checkpoints.saving import BackgroundSave, save, save_in_background
-from ds_topo.engine.torch_checkpoints.loading import load_torch
-from ds_topo.engine.torch_checkpoints.state import TorchState
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "BackgroundSave",
-    "Checkpoint",
-    "Manifest",
-    "TorchState",
-    "checkpoints_in",
-    "convert",
-    "load",
-    "load_torch",
-    "look_at",
-    "save",
-    "save_in_background",
-    "to_single_file",
-]
+from ds_topo._lazy import lazy_attributes
+
+if TYPE_CHECKING:
+    from ds_topo.checkpoint.conversion import convert as convert
+    from ds_topo.checkpoint.conversion import load as load
+    from ds_topo.checkpoint.conversion import to_single_file as to_single_file
+    from ds_topo.checkpoint.folder import Checkpoint as Checkpoint
+    from ds_topo.checkpoint.folder import checkpoints_in as checkpoints_in
+    from ds_topo.checkpoint.folder import look_at as look_at
+    from ds_topo.checkpoint.manifest import Manifest as Manifest
+    from ds_topo.checkpoint.saving import BackgroundSave as BackgroundSave
+    from ds_topo.checkpoint.saving import save as save
+    from ds_topo.checkpoint.saving import save_in_background as save_in_background
+    from ds_topo.checkpoint.torch_format import TorchState as TorchState
+    from ds_topo.checkpoint.torch_format import load_torch as load_torch
+
+_MODULES = {
+    "BackgroundSave": "saving",
+    "Checkpoint": "folder",
+    "Manifest": "manifest",
+    "TorchState": "torch_format",
+    "checkpoints_in": "folder",
+    "convert": "conversion",
+    "load": "conversion",
+    "load_torch": "torch_format",
+    "look_at": "folder",
+    "save": "saving",
+    "save_in_background": "saving",
+    "to_single_file": "conversion",
+}
+__all__ = sorted(_MODULES)
+__getattr__, __dir__ = lazy_attributes(__name__, _MODULES)

@@ -1,7 +1,6 @@
 """The command line, ``ds-topo``: one module per command, each with ``add_parser`` and ``run``.
 
-A command's module is imported for its options alone (``ds-topo --help`` is instant), so torch and other heavy packages
-are imported inside ``run``.
+``ds-topo --help`` imports every command's module, so torch, rich and other heavy packages are imported inside ``run``.
 """
 
 from __future__ import annotations
@@ -10,20 +9,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ds_topo.cli import check, checkpoint, convert, plan, show
+from ds_topo.cli import check_command, checkpoint_command, convert_command, plan_command, show_command
 from ds_topo.errors import CheckpointError, TopologyError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit status: 0, 1 for a fault that was found, 2 for unusable arguments."""
+    """Run one command; return the exit status: 0, 1 for a fault that was found, 2 for arguments that cannot be used."""
     parser = argparse.ArgumentParser(prog="ds-topo", description="Show, check and plan layouts of distributed jobs.")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher gives it to every program
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it to every program
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    check.add_parser(subparsers)
-    checkpoint.add_parser(subparsers)
-    convert.add_parser(subparsers)
-    plan.add_parser(subparsers)
-    show.add_parser(subparsers)
+    for command in (check_command, checkpoint_command, convert_command, plan_command, show_command):
+        command.add_parser(subparsers)
     parsed = parser.parse_args(arguments)
     try:
         return int(parsed.run(parsed))
@@ -31,6 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ds-topo {parsed.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        goes_on = ": the same command goes on where it was" if parsed.command == "convert" else ""
-        print(f"ds-topo {parsed.command}: interrupted{goes_on}", file=sys.stderr)
+        resume = ": run the same command again to resume it" if parsed.command == "convert" else ""
+        print(f"ds-topo {parsed.command}: interrupted{resume}", file=sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""Layouts as pictures: hosts as boxes, ranks coloured by stage, the links of one axis."""
+"""Draw a layout: hosts as boxes, ranks coloured by stage, and the links of one axis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from math import ceil, log2, sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_topo.cli.layout_view import LayoutView, counted
+from ds_topo.cli.layout_view import LayoutView
+from ds_topo.cli.terminal import counted
 from ds_topo.errors import TopologyError
 
 if TYPE_CHECKING:
@@ -17,41 +18,41 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_LABELLED = 128
-"""Ranks that get their numbers written into their boxes, and the links of all groups; else those of rank 0's alone."""
+"""The most ranks whose boxes have labels, with the links of all groups; beyond it, only rank 0's group is drawn."""
 INK, PAPER, FRAME, INSIDE, ACROSS = "#222222", "#ffffff", "#9a9a9a", "#8c8c8c", "#d62728"
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class _Sheet:
-    """Where everything is, in units of one rank's box; y grows downwards."""
+    """The positions of all boxes, in units of one rank's box; y grows downwards."""
 
     columns: int
-    """Hosts in a row."""
+    """The number of hosts in a row."""
     inner: int
-    """Ranks in a row of one host."""
+    """The number of ranks in a row of one host."""
     inner_rows: int
     labelled: bool
 
     @property
     def host_size(self) -> Point:
-        """Width and height of a host's box; a labelled one has a line for its name."""
+        """The width and height of a host's box; a labelled one has a line for its name."""
         rows = 1 + (self.inner_rows - 1) * self.row_pitch
         return self.inner + 0.3, rows + (0.95 if self.labelled else 0.3)
 
     @property
     def row_pitch(self) -> float:
-        """From one row of ranks to the next; links run in between where ranks are labelled."""
+        """The distance between rows of ranks; links run in between where ranks are labelled."""
         return 1.35 if self.labelled else 1.0
 
     def host_corner(self, host: int) -> Point:
-        """The upper left corner of a host."""
+        """Return the upper left corner of a host."""
         width, height = self.host_size
         gap = 0.9 if self.labelled else 0.35
         return (host % self.columns) * (width + gap), (host // self.columns) * (height + gap)
 
     def rank_corner(self, host: int, position: int) -> Point:
-        """The upper left corner of the box at this position of a host."""
+        """Return the upper left corner of the box at this position of a host."""
         x, y = self.host_corner(host)
         top = y + (0.8 if self.labelled else 0.15)
         return x + 0.15 + position % self.inner, top + position // self.inner * self.row_pitch
@@ -70,7 +71,7 @@ def save_picture(view: LayoutView, axis: str, path: Path, kind: str) -> None:
     from matplotlib import rc_context
 
     try:
-        # text stays text in an SVG; no date in it, so that equal layouts give equal files
+        # keep text as text in an SVG, and leave out the date, so that equal layouts give equal files
         with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_topo"}):
             figure.savefig(path, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
     except OSError as error:
@@ -78,12 +79,12 @@ def save_picture(view: LayoutView, axis: str, path: Path, kind: str) -> None:
 
 
 def draw(view: LayoutView, axis: str) -> Figure:
-    """The figure of ``save_picture``."""
+    """Return the figure that ``save_picture`` writes."""
     from matplotlib.figure import Figure
 
-    rows = view.rows
-    sheet = _sheet(rows)
-    width, height = _extent(sheet, len(rows))
+    sheet = _sheet(view.rows)
+    corners = [sheet.host_corner(host) for host in (min(len(view.rows), sheet.columns) - 1, len(view.rows) - 1)]
+    width, height = (max(ends) + size for ends, size in zip(zip(*corners, strict=True), sheet.host_size, strict=True))
     scale = min(0.62, 9.0 / width) if sheet.labelled else 9.0 / width
     figure = Figure(figsize=(max(3.6, width * scale) + 0.3, height * scale + 1.25), facecolor=PAPER)
     plot = figure.add_axes((0.02, 0.02, 0.96, 0.96))
@@ -103,21 +104,15 @@ def _sheet(rows: Sequence[tuple[str, Sequence[int]]]) -> _Sheet:
     labelled = sum(len(ranks) for _, ranks in rows) <= MOST_LABELLED
     inner = slots if slots <= 4 else ceil(slots / 2) if slots <= 16 else ceil(sqrt(slots))
     inner_rows = ceil(slots / inner)
-    # wide rather than high: a page is
+    # wider than high, as a page is
     columns = max(1, min(len(rows), round(sqrt(len(rows) * 3 * (inner_rows + 1) / (inner + 1)))))
-    if columns > 4:  # then stages, whose hosts are mostly a power of two, begin at the left edge
+    if columns > 4:  # stages, whose hosts are mostly a power of two, then start at the left edge
         columns = 2 ** round(log2(columns))
     return _Sheet(columns, inner, inner_rows, labelled)
 
 
-def _extent(sheet: _Sheet, hosts: int) -> Point:
-    corners = [sheet.host_corner(host) for host in (min(hosts, sheet.columns) - 1, hosts - 1)]
-    width, height = sheet.host_size
-    return max(x for x, _ in corners) + width, max(y for _, y in corners) + height
-
-
 def stage_colors(stages: int) -> list[tuple[float, float, float, float]]:
-    """A colour for each stage: distinct ones for a few, a scale for many."""
+    """Return a colour for each stage: distinct colours for a few stages, a scale for many."""
     from matplotlib import colormaps
 
     if stages <= 8:
@@ -156,7 +151,7 @@ def _draw_ranks(plot: Axes, view: LayoutView, sheet: _Sheet, scale: float) -> No
 
 
 def _runs(ranks: Sequence[int], stages: Sequence[int], sheet: _Sheet) -> Iterator[tuple[int, int, int]]:
-    """First position, last position and stage of boxes that are drawn as one; a labelled rank has its own."""
+    """Yield the first position, last position and stage of boxes drawn as one; a labelled rank has its own box."""
     start = 0
     for position in range(1, len(ranks) + 1):
         ends = position == len(ranks) or position % sheet.inner == 0
@@ -177,12 +172,11 @@ def _write_ranks(plot: Axes, view: LayoutView, sheet: _Sheet, host: int, ranks: 
 
 
 def _draw_links(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str) -> bool:
-    """Draw the rings of all groups, or of rank 0's alone where there are many; return whether all."""
+    """Draw the links of all groups, or of rank 0's group if there are many ranks; return whether all are drawn."""
     from matplotlib.collections import LineCollection
 
     groups = view.topology.get_axis_comm_lists(axis)
-    everything = sheet.labelled
-    if not everything:
+    if not sheet.labelled:
         groups = groups[:1]
     place = {rank: (host, position) for host, (_, ranks) in enumerate(view.rows) for position, rank in enumerate(ranks)}
     lines: dict[str, list[list[Point]]] = {INSIDE: [], ACROSS: []}
@@ -195,15 +189,15 @@ def _draw_links(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str) -> bool:
     for color, curves in lines.items():
         width = (1.3 if color == ACROSS else 1.0) if sheet.labelled else 0.7
         plot.add_collection(LineCollection(curves, colors=color, linewidths=width, alpha=0.75, zorder=4))
-    if not everything:
+    if not sheet.labelled:
         corners = (sheet.rank_corner(*place[rank]) for rank in groups[0])
         x, y = zip(*((left + 0.5, top + 0.5) for left, top in corners), strict=True)
         plot.scatter(x, y, s=5, color=INK, linewidths=0, zorder=5)
-    return everything
+    return sheet.labelled
 
 
 def _draw_title(plot: Axes, view: LayoutView, axis: str, margin: float, scale: float, everything: bool) -> None:
-    """The spec, what the lines are, and a legend of stages, in the margin above the hosts."""
+    """Write the spec, the meaning of the lines and a legend of stages above the hosts."""
     name = view.names[axis]
     lines = f"lines: {name} groups" if everything else f"lines: the {name} group of rank 0"
     if view.host_map is not None and len(view.rows) > 1:
@@ -239,23 +233,23 @@ def _box(x: float, y: float, width: float, height: float, inset: float = 0.0) ->
 
 
 def _link(start: Point, end: Point, half: float) -> list[Point]:
-    """A bent line between the edges, ``half`` from the centers, of two boxes, given by their upper left corners.
+    """Return a bent line between two boxes, given by their upper left corners and half their height.
 
-    Boxes beside each other are joined above their upper edges, all others at the edges that face each other.
+    Boxes in one row are joined above their upper edges, all others at their opposite edges.
     """
     (x0, y0), (x1, y1) = ((x + 0.5, y + 0.5) for x, y in (start, end))
     if abs(y1 - y0) < 0.45:
-        reach = min(0.2 + 0.06 * abs(x1 - x0), 0.6)  # half of it is above the edges, and stays below the host's name
+        reach = min(0.2 + 0.06 * abs(x1 - x0), 0.6)  # half of it rises above the edges, below the host's name
         return _curve((x0, y0 - half), ((x0 + x1) / 2, y0 - half - reach), (x1, y1 - half))
     down = half if y1 > y0 else -half
     y0, y1 = y0 + down, y1 - down
     across, up = 0.06 * (y1 - y0), 0.06 * (x0 - x1)
-    up = max(-0.15 * abs(y1 - y0), min(up, 0.15 * abs(y1 - y0)))  # a flat link keeps off the boxes that it passes
+    up = max(-0.15 * abs(y1 - y0), min(up, 0.15 * abs(y1 - y0)))  # a flat link avoids the boxes that it passes
     return _curve((x0, y0), ((x0 + x1) / 2 + across, (y0 + y1) / 2 + up), (x1, y1))
 
 
 def _curve(start: Point, control: Point, end: Point, steps: int = 12) -> list[Point]:
-    """A quadratic Bezier curve."""
+    """Return a quadratic Bezier curve."""
     weights = [((1 - t) ** 2, 2 * t * (1 - t), t * t) for t in (step / steps for step in range(steps + 1))]
     return [
         (a * start[0] + b * control[0] + c * end[0], a * start[1] + b * control[1] + c * end[1]) for a, b, c in weights

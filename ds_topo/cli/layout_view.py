@@ -1,29 +1,53 @@
-"""A layout as the commands show it: a topology, the user's own names of its axes, and its hosts if they are known."""
+"""A layout as text: a topology with the user's axis names, and its hosts if they are known, in tables of any width."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
+from rich.console import Console
+from rich.text import Text
+
+from ds_topo.cli.terminal import counted, say, table_of
 from ds_topo.errors import TopologyError, UnknownAxisError
-from ds_topo.placement.hosts import HostMap
-from ds_topo.placement.placement import Placement, fit, group_axes
+from ds_topo.hosts.hosts import HostMap
+from ds_topo.hosts.placement import (
+    AxisSpan,
+    Placement,
+    changed_ranks,
+    few_ranks,
+    fit,
+    fold_numbers,
+    group_axes,
+    host_patterns,
+    host_runs,
+    shards_to_other_hosts,
+)
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import axis_in_spec, check_meanings
-from ds_topo.topology.rank_tables import model_parallel_axes
+from ds_topo.topology.rank_tables import created_groups, grid_groups, model_parallel_axes, neighbor
 from ds_topo.topology.spec import EXTRA_MARK, read_config
 
 ROW = 8
 """Ranks in a row where hosts are not known."""
+MOST_ROWS = 32
+"""The most hosts that are listed one by one; more are summarised."""
+MOST_RANKS = 128
+"""The most ranks that are listed one by one."""
+MOST_GROUPS = 128
+"""The most groups that are listed one by one."""
+STAGE_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+"""Colours of stages, in turn, as names, so that the terminal's own theme applies."""
 
 
 @dataclass(frozen=True)
 class LayoutView:
-    """What ``show`` shows.
+    """A layout as ``ds-topo show`` displays it.
 
     Args:
-        topology: as given.
-        names: the user's own name of each axis: ``tensor`` where it says ``tensor``.
+        topology: the topology.
+        names: the user's own name of each axis, such as ``tensor`` for ``model``.
         host_map: the hosts, if they are known.
     """
 
@@ -33,10 +57,10 @@ class LayoutView:
 
     @classmethod
     def of(cls, text: str, host_map: HostMap | None) -> LayoutView:
-        """The layout of a spec, or of a DeepSpeed config (``*.json``) with a ``"topology"`` section.
+        """Return the layout of a spec, or of a DeepSpeed config (``*.json``) with a ``"topology"`` section.
 
         Raises:
-            TopologyError: malformed, not for these hosts, or with an axis that training would not know.
+            TopologyError: the spec is malformed, does not fit the hosts, or has an axis without a meaning.
         """
         spec = read_config(text) if text.endswith(".json") else text
         if host_map is not None:
@@ -52,15 +76,13 @@ class LayoutView:
                     "--hosts N --slots M, or --slurm"
                 ) from None
         check_meanings(topology.axes, topology.extra_axes)
-        given = (
-            (part.partition("=")[0].strip() for part in spec.split(",")) if isinstance(spec, str) else list(dict(spec))
-        )
-        unmarked = (name.removeprefix(EXTRA_MARK).strip() for name in given)
+        given = [part.partition("=")[0] for part in spec.split(",")] if isinstance(spec, str) else list(dict(spec))
+        unmarked = (name.strip().removeprefix(EXTRA_MARK).strip() for name in given)
         return cls(topology, {axis_in_spec(name): name for name in unmarked}, host_map)
 
     @property
     def spec(self) -> str:
-        """The spec with the user's names."""
+        """The spec with the user's axis names."""
         if not self.topology.layout.is_row_major:
             return self.topology.spec
         sizes = zip(self.topology.axes, self.topology.dims, strict=True)
@@ -74,12 +96,12 @@ class LayoutView:
 
     @property
     def placement(self) -> Placement | None:
-        """With hosts, if they are known."""
+        """The topology on its hosts, if they are known."""
         return None if self.host_map is None else Placement(self.topology, self.host_map)
 
     @property
     def rows(self) -> list[tuple[str, Sequence[int]]]:
-        """Name and ranks of every host; of every eight ranks where hosts are not known."""
+        """The name and the ranks of every host, or of every eight ranks where hosts are not known."""
         if self.host_map is not None:
             return list(zip(self.host_map.hosts.names, self.host_map.ranks_on_hosts, strict=True))
         world = self.topology.world_size()
@@ -87,22 +109,27 @@ class LayoutView:
         return [(f"{chunk[0]}-{chunk[-1]}" if len(chunk) > 1 else f"{chunk[0]}", chunk) for chunk in chunks]
 
     @property
+    def is_large(self) -> bool:
+        """Whether there are too many ranks to list them one by one."""
+        return self.topology.world_size() > MOST_RANKS or len(self.rows) > MOST_ROWS
+
+    @property
     def stages(self) -> list[int]:
-        """The pipeline stage of every rank; its index along the outermost axis where there is no pipeline."""
+        """The pipeline stage of every rank, or its index along the outermost axis where there is no pipeline."""
         axes = self.topology.axes
         axis = axes.index("pipe") if "pipe" in axes else 0
         return [self.topology.layout.index_of(rank, axis) for rank in range(self.topology.world_size())]
 
     @property
     def stage_axis(self) -> str:
-        """The user's name of the axis that ``stages`` are of."""
+        """The user's name of the axis of ``stages``."""
         return self.names["pipe" if "pipe" in self.topology.axes else self.topology.axes[0]]
 
     def axis_to_draw(self, name: str | None) -> str:
-        """The axis whose links a picture shows: the named one, or the first whose groups cross hosts.
+        """Return the axis whose links a picture shows: the named one, or the first whose groups cross hosts.
 
         Raises:
-            UnknownAxisError: an axis that is not in the topology.
+            UnknownAxisError: the axis is not in the topology.
         """
         if name is not None:
             axis = axis_in_spec(name)
@@ -116,35 +143,226 @@ class LayoutView:
         return wide[0] if wide else self.topology.axes[0]
 
     def coordinate(self, rank: int) -> str:
-        """``1,0,3``."""
+        """Return a coordinate as ``1,0,3``."""
         return ",".join(map(str, self.topology.layout.coordinate_of(rank)))
 
-    def named_coordinate(self, rank: int) -> str:
-        """``pipe=1, data=0, tensor=3``."""
-        indices = self.topology.layout.coordinate_of(rank)
-        return ", ".join(f"{name}={index}" for name, index in zip(self.axis_names, indices, strict=True))
-
-    def group_names(self) -> list[tuple[tuple[str, ...], str]]:
-        """The axes of each kind of group that training creates, and what to call it.
-
-        Where the user calls tensor parallelism ``tensor``, the group over it and ``pipe`` is ``model``.
-        """
-        return [(axes, self._group_name(axes)) for axes in group_axes(self.topology)]
-
-    def _group_name(self, axes: tuple[str, ...]) -> str:
-        if len(axes) > 1 and axes == model_parallel_axes(self.topology) and "model" not in self.names.values():
-            return "model"
-        return self.label(axes)
-
     def label(self, axes: Iterable[str]) -> str:
-        """Axes by the user's names, ``pipe x tensor``."""
+        """Return axes by the user's names, as ``pipe x tensor``."""
         return " x ".join(self.names[axis] for axis in axes)
 
+    def group_names(self) -> list[tuple[tuple[str, ...], str]]:
+        """Return the axes and the name of each kind of group that training creates.
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun.
+        Where the user calls tensor parallelism ``tensor``, the group over it and ``pipe`` is called ``model``.
+        """
+        both = model_parallel_axes(self.topology) if "model" not in self.names.values() else ()
+        kinds = group_axes(self.topology)
+        return [(axes, "model" if len(axes) > 1 and axes == both else self.label(axes)) for axes in kinds]
 
-    >>> counted(1, "host"), counted(2048, "host")
-    ('1 host', '2,048 hosts')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+def print_layout(console: Console, view: LayoutView) -> None:
+    """Print every rank's coordinate by host and slot, or a summary of neighboring hosts where there are many."""
+    ranks = counted(view.topology.world_size(), "rank")
+    title = f"{view.spec}: {ranks}"
+    if view.host_map is not None:
+        counts = sorted(set(view.host_map.hosts.counts))
+        slots = counted(counts[0], "slot") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} slots"
+        title += f" on {counted(len(view.host_map.hosts), 'host')} ({slots} each)"
+    console.print(title, style="bold", highlight=False)
+    console.print()
+    if view.is_large:
+        _print_runs(console, view)
+    else:
+        _print_ranks(console, view)
+    console.print()
+
+
+def print_axes(console: Console, view: LayoutView) -> None:
+    """Print one line for each kind of group: how many there are, their size, and how much of them crosses hosts."""
+    crossing = () if view.host_map is None else ("hosts", "pairs across hosts", "ring links across")
+    table = table_of("group", right=("groups", "ranks", *crossing))
+    placement = view.placement
+    for axes, name in view.group_names():
+        groups = len(view.topology.get_axis_comm_lists(axes))
+        cells = [name, f"{groups:,}", f"{view.topology.world_size() // groups:,}"]
+        if placement is not None:
+            span = placement.span(axes)
+            cells += [_range(span), _share(span.crossing_pairs, span.pairs), _share(span.crossing_links, span.links)]
+        table.add_row(*cells)
+    console.print(table)
+    console.print()
+    own = len(created_groups(view.topology, 0))
+    say(console, f"Each rank creates {counted(own, 'process group')} besides the world's.")
+    if view.host_map is None:
+        say(console, "Give --hostfile FILE, --hosts N --slots M or --slurm to see what crosses hosts.")
+
+
+def print_groups(console: Console, view: LayoutView) -> None:
+    """Print every group's ranks by kind, or the first and the last groups of each kind where there are many."""
+    placement = view.placement
+
+    def print_group(name: str, ranks: Sequence[int]) -> None:
+        hosts = [] if placement is None else placement.hosts_of(ranks)
+        across = f"  across {_few_names(hosts)}" if len(hosts) > 1 else ""
+        say(console, f"group {name}, ranks: {few_ranks(ranks)}{across}")
+
+    console.print()
+    kinds = [(axes, name, view.topology.get_axis_comm_lists(axes)) for axes, name in view.group_names()]
+    are_few = sum(len(groups) for _, _, groups in kinds) <= MOST_GROUPS
+    for axes, name, groups in kinds:
+        if are_few or len(groups) <= 3:
+            for ranks in groups:
+                print_group(name, ranks)
+            continue
+        print_group(name, groups[0])
+        print_group(name, groups[1])
+        say(console, f"  ... {len(groups) - 3:,} more over {view.label(axes)}")
+        print_group(name, groups[-1])
+
+
+def print_rank(console: Console, view: LayoutView, rank: int) -> None:
+    """Print one rank's coordinate, host, groups and neighbors."""
+    topology, placement, host_map = view.topology, view.placement, view.host_map
+    indices = topology.layout.coordinate_of(rank)
+    coordinate = ", ".join(f"{name}={index}" for name, index in zip(view.axis_names, indices, strict=True))
+    where = "" if host_map is None else f" on {host_map.host_of(rank).name}, slot {host_map.slot_of(rank)}"
+    console.print(f"rank {rank}: {coordinate}{where}", style="bold", highlight=False)
+    console.print()
+    table = table_of("group", "ranks", *(["hosts"] if placement is not None else []), right=("group rank",))
+    names = dict(view.group_names())
+    for group in grid_groups(topology, rank):
+        if group.axes in names:
+            hosts = [] if placement is None else [_few_names(placement.hosts_of(group.ranks))]
+            table.add_row(names[group.axes], few_ranks(group.ranks, 8), *hosts, str(group.ranks.index(rank)))
+    console.print(table)
+    console.print()
+    for axis, size in zip(topology.axes, topology.dims, strict=True):
+        if size > 1:
+            before, after = (neighbor(topology, axis, rank, step) for step in (-1, 1))
+            say(console, f"along {view.names[axis]}: previous rank {before}, next rank {after}")
+    created = created_groups(topology, rank)  # each distinct set of ranks once, without the world's own group
+    listed = f": {', '.join(view.label(group.axes) for group in created)}" if created else ""
+    say(console, f"It creates {counted(len(created), 'process group')} besides the world's{listed}.")
+
+
+def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None:
+    """Compare two layouts of the same ranks: their groups, and the ranks whose coordinates change."""
+    console.print(f"{before.spec}  ->  {after.spec}", style="bold", highlight=False)
+    console.print()
+    columns = ("ranks", "hosts", "pairs across hosts") if before.host_map is not None else ("ranks",)
+    table = table_of("group", right=columns)
+    named_axes = [{name: axes for axes, name in view.group_names()} for view in (before, after)]
+    for name in dict.fromkeys([*named_axes[0], *named_axes[1]]):
+        cells = []
+        for view, axes_of in zip((before, after), named_axes, strict=True):
+            axes, placement = axes_of.get(name), view.placement
+            if axes is None:
+                cells.append(["-"] * len(columns))
+                continue
+            row = [str(len(view.topology.get_axis_comm_lists(axes)[0]))]
+            if placement is not None:
+                span = placement.span(axes)
+                row += [_range(span), _share(span.crossing_pairs, span.pairs)]
+            cells.append(row)
+        table.add_row(name, *(old if old == new else f"{old} -> {new}" for old, new in zip(*cells, strict=True)))
+    console.print(table)
+    console.print()
+    _print_changes(console, before, after)
+
+
+def _print_changes(console: Console, before: LayoutView, after: LayoutView) -> None:
+    world, host_map = before.topology.world_size(), before.host_map
+    changed = changed_ranks(before.topology, after.topology)
+    if not changed:
+        say(console, f"Nothing moves: all {world:,} ranks keep their coordinates.")
+        return
+    kept = world - len(changed)
+    say(console, f"{len(changed):,} of {world:,} ranks change their coordinate, {kept:,} keep it.")
+    if before.placement is not None and after.placement is not None:
+        shards = shards_to_other_hosts(before.placement, after.placement)
+        if shards is not None:
+            say(console, f"{shards:,} of {world:,} coordinates, and the shards stored there, move to another host.")
+    if world > MOST_RANKS:
+        say(console, f"Ranks that change: {_shorten(fold_numbers(changed), 120)}")
+        return
+    console.print()
+    table = table_of("rank", *(["host"] if host_map is not None else []), before.spec, after.spec)
+    for rank in changed:
+        host = [host_map.host_of(rank).name] if host_map is not None else []
+        old = Text(before.coordinate(rank), style=_stage_style(before.stages[rank]))
+        table.add_row(str(rank), *host, old, Text(after.coordinate(rank), style=_stage_style(after.stages[rank])))
+    console.print(table)
+
+
+def _print_ranks(console: Console, view: LayoutView) -> None:
+    rows, stages = view.rows, view.stages
+    label = "host" if view.host_map is not None else "ranks"
+    widest_row = max(len(ranks) for _, ranks in rows)
+    name_width = max(len(label), *(len(name) for name, _ in rows))
+    rank_width = len(str(view.topology.world_size() - 1))
+    cell = rank_width + 1 + max(len(view.coordinate(rank)) for rank in range(view.topology.world_size()))
+    fitting = max(1, (console.width - name_width) // (cell + 2))
+    per_line = ceil(widest_row / ceil(widest_row / fitting))
+    headed = max(cell, len(f"slot {widest_row - 1}"))
+    with_slots = view.host_map is not None and name_width + widest_row * (headed + 2) <= console.width
+    table = table_of(label, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
+    for name, ranks in rows:
+        for first in range(0, len(ranks), per_line):
+            cells = [
+                Text(f"{rank:{rank_width}d} {view.coordinate(rank)}", style=_stage_style(stages[rank]))
+                for rank in ranks[first : first + per_line]
+            ]
+            table.add_row(name if first == 0 else "", *cells)
+    console.print(table)
+    axes = ",".join(view.axis_names)
+    in_colour = console.color_system is not None and not console.no_color
+    say(console, f"Each rank with its {axes}{f'; a colour for each {view.stage_axis}' if in_colour else ''}.")
+
+
+def _print_runs(console: Console, view: LayoutView) -> None:
+    names, ranks = zip(*view.rows, strict=True)
+    runs = list(enumerate(host_runs(view.topology, names, ranks)))
+    left_out = len(runs) - 6 if len(runs) > MOST_ROWS else 0
+    shown = [*runs[:4], *runs[-2:]] if left_out else runs
+    known = view.host_map is not None
+    degrees = dict(zip(view.axis_names, view.topology.dims, strict=True))
+    table = table_of("hosts" if known else "rows", *view.axis_names, right=(*(["number"] if known else []), "ranks"))
+    for index, run in shown:
+        if left_out and index == len(runs) - 2:
+            table.add_row(f"... {left_out:,} more", *("" for _ in table.columns[1:]))
+        table.add_row(
+            Text(_shorten(run.hosts, 24), style=_stage_style(index)),
+            *(_shorten(text, 16) for text in run.indices),
+            *([f"{run.count:,}"] if known else []),
+            f"{run.ranks[0]}-{run.ranks[1]}",
+        )
+    console.print(table)
+    outermost = next((name for name, size in degrees.items() if size > 1), view.axis_names[0])
+    say(console, f"Each line: neighboring {'hosts' if known else 'rows of ranks'} with one index of {outermost}.")
+    if known:
+        for count, pattern in host_patterns(view.topology, ranks)[:4]:
+            held = ", ".join(
+                f"{number} of {size} {name}" for number, (name, size) in zip(pattern, degrees.items(), strict=True)
+            )
+            say(console, f"{counted(count, 'host')} hold{'s' if count == 1 else ''}, each: {held}.")
+
+
+def _stage_style(stage: int) -> str:
+    return STAGE_COLORS[stage % len(STAGE_COLORS)]
+
+
+def _range(span: AxisSpan) -> str:
+    fewest, most = span.hosts_per_group
+    return f"{most:,}" if fewest == most else f"{fewest:,}-{most:,}"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,}" if part else "none"
+
+
+def _few_names(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:2])}, ..., {names[-1]} ({len(names):,} hosts)"
+
+
+def _shorten(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 4]} ..."

@@ -1,1 +1,3 @@
 """The only importers of DeepSpeed."""
+
+from __future__ import annotations

@@ -1,52 +1,143 @@
-"""``python -m ds_topo.engine`` prints what is changed in DeepSpeed and torch, and the private names relied on."""
+"""Print the names that ds_topo patches or relies on in DeepSpeed and torch, and their changes in another release."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import difflib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from textwrap import fill
 
-import deepspeed
-import torch
-
-from ds_topo.engine import changes
-from ds_topo.engine.releases import is_missing
-from ds_topo.ledger import Change, Reliance
-from ds_topo.measurement import torch_names as measurement_names
-from ds_topo.process_groups import torch_names
-from ds_topo.reducer import torch_names as reducer_names
-
-ROWS: tuple[Change | Reliance, ...] = (
-    *changes.ROWS,
-    *torch_names.ROWS,
-    *reducer_names.ROWS,
-    *measurement_names.ROWS,
+from ds_topo import torch_names
+from ds_topo.ledger import ONE_CALL, Patch, Reliance
+from ds_topo.mpu import patches
+from ds_topo.mpu.releases import (
+    INSTALLED,
+    changed,
+    fingerprint,
+    fingerprints,
+    is_missing,
+    record,
+    recorded,
+    release_to_compare,
+    sources,
+    without_source,
 )
 
+ROWS: tuple[Patch | Reliance, ...] = (
+    *patches.ROWS,
+    *torch_names.GROUP_ROWS,
+    *torch_names.REDUCER_ROWS,
+    *torch_names.MEASUREMENT_ROWS,
+)
+_OF_OBJECTS = "Patches of one engine, optimizer, module or parameter"
+_OF_CALLS = "Patches during one call"
+_OF_PROCESS = "Process-wide patches"
+_OF_USE = "Process-wide patches of ds_topo.use(grid)"
+_SOURCES = """
+import json
+from ds_topo.engine.__main__ import ROWS
+from ds_topo.mpu.releases import INSTALLED, sources
+print(json.dumps([INSTALLED, sources(ROWS)]))
+"""
 
-def page(rows: Sequence[Change | Reliance] = ROWS) -> str:
-    """Every change, then every reliance, with what the installed releases lack marked."""
-    bound = [row for row in rows if isinstance(row, Change)]
+
+def page(rows: Sequence[Patch | Reliance] = ROWS) -> str:
+    """Return all patches, in sections by scope, then all reliances. Missing names are marked."""
+    parts = [", ".join(f"{library} {release}" for library, release in INSTALLED.items())]
+    for section in (_OF_PROCESS, _OF_USE, _OF_CALLS, _OF_OBJECTS):
+        found = [row for row in rows if isinstance(row, Patch) and _section_of(row) == section]
+        parts += ["", f"{section}: {len(found)}"]
+        for patch in found:
+            parts += ["", _title(patch), _line("becomes", patch.instead), _line("why", patch.why)]
+            parts += [_line("while", patch.during)]
+            parts += [_line("process-wide because", patch.process_wide)] if section == _OF_PROCESS else []
     relied_on = [row for row in rows if isinstance(row, Reliance)]
-    parts = [f"DeepSpeed {deepspeed.__version__}, torch {torch.__version__}", "", "Changed for a while", ""]
-    for change in bound:
-        parts += [_title(change), _line("becomes", change.instead), _line("why", change.why)]
-        parts += [_line("while", change.during), ""]
-    parts += ["Relied on", ""]
+    parts += ["", f"Private names that ds_topo relies on: {len(relied_on)}", ""]
     for reliance in relied_on:
-        parts += [_title(reliance), _line("for", reliance.use)]
+        parts += [_title(reliance), _line("use", reliance.use)]
     missing = [str(row) for row in rows if is_missing(row)]
-    parts += ["", f"{len(bound)} changes, {len(relied_on)} reliances; missing here: {', '.join(missing) or 'none'}"]
-    return "\n".join(parts)
+    return "\n".join([*parts, "", f"missing here: {', '.join(missing) or 'none'}"])
 
 
-def _title(row: Change | Reliance) -> str:
+def _section_of(patch: Patch) -> str:
+    if patch.process_wide:
+        return _OF_USE if patch.during == patches.USE else _OF_PROCESS
+    return _OF_CALLS if patch.during.startswith(ONE_CALL) else _OF_OBJECTS
+
+
+def _title(row: Patch | Reliance) -> str:
     limits = "" if row.releases == "all" else f"  ({row.releases})"
     return f"{row}{limits}{'  MISSING' if is_missing(row) else ''}"
 
 
 def _line(label: str, text: str) -> str:
-    return fill(text, 100, initial_indent=f"    {label:9}", subsequent_indent=" " * 13)
+    return fill(f"{label}: {text}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
+
+
+def comparison(rows: Sequence[Patch | Reliance] = ROWS) -> str:
+    """List the functions that differ from the recorded release that is nearest to the installed one."""
+    known, parts = recorded(), []
+    for release, now in fingerprints(rows).items():
+        library = release.partition(" ")[0]
+        other = release_to_compare(library, known)
+        names = changed(now, known[other]) if other else list(now)
+        parts += [f"\n{len(names)} of {len(now)} functions and classes of {release} differ from {other}"]
+        parts += [f"    {name}" for name in names]
+        if names and other:
+            install = f"pip install --no-deps --target FOLDER {other.replace(' ', '==')}"
+            parts += [f"    To see the differences: {install}; python -m ds_topo.engine --against FOLDER"]
+    skipped = without_source(rows)
+    parts += [f"\n{len(skipped)} names are values, or functions written in C, and have no fingerprint"]
+    return "\n".join([*parts, *(f"    {name}" for name in skipped)])
+
+
+def differences(folder: str, rows: Sequence[Patch | Reliance] = ROWS) -> Iterator[str]:
+    """Yield the lines that differ between the copies of DeepSpeed or torch in a folder and the installed ones.
+
+    Raises:
+        RuntimeError: ds_topo cannot be imported with these copies.
+    """
+    paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")]), *filter(None, sys.path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    result = subprocess.run([sys.executable, "-c", _SOURCES], env=environment, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(
+            f"--against {folder}: ds_topo cannot be imported with the libraries of this folder. Give a folder that "
+            f"pip install --no-deps --target FOLDER has filled with a supported release.\n{result.stderr}"
+        )
+    releases, before = json.loads(result.stdout.splitlines()[-1])
+    for name, source in sources(rows).items():
+        library = name.partition(".")[0]
+        old = before.get(name, "")
+        if not old or fingerprint(old) != fingerprint(source):
+            labels = f"{name} ({library} {releases[library]})", f"{name} ({library} {INSTALLED[library]})"
+            yield from difflib.unified_diff(old.splitlines(), source.splitlines(), *labels, lineterm="")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run ``python -m ds_topo.engine``."""
+    parser = argparse.ArgumentParser(prog="python -m ds_topo.engine", description=__doc__)
+    parser.add_argument(
+        "--against",
+        metavar="FOLDER",
+        help="print the lines that differ from the copies of DeepSpeed or torch in this folder, and nothing else",
+    )
+    parser.add_argument(
+        "--update", action="store_true", help="record the fingerprints of the installed releases in fingerprints.json"
+    )
+    options = parser.parse_args(arguments)
+    if options.against is not None:
+        print("\n".join(differences(options.against)))
+        return
+    if options.update:
+        record(ROWS)
+    print(page())
+    print(comparison())
 
 
 if __name__ == "__main__":
-    print(page())
+    main()

@@ -1,4 +1,4 @@
-"""``PipelineParallelGrid``: the complete ``mpu`` for DeepSpeed's engines, and the face of it that pipelines see."""
+"""Define ``PipelineParallelGrid``, the complete ``mpu`` for DeepSpeed's engines, and its variant for pipelines."""
 
 from __future__ import annotations
 
@@ -11,27 +11,22 @@ from typing import Any, Generic, TypeVar
 import deepspeed
 import torch
 
-from ds_topo.engine import current_mpu, inputs, norms, options, parameter_gathers
-from ds_topo.engine.megatron import MegatronGrid
-from ds_topo.engine.releases import is_due, warn_of_releases
+from ds_topo.engine import checks
+from ds_topo.engine.engine_patches import forget, patching_engines
 from ds_topo.ledger import ledger
+from ds_topo.mpu import patches
+from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu.releases import warn_of_releases
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.process_groups.grid import AnyTopology
+from ds_topo.process_groups.process_grid import AnyTopology
 from ds_topo.topology.axes import SEQ
 from ds_topo.topology.rank_tables import gradient_axes
 
 Answer = TypeVar("Answer")
 
-_WHILE_A_GRID_EXISTS = (
-    *options.WHILE_A_GRID_EXISTS,
-    *norms.WHILE_A_GRID_EXISTS,
-    *current_mpu.WHILE_A_GRID_EXISTS,
-    *parameter_gathers.WHILE_A_GRID_EXISTS,
-)
-
 
 class _WithSeqAxis(Generic[Answer]):
-    """A method that is there only where sequence queries are: its mere presence changes DeepSpeed's path."""
+    """A method that exists only on grids with sequence queries, because DeepSpeed tests for its presence."""
 
     def __init__(self, method: Callable[[Any], Answer]) -> None:
         self._method = method
@@ -44,27 +39,29 @@ class _WithSeqAxis(Generic[Answer]):
         if grid is None:
             return self  # type: ignore[return-value]
         if not grid.offers_sequence_queries:
-            raise AttributeError(f"{kind.__name__} of {grid.topology().spec!r} has no {self._name}: no axis {SEQ!r}")
+            raise AttributeError(
+                f"{kind.__name__} of {grid.topology().spec!r} has no {self._name}: it needs an axis {SEQ!r}"
+            )
         return partial(self._method, grid)
 
 
-class PipelineParallelGrid(MegatronGrid):
+class PipelineParallelGrid(MpuGrid):
     """The process groups of one job's topology, as this rank sees them; a complete ``mpu`` for DeepSpeed.
 
     Drop-in for ``deepspeed.runtime.pipe.topology.PipelineParallelGrid``, for any axes in any order. Creation is
-    collective: all ranks compare what they are about to create and raise together if they differ. A rank joins only the
-    groups that it belongs to, each distinct set of ranks once. While a grid exists, DeepSpeed's engines refuse options
-    that assume another order of ranks (:mod:`ds_topo.engine.changes` lists what is changed, until ``destroy()``).
+    collective: all ranks compare their plans first, and raise together if the plans differ. A rank joins only the
+    groups that it belongs to, and each distinct set of ranks is created once. Until ``destroy()``, an engine of the
+    grid has patched methods, and refuses options that assume another order of ranks (:mod:`ds_topo.mpu.patches`).
 
     - ``data parallel`` groups join the replicas of a parameter: all ranks that share stage and slice. An axis that
       DeepSpeed does not know (``seq``, ``expert``, any other) therefore counts as data, for gradients.
-    - ``model parallel`` is pipe x model; its rank is ``stage * slices + slice`` whatever the order of the axes, which
-      the universal checkpoint format relies on.
+    - ``model parallel`` is pipe x model. Its rank is ``stage * slices + slice`` for any order of the axes, because the
+      universal checkpoint format relies on that.
     - ``slice`` and ``tensor model`` parallel are the ``model`` axis, ``pipe`` and ``pipeline model`` the ``pipe`` axis.
     - With a ``seq`` axis, sequence queries exist, and ``get_data_parallel_rank`` and ``_world_size`` count distinct
       samples while ``get_data_parallel_group`` still joins all replicas.
 
-    Arguments and errors are those of :class:`~ds_topo.process_groups.grid.ProcessGrid`.
+    Arguments and errors are those of :class:`~ds_topo.process_groups.process_grid.ProcessGrid`.
 
     >>> import torch.distributed as dist
     >>> from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -89,56 +86,54 @@ class PipelineParallelGrid(MegatronGrid):
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes)
         with ExitStack() as undo:
             undo.callback(self.destroy)
-            for change, make in _WHILE_A_GRID_EXISTS:
-                if is_due(change):
-                    self.on_destroy(ledger.bind(change, make))
-            self.on_destroy(partial(current_mpu.forget, self))
-            inputs.grids.add(self)
+            self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, patching_engines))
+            self.on_destroy(partial(forget, self))
+            checks.grids.add(self)
             undo.pop_all()
 
     @cached_property
     def offers_sequence_queries(self) -> bool:
-        """Whether the ``get_sequence_*`` methods exist."""
+        """True if the ``get_sequence_*`` methods exist."""
         return SEQ in self.topology().axes
 
     @_WithSeqAxis
     def get_sequence_parallel_group(self) -> ProcessGroup:
-        """This rank's group along ``seq``: the ranks that share its samples."""
+        """Return this rank's group along ``seq``: the ranks that share its samples."""
         return self.get_group(SEQ)
 
     @_WithSeqAxis
     def get_sequence_parallel_world_size(self) -> int:
-        """The degree of ``seq``."""
+        """Return the degree of ``seq``."""
         return self.get_axis_size(SEQ)
 
     @_WithSeqAxis
     def get_sequence_parallel_rank(self) -> int:
-        """This rank's index along ``seq``."""
+        """Return this rank's index along ``seq``."""
         return self.get_axis_rank(SEQ)
 
     @_WithSeqAxis
     def get_sequence_parallel_src_rank(self) -> int:
-        """The global rank of the first member of the sequence parallel group."""
+        """Return the global rank of the first member of the sequence parallel group."""
         return self.get_ranks(SEQ)[0]
 
     @_WithSeqAxis
     def get_sequence_data_parallel_group(self) -> ProcessGroup:
-        """All replicas of this rank's parameters, over data and seq."""
+        """Return the group of all replicas of this rank's parameters, over data and seq."""
         return self.get_data_parallel_group()
 
     @_WithSeqAxis
     def get_sequence_data_parallel_world_size(self) -> int:
-        """The number of replicas."""
+        """Return the number of replicas."""
         return len(self.dp_group)
 
     @_WithSeqAxis
     def get_sequence_data_parallel_rank(self) -> int:
-        """Which of the replicas this rank holds."""
+        """Return the index of the replica that this rank holds."""
         return self.topology().get_axis_index(gradient_axes(self.topology()), self.grid_rank)
 
     @_WithSeqAxis
     def get_sequence_data_parallel_src_rank(self) -> int:
-        """The global rank of the first replica."""
+        """Return the global rank of the first replica."""
         return self.dp_group[0]
 
     def __dir__(self) -> list[str]:
@@ -147,19 +142,19 @@ class PipelineParallelGrid(MegatronGrid):
 
 
 SEQUENCE_QUERIES = tuple(name for name, value in vars(PipelineParallelGrid).items() if isinstance(value, _WithSeqAxis))
-"""Methods whose mere presence changes DeepSpeed's path: a grid offers them only where there is a ``seq`` axis."""
+"""The names of the methods that only grids with sequence queries have."""
 
 
 class PipelineEngineGrid(PipelineParallelGrid):
     """The grid of a pipeline engine: every extra axis, ``seq`` included, is data parallel.
 
-    The engine averages losses over the data parallel group and divides by its size, and its ZeRO-1 sums over ``seq``
-    where stage 0 averages as soon as an mpu has sequence queries; so here sizes count all replicas, and there are none.
+    The engine sums losses over the data parallel group and divides by its size, so sizes count all replicas here. The
+    grid has no sequence queries: with them, ZeRO-1 would sum gradients over ``seq`` where stage 0 averages them.
     """
 
     @cached_property
     def offers_sequence_queries(self) -> bool:
-        """Never."""
+        """Always false."""
         return False
 
     @cached_property
@@ -169,5 +164,5 @@ class PipelineEngineGrid(PipelineParallelGrid):
 
     @cached_property
     def data_parallel_id(self) -> int:
-        """Which of the replicas this rank holds."""
+        """The index of the replica that this rank holds."""
         return self.topology().get_axis_index(gradient_axes(self.topology()), self.grid_rank)

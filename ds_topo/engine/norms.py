@@ -1,63 +1,64 @@
-"""Everything about norms of gradients: which parameters count where, in each of DeepSpeed's optimizers.
+"""Correct the norms of gradients on a grid, for each of DeepSpeed's optimizers.
 
-The norm of a model counts every parameter once: one replica of each, every slice of what is tensor parallel, one slice
-of what is not, a tied layer on one of its stages, every expert. What DeepSpeed does, and what is done about it:
+The norm of a model must count every parameter once: one replica of each, all slices of a tensor-parallel parameter, one
+slice of any other, a tied layer on one of its stages, and every expert. DeepSpeed's optimizers deviate from that:
 
-    fp32 without ZeRO        counts what is marked ``model_parallel``, and everything on model parallel rank 0. In a
-                             pipeline ``count_each_parameter_once`` marks what each rank is to add. With experts it
-                             averages the norms of ranks that hold different ones: ``clip_gradients`` in its place.
-    ZeRO 1 and 2             leave out experts of all slices but the first, and reduce once per parameter group, which
-                             hangs where stages have unequal numbers of them: ``zero_gradient_norm`` in their place.
-    fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which carry no marks: they get their
-                             parameters'. It leaves experts out, ``BF16_Optimizer`` hangs where ranks differ in the
-                             experts that they have: ``check_norm`` refuses both. Without any parameter that counts on
-                             a slice ``BF16_Optimizer`` fails: such ranks add a zero.
+    fp32 without ZeRO        ``clip_grad_norm_`` counts parameters marked ``model_parallel``, and all parameters on
+                             model parallel rank 0. In a pipeline, ``count_each_parameter_once`` sets these marks. With
+                             experts it averages the norms of ranks that hold different experts; ``clip_gradients``
+                             replaces it.
+    ZeRO 1 and 2             The norm omits the experts of all slices but the first. It reduces once per parameter
+                             group, which hangs if stages have different numbers of groups. ``zero_gradient_norm``
+                             replaces it.
+    fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which have no marks, so we copy the
+                             marks of their parameters. It omits experts, and ``BF16_Optimizer`` hangs if ranks have
+                             different expert sizes; ``check_norm`` refuses both. ``BF16_Optimizer`` fails on a slice
+                             without any parameter to count; there we add a zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.utils import is_moe_param, is_moe_param_group
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
-from ds_topo.engine import changes
-from ds_topo.engine.expert_registry import registry
-from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import ExpertGroupError
-from ds_topo.ledger import Change, Make
-from ds_topo.partition.gradients import PartitionedGradients
-from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.ledger import Make, Patch
+from ds_topo.mpu import patches
+from ds_topo.mpu.expert_registry import registry
+from ds_topo.mpu.mpu import MpuGrid
 
 # -- marks ------------------------------------------------------------------------------------------------------------
 
 
 def mark_tensor_parallel_gradients(module: nn.Module) -> Callable[[], None]:
-    """Let each gradient carry its parameter's ``model_parallel`` mark, where the ``mpu`` is not one of our grids.
+    """Copy each parameter's ``model_parallel`` mark to its gradient, for an ``mpu`` that is not one of our grids.
 
     For fp16 and bf16 without ZeRO and with an optimizer that is not fused, DeepSpeed's ``FP16_UnfusedOptimizer`` takes
     the norm of gradients, which unlike their parameters have no mark: the shards of all tensor-parallel ranks but the
     first are then missing from the norm, and clipping is too weak. An engine whose mpu is a ``PipelineParallelGrid``
-    has this mended already; elsewhere call it once before ``deepspeed.initialize``.
+    does this by itself; elsewhere call it once before ``deepspeed.initialize``.
 
     Args:
         module: a module whose tensor-parallel parameters have ``tensor_model_parallel`` or ``model_parallel`` set, as
             Megatron's and DeepSpeed's have.
 
     Returns:
-        A function that takes the marks' hooks back.
+        A function that removes the hooks that set the marks.
     """
     handles = [
         parameter.register_post_accumulate_grad_hook(_mark)
@@ -80,27 +81,26 @@ def _mark(parameter: torch.Tensor) -> None:
 def count_each_parameter_once(module: nn.Module, grid: MpuGrid) -> None:
     """Mark the parameters of a pipeline stage that this rank adds to the norm of all gradients.
 
-    Without ZeRO, DeepSpeed's ``clip_grad_norm_`` takes, beside everything on model parallel rank 0, what is marked
-    ``model_parallel``: unmarked, all later stages are missing from the norm. Every parameter must count once over
-    pipe x model: a tensor-parallel shard on each slice, a replicated one on slice 0, a tied one on its first stage.
+    Without ZeRO, DeepSpeed's ``clip_grad_norm_`` counts all parameters on model parallel rank 0, and on other ranks
+    those marked ``model_parallel``. Without marks, all later stages are missing from the norm. Every parameter must
+    count once over pipe x model: a tensor-parallel shard on each slice, a replicated parameter on slice 0, and a tied
+    one on its first stage.
     """
     first_slice = grid.get_slice_parallel_rank() == 0
     for parameter in module.parameters():
-        counts = not _is_copy_of_tied(parameter) and (first_slice or bool(is_model_parallel_parameter(parameter)))
+        counts = not is_copy_of_tied(parameter) and (first_slice or bool(is_model_parallel_parameter(parameter)))
         parameter.model_parallel = counts  # type: ignore[attr-defined]
-        if _is_copy_of_tied(parameter):
+        if is_copy_of_tied(parameter):
             parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
 
 
 def _with_marks(step: Any) -> Any:
     @wraps(step)
     def marked_step(optimizer: FP16_UnfusedOptimizer, closure: object = None) -> Any:
-        if isinstance(optimizer.mpu, MpuGrid):
-            for parameters in optimizer.fp16_groups:
-                for parameter in parameters:
-                    if parameter.grad is not None:
-                        parameter.grad.model_parallel = bool(is_model_parallel_parameter(parameter))
-                        parameter.grad.ds_pipe_replicated = _is_copy_of_tied(parameter)
+        for parameter in chain.from_iterable(optimizer.fp16_groups):
+            if parameter.grad is not None:
+                parameter.grad.model_parallel = bool(is_model_parallel_parameter(parameter))
+                parameter.grad.ds_pipe_replicated = is_copy_of_tied(parameter)
         return step(optimizer, closure)
 
     return marked_step
@@ -110,7 +110,7 @@ def _with_a_zero(get_gradients: Any) -> Any:
     @wraps(get_gradients)
     def gradients_for_norm(optimizer: BF16_Optimizer, for_clipping: bool = False) -> Any:
         found = get_gradients(optimizer, for_clipping)
-        if for_clipping or not isinstance(optimizer.mpu, MpuGrid):
+        if for_clipping:
             return found
         counted, of_experts = found
         return counted or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
@@ -118,9 +118,9 @@ def _with_a_zero(get_gradients: Any) -> Any:
     return gradients_for_norm
 
 
-WHILE_A_GRID_EXISTS: tuple[tuple[Change, Make], ...] = (
-    (changes.UNFUSED_STEP, _with_marks),
-    (changes.BF16_GRADIENTS, _with_a_zero),
+OF_OPTIMIZERS: tuple[tuple[Patch, Make], ...] = (
+    (patches.UNFUSED_STEP, _with_marks),
+    (patches.BF16_GRADIENTS, _with_a_zero),
 )
 
 
@@ -147,9 +147,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, grid: MpuGr
 
 
 def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torch.Tensor:
-    """The norm, ``[]``, of gradients that ZeRO-1 or 2 has partitioned; -1 where DeepSpeed expects that: inf or nan.
+    """Return the norm, ``[]``, of gradients that ZeRO-1 or 2 has partitioned; -1 for inf or nan, as DeepSpeed expects.
 
-    Collective over the grid. In place of ``DeepSpeedZeroOptimizer.scaled_global_norm``.
+    Collective over the grid. It replaces ``DeepSpeedZeroOptimizer.scaled_global_norm``.
     """
     norms: list[torch.Tensor] = []
     for group, parameters in enumerate(optimizer.params_in_partition):
@@ -171,11 +171,8 @@ def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torc
 def _clipped(clip: Any) -> Any:
     @wraps(clip)
     def clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
-        if registry.of(engine.mpu):
-            limit = engine.gradient_clipping()
-            engine._global_grad_norm = clip_gradients(engine.module.parameters(), limit, engine.mpu)
-        else:
-            clip(engine)
+        limit = engine.gradient_clipping()
+        engine._global_grad_norm = clip_gradients(engine.module.parameters(), limit, engine.mpu)
 
     return clip_fp32_gradients
 
@@ -183,83 +180,25 @@ def _clipped(clip: Any) -> Any:
 def _normed(norm: Any) -> Any:
     @wraps(norm)
     def scaled_global_norm(optimizer: DeepSpeedZeroOptimizer, norm_type: int = 2) -> Any:
-        if registry.of(optimizer.mpu):
-            return zero_gradient_norm(optimizer, optimizer.mpu)
-        return norm(optimizer, norm_type)
+        return zero_gradient_norm(optimizer, optimizer.mpu)
 
     return scaled_global_norm
 
 
-WHILE_EXPERTS_EXIST: tuple[tuple[Change, Make], ...] = (
-    (changes.CLIP_FP32, _clipped),
-    (changes.ZERO_NORM, _normed),
+WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = (
+    (patches.CLIP_FP32, _clipped),
+    (patches.ZERO_NORM, _normed),
 )
 
 
-# -- norms of partitions ----------------------------------------------------------------------------------------------
-
-
-class PartitionOfGradients(Protocol):
-    """What a rank owns of one flat tensor of gradients."""
-
-    group: ProcessGroup
-    gradients: PartitionedGradients
-
-    @property
-    def owned(self) -> list[nn.Parameter]:
-        """The parameters behind the fragments."""
-        ...
-
-    def fragments_of(self, partition: torch.Tensor) -> list[torch.Tensor]:
-        """Parts of single parameters."""
-        ...
-
-
-def partitioned_norms(optimizer: BF16_Optimizer, groups: Sequence[PartitionOfGradients]) -> Callable[..., Any]:
-    """In place of ``BF16_Optimizer.get_grads_for_norm``, which expects whole gradients on every rank.
-
-    It hands out the norm over the ranks that share them, as the only gradient there is: the norm of that is the same.
-    Collective over these ranks.
-    """
-
-    def gradients_for_norm(for_clipping: bool = False) -> Any:
-        if for_clipping:
-            return [group.gradients.partition for group in groups]
-        first_slice = optimizer.mpu is None or bwc_tensor_model_parallel_rank(mpu=optimizer.mpu) == 0
-        dense: list[torch.Tensor] = []
-        of_experts: dict[str, list[torch.Tensor]] = {}
-        for index, group in enumerate(groups):
-            fragments = group.fragments_of(group.gradients.partition)
-            counted = [
-                fragment
-                for fragment, parameter in zip(fragments, group.owned, strict=True)
-                if not _is_copy_of_tied(parameter)
-                and (first_slice or is_model_parallel_parameter(parameter) or is_moe_param(parameter))
-            ]
-            square = _sum_of_squares(counted, group.gradients.partition.device)
-            dist.all_reduce(square, group=group.group)
-            settings = optimizer.optimizer.param_groups[index]
-            kind = of_experts.setdefault(settings["name"], []) if is_moe_param_group(settings) else dense
-            kind.append(square.sqrt().reshape(1))
-        return dense or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
-
-    return gradients_for_norm
-
-
-def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not tensors:
-        return torch.zeros((), device=device)
-    return torch.stack([_norm_of(tensor) for tensor in tensors]).square().sum()
-
-
-# -- norms that cannot be mended --------------------------------------------------------------------------------------
+# -- norms that cannot be corrected -----------------------------------------------------------------------------------
 
 
 def check_norm(engine: DeepSpeedEngine) -> None:
     """Refuse optimizers of fp16 and bf16 whose own norm is wrong, or hangs, with these experts; collective.
 
     Raises:
-        ExpertGroupError: on every rank of the model parallel group; names the optimizer and what to use.
+        ExpertGroupError: raised on every rank of the model parallel group; names the optimizer and an alternative.
     """
     grid: MpuGrid = engine.mpu
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) or not (engine.fp16_enabled() or engine.bfloat16_enabled()):
@@ -284,12 +223,12 @@ def check_norm(engine: DeepSpeedEngine) -> None:
     if any(sizes.values()) and not all(has_share for _, _, has_share in gathered):
         raise ExpertGroupError(
             f"some slices hold no tensor-parallel parameters beside experts: DeepSpeed's {optimizer} would fail in the "
-            f"first step, on those ranks alone; {remedy}"
+            f"first step, on those ranks only; {remedy}"
         )
 
 
 def _has_dense_share(engine: DeepSpeedEngine) -> bool:
-    """Whether anything but experts on this rank counts in the norm of DeepSpeed's BF16_Optimizer."""
+    """Tell whether this rank has a parameter, not of an expert, that counts in the norm of ``BF16_Optimizer``."""
     return engine.mpu.get_slice_parallel_rank() == 0 or any(
         is_model_parallel_parameter(parameter) and not is_moe_param(parameter)
         for parameter in engine.module.parameters()
@@ -299,18 +238,18 @@ def _has_dense_share(engine: DeepSpeedEngine) -> bool:
 # -- what counts where ------------------------------------------------------------------------------------------------
 
 
-def _is_copy_of_tied(parameter: nn.Parameter) -> bool:
-    """Whether an earlier stage has the same parameter, and counts it."""
+def is_copy_of_tied(parameter: nn.Parameter) -> bool:
+    """Tell whether an earlier stage holds the same tied parameter and counts it."""
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
 def _counts_on_this_slice(parameter: nn.Parameter, grid: MpuGrid) -> bool:
-    """Whether this rank's replica of the model has its own share of the parameter here.
+    """Tell whether this rank's slice counts the parameter.
 
-    Experts are shards on every slice unless marked ``tensor_model_parallel = False`` (Megatron's mark of what slices
-    replicate); everything else counts on the first slice alone unless marked as a shard.
+    Parameters of experts are shards on every slice unless marked ``tensor_model_parallel = False`` (Megatron's mark of
+    replicated parameters). Any other parameter counts on the first slice only, unless it is marked as a shard.
     """
-    if _is_copy_of_tied(parameter):
+    if is_copy_of_tied(parameter):
         return False
     if not is_moe_param(parameter):
         return bool(is_model_parallel_parameter(parameter)) or grid.get_model_parallel_rank() == 0
@@ -320,7 +259,7 @@ def _counts_on_this_slice(parameter: nn.Parameter, grid: MpuGrid) -> bool:
 
 
 def _replica(parameter: nn.Parameter, grid: MpuGrid) -> int:
-    """Which of the replicas of the parameter this rank holds."""
+    """Return the index of this rank among the replicas of the parameter."""
     if is_moe_param(parameter):
         return int(deepspeed_groups._get_expert_data_parallel_rank(parameter.group_name))  # type: ignore[attr-defined]
     return dist.get_rank(grid.get_data_parallel_group())
@@ -333,7 +272,7 @@ def _norm_of(gradient: torch.Tensor | None) -> torch.Tensor:
 
 
 def _norm_over_grid(norms: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
-    """Root of the sum of squares over all ranks, in groups that exist already: model parallel x data parallel."""
+    """Return the root of the sum of squares over all ranks, reduced over the model and then the data parallel group."""
     device = get_accelerator().current_device_name()
     total = torch.stack(norms).to(device).square().sum() if norms else torch.zeros((), device=device)
     dist.all_reduce(total, group=grid.get_model_parallel_group())

@@ -1,67 +1,59 @@
-"""One job has one layout: what else in the program says which ranks belong together must say the same.
+"""Check that everything in a program that groups ranks agrees with the grid: one job has one layout.
 
-Programs bring a topology or an mpu of their own, and their layers ask a parallel state of their own. Where it joins
-other ranks than the grid, collectives meet the wrong peers and hang, or train something else.
+A program may have its own topology or mpu, and its layers may use their own parallel state. If one of these groups
+ranks in another way than the grid, collectives hang or mix up gradients. The checks raise on all ranks together.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from torch import nn
 
-from ds_topo.engine.mpu import MpuGrid
 from ds_topo.errors import TopologyError, abridged, listed
+from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.agreement import agree
-from ds_topo.process_groups.grid import AnyTopology, as_topology
-from ds_topo.process_groups.torch_names import job_timeout
+from ds_topo.process_groups.process_grid import AnyTopology, as_topology
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import fold_extra_axes, gradient_axes, sample_axes
+from ds_topo.torch_names import job_timeout
 
-if TYPE_CHECKING:
-    from ds_topo.engine.grid import PipelineParallelGrid
-
-in_use: list[PipelineParallelGrid] = []
+in_use: list[MpuGrid] = []
 """The grid of :func:`ds_topo.use`, once for every call that has not ended."""
 
-_TENSOR, _PIPELINE, _BOTH = (MODEL,), (PIPE,), (PIPE, MODEL)
 _QUESTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "get_tensor_model_parallel_group": (_TENSOR,),
-    "get_slice_parallel_group": (_TENSOR,),
-    "get_model_parallel_group": (_BOTH, _TENSOR),
-    "get_pipeline_model_parallel_group": (_PIPELINE,),
-    "get_pipe_parallel_group": (_PIPELINE,),
+    "get_tensor_model_parallel_group": ((MODEL,),),
+    "get_slice_parallel_group": ((MODEL,),),
+    "get_model_parallel_group": ((PIPE, MODEL), (MODEL,)),
+    "get_pipeline_model_parallel_group": ((PIPE,),),
+    "get_pipe_parallel_group": ((PIPE,),),
     "get_sequence_parallel_group": ((SEQ,),),
     "get_context_parallel_group": ((SEQ,),),
 }
-"""What mpus are asked, with the axes that the answer may span: programs differ in what they call model parallel."""
-_TENSOR_IS_MODEL_PARALLEL = "get_io_parallel_group"
-"""A function that GPT-NeoX's parallel state has alone; there, model parallel is tensor parallel."""
-_DATA = "get_data_parallel_group"
+"""The methods of mpus, each with the axes that its answer may span: the meaning of model parallel differs."""
+_DATA_QUESTION = "get_data_parallel_group"
+_ONLY_IN_NEOX = "get_io_parallel_group"
+"""A function that only the parallel state of GPT-NeoX has, where model parallel means tensor parallel."""
 _LIBRARIES = ("deepspeed", "ds_topo", "torch")
 
 
-def grid_in_use() -> PipelineParallelGrid | None:
-    """The grid of :func:`ds_topo.use`."""
+def grid_in_use() -> MpuGrid | None:
+    """Return the grid of :func:`ds_topo.use`, or None."""
     return in_use[-1] if in_use else None
 
 
-# -- topologies -------------------------------------------------------------------------------------------------------
-
-
-def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, grid: PipelineParallelGrid) -> None:
-    """Refuse a pipeline of another layout than the grid in use; collective over the grid.
+def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, grid: MpuGrid) -> None:
+    """Refuse a pipeline whose layout differs from the grid in use; collective over the grid.
 
     Raises:
-        TopologyError: the message names ranks whose places differ.
-        DisagreementError: another rank's is.
+        TopologyError: the layout differs; the message names ranks that are placed differently.
+        DisagreementError: the layout of another rank differs.
     """
     failure: Exception | None = None
     try:
@@ -70,42 +62,20 @@ def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, g
         elif num_stages is not None and num_stages != grid.pipe_parallel_size:
             raise TopologyError(
                 f"num_stages={abridged(num_stages)}, but the grid in use, {grid.topology().spec!r}, has "
-                f"{grid.pipe_parallel_size}: leave it out, or use a grid of that many"
+                f"{grid.pipe_parallel_size}: omit num_stages, or use a grid with that many stages"
             )
     except (TopologyError, TypeError) as error:
         failure = error
-    _agree(grid, grid.topology().axes, "the topology of the pipeline", failure)
+    everyone = grid.get_ranks(grid.topology().axes)
+    agree("", everyone, job_timeout(), failure=failure, subject="the topology of the pipeline")
 
 
-def _require_same_places(given: ProcessTopology, grid: PipelineParallelGrid) -> None:
-    wanted = fold_extra_axes(grid.topology())
-    if given in (grid.topology(), wanted):
-        return
-    found = fold_extra_axes(given) if given.world_size() == wanted.world_size() else given
-    axes = (PIPE, DATA, MODEL)
-
-    def place(topology: ProcessTopology, rank: int) -> tuple[int, ...]:
-        here = topology.get_coord(rank)._asdict()
-        return tuple(here.get(axis, 0) for axis in axes)
-
-    both = range(min(given.world_size(), wanted.world_size()))
-    differ = [rank for rank in both if place(found, rank) != place(wanted, rank)]
-    if differ or given.world_size() != wanted.world_size():
-        raise TopologyError(
-            f"the topology {given.spec!r} is not the layout of the grid in use, {grid.topology().spec!r}: they place "
-            f"ranks {listed(differ)} differently; pass grid.topology(), or use a grid of the program's order"
-        )
-
-
-# -- mpus -------------------------------------------------------------------------------------------------------------
-
-
-def mpu_in_use(mpu: Any, model: Any, grid: PipelineParallelGrid) -> Any:
-    """The mpu of an engine while a grid is in use: that grid; collective over it (but for pipe).
+def mpu_in_use(mpu: Any, model: Any, grid: MpuGrid) -> Any:
+    """Return the mpu for an engine while a grid is in use; collective over the ranks of the engine.
 
     Raises:
-        TopologyError: ``mpu``, or the pipeline's own, joins other ranks; the message names them.
-        DisagreementError: another rank's does.
+        TopologyError: ``mpu``, or the pipeline's own, joins other ranks than the grid; the message names them.
+        DisagreementError: another rank raised that error.
     """
     is_pipeline = isinstance(model, DeepSpeedPipelineModule)
     own: Any = model.mpu() if isinstance(model, DeepSpeedPipelineModule) else mpu
@@ -114,28 +84,48 @@ def mpu_in_use(mpu: Any, model: Any, grid: PipelineParallelGrid) -> Any:
         if isinstance(own, MpuGrid):
             if own.topology() != grid.topology() or own.to_global([0]) != grid.to_global([0]):
                 _require_same_places(own.topology(), grid)
-        elif own is not None and own is not parallel_state_sp:  # DeepSpeed's, whose groups are the grid's meanwhile
-            require_same_groups(own, type(own).__name__ if not isinstance(own, ModuleType) else own.__name__, grid)
-    except Exception as error:  # whatever it is: the others hear of it
+        elif own is not None and own is not parallel_state_sp:  # this module answers with the grid's groups
+            require_same_groups(own, own.__name__ if isinstance(own, ModuleType) else type(own).__name__, grid)
+    except Exception as error:  # any exception: the other ranks must raise, too
         failure = error
     axes = [axis for axis in grid.topology().axes if axis != PIPE or is_pipeline]
-    _agree(grid, axes, "the mpu of the engine", failure)
-    if is_pipeline or isinstance(mpu, MpuGrid):
-        return mpu
-    return grid
+    agree("", grid.get_ranks(axes), job_timeout(), failure=failure, subject="the mpu of the engine")
+    return mpu if is_pipeline or isinstance(mpu, MpuGrid) else grid
+
+
+def _require_same_places(given: ProcessTopology, grid: MpuGrid) -> None:
+    wanted = fold_extra_axes(grid.topology())
+    if given in (grid.topology(), wanted):
+        return
+    found = fold_extra_axes(given) if given.world_size() == wanted.world_size() else given
+
+    def place(topology: ProcessTopology, rank: int) -> tuple[int, ...]:
+        here = topology.get_coord(rank)._asdict()
+        return tuple(here.get(axis, 0) for axis in (PIPE, DATA, MODEL))
+
+    both = range(min(given.world_size(), wanted.world_size()))
+    differ = [rank for rank in both if place(found, rank) != place(wanted, rank)]
+    if differ or given.world_size() != wanted.world_size():
+        raise TopologyError(
+            f"the topology {given.spec!r} is not the layout of the grid in use, {grid.topology().spec!r}: they place "
+            f"ranks {listed(differ)} differently; pass grid.topology(), or create the grid in the program's order"
+        )
 
 
 def require_same_groups(mpu: Any, name: str, grid: MpuGrid) -> None:
     """Refuse an mpu, or a program's module of parallel state, whose groups are not the grid's.
 
     Raises:
-        TopologyError: the message names the question and both sets of ranks.
+        TopologyError: a group differs; the message names the method and both sets of ranks.
     """
-    for question, spans in _questions_to(mpu, grid):
+    spans_of = {**_QUESTIONS, _DATA_QUESTION: (sample_axes(grid.topology()), gradient_axes(grid.topology()))}
+    if hasattr(mpu, _ONLY_IN_NEOX):
+        spans_of["get_model_parallel_group"] = ((MODEL,),)
+    for question, spans in spans_of.items():
         found = _ranks_of(mpu, question)
         expected = [_ranks_along(grid, span) for span in spans]
         if found is not None and found not in expected:
-            remedy = f"let it answer from the grid, ds_topo.parallel_state.install(grid, {name})"
+            remedy = f"call ds_topo.parallel_state.install(grid, {name})"
             if not isinstance(mpu, ModuleType):
                 remedy = "pass mpu=grid"
             raise TopologyError(
@@ -145,13 +135,31 @@ def require_same_groups(mpu: Any, name: str, grid: MpuGrid) -> None:
             )
 
 
-def check_programs(model: nn.Module, grid: MpuGrid) -> None:
-    """Compare the parallel states that a model's layers can ask, such as ``megatron.mpu``, with the grid.
+def _ranks_of(mpu: Any, question: str) -> list[int] | None:
+    """Return the ranks of the group that a query returns; None if it returns no group, or if a grid answers it."""
+    ask = getattr(mpu, question, None)
+    answers_from = type(getattr(ask, "__self__", None)).__module__
+    if not callable(ask) or answers_from.split(".")[0] == "ds_topo":  # asking a grid may create a group
+        return None
+    try:
+        return sorted(dist.get_process_group_ranks(ask()))
+    except Exception:  # a program's function may raise anything, such as when it is not initialised
+        return None
 
-    They are found in the packages that the layers come from, and among the names in the layers' own files.
+
+def _ranks_along(grid: MpuGrid, axes: tuple[str, ...]) -> list[int]:
+    present = [axis for axis in axes if axis in grid.topology().axes]
+    return grid.get_ranks(present) if present else [grid.global_rank]
+
+
+def check_programs(model: nn.Module, grid: MpuGrid) -> None:
+    """Compare the parallel states that a model's layers may use, such as ``megatron.mpu``, with the grid.
+
+    The function searches the packages that define the layers, and the names in the layers' own files.
 
     Raises:
-        TopologyError: one of them joins other ranks, or the grid answers in its place with DeepSpeed's meanings.
+        TopologyError: a parallel state joins other ranks, or GPT-NeoX uses a grid with DeepSpeed's meaning of model
+            parallel.
     """
     layers = [*model.modules(), *getattr(model, "forward_funcs", ())]
     files = {getattr(layer, "__module__", "") for layer in (*layers, *map(type, layers))} - {""}
@@ -165,59 +173,25 @@ def check_programs(model: nn.Module, grid: MpuGrid) -> None:
         for name, module in list(sys.modules.items())
         if isinstance(module, ModuleType) and name.split(".")[0] not in _LIBRARIES
     }
-    of_neox = {name.split(".")[0] for name, module in modules.items() if _TENSOR_IS_MODEL_PARALLEL in vars(module)}
+    of_neox = {name.split(".")[0] for name, module in modules.items() if _ONLY_IN_NEOX in vars(module)}
     for name, module in modules.items():
         package = name.split(".")[0]
         if package not in packages and id(module) not in states and name not in origins:
             continue
-        if _DATA in vars(module) and not _QUESTIONS.keys().isdisjoint(vars(module)):
+        if _DATA_QUESTION in vars(module) and not _QUESTIONS.keys().isdisjoint(vars(module)):
             require_same_groups(module, name, grid)
         if package in of_neox and grid.pipe_parallel_size > 1 and grid.slice_parallel_size > 1:
             _refuse_grid_as_neox_state(module, name, grid)
 
 
 def _refuse_grid_as_neox_state(module: ModuleType, name: str, grid: MpuGrid) -> None:
-    """The grid means pipe x model where GPT-NeoX's layers mean tensor parallel.
-
-    Raises:
-        TopologyError: it stands in a module of theirs.
-    """
+    """Refuse a grid or its methods in a module of GPT-NeoX, where the model parallel group has another meaning."""
     for attribute, value in list(vars(module).items()):
-        if isinstance(value, MpuGrid) or (
-            isinstance(getattr(value, "__self__", None), MpuGrid) and attribute.startswith("get_model_parallel")
-        ):
+        is_method = isinstance(getattr(value, "__self__", None), MpuGrid)
+        if isinstance(value, MpuGrid) or (is_method and attribute.startswith("get_model_parallel")):
             raise TopologyError(
-                f"{name}.{attribute} is the grid's, whose model parallel group is pipe x model "
+                f"{name}.{attribute} belongs to the grid, whose model parallel group is pipe x model "
                 f"({grid.get_model_parallel_world_size()} ranks), but GPT-NeoX means tensor parallel "
-                f"({grid.slice_parallel_size}): its layers would wait for other stages. Leave its module as it was, "
+                f"({grid.slice_parallel_size}): its layers would wait for other stages. Leave the module unchanged, "
                 "and call ds_topo.parallel_state.install(grid, megatron.mpu)"
             )
-
-
-def _questions_to(mpu: Any, grid: MpuGrid) -> Iterator[tuple[str, tuple[tuple[str, ...], ...]]]:
-    for question, spans in _QUESTIONS.items():
-        if question == "get_model_parallel_group" and hasattr(mpu, _TENSOR_IS_MODEL_PARALLEL):
-            spans = (_TENSOR,)
-        yield question, spans
-    yield _DATA, (sample_axes(grid.topology()), gradient_axes(grid.topology()))
-
-
-def _ranks_of(mpu: Any, question: str) -> list[int] | None:
-    """Who is in the group that an mpu answers; None where it does not, or a grid does in its place."""
-    ask = getattr(mpu, question, None)
-    answers_from = type(getattr(ask, "__self__", None)).__module__
-    if not callable(ask) or answers_from.split(".")[0] == "ds_topo":  # asking a grid may create a group
-        return None
-    try:
-        return sorted(dist.get_process_group_ranks(ask()))
-    except Exception:  # not initialised, wants arguments, is no group: whatever a program's function may raise
-        return None
-
-
-def _ranks_along(grid: MpuGrid, axes: tuple[str, ...]) -> list[int]:
-    present = [axis for axis in axes if axis in grid.topology().axes]
-    return grid.get_ranks(present) if present else [grid.global_rank]
-
-
-def _agree(grid: MpuGrid, axes: list[str], subject: str, failure: Exception | None) -> None:
-    agree("", grid.get_ranks(axes), job_timeout(), failure=failure, subject=subject)

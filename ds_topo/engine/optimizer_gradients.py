@@ -1,10 +1,12 @@
-"""Where DeepSpeed's optimizers keep gradients, and where its engines call for their reduction."""
+"""Connect a reducer to an engine's optimizer: define where gradients accumulate, and which call reduces them.
+
+There is one class for each kind of optimizer; :func:`gradients_of` chooses the class.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,178 +16,145 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_topo.engine import changes, parameter_gathers
+from ds_topo.engine import parameter_gathers
 from ds_topo.engine.parameter_gathers import PartitionedParameters
-from ds_topo.engine.partitioned_optimizer import PartitionedOptimizer, partitioned
-from ds_topo.ledger import Change, always, ledger
-from ds_topo.partition.gradients import PartitionedGradients
-from ds_topo.reducer.planning import BucketSizes
+from ds_topo.engine.zero_optimizer import PartitionedOptimizer, partitioned
+from ds_topo.ledger import Patch, always, ledger
+from ds_topo.mpu import patches
+from ds_topo.mpu.releases import bind_methods
+from ds_topo.reducer.options import BucketSizes
+from ds_topo.zero.partitions import PartitionedGradients
 
 
-class OptimizerGradients(Protocol):
-    """What a reducer must know about one kind of optimizer."""
-
-    grad_buffers: dict[nn.Parameter, torch.Tensor]
-    """Where gradients accumulate, if not in ``parameter.grad``."""
-    reduction: tuple[object, Change]
-    """The object that the engine calls to have gradients reduced, and the row of its method."""
-
-    partitions: Sequence[PartitionedGradients]
-    """Gradients of which each rank needs its own part alone."""
-    reduces_always: bool
-    """Whether every micro-batch's gradients are reduced."""
-
-    def bind(self, bindings: ExitStack) -> None:
-        """Keep the optimizer's own hooks from gradients, until the bindings are closed."""
-
-    parameters: PartitionedParameters | None
-    """What arrives from other ranks after a step, if anything does."""
-
-    def reduce_tied(self, engine: PipelineEngine, reduce: Callable[[], None]) -> None:
-        """Sum the gradients of tied layers over their stages; ``reduce`` is the engine's way."""
-
-    def end_with_engine(self) -> None:
-        """The engine is destroyed: the bindings are closed next."""
-
-    def mark_reduced(self) -> None:
-        """Tell the optimizer that gradients are reduced."""
-
-
-class WholeGradients:
-    """What is common to those that need whole gradients on every rank."""
+class OptimizerGradients:
+    """The connection at stage 0: every rank needs whole gradients, and the optimizer reads ``parameter.grad``."""
 
     partitions: Sequence[PartitionedGradients] = ()
+    """The gradients of which each rank needs only its own part."""
     parameters: PartitionedParameters | None = None
+    """The parameters that arrive from other ranks after a step."""
     reduces_always = False
+    """True if the gradients of every micro-batch are reduced."""
 
-    def reduce_tied(self, engine: PipelineEngine, reduce: Callable[[], None]) -> None:
-        """As the engine does."""
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.engine = engine
+        self.optimizer = engine.optimizer
+        self.grad_buffers: dict[nn.Parameter, torch.Tensor] = {}
+        """The buffers in which gradients accumulate, if not in ``parameter.grad``."""
+        self.reduction: tuple[object, Patch] = (engine, patches.REDUCE_FALLBACK)
+        """The object that the engine calls to reduce gradients, and the row of the method."""
+
+    def bind(self, bindings: ExitStack) -> None:
+        """Disable the optimizer's own hooks until the bindings are closed. No-op here: it has no hooks."""
+
+    def mark_reduced(self) -> None:
+        """Mark gradients as reduced for the optimizer. No-op here: its step reads ``parameter.grad``."""
+
+    def reduce_tied(self, reduce: Callable[[], None]) -> None:
+        """Sum the gradients of tied layers over their stages; ``reduce`` is the pipeline engine's own function."""
         reduce()
 
     def end_with_engine(self) -> None:
-        """Nothing is to be put back."""
+        """Prepare for the end of the engine; the bindings are closed next."""
 
 
-class ParameterGradients(WholeGradients):
-    """Stage 0: the optimizer, wrapped or not, reads ``parameter.grad``."""
-
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        self.grad_buffers: dict[nn.Parameter, torch.Tensor] = {}
-        self.reduction = (engine, changes.REDUCE_FALLBACK)
-
-    def bind(self, bindings: ExitStack) -> None:
-        """It has no hooks."""
-
-    def mark_reduced(self) -> None:
-        """It reads them in its step."""
-
-
-class BF16Gradients(WholeGradients):
+class BF16Gradients(OptimizerGradients):
     """``BF16_Optimizer`` with Muon: gradients accumulate in flat buffers, one for each group of parameters."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._optimizer: BF16_Optimizer = engine.optimizer
-        self.reduction = (engine, changes.REDUCE_FALLBACK)
-        self.grad_buffers = {
-            parameter: gradient
-            for parameters, gradients in zip(
-                self._optimizer.bf16_groups, self._optimizer.fp32_groups_gradients, strict=True
-            )
-            for parameter, gradient in zip(parameters, gradients, strict=True)
-        }
+        super().__init__(engine)
+        buffers = zip(self.optimizer.bf16_groups, self.optimizer.fp32_groups_gradients, strict=True)
+        for parameters, gradients in buffers:
+            self.grad_buffers |= zip(parameters, gradients, strict=True)
 
     def bind(self, bindings: ExitStack) -> None:
-        """Remove its hooks, and let the pipeline engine find gradients."""
-        keep_hooks_off(self._optimizer, bindings)
+        """Remove the optimizer's hooks, and set the gradients that the pipeline engine reads."""
+        _keep_hooks_off(self.optimizer, bindings)
         for parameter, gradient in self.grad_buffers.items():
-            bindings.callback(ledger.bind(changes.HP_GRADIENT, always(gradient), parameter))
+            bindings.callback(ledger.bind(patches.HP_GRADIENT, always(gradient), parameter))
 
     def mark_reduced(self) -> None:
         """Mark all buffers as filled."""
-        for flags in self._optimizer.fp32_groups_has_gradients:
+        for flags in self.optimizer.fp32_groups_has_gradients:
             flags[:] = [True] * len(flags)
 
 
-def keep_hooks_off(optimizer: BF16_Optimizer, bindings: ExitStack) -> None:
-    """Let it take no gradients, neither by hooks (``immediate_grad_update``) nor after backward; until the end."""
-    bindings.callback(ledger.bind(changes.HP_GRADIENTS, always(lambda clear_lp_grads=False: None), optimizer))
+def _keep_hooks_off(optimizer: BF16_Optimizer, bindings: ExitStack) -> None:
+    """Disable its accumulation of gradients, in hooks (``immediate_grad_update``) and after backward."""
+    bindings.callback(ledger.bind(patches.HP_GRADIENTS, always(lambda clear_lp_grads=False: None), optimizer))
     if optimizer._grad_acc_hooks:
         for hook in optimizer._grad_acc_hooks:
             hook.remove()
         bindings.callback(optimizer.create_grad_acc_hooks)
 
 
-class Zero1Gradients(WholeGradients):
-    """Stage 1 with Muon, which needs whole matrices: it cuts its partition out of reduced ``parameter.grad``."""
+class Zero1Gradients(OptimizerGradients):
+    """ZeRO stage 1 with Muon, which needs whole matrices: it takes its partition from reduced ``parameter.grad``."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        self._optimizer: DeepSpeedZeroOptimizer = engine.optimizer
-        self.grad_buffers: dict[nn.Parameter, torch.Tensor] = {}
-        self.reduction = (self._optimizer, changes.REDUCE_ZERO)
+        super().__init__(engine)
+        self.reduction = (self.optimizer, patches.REDUCE_ZERO)
 
     def bind(self, bindings: ExitStack) -> None:
-        """Let its hooks count backward passes only, and its epilogue collect the partition only."""
-        for change, value in (
-            (changes.ZERO_OVERLAP, False),
-            (changes.ZERO_PROCESS, lambda parameter, group: None),
-            (changes.ZERO_REDUCE_REST, lambda comm_dtype=None: None),
+        """Limit its hooks to counting backward passes, and its epilogue to collecting the partition."""
+        for patch, value in (
+            (patches.ZERO_OVERLAP, False),
+            (patches.ZERO_PROCESS, lambda parameter, group: None),
+            (patches.ZERO_REDUCE_REST, lambda comm_dtype=None: None),
         ):
-            bindings.callback(ledger.bind(change, always(value), self._optimizer))
+            bindings.callback(ledger.bind(patch, always(value), self.optimizer))
 
     def mark_reduced(self) -> None:
         """Collect this rank's partition."""
-        self._optimizer.overlapping_partition_gradients_reduce_epilogue()
+        self.optimizer.overlapping_partition_gradients_reduce_epilogue()
 
 
-class ZeroPartitions:
-    """ZeRO 1 and 2: gradients go to their owners, who hand the optimizer its partition."""
+class ZeroPartitions(OptimizerGradients):
+    """The connection to ZeRO 1 and 2: gradients go to their owners, and each rank passes its partition on."""
 
-    def __init__(self, engine: DeepSpeedEngine, optimizer: PartitionedOptimizer) -> None:
-        self.optimizer, self._engine, self._engine_ends = optimizer, engine, False
-        self.grad_buffers: dict[nn.Parameter, torch.Tensor] = {}
-        self.partitions: Sequence[PartitionedGradients] = [group.gradients for group in optimizer.groups]
-        self.parameters: PartitionedParameters | None = optimizer.parameters
+    def __init__(self, engine: DeepSpeedEngine, in_our_layout: PartitionedOptimizer) -> None:
+        super().__init__(engine)
+        self._layout, self._engine_ends = in_our_layout, False
+        self.partitions = [group.gradients for group in in_our_layout.groups]
+        self.parameters = in_our_layout.parameters
         self.reduces_always = int(engine.zero_optimization_stage()) == 2
-        if isinstance(engine.optimizer, BF16_Optimizer):
-            self.reduction: tuple[object, Change] = (engine, changes.REDUCE_FALLBACK)
-        elif self.reduces_always:
-            self.reduction = (engine.optimizer, changes.ZERO_EPILOGUE)
-        else:
-            self.reduction = (engine.optimizer, changes.REDUCE_ZERO)
+        if not isinstance(self.optimizer, BF16_Optimizer):
+            self.reduction = (
+                self.optimizer,
+                patches.ZERO_EPILOGUE if self.reduces_always else patches.REDUCE_ZERO,
+            )
 
     def bind(self, bindings: ExitStack) -> None:
-        """Move the optimizer to our layout, and keep its own hooks from gradients; collective, and so is its end."""
-        for row, make in parameter_gathers.WHILE_A_GRID_EXISTS:
-            bindings.callback(ledger.bind(row, make))
-        optimizer = self._engine.optimizer
-        if isinstance(optimizer, BF16_Optimizer):
-            keep_hooks_off(optimizer, bindings)
+        """Move the optimizer to our layout and keep its own hooks from gradients; collective, and so is its end."""
+        bindings.push(bind_methods(parameter_gathers.OF_OPTIMIZERS, self.optimizer))
+        if isinstance(self.optimizer, BF16_Optimizer):
+            _keep_hooks_off(self.optimizer, bindings)
         else:
-            rows = [(changes.ZERO_PROCESS, lambda parameter, group: None), (changes.OFFLOAD_STATES, _refuse_offload)]
+            rows = [(patches.ZERO_PROCESS, lambda parameter, group: None), (patches.OFFLOAD_STATES, _refuse_offload)]
             for row, value in rows:
-                bindings.callback(ledger.bind(row, always(value), optimizer))
-        self.optimizer.enter()
+                bindings.callback(ledger.bind(row, always(value), self.optimizer))
+        self._layout.enter()
         bindings.callback(self._leave)
 
     def _leave(self) -> None:
-        self.optimizer.parameters.rest()
+        self._layout.parameters.rest()
         if self._engine_ends:
-            self.optimizer.end()
+            self._layout.end()
         else:
-            self.optimizer.leave()
+            self._layout.leave()
 
     def end_with_engine(self) -> None:
-        """Nobody needs DeepSpeed's layout any more."""
+        """Skip the move back to DeepSpeed's layout, which is no longer needed."""
         self._engine_ends = True
 
     def mark_reduced(self) -> None:
-        """Hand over the partition, after the last micro-batch."""
-        if self._engine.is_gradient_accumulation_boundary():
-            self.optimizer.hand_over()
+        """Pass the optimizer its partition after the last micro-batch."""
+        if self.engine.is_gradient_accumulation_boundary():
+            self._layout.hand_over()
 
-    def reduce_tied(self, engine: PipelineEngine, reduce: Callable[[], None]) -> None:
-        """Where they are; whole, since stages own other parts of them."""
-        for weight, group in engine.module.get_tied_weights_and_groups():
+    def reduce_tied(self, reduce: Callable[[], None]) -> None:
+        """Sum the whole gradients in the partitions' memory, since stages own different parts of them."""
+        for weight, group in self.engine.module.get_tied_weights_and_groups():
             for partition in self.partitions:
                 if weight in partition.regions:
                     dist.all_reduce(partition.place_of(weight), group=group)
@@ -198,38 +167,31 @@ def _refuse_offload(*_: object, **__: object) -> None:
 
 
 def gradients_of(engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes]) -> OptimizerGradients:
-    """How this engine's optimizer is served.
+    """Return the connection to this engine's optimizer.
 
     Args:
         engine: the engine.
-        sizes: of buckets, asked only where a layout depends on them.
+        sizes: returns the sizes of buckets; called only if a layout depends on them.
 
     Raises:
-        ValueError: it cannot be; the message says why, and what to use.
+        ValueError: no reducer can be attached to the engine; the message says why, and what to use.
     """
-    reason = _refusal(engine)
-    if reason is not None:
+    if (reason := _refusal(engine)) is not None:
         raise ValueError(f"GradientReducer.attach: {reason}")
-    if isinstance(engine.optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
-        optimizer = partitioned(engine.optimizer, sizes, _needed_whole(engine))
-        if optimizer is not None:
-            return ZeroPartitions(engine, optimizer)
-    if isinstance(engine.optimizer, BF16_Optimizer):
-        return BF16Gradients(engine)
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        return Zero1Gradients(engine)
-    return ParameterGradients(engine)
-
-
-def _needed_whole(engine: DeepSpeedEngine) -> set[nn.Parameter]:
-    """Tied layers of a pipeline: their stages sum gradients, and own different parts of them."""
-    if not isinstance(engine, PipelineEngine):
-        return set()
-    return {weight for weight, _ in engine.module.get_tied_weights_and_groups()}
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
+        return OptimizerGradients(engine)
+    tied: set[nn.Parameter] = set()  # their stages sum gradients, and own different parts of them
+    if isinstance(engine, PipelineEngine):
+        tied = {weight for weight, _ in engine.module.get_tied_weights_and_groups()}
+    in_our_layout = partitioned(optimizer, sizes, tied)
+    if in_our_layout is not None:
+        return ZeroPartitions(engine, in_our_layout)
+    return BF16Gradients(engine) if isinstance(optimizer, BF16_Optimizer) else Zero1Gradients(engine)
 
 
 def _refusal(engine: DeepSpeedEngine) -> str | None:
-    """Why an engine cannot be served, or None."""
+    """Return the reason why no reducer can be attached to an engine, or None."""
     stage = int(engine.zero_optimization_stage())
     if stage > 2:
         return (
@@ -237,7 +199,7 @@ def _refusal(engine: DeepSpeedEngine) -> str | None:
             'overlap ("overlap_comm": true), or use stage 0, 1 or 2'
         )
     if stage == 2 and isinstance(engine, PipelineEngine):
-        return "DeepSpeed's pipelines work with ZeRO stage 0 and 1 alone: use one of them"
+        return "DeepSpeed's pipelines support only ZeRO stages 0 and 1: use one of them"
     if not getattr(engine.optimizer, "param_groups", None):
         return "the engine has no optimizer, so it never reduces gradients: give deepspeed.initialize one"
     if engine.zero_cpu_offload() or engine.zenflow:
@@ -250,9 +212,7 @@ def _refusal(engine: DeepSpeedEngine) -> str | None:
     if not engine.enable_backward_allreduce and not engine.pipeline_parallelism:
         return f"the optimizer {engine.optimizer_name()!r} communicates by itself: choose one that does not"
     if stage == 2 and engine.micro_steps % engine.gradient_accumulation_steps():
-        return (
-            "the micro-batches of a step are under way, and their gradients in DeepSpeed's partition: attach after it"
-        )
+        return "a step has begun, and its gradients are in DeepSpeed's partition: attach the reducer after the step"
     if engine.is_deepcompile_active():
         return "DeepCompile reduces gradients inside the compiled graph: switch it off"
     return None

@@ -1,132 +1,209 @@
-"""How updated parameters get from their owners to all ranks: in the step, or during the next forward pass.
+"""Gather updated parameters from their owners, in the optimizer's step or during the next forward pass.
 
-DeepSpeed gathers at the end of its step, by one collective for each flat tensor. On gloo slices sent point to point
-arrive in about half that time, in DeepSpeed's layout as in ours. In ours they may arrive during the next forward pass:
-:mod:`ds_topo.partition.arrivals`.
+DeepSpeed gathers at the end of its step, by one collective for each flat tensor. On gloo, slices sent point to point
+arrive in about half that time, in DeepSpeed's layout and in ours. In ours they may arrive during the next forward pass,
+in which modules wait for the parameters that they look up (:mod:`ds_topo.zero.arrivals`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
-from functools import wraps
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_topo.engine import changes
-from ds_topo.ledger import Make, ledger
-from ds_topo.partition.arrivals import Arrival, Arrivals, AwaitingParameters, used_by_reference
-from ds_topo.partition.exchange import exchange_of
-from ds_topo.partition.gradients import PartitionedGradients
-from ds_topo.partition.layout import Region
+from ds_topo.ledger import Make, Patch, ledger
+from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.reducer.buckets import plan_buckets
+from ds_topo.reducer.options import BucketSizes
 from ds_topo.reducer.report import BucketTiming
+from ds_topo.zero.arrivals import Arrival, Arrivals, AwaitingParameters, used_by_reference
+from ds_topo.zero.exchange import exchange_of
+from ds_topo.zero.partitions import Fragment, PartitionedGradients, PartitionLayout, Region
 
 _SECONDS_UNTIL_SENT = 0.1
-"""What the stage before needs first has the link for itself so long at most."""
+"""The longest time for which parameters wait while the previous stage, which needs its own first, uses the link."""
 
 
-class InOurLayout(Protocol):
-    """What must be known of a flat tensor of parameters."""
+def balanced_layout(
+    parameters: Sequence[nn.Parameter], itemsize: int, size: int, sizes: BucketSizes, whole: Collection[nn.Parameter]
+) -> tuple[PartitionLayout, set[int]]:
+    """Lay parameters out in regions of about a bucket; return also the indices of the regions that are needed whole.
 
+    The parameters keep their order. Backward makes the last region's gradients first, and forward needs the first
+    region's parameters first, so both of them are small.
+    """
+    numels = [parameter.numel() for parameter in parameters]
+    kinds = [parameter in whole for parameter in parameters]
+    backward = range(len(parameters) - 1, -1, -1)
+    buckets = plan_buckets([numel * itemsize for numel in numels], kinds, backward, sizes) if parameters else []
+    layout = PartitionLayout.balanced(numels, [members[::-1] for members in reversed(buckets)], size)
+    return layout, {region.index for region in layout.regions if kinds[region.members[0]]}
+
+
+def lengthened(flat: torch.Tensor, numel: int) -> torch.Tensor:
+    """Lengthen the memory of a tensor in place and return it, ``[numel]``. Existing views stay valid."""
+    storage = flat.untyped_storage()
+    needed = (flat.storage_offset() + numel) * flat.itemsize
+    if storage.nbytes() < needed:
+        storage.resize_(int(needed))
+    return flat.detach().as_strided((numel,), (1,))
+
+
+@dataclass(eq=False)
+class FlatGroup:
+    """A parameter group of an optimizer, in both layouts; its parameters are views of a flat tensor."""
+
+    index: int
     parameters: list[nn.Parameter]
+    flat: torch.Tensor
+    """DeepSpeed's flat tensor."""
+    master: torch.Tensor
+    """This rank's partition, on which the optimizer steps. The length of its data depends on the layout."""
+    theirs: PartitionLayout
+    """DeepSpeed's layout."""
     gradients: PartitionedGradients
+    """The gradients, in our layout."""
 
     @property
+    def ours(self) -> PartitionLayout:
+        """Our layout."""
+        return self.gradients.layout
+
+    @cached_property
     def memory(self) -> torch.Tensor:
-        """The flat tensor."""
-        ...
+        """The flat tensor's memory, of the length that our layout needs."""
+        return lengthened(self.flat, self.ours.numel)
+
+    @cached_property
+    def own(self) -> list[Fragment]:
+        """The fragments that this rank owns in our layout, in the order of its partition."""
+        return list(self.ours.fragments(self.gradients.rank))
+
+    @cached_property
+    def owned(self) -> list[nn.Parameter]:
+        """The parameter of each fragment that this rank owns."""
+        return [self.parameters[part.parameter] for part in self.own]
+
+    def fragments_of(self, partition: torch.Tensor) -> list[torch.Tensor]:
+        """Return the fragments of a partition, without padding, in the order of :attr:`owned`."""
+        return [partition[part.address : part.address + part.numel] for part in self.own]
+
+    def slices(self) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Return this rank's slices of the parameters, each with its place in the rank's partition."""
+        for region in self.ours.regions:
+            start = region.start + self.gradients.rank * region.slice_numel
+            place = slice(region.address, region.address + region.slice_numel)
+            yield self.memory[start : start + region.slice_numel], place
+
+    def arrange(self, layout: PartitionLayout) -> None:
+        """Move the parameters to their places in a layout."""
+        values = [parameter.detach().clone() for parameter in self.parameters]
+        self.memory.zero_()
+        for parameter, value, offset in zip(self.parameters, values, layout.offsets, strict=True):
+            parameter.data = self.memory[offset : offset + value.numel()].view(value.shape)
+            parameter.data.copy_(value)
 
 
 class PartitionedParameters(list[torch.Tensor]):
-    """The flat tensors of an optimizer in our layout, as DeepSpeed passes them to its gather.
+    """The flat tensors of an optimizer in our layout, as DeepSpeed passes them to its gather."""
 
-    Args:
-        groups: what they hold.
-    """
-
-    def __init__(self, groups: Sequence[InOurLayout]) -> None:
+    def __init__(self, groups: Sequence[FlatGroup]) -> None:
         super().__init__(group.memory for group in groups)
         self._groups = groups
         self._arrivals = Arrivals()
-        self._regions = [(group, region) for group in groups for region in group.gradients.layout.regions]
+        self._regions = [(group, region) for group in groups for region in group.ours.regions]
         self._early: list[nn.Parameter] = []
         """Parameters that the program uses without looking them up in their module."""
         self._overlap = ExitStack()
+        """Restores the modules' dictionaries of parameters."""
         self.overlaps = False
-        """Whether they arrive during the next forward pass."""
+        """True if parameters arrive during the next forward pass."""
         self.waits_for_use = False
-        """Whether they are sent only when the first of them is looked up: others need the link before that."""
+        """True if parameters are sent only when the first one is looked up: other transfers need the link first."""
         self._under_way: list[tuple[Arrival, BucketTiming]] = []
 
     def gather(self) -> None:
-        """Let all ranks have what the owners have made; collective."""
+        """Send the updated parameters from their owners to all ranks; collective."""
         self.wait()
         if self.overlaps and self.waits_for_use:
-            everything = [parameter for group in self._groups for parameter in group.parameters]
-            self._arrivals.expect(everything, Arrival(OnDemand(self._launch_all)))
+            self._arrivals.expect(self._everything(), Arrival(OnDemand(self._launch_all).wait))
             return
         self._launch_all()
         if not self.overlaps:
             self.wait()
 
-    def _launch_all(self) -> None:
-        self._under_way = [self._launch(group, region) for group, region in self._regions]
-
     def wait(self) -> None:
-        """Until all parameters are there."""
+        """Wait until all parameters have arrived."""
         self._arrivals.wait()
 
     def timings(self) -> list[BucketTiming]:
-        """Of the last gather."""
+        """Return the timings of the last gather."""
         for arrival, timing in self._under_way:
             timing.done_ns = arrival.done_ns
             timing.wait_started_ns, timing.wait_ended_ns = arrival.done_ns - arrival.waited_ns, arrival.done_ns
         return [timing for _, timing in self._under_way]
 
-    def _launch(self, group: InOurLayout, region: Region) -> tuple[Arrival, BucketTiming]:
+    def _launch_all(self) -> None:
+        self._under_way = [self._launch(group, region) for group, region in self._regions]
+
+    def _launch(self, group: FlatGroup, region: Region) -> tuple[Arrival, BucketTiming]:
         flat = group.memory[region.start : region.start + region.numel]
         timing = BucketTiming(
             region.index, flat.nbytes, len(region.members), "parameters from owners", time.perf_counter_ns()
         )
-        arrival = Arrival(group.gradients.exchange.gather(flat))
-        self._arrivals.expect(_parameters(group, region), arrival)
+        arrival = Arrival(group.gradients.exchange.gather(flat).wait)
+        self._arrivals.expect([group.parameters[member] for member in region.members], arrival)
         return arrival, timing
+
+    def _everything(self) -> list[nn.Parameter]:
+        return [parameter for group in self._groups for parameter in group.parameters]
 
     # -- during the next forward pass
 
     def start_overlapping(self, module: nn.Module) -> None:
-        """From now on they arrive while the module is at work, which waits for each where it looks it up.
+        """Receive parameters while the module runs, which waits for each one when it looks it up.
 
-        What forward needs first is sent first: in the order of the module's parameters.
+        They are sent in the order of the module's parameters, which is the order in which forward needs them.
         """
         order = {parameter: place for place, parameter in enumerate(module.parameters())}
-        self._regions.sort(key=lambda entry: min(order.get(found, 0) for found in _parameters(*entry)))
-        served = {id(parameter) for group in self._groups for parameter in group.parameters}
+
+        def first_use(entry: tuple[FlatGroup, Region]) -> int:
+            group, region = entry
+            return min(order.get(group.parameters[member], 0) for member in region.members)
+
+        self._regions.sort(key=first_use)
+        served = {id(parameter) for parameter in self._everything()}
         for part in module.modules():
             if any(id(parameter) in served for parameter in part._parameters.values()):
                 self._overlap.callback(_await_parameters(part, self._arrivals))
         self.overlaps = True
 
     def stop_overlapping(self) -> None:
-        """Put the modules' dictionaries back. Idempotent."""
+        """Restore the modules' dictionaries. Idempotent."""
         self.wait()
         self.overlaps = False
         self._overlap.close()
 
     def rest(self) -> None:
-        """Let nothing work in the background."""
+        """Stop all background work."""
         self.stop_overlapping()
         for group in self._groups:
             group.gradients.exchange.rest()
 
     def before_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward pass that may use parameters which it does not look up: found out the first time."""
+        """Wrap a forward pass so that it also waits for parameters that it uses without looking them up.
+
+        The first pass determines which parameters these are.
+        """
         is_first = True
 
         @wraps(forward)
@@ -136,8 +213,7 @@ class PartitionedParameters(list[torch.Tensor]):
                 self._arrivals.wait_for(parameter)
             if not is_first or not self.overlaps:
                 return forward(*args, **options)
-            everything = [parameter for group in self._groups for parameter in group.parameters]
-            with used_by_reference(everything, self._arrivals) as self._early:
+            with used_by_reference(self._everything(), self._arrivals) as self._early:
                 result = forward(*args, **options)
             is_first = False
             return result
@@ -146,7 +222,7 @@ class PartitionedParameters(list[torch.Tensor]):
 
 
 class OnDemand:
-    """What is not on its way yet: sent when someone reads it, and soon in any case, since other ranks may."""
+    """A gather that starts when a parameter is read, or after a short time, because other ranks may have read one."""
 
     def __init__(self, launch: Callable[[], None]) -> None:
         self._launch: Callable[[], None] | None = launch
@@ -156,7 +232,7 @@ class OnDemand:
         self._timer.start()
 
     def wait(self) -> int:
-        """Send it: readers wait for their own parts of it then."""
+        """Launch the gather; readers then wait for their own parts of it."""
         self._timer.cancel()
         with self._lock:
             if self._launch is not None:
@@ -165,14 +241,10 @@ class OnDemand:
         return time.perf_counter_ns()
 
 
-def _parameters(group: InOurLayout, region: Region) -> list[nn.Parameter]:
-    return [group.parameters[member] for member in region.members]
-
-
 def _await_parameters(module: nn.Module, arrivals: Arrivals) -> Callable[[], None]:
-    """Let a module wait for the parameters that it looks up; return what takes that back."""
+    """Make a module wait for the parameters that it looks up; return a function that restores its dictionary."""
     plain = module._parameters
-    release = ledger.bind(changes.PARAMETERS, lambda found: AwaitingParameters(found, arrivals), module)
+    release = ledger.bind(patches.PARAMETERS, lambda found: AwaitingParameters(found, arrivals), module)
 
     def put_back() -> None:
         current = dict(module._parameters)
@@ -184,6 +256,9 @@ def _await_parameters(module: nn.Module, arrivals: Arrivals) -> Callable[[], Non
 
 
 def _in_slices(gather: Any) -> Any:
+    def is_on_gloo(flat: torch.Tensor, group: ProcessGroup) -> bool:
+        return flat.device.type == "cpu" and dist.get_backend(group) == "gloo"
+
     @wraps(gather)
     def all_gather_dp_groups(
         groups_flat: Sequence[torch.Tensor],
@@ -194,7 +269,7 @@ def _in_slices(gather: Any) -> Any:
     ) -> None:
         if isinstance(groups_flat, PartitionedParameters):
             groups_flat.gather()
-        elif all(_is_of_gloo(flat, dp_process_group[index]) for index, flat in enumerate(groups_flat)):
+        elif all(is_on_gloo(flat, dp_process_group[index]) for index, flat in enumerate(groups_flat)):
             for index, flat in enumerate(groups_flat):
                 exchange_of(dp_process_group[index], flat.device).gather_now(flat)
         else:
@@ -203,8 +278,15 @@ def _in_slices(gather: Any) -> Any:
     return all_gather_dp_groups
 
 
-def _is_of_gloo(flat: torch.Tensor, group: ProcessGroup) -> bool:
-    return flat.device.type == "cpu" and dist.get_backend(group) == "gloo"
+def _gathering_in_slices(method: Any) -> Any:
+    @wraps(method)
+    def gather_in_slices(optimizer: Any, *arguments: Any, **options: Any) -> Any:
+        with ExitStack() as bindings:
+            for patch in patches.GATHERS:
+                bindings.enter_context(ledger.bound(patch, _in_slices))
+            return method(optimizer, *arguments, **options)
+
+    return gather_in_slices
 
 
-WHILE_A_GRID_EXISTS: tuple[tuple[Any, Make], ...] = tuple((row, _in_slices) for row in changes.GATHERS)
+OF_OPTIMIZERS: tuple[tuple[Patch, Make], ...] = tuple((row, _gathering_in_slices) for row in patches.GATHERING_METHODS)

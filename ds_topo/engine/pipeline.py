@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline on our grid."""
+"""Build ``PipelineModule``, DeepSpeed's pipeline on a grid of any topology."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from torch import nn
 
-from ds_topo.engine import changes
-from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
-from ds_topo.engine.inputs import require_grid
+from ds_topo.engine.checks import require_grid
+from ds_topo.engine.grid import PipelineEngineGrid
 from ds_topo.engine.norms import count_each_parameter_once
 from ds_topo.engine.one_layout import grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
 from ds_topo.launch.extension_locks import remove_abandoned_locks
-from ds_topo.ledger import ledger
+from ds_topo.ledger import always, ledger
+from ds_topo.mpu import patches
+from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import require_initialized
-from ds_topo.process_groups.grid import ProcessGrid, as_topology
+from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import DATA, PIPE
 from ds_topo.topology.rank_tables import RankGroup
@@ -37,13 +38,8 @@ __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
 
 _building: list[PipelineEngineGrid] = []
-
-
-def _grid_of_construction(_: Any) -> Any:
-    def build(topology: Any = None, process_group: Any = None) -> PipelineEngineGrid:
-        return _building[-1]
-
-    return build
+"""The grids of the pipeline modules that are being built, the innermost last."""
+_GRID_OF_CONSTRUCTION = always(lambda topology=None, process_group=None: _building[-1])
 
 
 def _world_of_construction(create: Any) -> Any:
@@ -61,12 +57,12 @@ def _world_of_construction(create: Any) -> Any:
 
 @contextmanager
 def building_on(grid: PipelineEngineGrid) -> Iterator[None]:
-    """DeepSpeed's ``PipelineModule`` makes no grid inside, but takes this one."""
+    """Make DeepSpeed's ``PipelineModule`` take this grid instead of creating one."""
     _building.append(grid)
     try:
         with (
-            ledger.bound(changes.PIPELINE_GRID, _grid_of_construction),
-            ledger.bound(changes.PIPELINE_WORLD, _world_of_construction),
+            ledger.bound(patches.PIPELINE_GRID, _GRID_OF_CONSTRUCTION),
+            ledger.bound(patches.PIPELINE_WORLD, _world_of_construction),
         ):
             yield
     finally:
@@ -74,36 +70,39 @@ def building_on(grid: PipelineEngineGrid) -> Iterator[None]:
 
 
 def check_built_on(module: DeepSpeedPipelineModule, grid: PipelineEngineGrid) -> None:
-    """Refuse a release that builds pipelines in another way, and let every parameter count once in norms.
+    """Check that a module was built on the grid, and mark its parameters so that each counts once in norms.
 
     Raises:
-        RuntimeError: the module has another grid.
+        RuntimeError: the module has another grid, because this release of DeepSpeed builds pipelines differently.
     """
     if module._grid is not grid:
-        raise RuntimeError(f"{changes.PIPELINE_GRID} is not what this release of DeepSpeed builds pipelines on")
+        raise RuntimeError(
+            f"this release of DeepSpeed does not build pipelines on {patches.PIPELINE_GRID}, which ds_topo replaces: "
+            "use a release that README.md names"
+        )
     count_each_parameter_once(module, grid)
 
 
 class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
     """DeepSpeed's ``PipelineModule`` on a ``PipelineParallelGrid`` of any topology, extra axes included.
 
-    Used as DeepSpeed's own: ``deepspeed.initialize(model=PipelineModule(layers, topology=...), ...)`` then
-    ``engine.train_batch()``. Groups for tied layers are created by the stages that share them, not by every rank.
+    Use it as DeepSpeed's own: ``deepspeed.initialize(model=PipelineModule(layers, topology=...), ...)``, then
+    ``engine.train_batch()``. Groups for tied layers are created only by the stages that share them.
 
     Args:
         layers: modules, ``LayerSpec``, ``TiedLayerSpec`` or functions, in order.
-        num_stages: the degree of ``pipe``; the rest of the world is ``data``. Instead of ``topology``. (Or a spec.)
+        num_stages: instead of ``topology``, the degree of ``pipe``; other ranks are ``data``. A spec is valid, too.
         topology: a topology, or a spec such as ``"data=-1,pipe=2"``.
-        config: a DeepSpeed config (path or mapping) whose ``"topology"`` section is used. Instead of ``topology``.
-        grid: a grid that exists already, for layers that need one of its groups. Instead of ``topology``.
-        timeout: seconds, or a ``timedelta``: of agreement and process groups; the job's by default.
-        **options: DeepSpeed's, unchanged: ``loss_fn``, ``partition_method``, ``activation_checkpoint_interval``, ...
+        config: instead of ``topology``, a DeepSpeed config (path or mapping) that has a section ``"topology"``.
+        grid: instead of ``topology``, an existing grid, for layers that need one of its groups.
+        timeout: seconds or a ``timedelta``, for agreement and process groups; the job's by default.
+        **options: options of DeepSpeed's class, such as ``loss_fn`` and ``activation_checkpoint_interval``.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised, or ``LOCAL_RANK`` is not set.
-        TopologyError: no topology or more than one, not one for this number of ranks, or fewer layers than stages.
-        TypeError, ValueError: layers that cannot be.
-        DisagreementError: ranks came with different topologies, or did not come.
+        TopologyError: no topology or more than one is given, it does not fit the job, or a stage would have no layer.
+        TypeError, ValueError: the layers are invalid.
+        DisagreementError: ranks pass different topologies, or some rank does not build the pipeline.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         topology: ProcessTopology | Spec | None = None,
         *args: Any,
         config: str | Path | Mapping[str, object] | None = None,
-        grid: PipelineParallelGrid | None = None,
+        grid: MpuGrid | None = None,
         timeout: float | timedelta | None = None,
         **options: Any,
     ) -> None:
@@ -126,15 +125,15 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
                 "PipelineModule needs the environment variable LOCAL_RANK: start the job with deepspeed or torchrun"
             )
         layers = _checked_layers(layers)
-        if isinstance(num_stages, str):  # a spec in the place of the number
+        if isinstance(num_stages, str):  # a spec instead of a number
             topology, num_stages = topology or num_stages, None
-        layout = _one_layout(num_stages, topology, config, grid)
+        layout = _layout_of(num_stages, topology, config, grid)
         if (used := grid_in_use()) is not None and grid is None:
             is_given = topology is not None or config is not None
             require_topology_in_use(cast(Any, layout) if is_given else None, num_stages, used)
             layout = grid = used
         _check_stages(num_stages, layout, len(layers))
-        if isinstance(layout, PipelineParallelGrid):
+        if isinstance(layout, MpuGrid):
             engine_grid = PipelineEngineGrid.over(layout)
         else:
             engine_grid = PipelineEngineGrid(layout, timeout=timeout)
@@ -148,11 +147,11 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
             raise
 
     def topology(self) -> ProcessTopology:
-        """The topology as it was given, extra axes included."""
+        """Return the topology as it was given, extra axes included."""
         return self.mpu().topology()
 
     def mpu(self) -> PipelineEngineGrid:
-        """The grid."""
+        """Return the grid."""
         grid: PipelineEngineGrid = self._grid
         return grid
 
@@ -164,7 +163,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         super()._partition_layers(method)
 
     def _synchronize_tied_weights(self) -> None:
-        with torch.no_grad():  # without it torch warns that the broadcast of a parameter is not differentiable
+        with torch.no_grad():  # otherwise torch warns that the broadcast of a parameter is not differentiable
             super()._synchronize_tied_weights()
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
@@ -172,7 +171,10 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
 
 
 def with_plain_bounds(set_bounds: Any) -> Any:
-    """Balanced partitions come as NumPy integers, which Python's ``random.seed`` refuses under ``seed_layers=True``."""
+    """Convert the bounds of balanced partitions from NumPy's integers.
+
+    With ``seed_layers=True`` DeepSpeed passes them to ``random.seed``, which refuses NumPy's integers.
+    """
 
     @wraps(set_bounds)
     def set_plain_bounds(*arguments: Any, **named: Any) -> None:
@@ -185,41 +187,40 @@ def with_plain_bounds(set_bounds: Any) -> Any:
 
 
 def index_tied_modules(module: DeepSpeedPipelineModule) -> dict[str, dict[str, Any]]:
-    """Groups of the stages that share a tied module, by its key (DeepSpeed creates those of all ranks)."""
+    """Create the groups of stages that share a tied module; return the groups by key.
+
+    DeepSpeed's own method creates the groups of all ranks on every rank.
+    """
     grid: PipelineEngineGrid = module.mpu()
     tied_comms: dict[str, dict[str, Any]] = {}
     if grid.pipe_parallel_size == 1:
         return tied_comms
-    for key, stages in sorted(_stages_of_tied_modules(module).items()):
+    stages_of: dict[str, set[int]] = {}
+    for index, layer in enumerate(module._layer_specs):
+        if isinstance(layer, TiedLayerSpec):
+            stages_of.setdefault(layer.key, set()).add(module.stage_owner(index))
+    for key, stages in sorted(stages_of.items()):
         if grid.stage_id not in stages:
             continue
-        ranks = [grid.stage_to_global(stage) for stage in stages]
+        ranks = [grid.stage_to_global(stage) for stage in sorted(stages)]
         tied_comms[key] = {
             "ranks": ranks,
             "group": grid.create_group(RankGroup(("tied layers", key), tuple(ranks))),
             "weight_attr": module.tied_weight_attrs[key],
             "module": module.tied_modules[key],
         }
-        if grid.global_rank != ranks[0]:  # the first stage's copy alone counts in the gradient norm
+        if grid.global_rank != ranks[0]:  # only the first stage's copy counts in the gradient norm
             for parameter in module.tied_modules[key].parameters():
                 parameter.ds_pipe_replicated = True
     return tied_comms
 
 
-def _stages_of_tied_modules(module: DeepSpeedPipelineModule) -> dict[str, list[int]]:
-    stages: dict[str, set[int]] = {}
-    for index, layer in enumerate(module._layer_specs):
-        if isinstance(layer, TiedLayerSpec):
-            stages.setdefault(layer.key, set()).add(module.stage_owner(index))
-    return {key: sorted(owners) for key, owners in stages.items()}
-
-
 def _checked_layers(layers: Iterable[Any]) -> list[Any]:
-    """Layers that a stage can build or call.
+    """Return the layers as a list.
 
     Raises:
-        ValueError: none.
-        TypeError: something else, such as a class without its arguments.
+        ValueError: there is no layer.
+        TypeError: a stage could not build or call a layer, such as a class without its arguments.
     """
     if isinstance(layers, (str, type)) or not isinstance(layers, Iterable):
         raise TypeError(f"layers={abridged(layers)}: give a list of modules, LayerSpec, TiedLayerSpec or functions")
@@ -238,32 +239,17 @@ def _checked_layers(layers: Iterable[Any]) -> list[Any]:
     return checked
 
 
-def _check_stages(num_stages: object, layout: PipelineParallelGrid | ProcessTopology | Spec, layers: int) -> None:
-    """Refuse a number of stages that is not the topology's, or above that of layers; other mistakes are the grid's.
-
-    Raises:
-        TopologyError: the message has both numbers.
-    """
-    try:
-        topology = layout.topology() if isinstance(layout, ProcessGrid) else as_topology(layout, dist.get_world_size())
-    except (TopologyError, TypeError):
-        return  # the grid says so on all ranks
-    stages = max(1, topology.get_dim(PIPE))
-    if num_stages is not None and num_stages != stages:
-        raise TopologyError(f"num_stages={abridged(num_stages)}, but {topology.spec!r} has {stages}: give one of them")
-    if layers < stages:
-        raise TopologyError(
-            f"{layers} layers for the {stages} stages of {topology.spec!r}: give every stage at least one"
-        )
-
-
-def _one_layout(
+def _layout_of(
     num_stages: int | None,
     topology: ProcessTopology | Spec | None,
     config: str | Path | Mapping[str, object] | None,
-    grid: PipelineParallelGrid | None,
-) -> PipelineParallelGrid | ProcessTopology | Spec:
-    """The one layout that was given, in whichever way."""
+    grid: MpuGrid | None,
+) -> MpuGrid | ProcessTopology | Spec:
+    """Return the only layout that was given.
+
+    Raises:
+        TopologyError: several layouts were given, or none.
+    """
     ways = {"topology": topology, "config": config, "grid": grid}
     given = [name for name, value in ways.items() if value is not None]
     if len(given) > 1:
@@ -273,11 +259,30 @@ def _one_layout(
         return spec
     if grid is not None:
         require_grid("grid", grid)
-    layout = topology if grid is None else grid
-    if layout is not None:
-        return layout
-    if num_stages is None and (used := grid_in_use()) is not None:
-        return used
-    if num_stages is None:
+        return grid
+    if topology is not None:
+        return topology
+    if num_stages is not None:
+        return {PIPE: num_stages, DATA: -1}
+    if (used := grid_in_use()) is None:
         raise MissingTopologyError('PipelineModule needs a topology, such as topology="pipe=2,data=-1", or num_stages')
-    return {PIPE: num_stages, DATA: -1}
+    return used
+
+
+def _check_stages(num_stages: object, layout: MpuGrid | ProcessTopology | Spec, layers: int) -> None:
+    """Refuse a ``num_stages`` that differs from the topology's, and fewer layers than stages.
+
+    Raises:
+        TopologyError: the message has both numbers.
+    """
+    try:
+        topology = layout.topology() if isinstance(layout, ProcessGrid) else as_topology(layout, dist.get_world_size())
+    except (TopologyError, TypeError):
+        return  # the grid raises this on all ranks
+    stages = max(1, topology.get_dim(PIPE))
+    if num_stages is not None and num_stages != stages:
+        raise TopologyError(f"num_stages={abridged(num_stages)}, but {topology.spec!r} has {stages}: give only one")
+    if layers < stages:
+        raise TopologyError(
+            f"{layers} layers for the {stages} stages of {topology.spec!r}: give every stage at least one"
+        )

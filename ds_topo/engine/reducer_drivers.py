@@ -1,4 +1,8 @@
-"""DeepSpeed's engines as drivers of a reducer: they know the last micro-batch, and when gradients must be there."""
+"""Define ``GradientReducer``, which is standalone or attached to one of DeepSpeed's engines.
+
+The driver of a reducer determines which backward pass is the last one of a step. An engine's driver also replaces the
+engine's own reduction by a wait for the reducer.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,43 +20,84 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
+from typing_extensions import Self, Unpack
 
-from ds_topo.engine import changes
 from ds_topo.engine.optimizer_gradients import gradients_of
-from ds_topo.ledger import Change, ledger
-from ds_topo.partition.exchange import hosts_in_order
+from ds_topo.ledger import Patch, ledger
+from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reducer.options import ReductionArguments, ReductionOptions
-from ds_topo.reducer.planning import BucketSizes
-from ds_topo.reducer.probes import suitable_bucket_bytes
+from ds_topo.reducer import BucketReducer
+from ds_topo.reducer.options import BucketSizes, ReductionArguments, ReductionOptions
+from ds_topo.reducer.reducer import StepDriver
 from ds_topo.reducer.report import BucketTiming
+from ds_topo.reducer.two_level import suitable_bucket_bytes
+from ds_topo.zero.exchange import hosts_in_order
 
 
-class Driven(Protocol):
-    """What a driver asks of its reducer."""
+class GradientReducer(BucketReducer):
+    """Average a module's gradients over a data-parallel group while backward is still running.
 
-    def complete(self) -> None:
-        """Wait until every gradient is reduced."""
+    ::
 
-    def launch_deferred(self) -> None:
-        """Backward is over: launch what waited for its end."""
+        reducer = GradientReducer(module, grid=grid)
+        for batches in loader:                      # micro-batches of one step
+            with reducer.no_sync():
+                for batch in batches[:-1]:
+                    module(batch).sum().backward()
+            module(batches[-1]).sum().backward()    # full buckets are reduced during this backward
+            reducer.finish()                        # now every gradient is the average over the group
+            optimizer.step()
+            optimizer.zero_grad()
 
-    def give_up_unfinished(self) -> None:
-        """Forget a step that an exception ended."""
+    Arguments, errors and sources are those of :class:`~ds_topo.reducer.reducer.BucketReducer`, options those of
+    :class:`~ds_topo.reducer.options.ReductionOptions`.
 
-    def forget_unreduced(self) -> None:
-        """Gradients of earlier micro-batches are thrown away."""
+    >>> import torch, torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> module = torch.nn.Linear(2, 1)
+    >>> reducer = GradientReducer(module)
+    >>> module(torch.ones(3, 2)).sum().backward()
+    >>> reducer.finish()
+    >>> module.weight.grad
+    tensor([[3., 3.]])
+    >>> dist.destroy_process_group()
+    """
 
-    @property
-    def is_in_step(self) -> bool:
-        """Whether gradients of a step have arrived, and are not reduced yet."""
+    @classmethod
+    def attach(cls, engine: DeepSpeedEngine, **options: Unpack[ReductionArguments]) -> Self:
+        """Average a DeepSpeed engine's gradients, overlapped with the backward pass of the last micro-batch.
 
-    def detach(self) -> None:
-        """Take the reducer off."""
+        Supports ``DeepSpeedEngine`` at ZeRO stages 0 to 2 and ``PipelineEngine`` at 0 and 1, in fp32, fp16 and bf16,
+        with or without experts. Groups, divisor, communication data type and pre-division are the engine's. At stages 1
+        and 2 gradients go to the ranks that own them, and :mod:`~ds_topo.engine.zero_optimizer` moves the optimizer to
+        a layout for that. ``detach()`` moves it back and is collective then. Collective over the data-parallel group.
+
+        Args:
+            engine: the result of ``deepspeed.initialize``.
+            options: see ``ReductionOptions``; they take precedence over the engine's. In a pipeline, by default, a
+                stage does not overlap if its wait for other stages hides the whole reduction anyway.
+
+        Raises:
+            TypeError: ``engine`` is not an engine.
+            ValueError: the engine is not supported; the message says why and what to use.
+            RuntimeError: the engine has a reducer already.
+
+        It replaces ``DeepSpeedEngine.buffered_allreduce_fallback``, ``DeepSpeedZeroOptimizer.reduce_gradients``.
+        """
+        if not isinstance(engine, DeepSpeedEngine):
+            raise TypeError(f"GradientReducer.attach: {type(engine).__name__} is not what deepspeed.initialize returns")
+        driver = (PipelineDriver if isinstance(engine, PipelineEngine) else EngineDriver)(engine, options)
+        reducer = cls(engine.module, process_group=driver.group, driver=driver, **options)
+        try:
+            driver.bind(reducer, reducer.options)
+        except BaseException:
+            reducer.detach()
+            raise
+        return reducer
 
 
-class EngineDriver:
-    """A plain engine. What it would have called to reduce gradients only waits for the rest of the reduction."""
+class EngineDriver(StepDriver):
+    """The driver of a plain engine; creating it is collective over the engine's replicas."""
 
     def __init__(self, engine: DeepSpeedEngine, options: ReductionArguments) -> None:
         self.engine = engine
@@ -62,12 +107,12 @@ class EngineDriver:
 
     @property
     def group(self) -> ProcessGroup:
-        """All replicas of a dense parameter."""
-        group: ProcessGroup = deepspeed_groups._get_sequence_data_parallel_group()
+        """The group of the replicas of a dense parameter."""
+        group: ProcessGroup = self.engine.seq_data_parallel_group
         return group
 
     def options(self) -> ReductionArguments:
-        """The engine's own settings of the reduction."""
+        """Return the engine's own settings of the reduction."""
         engine, size = self.engine, dist.get_world_size(self.group)
         samples = self._samples(size)
         options: ReductionArguments = {
@@ -89,69 +134,87 @@ class EngineDriver:
             options["expert_groups"] = dict(deepspeed_groups._get_expert_data_parallel_group_dict())
         return options
 
-    def bind(self, reducer: Driven, options: ReductionOptions) -> None:
-        """Let the engine drive this reducer, until it is detached."""
+    def bind(self, reducer: BucketReducer, options: ReductionOptions) -> None:
+        """Patch the engine so that it drives this reducer until it is detached."""
         self._gradients.bind(self._bindings)
         owner, reduction = self._gradients.reduction
+
+        def end_with_engine() -> None:
+            self._gradients.end_with_engine()
+            reducer.detach()
+
+        def require_reduced() -> None:
+            if reducer.is_in_step:
+                raise RuntimeError(
+                    f"the engine is about to step on gradients that are not reduced: this release of DeepSpeed did not "
+                    f"call {reduction} after the last backward; detach() the reducer, or use a release that README.md "
+                    "names"
+                )
+
         self._replace(reduction, lambda _: self._reduce_with(reducer), owner)
-        self._replace(changes.DESTROY_ENGINE, lambda destroy: _after(partial(self._end, reducer), destroy))
-        self._replace(changes.COALESCE, lambda _: _refuse_coalescing)
-        self._replace(changes.TAKE_STEP, lambda step: _after(partial(_require_reduced, reducer, reduction), step))
-        for row in changes.ZERO_GRADS:
+        self._replace(patches.DESTROY_ENGINE, partial(_after, end_with_engine))
+        self._replace(patches.COALESCE, lambda _: _refuse_coalescing)
+        self._replace(patches.TAKE_STEP, partial(_after, require_reduced))
+        for row in patches.ZERO_GRADS:
             for thrower in (self.engine, self.engine.optimizer):
                 if isinstance(row.owner, type) and isinstance(thrower, row.owner):
-                    self._replace(row, lambda zero_grad: _after(reducer.forget_unreduced, zero_grad), thrower)
+                    self._replace(row, partial(_after, reducer.forget_unreduced), thrower)
         self._watch_for_exceptions(reducer)
         if options.overlap_parameters and self._gradients.parameters is not None:
             self._gradients.parameters.start_overlapping(self.engine.module)
-            self._replace(changes.COMPILE, lambda compile_engine: _after(self._gather_in_step, compile_engine))
+            self._replace(patches.COMPILE, partial(_after, self._gather_in_step))
 
-    # -- what the reducer asks
+    # -- the reducer's questions
 
     def is_last_backward(self) -> bool:
-        """By the engine's count of micro-batches."""
+        """Tell whether this is the last micro-batch of the step, by the engine's count."""
         engine = self.engine
         if engine.inside_no_sync_ctxt:
             return False
         return self._gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
 
-    def prefers_to_defer(self, communication_ns: Sequence[int]) -> bool:
-        """Never: nothing else runs beside the end of backward."""
-        return False
-
     def steps_taken(self) -> int:
-        """By the engine's count."""
+        """Return the engine's count of steps."""
         return int(self.engine.global_steps)
 
     def wait_for_parameters(self) -> None:
-        """Those of the last step's gather."""
+        """Wait for the gather of the last step."""
         if self._gradients.parameters is not None:
             self._gradients.parameters.wait()
 
     def gathers(self) -> list[BucketTiming]:
-        """The last step's."""
+        """Return the timings of the gather of the last step."""
         return self._gradients.parameters.timings() if self._gradients.parameters is not None else []
 
     def on_detach(self) -> None:
-        """Let the engine reduce its gradients by itself again."""
+        """Restore the engine's own reduction of gradients."""
         self._bindings.close()
 
-    # -- what the engine calls
+    # -- differences between plain engines and pipelines
 
-    def _end(self, reducer: Driven) -> None:
-        self._gradients.end_with_engine()
-        reducer.detach()
-
-    def _reduce_with(self, reducer: Driven) -> Callable[..., None]:
+    def _reduce_with(self, reducer: BucketReducer) -> Callable[..., None]:
         def reduce(*_: object, **__: object) -> None:
-            """In place of the engine's own reduction, at the end of the last micro-batch's backward."""
+            """Replace the engine's own reduction, at the end of the last micro-batch's backward."""
             reducer.complete()
             self._gradients.mark_reduced()
 
         return reduce
 
+    def _watch_for_exceptions(self, reducer: BucketReducer) -> None:
+        """Discard an unfinished step before a forward pass, because an exception has ended it."""
+        self._replace(patches.FORWARD, lambda forward: self._using(_after(reducer.give_up_unfinished, forward)))
+
+    def _samples(self, replicas: int) -> int:
+        """Return the number of replicas that work on different samples."""
+        return int(replicas // self.engine.sequence_parallel_size)
+
+    # -- shared
+
     def _bucket_sizes(self) -> BucketSizes:
-        """Of the regions of a partition; collective. All ranks together refuse options that cannot be, later."""
+        """Return the sizes of a partition's regions; collective.
+
+        Invalid options are ignored here: the reducer raises for them later, on all ranks together.
+        """
         device = next((parameter.device for parameter in self.engine.module.parameters()), torch.device("cpu"))
         suitable = suitable_bucket_bytes(self.group, device)
         try:
@@ -159,12 +222,8 @@ class EngineDriver:
         except (TypeError, ValueError):
             return ReductionOptions().bucket_sizes(suitable)
 
-    def _watch_for_exceptions(self, reducer: Driven) -> None:
-        """Before a forward pass no step is under way, unless an exception ended it."""
-        self._replace(changes.FORWARD, lambda forward: self._using(_after(reducer.give_up_unfinished, forward)))
-
     def _using(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A pass that uses parameters, which may still be on their way."""
+        """Wrap a pass that uses parameters, which may not have arrived yet."""
         parameters = self._gradients.parameters
         return forward if parameters is None else parameters.before_forward(forward)
 
@@ -177,38 +236,37 @@ class EngineDriver:
         )
         self._gradients.parameters.stop_overlapping()
 
-    def _samples(self, replicas: int) -> int:
-        """How many of the replicas work on samples of their own."""
-        return int(replicas // self.engine.sequence_parallel_size)
-
-    def _replace(self, change: Change, make: Callable[[Any], Any], owner: object | None = None) -> None:
-        self._bindings.callback(ledger.bind(change, make, owner or self.engine))
+    def _replace(self, patch: Patch, make: Callable[[Any], Any], owner: object | None = None) -> None:
+        self._bindings.callback(ledger.bind(patch, make, owner or self.engine))
 
 
 class PipelineDriver(EngineDriver):
-    """A pipeline engine, whose schedule knows the last micro-batch.
+    """The driver of a pipeline engine, whose schedule knows the last micro-batch.
 
-    Gradients leave while its backward runs, and are waited for where the schedule reduces tied layers.
+    Buckets are reduced while the last backward pass runs. The reducer finishes where the schedule reduces tied layers.
     """
 
     def __init__(self, engine: PipelineEngine, options: ReductionArguments) -> None:
         super().__init__(engine, options)
         self._passes = 0
-        """Backward passes of this step so far."""
+        """The number of backward passes in this step so far."""
         self.backward_ns = 0
-        """How long the last one took."""
+        """The duration of the last backward pass."""
 
     @property
     def group(self) -> ProcessGroup:
-        """All replicas of a stage."""
+        """The replicas of a stage."""
         group: ProcessGroup = self.engine.mpu.get_data_parallel_group()
         return group
 
-    def bind(self, reducer: Driven, options: ReductionOptions) -> None:
-        """Let the schedule's instructions drive this reducer, too."""
+    def bind(self, reducer: BucketReducer, options: ReductionOptions) -> None:
+        """Patch the instructions of the schedule so that they drive this reducer, too."""
         super().bind(reducer, options)
         if options.overlap_parameters and self._gradients.parameters is not None:
-            self._gradients.parameters.waits_for_use = self._shares_link_with_stage_before()
+            # If the stage before is on the same host, it needs the link first.
+            stage, group = self.engine.stage_id, self.engine.grid.get_pipe_parallel_group()
+            hosts = hosts_in_order(group) if self.engine.num_stages > 1 else [""]
+            self._gradients.parameters.waits_for_use = bool(stage > 0 and hosts[stage] == hosts[stage - 1])
 
         def with_ours(instructions: dict[type, Any]) -> dict[type, Any]:
             backward, reduce_tied = instructions[schedule.BackwardPass], instructions[schedule.ReduceTiedGrads]
@@ -223,71 +281,43 @@ class PipelineDriver(EngineDriver):
             def reduce_tied_gradients(engine: PipelineEngine, **arguments: Any) -> None:
                 self._passes = 0
                 reducer.complete()
-                self._gradients.reduce_tied(engine, partial(reduce_tied, engine, **arguments))
+                self._gradients.reduce_tied(partial(reduce_tied, engine, **arguments))
 
             ours = {schedule.BackwardPass: backward_pass, schedule.ReduceTiedGrads: reduce_tied_gradients}
             return {**instructions, **ours}
 
-        self._replace(changes.INSTRUCTIONS, with_ours)
-
-    def _shares_link_with_stage_before(self) -> bool:
-        """Whether the stage before, whose parameters are needed first, is on this host; collective over stages."""
-        stage, group = self.engine.stage_id, self.engine.grid.get_pipe_parallel_group()
-        hosts = hosts_in_order(group) if self.engine.num_stages > 1 else [""]
-        return bool(stage > 0 and hosts[stage] == hosts[stage - 1])
+        self._replace(patches.INSTRUCTIONS, with_ours)
 
     def is_last_backward(self) -> bool:
-        """By the schedule."""
+        """Tell whether this is the last backward pass of the schedule."""
         return bool(self._passes == self.engine.micro_batches)
 
     def prefers_to_defer(self, communication_ns: Sequence[int]) -> bool:
-        """Whether earlier stages are at work for longer than the reduction takes, so that it need not disturb backward.
+        """Tell whether the wait for earlier stages is longer than the reduction, so that overlap gains nothing.
 
-        After its last backward, stage s waits while the s stages before it do theirs, one after the other. Their
-        reductions may share the link, so room for theirs is wanted too.
+        After its last backward, stage s waits while the s stages before it run theirs, one after the other. Their
+        reductions may share the link, so the wait must be long enough for them, too.
         """
         stage = self.engine.stage_id
         return bool(communication_ns) and (stage + 1) * median(communication_ns) < stage * self.backward_ns
 
-    def _watch_for_exceptions(self, reducer: Driven) -> None:
+    def _reduce_with(self, reducer: BucketReducer) -> Callable[..., None]:
+        return lambda *_, **__: self._gradients.mark_reduced()
+
+    def _watch_for_exceptions(self, reducer: BucketReducer) -> None:
         def start_anew() -> None:
             self._passes = 0
             reducer.give_up_unfinished()
 
-        self._replace(changes.EXECUTE_SCHEDULE, lambda execute: self._using(_after(start_anew, execute)))
-
-    def _reduce_with(self, reducer: Driven) -> Callable[..., None]:
-        return lambda *_, **__: self._gradients.mark_reduced()
+        self._replace(patches.EXECUTE_SCHEDULE, lambda execute: self._using(_after(start_anew, execute)))
 
     def _samples(self, replicas: int) -> int:
         return replicas
 
 
-def driver_of(engine: DeepSpeedEngine, options: ReductionArguments) -> EngineDriver:
-    """The driver for an engine; collective over its replicas.
-
-    Args:
-        engine: what ``deepspeed.initialize`` returned.
-        options: the user's.
-
-    Raises:
-        TypeError: not an engine.
-        ValueError: an engine that cannot be served; the message says why and what to use.
-    """
-    if not isinstance(engine, DeepSpeedEngine):
-        raise TypeError(f"GradientReducer.attach: {type(engine).__name__} is not what deepspeed.initialize returns")
-    return PipelineDriver(engine, options) if isinstance(engine, PipelineEngine) else EngineDriver(engine, options)
-
-
-def _require_reduced(reducer: Driven, reduction: Change) -> None:
-    if reducer.is_in_step:
-        raise RuntimeError(
-            f"the engine is about to step on gradients that are not reduced: this release of DeepSpeed did not call "
-            f"{reduction} after the last backward; detach() the reducer, or use a release that README.md names"
-        )
-
-
 def _after(before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method so that it runs after ``before()``."""
+
     @wraps(method)
     def called_after(*args: Any, **options: Any) -> Any:
         before()

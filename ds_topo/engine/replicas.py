@@ -1,9 +1,19 @@
-"""``check_replicas``: whether what an engine's ranks must have alike is alike, now or every few steps."""
+"""Compare, bit by bit, the tensors that must be equal on ranks of an engine (``check_replicas``).
+
+Every rank computes two 64-bit sums of each tensor's bits, on the tensor's device. The ranks then agree through the
+store that all of them compare after the same step, so that a comparison cannot pair up with another collective. One
+all-reduce per group detects whether any of its tensors differs. Only in that case the ranks exchange their names and
+values, for the first tensor that differs.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+import hashlib
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -15,87 +25,101 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
-from torch import nn
 
-from ds_topo.check.replicas import Replicated, compare
-from ds_topo.engine import changes
-from ds_topo.engine.mpu import MpuGrid
-from ds_topo.ledger import Change, ledger
+from ds_topo.errors import ReplicaError, listed
+from ds_topo.ledger import ledger
+from ds_topo.mpu import patches
+from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reducer.parameter_state import expert_group_name
+from ds_topo.reducer.parameters import expert_group_name
 from ds_topo.topology.axes import MODEL, PIPE
+from ds_topo.torch_names import devices_of, job_timeout
 
 
-class check_replicas:  # noqa: N801 (a verb, and what takes it back)
+def check_replicas(engine: DeepSpeedEngine, *, every: int = 0, slices: bool = False) -> ReplicaCheck:
     """Compare the replicas of an engine's parameters and optimizer states bit by bit: now, and every few steps.
 
-    Compared are, over the ranks that average gradients: parameters, experts over the replicas of each; without ZeRO the
-    optimizer's states and master weights, too, which otherwise are partitioned. Over the stages of a pipeline: tied
-    weights. Over the ranks of a ``model`` axis, if ``slices`` is set: parameters that are not marked as a slice
-    (``tensor_model_parallel``), and the random states, by which replicated dropout must draw alike. Buffers are each
-    rank's own.
+    It compares
 
-    Costs one pass over the tensors, and an all_reduce of 48 bytes for each. Every rank of the engine raises, whichever
-    replicas differ.
+    - parameters, over the ranks that average gradients; experts over the replicas of each;
+    - without ZeRO, which partitions them, optimizer states and master weights, over the same ranks;
+    - tied weights, over the stages of a pipeline;
+    - with ``slices``, over the ranks of the ``model`` axis, parameters that are not marked as a slice
+      (``tensor_model_parallel``), and the random states, which must be equal for replicated dropout.
 
-    Args:
-        engine: what ``deepspeed.initialize`` returned.
-        every: how many steps apart, counted by the engine; 0: only now, and whenever :meth:`now` is called.
-        slices: whether to compare slices of a ``model`` axis, too.
-
-    Raises:
-        TypeError: not an engine, or ``every`` is no number.
-        ValueError: ``every`` is negative; ``slices`` without a grid; or ZeRO stage 3, which keeps no replicas.
-        RuntimeError: the engine compares every few steps already.
-        DisagreementError: ranks compare after other steps, or with other arguments; names them.
-        ReplicaError: replicas differ; names the first tensor that does, and the ranks on their hosts. From
-            ``engine.step()`` or ``engine.train_batch()``, if it is found then.
+    It does not compare buffers. A comparison takes one pass over the tensors and an all-reduce of 48 bytes for each.
+    Every rank of the engine raises, whichever replicas differ.
 
     ::
 
         check = check_replicas(engine, every=100)
         ...
         check.remove()
-    """
 
-    def __init__(self, engine: DeepSpeedEngine, *, every: int = 0, slices: bool = False) -> None:
-        if not isinstance(engine, DeepSpeedEngine):
-            raise TypeError(f"check_replicas: {type(engine).__name__} is not what deepspeed.initialize returns")
-        if isinstance(every, bool) or not isinstance(every, int):
-            raise TypeError(f"every={every!r}: give a number of steps, or 0 to compare only now")
-        if every < 0:
-            raise ValueError(f"every={every!r}: give a number of steps, or 0 to compare only now")
-        if int(engine.zero_optimization_stage()) == 3:
-            raise ValueError(
-                "check_replicas: ZeRO stage 3 partitions parameters, too: there are no replicas to compare"
-            )
-        if slices and not isinstance(engine.mpu, MpuGrid):
-            raise ValueError("slices=True: only a grid knows the slices of a model; give the engine one as its mpu")
+    Args:
+        engine: the result of ``deepspeed.initialize``.
+        every: the number of steps between comparisons, by the engine's count. 0: compare only now, and at every call of
+            :meth:`ReplicaCheck.now`.
+        slices: compare also the slices of a ``model`` axis.
+
+    Raises:
+        TypeError: ``engine`` is not an engine, or ``every`` is not a number.
+        ValueError: ``every`` is negative, ``slices`` is set without a grid, or ZeRO stage 3 keeps no replicas.
+        RuntimeError: the engine compares every few steps already.
+        DisagreementError: ranks compare after different steps, or with different arguments; the message names them.
+        ReplicaError: replicas differ; the message names the first tensor that differs, the ranks and their hosts. With
+            ``every``, ``engine.step()`` and ``engine.train_batch()`` may raise it, too.
+    """
+    if not isinstance(engine, DeepSpeedEngine):
+        raise TypeError(
+            f"check_replicas: {type(engine).__name__} is not an engine: pass what deepspeed.initialize returns"
+        )
+    if isinstance(every, bool) or not isinstance(every, int):
+        raise TypeError(f"every={every!r}: give a number of steps, or 0 to compare only now")
+    if every < 0:
+        raise ValueError(f"every={every!r}: give a number of steps, or 0 to compare only now")
+    if int(engine.zero_optimization_stage()) == 3:
+        raise ValueError(
+            "check_replicas: ZeRO stage 3 partitions parameters and keeps no replicas to compare: use stage 0, 1 or 2"
+        )
+    if slices and not isinstance(engine.mpu, MpuGrid):
+        raise ValueError("slices=True needs an engine whose mpu is a grid: pass it a grid, or leave slices=False")
+    return ReplicaCheck(engine, every, slices)
+
+
+class ReplicaCheck:
+    """A comparison of replicas every few steps, until :meth:`remove` or the end of the engine."""
+
+    def __init__(self, engine: DeepSpeedEngine, every: int, slices: bool) -> None:
         self._engine, self._every, self._slices = engine, every, slices
-        self._releases: list[Callable[[], None]] = []
-        if every and getattr(vars(engine).get(self._row.name), "compares_replicas", False):
-            raise RuntimeError("this engine compares its replicas every few steps already: remove() that check first")
+        self._bindings = ExitStack()
+        self._is_removed = False
+        row = patches.TRAIN_BATCH if isinstance(engine, PipelineEngine) else patches.STEP
+        if every and getattr(vars(engine).get(row.name), "compares_replicas", False):
+            raise RuntimeError("this engine already compares its replicas every few steps: remove() that check first")
         self.now()
         if every:
-            self._releases += [
-                ledger.bind(self._row, self._comparing, engine),
-                ledger.bind(changes.DESTROY_ENGINE, self._before_destroy, engine),
-            ]
+            self._bindings.callback(ledger.bind(row, self._comparing, engine))
+            self._bindings.callback(ledger.bind(patches.DESTROY_ENGINE, self._before_destroy, engine))
 
     def now(self) -> None:
         """Compare; collective over the engine's ranks."""
         engine = self._engine
-        how = f", every={self._every}, slices={self._slices}"
-        compare(self._replicated(), _everyone(engine), f"after step {engine.global_steps}", how)
+        everyone = dist.group.WORLD
+        if isinstance(engine.mpu, MpuGrid):
+            axes = engine.mpu.topology().axes
+            if not isinstance(engine, PipelineEngine):  # the stages of a plain engine's program step separately
+                axes = [axis for axis in axes if axis != PIPE]
+            everyone = engine.mpu.get_group(axes)
+        assert everyone is not None
+        arguments = f", every={self._every}, slices={self._slices}"
+        _compare(_replicated(engine, self._slices), everyone, f"after step {engine.global_steps}", arguments)
 
     def remove(self) -> None:
-        """Compare no more. Idempotent."""
-        while self._releases:
-            self._releases.pop()()
-
-    @property
-    def _row(self) -> Change:
-        return changes.TRAIN_BATCH if isinstance(self._engine, PipelineEngine) else changes.STEP
+        """Stop comparing. Idempotent."""
+        self._is_removed = True
+        self._bindings.close()
 
     def _comparing(self, take_step: Any) -> Any:
         @wraps(take_step)
@@ -103,7 +127,7 @@ class check_replicas:  # noqa: N801 (a verb, and what takes it back)
             before = self._engine.global_steps
             result = take_step(*arguments, **options)
             is_due = self._engine.global_steps > before and self._engine.global_steps % self._every == 0
-            if is_due and self._releases:  # a program's own wrapper may keep this one after remove()
+            if is_due and not self._is_removed:  # a program's own wrapper may keep this function after remove()
                 self.now()
             return result
 
@@ -118,30 +142,69 @@ class check_replicas:  # noqa: N801 (a verb, and what takes it back)
 
         return destroy_engine
 
-    # -- what is to be alike
 
-    def _replicated(self) -> Iterator[Replicated]:
-        engine, dense = self._engine, _dense_group(self._engine)
-        names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
-        for name, parameter in engine.module.named_parameters():
-            yield Replicated(name, parameter, *_group_of(parameter, dense))
-        if _keeps_whole_states(engine):
-            yield from _states(engine, names, dense)
-        if isinstance(engine, PipelineEngine):
-            numbers: Counter[ProcessGroup] = Counter()  # stages have other layers beside
-            for weight, group in engine.module.get_tied_weights_and_groups():
-                yield Replicated(f"tied weight {numbers[group]}", weight, group, "pipe")
-                numbers[group] += 1
-        if self._slices and isinstance(engine.mpu, MpuGrid) and engine.mpu.get_axis_size(MODEL) > 1:
-            yield from _alike_on_slices(engine.module, engine.mpu.get_group(MODEL))
+# -- tensors that must be alike ---------------------------------------------------------------------------------------
 
 
-def _keeps_whole_states(engine: DeepSpeedEngine) -> bool:
-    """Whether every replica has all of the optimizer's states, and the same."""
-    if isinstance(engine.optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
-        return False
+@dataclass(frozen=True)
+class Replicated:
+    """A tensor that must be equal on all ranks of a group."""
+
+    name: str
+    tensor: torch.Tensor
+    group: ProcessGroup
+    axes: str
+    """The axes of the group, for messages."""
+    is_slice: bool = False
+    """True if this rank holds its own slice. A tensor is not compared if it is a slice on all ranks."""
+
+    @property
+    def kind(self) -> str:
+        """The data type and shape of the tensor."""
+        return f"{str(self.tensor.dtype).removeprefix('torch.')} {list(self.tensor.shape)}"
+
+
+def _replicated(engine: DeepSpeedEngine, slices: bool) -> Iterator[Replicated]:
     is_pipeline = isinstance(engine, PipelineEngine)
-    return bool(engine.pipeline_enable_backward_allreduce if is_pipeline else engine.enable_backward_allreduce)
+    dense = engine.mpu.get_data_parallel_group() if is_pipeline else engine.seq_data_parallel_group
+    named = list(engine.module.named_parameters())
+    for name, parameter in named:
+        yield Replicated(name, parameter, *_group_of(parameter, dense))
+    averages = engine.pipeline_enable_backward_allreduce if is_pipeline else engine.enable_backward_allreduce
+    if averages and not isinstance(engine.optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
+        yield from _states(engine.optimizer, {id(parameter): name for name, parameter in named}, dense)
+    if is_pipeline:
+        numbers: Counter[ProcessGroup] = Counter()  # per group: stages have other tied layers, too
+        for weight, group in engine.module.get_tied_weights_and_groups():
+            yield Replicated(f"tied weight {numbers[group]}", weight, group, "pipe")
+            numbers[group] += 1
+    if slices and engine.mpu.get_axis_size(MODEL) > 1:
+        group = engine.mpu.get_group(MODEL)
+        for name, parameter in named:
+            # Copies of tied weights have no reliable marks, and experts differ between slices unless marked. A
+            # replicated parameter may be marked as a slice on one rank, so that it counts once in norms.
+            if not getattr(parameter, "ds_pipe_replicated", False) and expert_group_name(parameter) is None:
+                yield Replicated(name, parameter, group, "model", is_slice=bool(is_model_parallel_parameter(parameter)))
+        yield Replicated("random state of the CPU", torch.get_rng_state(), group, "model")
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            yield Replicated("random state of the GPU", torch.cuda.get_rng_state(), group, "model")
+
+
+def _states(optimizer: Any, names: dict[int, str], dense: ProcessGroup) -> Iterator[Replicated]:
+    """Yield the innermost optimizer's states, and master weights that are not the module's parameters."""
+    while getattr(optimizer, "optimizer", optimizer) is not optimizer:
+        optimizer = optimizer.optimizer
+    for number, group in enumerate(getattr(optimizer, "param_groups", [])):
+        for index, parameter in enumerate(group["params"]):
+            known = names.get(id(parameter))
+            label = known or f"master weight {index} of parameter group {number}"
+            place = _group_of(parameter, dense)
+            if known is None:
+                place = _expert_group(group["name"]) if group.get("moe") else place
+                yield Replicated(label, parameter, *place)
+            for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=str):
+                if torch.is_tensor(value):
+                    yield Replicated(f"{key} of {label}", value, *place)
 
 
 def _group_of(parameter: torch.Tensor, dense: ProcessGroup) -> tuple[ProcessGroup, str]:
@@ -153,53 +216,174 @@ def _expert_group(name: str) -> tuple[ProcessGroup, str]:
     return deepspeed_groups._get_expert_data_parallel_group_dict()[name], f"expert data of {name}"
 
 
-def _dense_group(engine: DeepSpeedEngine) -> ProcessGroup:
-    """All replicas of a dense parameter."""
-    if isinstance(engine, PipelineEngine):
-        group: ProcessGroup = engine.mpu.get_data_parallel_group()
-    else:
-        group = engine.seq_data_parallel_group
-    return group
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+_NOBODY = 1 << 31
+"""The value of a rank that has found no difference; other ranks send their group rank."""
+_SHOWN_VALUES = 4
 
 
-def _everyone(engine: DeepSpeedEngine) -> ProcessGroup:
-    """All ranks that step together."""
-    world = dist.group.WORLD
-    assert world is not None
-    if not isinstance(engine.mpu, MpuGrid):
-        return world
-    axes = [axis for axis in engine.mpu.topology().axes if axis != PIPE or isinstance(engine, PipelineEngine)]
-    return engine.mpu.get_group(axes)
+def _compare(tensors: Iterable[Replicated], everyone: ProcessGroup, when: str, arguments: str) -> None:
+    """Compare replicas; collective over ``everyone``.
+
+    Args:
+        tensors: the tensors of this rank, in the same order on all ranks of a group.
+        everyone: all ranks that compare at this time, so that all of them raise.
+        when: the step, which must be the same on all ranks.
+        arguments: the arguments of ``check_replicas``, which must be the same on all ranks.
+
+    Raises:
+        ReplicaError: replicas differ; raised on every rank.
+        DisagreementError: some ranks compare at another time, do not compare, or cannot compute a digest.
+    """
+    by_group: dict[ProcessGroup, list[Replicated]] = defaultdict(list)
+    sums: dict[int, torch.Tensor] = {}
+    failure: Exception | None = None
+    try:
+        for each in tensors:
+            by_group[each.group].append(each)
+        unique = {id(each.tensor): each.tensor for members in by_group.values() for each in members}
+        sums = dict(zip(unique, digests(list(unique.values())), strict=True))
+    except Exception as error:  # any exception: the other ranks must raise, too
+        failure = error
+    members = dist.get_process_group_ranks(everyone)
+    agree(f"{when}{arguments}", members, job_timeout(), failure=failure, subject="a comparison of replicas")
+    found = [_difference(brought, group, sums) for group, brought in by_group.items()]
+    text = next((difference for difference in found if difference), "")
+    first = torch.tensor([dist.get_rank(everyone) if text else _NOBODY], device=_device_of(everyone))
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=everyone)
+    if int(first) == _NOBODY:
+        return
+    counted = torch.tensor([int(bool(text))], device=_device_of(everyone))
+    dist.all_reduce(counted, group=everyone)
+    said = [text]
+    dist.broadcast_object_list(said, src=dist.get_global_rank(everyone, int(first)), group=everyone)
+    raise ReplicaError(
+        f"replicas differ {when}, on {int(counted)} of {len(members)} ranks; {said[0]}\n"
+        "A rank has skipped or repeated a step, changed values outside of a step, or computed other results."
+    )
 
 
-def _states(engine: DeepSpeedEngine, names: dict[int, str], dense: ProcessGroup) -> Iterator[Replicated]:
-    """Of the innermost optimizer: its own states, and master weights that are not the module's parameters."""
-    optimizer = engine.optimizer
-    while getattr(optimizer, "optimizer", optimizer) is not optimizer:
-        optimizer = optimizer.optimizer
-    for number, group in enumerate(getattr(optimizer, "param_groups", [])):
-        for index, parameter in enumerate(group["params"]):
-            known = names.get(id(parameter))
-            label = known or f"master weight {index} of parameter group {number}"
-            place = _group_of(parameter, dense)
-            if group.get("moe") and known is None:
-                place = _expert_group(group["name"])
-            if known is None:
-                yield Replicated(label, parameter, *place)
-            for key, value in sorted(optimizer.state.get(parameter, {}).items(), key=str):
-                if torch.is_tensor(value):
-                    yield Replicated(f"{key} of {label}", value, *place)
+def _difference(tensors: Sequence[Replicated], group: ProcessGroup, sums: dict[int, torch.Tensor]) -> str:
+    """Describe the difference in a group, with the same text on all its ranks, or return ""; collective over it."""
+    if dist.get_world_size(group) == 1:
+        return ""
+    device = _device_of(group)
+    kinds = "\n".join(f"{each.name} {each.kind}" for each in tensors)
+    names = hashlib.sha1(kinds.encode(), usedforsecurity=False)
+    highest, lowest = _extremes(torch.tensor([int.from_bytes(names.digest()[:7], "big")], device=device), group)
+    if bool(highest != lowest):
+        own = f"{len(tensors)} tensors, from {tensors[0].name!r} on; names, types and shapes {names.hexdigest()[:8]}"
+        return _who(f"ranks along {tensors[0].axes} do not have the same tensors", own, group)
+    words = torch.stack([sums[id(each.tensor)].to(device) for each in tensors])
+    slices = torch.tensor([[int(each.is_slice)] for each in tensors], device=device)
+    highest, lowest = _extremes(torch.cat([words, slices], 1), group)
+    differs = (highest != lowest)[:, :2].any(1) & (lowest[:, 2] == 0)
+    if not differs.any():
+        return ""
+    first = tensors[int(differs.nonzero()[0])]
+    own = " ".join(f"{word & 0xFFFFFFFFFFFFFFFF:016x}" for word in sums[id(first.tensor)].tolist())
+    compared = len(tensors) - int(lowest[:, 2].sum())
+    what = f"{int(differs.sum())} of {compared} tensors along {first.axes}, first {first.name!r} ({first.kind})"
+    return _who(what, own, group)
 
 
-def _alike_on_slices(module: nn.Module, group: ProcessGroup) -> Iterator[Replicated]:
-    for name, parameter in module.named_parameters():
-        if _may_be_alike(parameter):  # and what is whole may be marked on one slice, to count once
-            yield Replicated(name, parameter, group, "model", is_slice=bool(is_model_parallel_parameter(parameter)))
-    yield Replicated("random state of the CPU", torch.get_rng_state(), group, "model")
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        yield Replicated("random state of the GPU", torch.cuda.get_rng_state(), group, "model")
+def _extremes(values: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the highest and the lowest of each number over the ranks of a group."""
+    both = torch.stack([values, values.bitwise_not()])
+    dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
+    return both[0], both[1].bitwise_not()
 
 
-def _may_be_alike(parameter: torch.Tensor) -> bool:
-    """Copies of tied weights have no marks that tell; experts are one to a slice unless they are marked."""
-    return not getattr(parameter, "ds_pipe_replicated", False) and expert_group_name(parameter) is None
+def _who(what: str, own: str, group: ProcessGroup) -> str:
+    """Describe which ranks have which value; collective over the group."""
+    said: list[tuple[int, str, str]] = [(0, "", "")] * dist.get_world_size(group)
+    dist.all_gather_object(said, (dist.get_rank(), socket.gethostname(), own), group=group)
+    by_value: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for rank, host, value in said:
+        by_value[value].append((rank, host))
+    lines = []
+    for value, owners in sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))[:_SHOWN_VALUES]:
+        hosts = list(dict.fromkeys(host for _, host in owners))
+        lines.append(f"\n  ranks {listed([rank for rank, _ in owners])} on {listed(hosts, 4)} have {value}")
+    more = f"\n  and {len(by_value) - _SHOWN_VALUES} further values" if len(by_value) > _SHOWN_VALUES else ""
+    return f"{what}:{''.join(lines)}{more}"
+
+
+def _device_of(group: ProcessGroup) -> torch.device:
+    """Return the device on which a group's tensors must be."""
+    devices = devices_of(group)
+    return torch.device("cpu" if "cpu" in devices else devices[0])
+
+
+# -- digests ----------------------------------------------------------------------------------------------------------
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_AT_A_TIME = 1 << 20
+"""The number of elements that are processed at once, which limits the memory of digests."""
+_MIXERS = (-0x61C8864680B583EB, -0x4B47D0C5A1A6B4D9)
+"""Odd multipliers that turn places into pseudorandom weights."""
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return for each tensor two 64-bit sums, ``[2]``, of its elements' bits: plain, and weighted by their places.
+
+    >>> one, other = digests([torch.tensor([1, 2, 3]), torch.tensor([1, 3, 2])])
+    >>> (one == other).tolist()
+    [True, False]
+    """
+    result: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
+    waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
+    elements: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
+
+    def finish(kind: tuple[torch.device, torch.dtype]) -> None:
+        together = waiting.pop(kind)
+        for (index, _), sums in zip(together, _sums_of([bits for _, bits in together]), strict=True):
+            result[index] = sums
+        elements[kind] = 0
+
+    for index, tensor in enumerate(tensors):
+        bits = _bits_of(tensor)
+        if len(bits) >= _AT_A_TIME:
+            parts = [_sums_of([bits[start : start + _AT_A_TIME]], start) for start in range(0, len(bits), _AT_A_TIME)]
+            result[index] = torch.cat(parts).sum(0)
+            continue
+        kind = bits.device, bits.dtype
+        waiting[kind].append((index, bits))
+        elements[kind] += len(bits)
+        if elements[kind] >= _AT_A_TIME:
+            finish(kind)
+    for kind in list(waiting):
+        finish(kind)
+    return result
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as integers, ``[n]``; an element of eight bytes becomes two integers."""
+    if tensor.is_meta:
+        raise ValueError("a tensor on the meta device has no values to compare: load or initialise its values first")
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    dense = (tensor if tensor.layout == torch.strided else tensor.to_dense()).contiguous()
+    flat = dense.as_strided((dense.numel(),), (1,))  # a single element may have any stride
+    return flat.to(torch.int8) if flat.dtype == torch.bool else flat.view(_INTEGERS[flat.itemsize])
+
+
+def _sums_of(parts: Sequence[torch.Tensor], start: int = 0) -> torch.Tensor:
+    """Return both sums of each part, ``[len(parts), 2]``. The places of each part begin with ``start``."""
+    device = parts[0].device
+    if len(parts) == 1:
+        values = parts[0].to(torch.int64)
+        weights = _weights(torch.arange(start + 1, start + 1 + len(values), device=device))
+        return torch.stack([values.sum(), weights.mul_(values).sum()])[None]
+    values = torch.cat(list(parts)).to(torch.int64)
+    numels = torch.tensor([len(part) for part in parts], device=device)
+    owners = torch.repeat_interleave(torch.arange(len(parts), device=device), numels)
+    places = torch.arange(start + 1, start + 1 + len(values), device=device) - (numels.cumsum(0) - numels)[owners]
+    both = torch.stack([values, _weights(places).mul_(values)], 1)
+    return torch.zeros(len(parts), 2, dtype=torch.int64, device=device).index_add_(0, owners, both)
+
+
+def _weights(places: torch.Tensor) -> torch.Tensor:
+    """Turn places, which start at 1, into weights, in place."""
+    mixed = places.mul_(_MIXERS[0])
+    return mixed.bitwise_xor_(mixed >> 29).mul_(_MIXERS[1])

@@ -1,19 +1,43 @@
-"""The first call of a training program: join the job under any launcher, DeepSpeed included."""
+"""Join the job under any launcher (``init_distributed``), and create engines on a grid (``initialize``)."""
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
 
+from ds_topo.engine.checks import REDUCER_SECTION, TOPOLOGY_SECTION, check_mpu, reading_sections
+from ds_topo.engine.grid import PipelineParallelGrid
+from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
+from ds_topo.engine.reducer_drivers import GradientReducer
+from ds_topo.errors import abridged
 from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.launch.joining import as_timeout, join
 from ds_topo.launch.launchers import Launch
+from ds_topo.ledger import ledger
+from ds_topo.mpu.mpu import ModelParallelUnit, MpuGrid
+from ds_topo.reducer.options import arguments_from_config
 from ds_topo.watch import start_watch, watch_limit
+
+Config: TypeAlias = "str | Path | dict[str, Any] | None"
+
+_deepspeed_initialize = deepspeed.initialize
+"""DeepSpeed's own function, also while ``deepspeed.initialize`` is replaced by ours."""
 
 
 def init_distributed(
@@ -24,35 +48,35 @@ def init_distributed(
     verbose: bool = True,
     watch: float | None = None,
 ) -> Launch:
-    """Join the job; in place of ``deepspeed.init_distributed`` and ``torch.distributed.init_process_group``.
+    """Join the job; replaces ``deepspeed.init_distributed`` and ``torch.distributed.init_process_group``.
 
     The same program then runs under ``deepspeed`` (pdsh, openmpi, mpich, impi, slurm, ``--no_ssh``), ``torchrun``,
-    ``srun`` and ``mpirun``: rank, world, local rank and master come from whatever started it. All groups that are
-    created later without a timeout of their own, DeepSpeed's among them, have this one. See
-    :func:`ds_topo.launch.joining.join`, which does the same without DeepSpeed, for the arguments and what is raised.
+    ``srun`` and ``mpirun``: rank, world size, local rank and master address come from the launcher. Groups that are
+    created later without a timeout of their own, DeepSpeed's included, inherit this one.
+    :func:`ds_topo.launch.joining.join` does the same without DeepSpeed.
 
     Args:
-        timeout: seconds, or a ``timedelta``: of joining and of every group. Unless given, 10 minutes, or the minutes in
+        timeout: seconds or a ``timedelta``, for joining and for every group. By default 10 minutes, or the minutes in
             ``DEEPSPEED_TIMEOUT``.
-        backend: of torch; that of DeepSpeed's accelerator unless given.
-        end_with_launcher: end this rank when its launcher has ended, so that killing the launcher leaves none behind.
-        verbose: rank 0 writes a line to standard error that says which launcher it found.
-        watch: seconds without a sign of a rank after which it is named on all others, and those that wait for it are
-            ended: a :class:`~ds_topo.watch.watch.Watch` until the end of the process. None: no watch. The environment
-            decides before it: ``DS_TOPO_WATCH=60``, or ``off``.
+        backend: the backend of torch; by default that of DeepSpeed's accelerator.
+        end_with_launcher: end this rank when its launcher has ended, so that no rank outlives a killed launcher.
+        verbose: rank 0 writes to standard error which launcher it found.
+        watch: start a :class:`~ds_topo.watch.watch.Watch` until the end of the process. If a rank shows no sign of life
+            for this many seconds, the other ranks print its name, and ranks that wait for it end. None: no watch. The
+            environment variable ``DS_TOPO_WATCH`` (``60``, ``off``) takes precedence.
 
     Returns:
-        What the launcher says of this rank: ``rank``, ``world_size``, ``local_rank``, ...
+        The launcher's description of this rank: ``rank``, ``world_size``, ``local_rank``, ...
 
     Raises:
-        LaunchError: no launcher, variables that are missing or contradict each other, a master that cannot be reached.
-        DisagreementError: ranks that did not come within the timeout; the message names them.
-        ValueError: a timeout, or seconds of the watch, that are not positive.
+        LaunchError: there is no launcher, its variables are missing or contradictory, or the master is unreachable.
+        DisagreementError: some ranks did not join within the timeout; the message names them.
+        ValueError: the timeout or the seconds of the watch are not positive.
     """
     backend = backend or get_accelerator().communication_backend_name()
     launch = join(timeout, backend, end_with_launcher=end_with_launcher, verbose=verbose)
     remove_abandoned_locks()
-    # torch is initialised: DeepSpeed takes it over
+    # torch is already initialised here, so DeepSpeed uses torch's groups
     deepspeed.init_distributed(
         dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=as_timeout(timeout)
     )
@@ -65,12 +89,147 @@ def init_distributed(
 
 
 def _unlink_shared_memory(launch: Launch) -> None:
-    """Take the names of DeepSpeed's shared buffers away, 66 MiB a rank, which it never does.
+    """Unlink DeepSpeed's shared buffers, 66 MiB per rank, which DeepSpeed never unlinks.
 
-    Ranks that have them open keep them; now they are gone when the last rank is, however it ends.
+    Ranks keep the buffers that they have open. The memory is freed when the last rank ends, however it ends.
     """
     dist.barrier()
     name = f"deepspeed_allreduce_buffer_{os.getuid()}_{launch.master_addr}_{launch.master_port}_*"
     for leftover in Path("/dev/shm").glob(name):
         leftover.unlink(missing_ok=True)
     dist.barrier()
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: torch.utils.data.Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: ModelParallelUnit | ModuleType | None = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Path | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | dict[str, Any] | None = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Call ``deepspeed.initialize`` with two more sections of the config, ``"topology"`` and ``"gradient_reducer"``.
+
+    ``"topology"`` (a spec or a mapping) creates the engine's grid if neither ``mpu`` nor a ``PipelineModule`` has one.
+    ``engine.mpu`` is that grid; destroy it with ``engine.mpu.destroy()``. If an mpu is given too, both must agree.
+
+    ``"gradient_reducer"`` attaches a reducer. Its value is ``true``, or a mapping of arguments of
+    :meth:`~ds_topo.GradientReducer.attach`, with data types as ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+    ``"enabled": false`` switches it off. The reducer is ``engine.gradient_reducer``, which is None without one.
+
+    The arguments are those of ``deepspeed.initialize``.
+
+    Raises:
+        ValueError: a section, an argument or a value is invalid; the message lists valid ones.
+        TopologyError: the topology does not fit the job, or is not the mpu's.
+        LaunchError: the config has a topology, but no launcher started this rank.
+    """
+    given = dict(locals())  # the arguments by name
+    check_mpu(mpu)
+    remove_abandoned_locks()
+    content = _content_of(config if config is not None else config_params, args)
+    for name in content:
+        near = difflib.get_close_matches(str(name).lower(), (REDUCER_SECTION, TOPOLOGY_SECTION), n=1, cutoff=0.8)
+        if near and name != near[0]:
+            raise ValueError(f"config section {abridged(name)}: did you mean {near[0]!r}?")
+    reduction = _reduction_of(content)
+    used = grid_in_use()
+    if used is not None:
+        mpu = mpu_in_use(mpu, model, used)
+        warn_of_undealt_samples(used)
+        if not isinstance(model, DeepSpeedPipelineModule):
+            config, config_params = with_samples_of(used, config or config_params), None
+    elif mpu is None and TOPOLOGY_SECTION in content and not isinstance(model, DeepSpeedPipelineModule):
+        if not torch.distributed.is_initialized():
+            init_distributed(verbose=False)
+        mpu = PipelineParallelGrid(content[TOPOLOGY_SECTION])
+    given |= {"mpu": mpu, "config": str(config) if isinstance(config, Path) else config, "config_params": config_params}
+    with reading_sections():
+        engine, *others = _deepspeed_initialize(**{name: value for name, value in given.items() if value is not None})
+    engine.gradient_reducer = None if reduction is None else GradientReducer.attach(engine, **reduction)
+    return (engine, *others)
+
+
+def _content_of(config: str | Path | Mapping[str, Any] | None, args: Any) -> Mapping[str, Any]:
+    """Return the content of a config; an empty mapping if only DeepSpeed can read it.
+
+    Raises:
+        ValueError: the file does not exist or cannot be read.
+    """
+    config = config if config is not None else getattr(args, "deepspeed_config", None)
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, (str, Path)) or (not Path(config).suffix and not Path(config).exists()):
+        return {}  # no config, or another form that DeepSpeed accepts
+    try:
+        content = json.loads(Path(config).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"config {str(config)!r} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError):
+        return {}  # DeepSpeed also reads hjson, and reports errors in other files
+    return content if isinstance(content, Mapping) else {}
+
+
+def _reduction_of(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments of the reducer that the config asks for, or None."""
+    section = content.get(REDUCER_SECTION, False)
+    if isinstance(section, bool):
+        return {} if section else None
+    if not isinstance(section, Mapping):
+        raise ValueError(
+            f'config section "{REDUCER_SECTION}": {abridged(section)} is neither true, false nor a mapping of options, '
+            'such as {"bucket_bytes": 4194304}'
+        )
+    options = dict(section)
+    enabled = options.pop("enabled", True)
+    if not isinstance(enabled, bool):
+        raise ValueError(f'config section "{REDUCER_SECTION}": "enabled" is {abridged(enabled)}: give true or false')
+    try:
+        arguments = arguments_from_config(options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'config section "{REDUCER_SECTION}": {error}') from error
+    return arguments if enabled else None
+
+
+def with_samples_of(grid: MpuGrid, config: Config) -> Config:
+    """Correct a ``train_batch_size`` that a framework has computed from the number of all ranks.
+
+    Frameworks replace ``"auto"`` by that number. DeepSpeed would refuse it, because with a grid fewer ranks work on
+    different samples.
+    """
+    if not isinstance(config, dict):
+        return config
+    micro, steps = config.get("train_micro_batch_size_per_gpu"), config.get("gradient_accumulation_steps", 1)
+    samples, ranks = grid.get_sample_world_size(), dist.get_world_size()
+    if samples == ranks or not isinstance(micro, int) or not isinstance(steps, int):
+        return config
+    if config.get("train_batch_size") != micro * steps * ranks:
+        return config
+    batch = micro * steps * samples
+    if dist.get_rank() == 0:
+        warnings.warn(
+            f"train_batch_size {config['train_batch_size']} counts {micro} x {steps} samples on each of {ranks} ranks, "
+            f"but {grid.topology().spec!r} works on {samples} at a time: {batch} is used instead",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return {**config, "train_batch_size": batch}
+
+
+def warn_of_undealt_samples(grid: MpuGrid) -> None:
+    """Warn if accelerate was imported after ``use(grid)``, which then could not patch its data loaders."""
+    is_dealt = any(patch.name == "prepare_data_loader" for patch in ledger.in_force())
+    if "accelerate" in sys.modules and not is_dealt and grid.get_sample_world_size() < grid.world_size:
+        warnings.warn(
+            "accelerate was imported after ds_topo.use(grid), so it distributes samples over all ranks: import "
+            "accelerate or transformers before the call",
+            RuntimeWarning,
+            stacklevel=4,
+        )

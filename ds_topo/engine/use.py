@@ -1,56 +1,71 @@
-"""One grid for programs that call DeepSpeed themselves: frameworks, and code that imports DeepSpeed's classes."""
+"""Run programs that call DeepSpeed themselves on a grid, by ``use(grid)``.
+
+Such programs are frameworks (accelerate, Trainer) and code that imports DeepSpeed's classes. While a grid is in use,
+the following names are patched: ``deepspeed.initialize``, pipelines and their topologies,
+``deepspeed.zero.Init``, sequence parallel groups, and accelerate's data loaders.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial, wraps
-from types import TracebackType
+from functools import wraps
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from typing_extensions import Self
 
-from ds_topo.engine import changes, zero_init
-from ds_topo.engine.frameworks import deal_samples
+from ds_topo.engine.checks import require_grid
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
-from ds_topo.engine.initialize import initialize
-from ds_topo.engine.inputs import require_grid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
 from ds_topo.engine.pipeline import PipelineModule, building_on, check_built_on, index_tied_modules, with_plain_bounds
+from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import TopologyError
-from ds_topo.ledger import Change, Make, always, ledger
+from ds_topo.ledger import Make, Patch, always, ledger
+from ds_topo.mpu import patches
+from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from ds_topo.topology.rank_tables import fold_extra_axes
 
+_bindings = ExitStack()
+"""The patches of the first ``use(grid)``, until the last one is released."""
 
-class use:  # noqa: N801 (a verb, and a context manager)
-    """Let the rest of the program work on a grid: until ``with`` ends, ``release()``, or ``grid.destroy()``.
 
-    - ``deepspeed.initialize`` is :func:`ds_topo.initialize`: its engines get the grid as their mpu, and the section
-      ``"gradient_reducer"`` of the config is served. An mpu of the program's own is replaced by the grid if it joins
-      the same ranks, and refused if not.
-    - DeepSpeed's ``PipelineModule``, and whatever derives from it, is built on the grid; a topology that places ranks
-      otherwise is refused. The names in ``deepspeed.runtime.pipe.topology`` are ours, and topologies that are asked for
-      by degrees alone (``PipeModelDataParallelTopology(num_pp, num_mp, num_dp)``) are in the grid's order.
-    - ``deepspeed.zero.Init`` without a group partitions over the replicas of a parameter, not over all ranks;
-      ``GatheredParameters(modifier_rank=0)`` sends what the grid's first rank has written to all slices, but for
+def use(grid: PipelineParallelGrid) -> GridInUse:
+    """Run the rest of the program on a grid, until the end of ``with``, ``release()``, or ``grid.destroy()``.
+
+    - ``deepspeed.initialize`` is :func:`ds_topo.initialize`: its engines get the grid as their mpu, and the config may
+      have a section ``"gradient_reducer"``. If the program passes its own mpu, the grid replaces it; an mpu that joins
+      other ranks is refused.
+    - DeepSpeed's ``PipelineModule`` and its subclasses are built on the grid. A topology that places ranks differently
+      is refused. The names in ``deepspeed.runtime.pipe.topology`` are those of ds_topo. A topology that is given by
+      degrees only (``PipeModelDataParallelTopology(num_pp, num_mp, num_dp)``) has the grid's order.
+    - ``deepspeed.zero.Init`` without a group partitions over the replicas of a parameter, not over all ranks.
+      ``GatheredParameters(modifier_rank=0)`` broadcasts the values of the grid's first rank to all slices, except for
       parameters that are marked as a slice.
-    - accelerate, and so Trainer, deals samples over the ranks that work on different ones
+    - accelerate, and so Trainer, distributes samples over the ranks that work on different samples
       (:meth:`~ds_topo.ProcessGrid.get_sample_rank`).
-    - With a ``seq`` axis, DeepSpeed's long sequence training (``UlyssesSPAttentionHF``) uses its groups, in any order.
+    - With a ``seq`` axis, DeepSpeed's long sequence training (``UlyssesSPAttentionHF``) uses the grid's groups.
 
-    Entering and leaving bind and restore names (``python -m ds_topo.engine`` lists them); no rank communicates.
+    The function only patches names (``python -m ds_topo.engine`` lists them) and does not communicate. Calls for the
+    same grid may be nested.
 
     Args:
-        grid: of the whole job.
+        grid: a grid of the whole job.
+
+    Returns:
+        A context manager with a method ``release()``.
 
     Raises:
-        TypeError: no grid.
+        TypeError: ``grid`` is not a grid.
         RuntimeError: another grid is in use, or this one was destroyed.
-        TopologyError: sequence parallel groups of DeepSpeed exist already, and join other ranks.
+        TopologyError: DeepSpeed's sequence parallel groups exist already and join other ranks.
 
     >>> import deepspeed, torch.distributed as dist
     >>> from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -58,102 +73,58 @@ class use:  # noqa: N801 (a verb, and a context manager)
     >>> grid = PipelineParallelGrid("data=2,model=2")
     >>> with use(grid):
     ...     deepspeed.initialize.__module__
-    'ds_topo.engine.initialize'
+    'ds_topo.engine.start'
     >>> deepspeed.initialize.__module__
     'deepspeed'
     >>> grid.destroy(), dist.destroy_process_group()
     (None, None)
     """
+    require_grid("grid", grid)
+    if not grid.is_alive:
+        raise RuntimeError(f"use({grid.topology().spec!r}): the grid was destroyed; create another one")
+    before = grid_in_use()
+    if before is None:
+        _bind(grid)
+    elif not before.shares_groups_with(grid):
+        raise RuntimeError(
+            f"use({grid.topology().spec!r}): {before.topology().spec!r} is in use: release() or destroy() it first"
+        )
+    return GridInUse(grid)
+
+
+class GridInUse:
+    """One call of :func:`use`, which lasts until the end of ``with``, ``release()``, or ``grid.destroy()``."""
 
     def __init__(self, grid: PipelineParallelGrid) -> None:
-        require_grid("grid", grid)
-        if not grid.is_alive:
-            raise RuntimeError(f"use({grid.topology().spec!r}): the grid was destroyed")
-        before = grid_in_use()
-        if before is not None and not before.shares_groups_with(grid):
-            raise RuntimeError(
-                f"use({grid.topology().spec!r}): {before.topology().spec!r} is in use: release() or destroy() it first"
-            )
-        if before is None:
-            _bind(grid)
-        in_use.append(grid)
         self.grid = grid
-        self._is_over = False
+        self._is_released = False
+        in_use.append(grid)
         grid.on_destroy(self.release)
 
     def release(self) -> None:
-        """End it, once; what is bound is put back when no other call holds the grid."""
-        if self._is_over:
+        """End the use of the grid. The last release restores the patched names. Idempotent."""
+        if self._is_released:
             return
-        self._is_over = True
+        self._is_released = True
         in_use.remove(self.grid)
         if not in_use:
-            _put_back()
+            _bindings.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 
-_releases: list[Callable[[], None]] = []
-"""Of what is bound for the grid in use."""
-
-
 def _bind(grid: PipelineParallelGrid) -> None:
-    try:
-        for change, make in WHILE_A_GRID_IS_IN_USE:
-            _releases.append(ledger.bind(change, make))
-        _releases.extend(deal_samples(grid))
-        if SEQ in grid.topology().axes:
-            _require_no_other_groups_of_seq(grid)
-            for change, value in zip(
-                changes.LONG_SEQUENCES,
-                (grid.get_group(SEQ), grid.get_data_parallel_group(), partial(_require_degree_of_seq, grid)),
-                strict=True,
-            ):
-                _releases.append(ledger.bind(change, always(value)))
-    except BaseException:
-        _put_back()
-        raise
+    with ExitStack() as bound:  # restores the names if an error occurs
+        for patch, make in (*WHILE_A_GRID_IS_IN_USE, *_patches_of_accelerate(grid), *_patches_of_sequences(grid)):
+            bound.callback(ledger.bind(patch, make))
+        _bindings.enter_context(bound.pop_all())
 
 
-def _put_back() -> None:
-    with ExitStack() as releases:  # all of them, even where one raises
-        for release in _releases:
-            releases.callback(release)
-        _releases.clear()
-
-
-def _require_no_other_groups_of_seq(grid: PipelineParallelGrid) -> None:
-    """Attention that is registered already keeps the groups that it has found.
-
-    Raises:
-        TopologyError: they are not the grid's.
-    """
-    group = parallel_state_sp._SEQUENCE_PARALLEL_GROUP
-    found = grid.get_ranks(SEQ) if group is None else sorted(dist.get_process_group_ranks(group))
-    if found != grid.get_ranks(SEQ):
-        raise TopologyError(
-            f"use({grid.topology().spec!r}): initialize_sequence_parallel() or register_with_transformers() has joined "
-            f"ranks {found} before, and the grid joins {grid.get_ranks(SEQ)} along {SEQ!r}: call it after use()"
-        )
-
-
-def _require_degree_of_seq(grid: PipelineParallelGrid, sequence_parallel_size: int) -> None:
-    """``initialize_sequence_parallel`` of DeepSpeed, whose groups are there already.
-
-    Raises:
-        TopologyError: they have another size.
-    """
-    if sequence_parallel_size != grid.get_axis_size(SEQ):
-        raise TopologyError(
-            f"sequence_parallel_size {sequence_parallel_size}, but the grid in use is {grid.topology().spec!r}: give "
-            "both one degree"
-        )
+# -- pipelines --------------------------------------------------------------------------------------------------------
 
 
 def _constructed_on_grid(construct: Any) -> Any:
@@ -162,7 +133,7 @@ def _constructed_on_grid(construct: Any) -> Any:
         module: Any, layers: Any, num_stages: int | None = None, topology: Any = None, *args: Any, **options: Any
     ) -> None:
         grid = grid_in_use()
-        if isinstance(module, PipelineModule) or grid is None:  # ours does so by itself
+        if isinstance(module, PipelineModule) or grid is None:  # our class uses the grid by itself
             construct(module, layers, num_stages, topology, *args, **options)
             return
         require_topology_in_use(topology, num_stages, grid)
@@ -174,37 +145,181 @@ def _constructed_on_grid(construct: Any) -> Any:
     return on_grid
 
 
-def _in_the_order_in_use(degrees: dict[str, int], otherwise: ProcessTopology) -> ProcessTopology:
-    """The layout of the grid in use for a program that asks for degrees alone, if it has them."""
-    grid = grid_in_use()
-    layout = fold_extra_axes(grid.topology()) if grid is not None else otherwise
-    return layout if all(max(1, layout.get_dim(axis)) == degree for axis, degree in degrees.items()) else otherwise
-
-
 class _PipeDataInUse(PipeDataParallelTopology):
     def __new__(cls, num_pp: int, num_dp: int) -> ProcessTopology:  # type: ignore[misc]
-        otherwise = PipeDataParallelTopology(num_pp, num_dp)
-        return _in_the_order_in_use({PIPE: num_pp, DATA: num_dp, MODEL: 1}, otherwise)
+        return _in_the_grids_order(PipeDataParallelTopology(num_pp, num_dp))
 
 
 class _PipeModelDataInUse(PipeModelDataParallelTopology):
     def __new__(cls, num_pp: int, num_mp: int, num_dp: int) -> ProcessTopology:  # type: ignore[misc]
-        otherwise = PipeModelDataParallelTopology(num_pp, num_mp, num_dp)
-        return _in_the_order_in_use({PIPE: num_pp, DATA: num_dp, MODEL: num_mp}, otherwise)
+        return _in_the_grids_order(PipeModelDataParallelTopology(num_pp, num_mp, num_dp))
 
 
-_OURS = {
-    "ProcessTopology": always(ProcessTopology),
-    "PipeDataParallelTopology": always(_PipeDataInUse),
-    "PipeModelDataParallelTopology": always(_PipeModelDataInUse),
-    "PipelineParallelGrid": always(PipelineParallelGrid),
-}
-WHILE_A_GRID_IS_IN_USE: tuple[tuple[Change, Make], ...] = (
-    (changes.INITIALIZE, always(initialize)),
-    (changes.NAME_OF_PIPELINES, always(PipelineModule)),
-    (changes.CONSTRUCT_PIPELINE, _constructed_on_grid),
-    (changes.TIED_MODULES, always(index_tied_modules)),
-    (changes.SET_BOUNDS, with_plain_bounds),
-    *zero_init.WHILE_A_GRID_IS_IN_USE,
-    *((change, _OURS[change.name]) for change in changes.NAMES_OF_TOPOLOGIES),
+def _in_the_grids_order(asked: ProcessTopology) -> ProcessTopology:
+    """Return the layout of the grid in use if it has the degrees that a program asks for."""
+    grid = grid_in_use()
+    layout = asked if grid is None else fold_extra_axes(grid.topology())
+    same = all(max(1, layout.get_dim(axis)) == max(1, asked.get_dim(axis)) for axis in (PIPE, DATA, MODEL))
+    return layout if same else asked
+
+
+# -- ZeRO 3 -----------------------------------------------------------------------------------------------------------
+# deepspeed.zero.Init and GatheredParameters treat all ranks as replicas of one model. So does from_pretrained(), which
+# fills parameters on rank 0 only.
+
+
+def _partitioned_over_replicas(construct: Any) -> Any:
+    signature = inspect.signature(construct)
+
+    @wraps(construct)
+    def over_replicas(*args: Any, **options: Any) -> None:
+        arguments = (given := signature.bind(*args, **options)).arguments
+        grid = grid_in_use()
+        has_group = arguments.get("data_parallel_group") or arguments.get("sequence_data_parallel_group")
+        if grid is not None and not has_group:
+            arguments["data_parallel_group"] = grid.get_data_parallel_group()
+            if arguments.get("mpu") is None:
+                arguments["mpu"] = grid
+            for name in {"config_dict_or_path", "config"} & arguments.keys():
+                arguments[name] = with_samples_of(grid, arguments[name])
+        construct(*given.args, **given.kwargs)
+
+    return over_replicas
+
+
+def _with_modifier_kept(construct: Any) -> Any:
+    signature = inspect.signature(construct)
+
+    @wraps(construct)
+    def keep(context: Any, *args: Any, **options: Any) -> None:
+        construct(context, *args, **options)
+        context.ds_topo_modifier_rank = signature.bind(context, *args, **options).arguments.get("modifier_rank")
+
+    return keep
+
+
+def _modified_by_one(end: Any) -> Any:
+    @wraps(end)
+    def send_to_slices(context: Any, *exception: Any) -> Any:
+        grid, rank = grid_in_use(), getattr(context, "ds_topo_modifier_rank", None)
+        if context.enabled and grid is not None and rank is not None and grid.get_axis_size(MODEL) > 1:
+            replicas = grid.get_data_parallel_group()
+            group = grid.get_group([axis for axis in grid.topology().axes if axis != PIPE])
+            for parameter in context.params:
+                if parameter.ds_process_group == replicas and not _may_differ_on_slices(parameter):
+                    dist.broadcast(parameter.data.view(torch.uint8), dist.get_global_rank(group, rank), group=group)
+        return end(context, *exception)
+
+    return send_to_slices
+
+
+def _may_differ_on_slices(parameter: torch.Tensor) -> bool:
+    """Tell whether other slices may hold other values, by the marks of Megatron and DeepSpeed."""
+    if hasattr(parameter, "_z3_optimizer"):  # it belongs to an engine: programs gather it to save it, not to fill it
+        return True
+    marks = ("tensor_model_parallel", "model_parallel")
+    return any(getattr(parameter, mark, False) for mark in marks) or not getattr(parameter, "allreduce", True)
+
+
+# -- sequence parallelism ---------------------------------------------------------------------------------------------
+
+
+def _patches_of_sequences(grid: PipelineParallelGrid) -> Iterator[tuple[Patch, Make]]:
+    if SEQ not in grid.topology().axes:
+        return
+    group = parallel_state_sp._SEQUENCE_PARALLEL_GROUP
+    found = grid.get_ranks(SEQ) if group is None else sorted(dist.get_process_group_ranks(group))
+    if found != grid.get_ranks(SEQ):  # attention that is already registered keeps its groups
+        raise TopologyError(
+            f"use({grid.topology().spec!r}): initialize_sequence_parallel() or register_with_transformers() has "
+            f"already joined ranks {found}, but the grid joins {grid.get_ranks(SEQ)} along {SEQ!r}: call it after use()"
+        )
+
+    def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
+        if sequence_parallel_size != grid.get_axis_size(SEQ):
+            raise TopologyError(
+                f"sequence_parallel_size {sequence_parallel_size}, but the grid in use is {grid.topology().spec!r}: "
+                "give both the same degree"
+            )
+
+    values = (grid.get_group(SEQ), grid.get_data_parallel_group(), initialize_sequence_parallel)
+    yield from ((patch, always(value)) for patch, value in zip(patches.LONG_SEQUENCES, values, strict=True))
+
+
+# -- accelerate, and Trainer, which uses it ---------------------------------------------------------------------------
+
+
+def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
+    """Make accelerate distribute a data loader's batches over the ranks that work on different samples.
+
+    Without the patch it distributes them over all ranks, and the slices and stages of one replica train on different
+    samples. Nothing is patched unless the program has imported accelerate or transformers.
+    """
+    if not {"accelerate", "transformers"} & sys.modules.keys() or importlib.util.find_spec("accelerate") is None:
+        return
+    import accelerate.accelerator
+
+    def make(prepare: Any) -> Any:
+        signature = inspect.signature(prepare)
+
+        @wraps(prepare)
+        def prepare_samples_of_grid(*args: Any, **options: Any) -> Any:
+            given = signature.bind(*args, **options)
+            if given.arguments.get("dispatch_batches"):
+                raise ValueError(
+                    "dispatch_batches=True: rank 0 would read all samples and send them to all ranks, but only "
+                    f"{grid.get_sample_world_size()} of {grid.world_size} ranks work on different samples in "
+                    f"{grid.topology().spec!r}: omit the option"
+                )
+            count, index = _share_of_samples(grid)
+            given.arguments |= {
+                "num_processes": count,
+                "process_index": index,
+                "dispatch_batches": False,
+                "torch_device_mesh": None,
+            }
+            return prepare(*given.args, **given.kwargs)
+
+        return prepare_samples_of_grid
+
+    patch = Patch(
+        accelerate.accelerator,
+        "prepare_data_loader",
+        instead="The same function, for this rank's samples.",
+        why="It distributes samples over all ranks, so model parallel peers would train on different samples.",
+        during=patches.USE,
+        process_wide="accelerate calls it by name, for every data loader.",
+    )
+    yield patch, make
+
+
+def _share_of_samples(grid: MpuGrid) -> tuple[int, int]:
+    """Return the number of shares that a data loader is divided into, and the index of this rank's share.
+
+    Long sequence training shards each sample over all ranks along ``seq``, so each of these ranks needs other samples.
+    """
+    from accelerate.state import AcceleratorState
+
+    count, index = grid.get_sample_world_size(), grid.get_sample_rank()
+    parallelism = getattr(AcceleratorState(), "parallelism_config", None)
+    if getattr(parallelism, "sp_size", 1) > 1 and SEQ in grid.topology().axes:
+        size = grid.get_axis_size(SEQ)
+        return count * size, index * size + grid.get_axis_rank(SEQ)
+    return count, index
+
+
+WHILE_A_GRID_IS_IN_USE: tuple[tuple[Patch, Make], ...] = (
+    (patches.INITIALIZE, always(initialize)),
+    (patches.NAME_OF_PIPELINES, always(PipelineModule)),
+    (patches.CONSTRUCT_PIPELINE, _constructed_on_grid),
+    (patches.TIED_MODULES, always(index_tied_modules)),
+    (patches.SET_BOUNDS, with_plain_bounds),
+    (patches.ZERO_INIT, _partitioned_over_replicas),
+    (patches.MODIFIED, _with_modifier_kept),
+    (patches.MODIFIED_BY_ONE, _modified_by_one),
+    *zip(
+        patches.NAMES_OF_TOPOLOGIES,
+        map(always, (ProcessTopology, _PipeDataInUse, _PipeModelDataInUse, PipelineParallelGrid)),
+        strict=True,
+    ),
 )

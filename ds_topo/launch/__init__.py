@@ -1,10 +1,12 @@
-"""From whatever started this process to a rank of a job: who it is, whom it meets where, and when it ends.
+"""Find out which rank of which job a process is, join the job, and end with its launcher.
 
-``ds_topo.init_distributed()`` is built on these and tells DeepSpeed, too; ``ds_topo.launch.joining.join()`` is the same
-for torch alone.
+``launchers`` reads the variables of launchers and exports the rank's coordinate, ``joining`` connects the ranks, and
+``lifeline`` ends a rank whose launcher has ended. ``ds_topo.init_distributed()`` also initialises DeepSpeed;
+``ds_topo.launch.joining.join()`` does the same with torch alone.
 """
 
-from ds_topo.launch.identity import RankFilter, export_coordinates, rank_name
-from ds_topo.launch.launchers import Launch, detect_launch
+from __future__ import annotations
+
+from ds_topo.launch.launchers import Launch, RankFilter, detect_launch, export_coordinates, rank_name
 
 __all__ = ["Launch", "RankFilter", "detect_launch", "export_coordinates", "rank_name"]

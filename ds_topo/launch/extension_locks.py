@@ -1,8 +1,8 @@
-"""Locks of extension builds whose builder is dead: without this a job that finds one waits for it without limit.
+"""Remove locks of extension builds whose builder has died.
 
-torch compiles an extension under a file named ``lock`` (``torch.utils.file_baton.FileBaton``), and whoever finds that
-file waits until it is gone. A process that is killed while it compiles leaves it for ever, and every later start of
-DeepSpeed's CPU communication or fused optimizers hangs there, without a word.
+torch compiles an extension under a file named ``lock`` (``torch.utils.file_baton.FileBaton``), and every process that
+finds this file waits until it is gone. A process that is killed while it compiles never removes it. Every later start
+of DeepSpeed's CPU communication or fused optimizers then hangs, without a message.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pathlib import Path
 
 LOCK = "lock"
 OLD_SECONDS = 600.0
-"""No build of DeepSpeed's takes as long."""
+"""Longer than any build of DeepSpeed's takes."""
 
 
 def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[Path]:
-    """Remove every lock that no process holds; warn of each, and of old ones of which that cannot be known.
+    """Remove every lock that no process holds, and warn of it.
 
-    A builder keeps its lock open while it builds, and Linux grants a write lease on a file that nobody else has open,
-    in whatever container; so on a file system of this host the answer is exact. On a network file system it is unknown:
-    a lock is left there, with a warning if it is older than any build takes.
+    A builder keeps its lock open while it builds. Linux grants a write lease only on a file that no other process has
+    open, in any container, so on a local file system the answer is exact. On a network file system it is unknown: the
+    lock stays, with a warning if it is older than any build takes.
 
     Args:
-        folders: build folders, each of one extension; those in torch's extensions folder unless given.
+        folders: build folders, each of one extension; by default those in torch's extensions folder.
 
     Returns:
-        The files that were removed.
+        The removed files.
 
     >>> remove_abandoned_locks([])
     []
@@ -40,25 +40,30 @@ def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[
     removed = []
     for folder in _build_folders() if folders is None else map(Path, folders):
         lock = folder / LOCK
-        held = _is_held(lock)
+        held = _remove_unless_held(lock)
         if held is False:
             removed.append(lock)
             warnings.warn(
                 f"removed {lock}: a process that was killed while it compiled an extension left it, and every later "
-                "start would wait for it without limit",
+                "start would have waited for it without limit",
                 stacklevel=2,
             )
-        elif held is None and (age := _age(lock)) > OLD_SECONDS:
+            continue
+        try:
+            age = time.time() - lock.stat().st_mtime if held is None else 0.0
+        except OSError:
+            continue
+        if age > OLD_SECONDS:
             warnings.warn(
-                f"{lock} is {age / 60:.0f} minutes old, and on its file system nobody can tell whether a process holds "
-                "it. If this start hangs, no job is compiling: remove the file",
+                f"{lock} is {age / 60:.0f} minutes old, and its file system does not tell whether a process holds it. "
+                "If this start hangs and no job is compiling, remove the file",
                 stacklevel=2,
             )
     return removed
 
 
 def _build_folders() -> list[Path]:
-    """Those with a lock, as ``torch.utils.cpp_extension`` names them; of every Python and accelerator."""
+    """Return the build folders with a lock, as ``torch.utils.cpp_extension`` names them, of every Python and device."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")
     if root is not None:
         return [lock.parent for lock in Path(root).glob(f"*/{LOCK}")]
@@ -67,15 +72,12 @@ def _build_folders() -> list[Path]:
     return [lock.parent for lock in Path(get_default_build_root()).glob(f"*/*/{LOCK}")]
 
 
-def _age(lock: Path) -> float:
-    try:
-        return time.time() - lock.stat().st_mtime
-    except OSError:
-        return 0.0
+def _remove_unless_held(lock: Path) -> bool | None:
+    """Remove a lock that no process has open.
 
-
-def _is_held(lock: Path) -> bool | None:
-    """Whether a process has the file open, or that it is gone; if none has, it is removed. None where nobody knows."""
+    Returns:
+        True if a process holds the lock or the file is gone, False if it was removed, None if this is unknown.
+    """
     if sys.platform != "linux":
         return None
     import fcntl
@@ -85,7 +87,7 @@ def _is_held(lock: Path) -> bool | None:
     except OSError:
         return None
     try:
-        # One process at a time: a second one that has the file open to ask would look like its builder.
+        # One process at a time: a second one that has the file open to check it would look like its builder.
         fcntl.flock(folder, fcntl.LOCK_EX)
         file = os.open(lock, os.O_RDONLY | os.O_NONBLOCK)
         try:

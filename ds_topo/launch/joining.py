@@ -1,30 +1,124 @@
-"""Join the job: one store, one timeout, and an error that names whoever did not come."""
+"""Join a job with one store and one timeout; an error names the ranks that did not come."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import struct
 import sys
 import warnings
 from collections import defaultdict
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's, where mypy sees them
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    Store,
+    TCPStore,
+)  # mypy finds them only here
 
-from ds_topo.errors import DisagreementError, LaunchError
+from ds_topo.errors import DisagreementError, HostError, LaunchError
+from ds_topo.hosts.hosts import address_of, is_loopback
+from ds_topo.hosts.placement import fold_numbers
+from ds_topo.launch import lifeline
 from ds_topo.launch.launchers import Launch, detect_launch
-from ds_topo.launch.lifeline import lifeline
-from ds_topo.launch.network import GLOO_INTERFACE, check_master, choose_interface
-from ds_topo.placement.summary import fold_numbers
-from ds_topo.process_groups.torch_names import inherit_timeout, job_timeout
+from ds_topo.torch_names import inherit_timeout, job_timeout
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_ANYWHERE = "192.0.2.1"
+"""An address that no host has (RFC 5737), which is reached over the default route."""
+_SIOCGIFADDR = 0x8915
+"""Linux's request for the address of an interface."""
 _NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-"""torchrun's variable: 1 for a new store after each restart."""
+"""torchrun's variable: 1 creates a new store after each restart."""
 _LEADER_SHARE = 0.9
-"""Rank 0 stops waiting before the others do, so that they still read whom it missed."""
+"""The share of the timeout after which rank 0 stops waiting, so that the others can still read its verdict."""
+
+
+# -- network -----------------------------------------------------------------------------------------------------------
+
+
+def check_master(launch: Launch) -> str:
+    """Return the address of the master.
+
+    Raises:
+        LaunchError: its name cannot be resolved on this host, or means this host although rank 0 is on another.
+    """
+    try:
+        address = address_of(launch.master_addr)
+    except HostError as error:
+        raise LaunchError(
+            f"MASTER_ADDR={launch.master_addr!r} (rank {launch.rank} on {socket.gethostname()}, started by "
+            f"{launch.launcher}): {error}"
+        ) from error
+    if is_loopback(address) and launch.node is not None and launch.node[0] > 0:
+        raise LaunchError(
+            f"MASTER_ADDR={launch.master_addr!r} is {address} on {socket.gethostname()}, which means this host itself, "
+            "but rank 0 is on another: give an address that all hosts reach"
+        )
+    return address
+
+
+def choose_interface(launch: Launch, master: str) -> str | None:
+    """Return the interface that gloo must use on this host, or None where it finds one itself.
+
+    gloo binds to the address of the host's own name. If that is a loopback address (Debian's ``127.0.1.1``) or unknown,
+    ranks of different hosts cannot connect. Then the interface towards the master is used. On the master's own host it
+    is that of the default route, or the only one.
+
+    Raises:
+        LaunchError: no interface can be found out. The message names the variable to set.
+    """
+    if GLOO_INTERFACE in os.environ or launch.is_on_one_host or (launch.node is None and is_loopback(master)):
+        return None
+    name, own = socket.gethostname(), "unknown"
+    try:
+        own = address_of(name)
+        if not is_loopback(own):
+            return None
+    except HostError:
+        pass
+    others = [name for name, address in _interfaces() if not is_loopback(address)]
+    interface = interface_towards(master) or interface_towards(_ANYWHERE) or (others[0] if len(others) == 1 else None)
+    if interface is None:
+        raise LaunchError(
+            f"gloo would bind to the address of this host's own name, {name}, which is {own}: other hosts cannot reach "
+            f"it. Set {GLOO_INTERFACE} to the interface towards them (`ip -brief address` lists all), or give the name "
+            "another address"
+        )
+    return interface
+
+
+def interface_towards(address: str) -> str | None:
+    """Return the name of the interface through which this host reaches ``address``; None if unknown or loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+    return next((name for name, address in _interfaces() if address == own and not is_loopback(own)), None)
+
+
+def _interfaces() -> list[tuple[str, str]]:
+    """Return names and IPv4 addresses of this host's interfaces; none on other systems than Linux."""
+    if sys.platform != "linux":
+        return []
+    import fcntl
+
+    found: list[tuple[str, str]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append((name, socket.inet_ntoa(answer[20:24])))
+    return found
+
+
+# -- joining -----------------------------------------------------------------------------------------------------------
 
 
 def join(
@@ -34,24 +128,25 @@ def join(
     end_with_launcher: bool = True,
     verbose: bool = True,
 ) -> Launch:
-    """Join the job that a launcher started, with torch alone; ``ds_topo.init_distributed`` tells DeepSpeed, too.
+    """Join the job that a launcher started, with torch alone; ``ds_topo.init_distributed`` also initialises DeepSpeed.
 
-    Works out rank, world, local rank and master from what started this process (:func:`detect_launch`), exports torch's
-    and DeepSpeed's variables, waits until all ranks are there, and calls ``init_process_group``. Later groups without a
-    timeout of their own, DeepSpeed's among them, get this one instead of torch's 30 minutes. Called again, or after
-    somebody else's ``init_process_group``, it only says who this rank is.
+    This finds out rank, world size, local rank and master (:func:`detect_launch`), exports torch's and DeepSpeed's
+    variables, waits until all ranks have come, and calls ``init_process_group``. Later groups without a timeout of
+    their own, such as DeepSpeed's, get this timeout instead of torch's 30 minutes. If ``torch.distributed`` is
+    initialised already, it only returns the description of this rank.
 
     Args:
-        timeout: seconds, or a ``timedelta``: of joining and of every group. Unless given, 10 minutes, or the minutes in
-            ``DEEPSPEED_TIMEOUT``.
-        backend: of torch; ``nccl`` where there is a GPU, else ``gloo``.
-        end_with_launcher: end this rank when its launcher has ended, so that killing the launcher leaves none behind.
-        verbose: rank 0 writes a line to standard error that says which launcher it found.
+        timeout: the timeout of joining and of every group, in seconds or as a ``timedelta``; by default the minutes in
+            ``DEEPSPEED_TIMEOUT``, or 10 minutes.
+        backend: the torch backend; by default ``nccl`` where there is a GPU, else ``gloo``.
+        end_with_launcher: end this rank when its launcher has ended, so that no rank outlives a killed launcher.
+        verbose: let rank 0 write a line to standard error that names the launcher.
 
     Raises:
-        LaunchError: no launcher, variables that are missing or contradict each other, a master that cannot be reached.
-        DisagreementError: ranks that did not come within the timeout; the message names them.
-        ValueError: a timeout that is not positive.
+        LaunchError: there is no launcher, variables are missing or contradict each other, or the master cannot be
+            reached.
+        DisagreementError: some ranks did not come within the timeout. The message names them.
+        ValueError: the timeout is not positive.
     """
     limit = as_timeout(timeout)
     if dist.is_initialized():
@@ -70,13 +165,13 @@ def join(
 
 
 def as_timeout(timeout: float | timedelta | None) -> timedelta:
-    """Seconds or a ``timedelta`` as a ``timedelta``; DeepSpeed's default for None.
+    """Convert seconds to a ``timedelta``; None gives DeepSpeed's default.
 
     >>> as_timeout(90), as_timeout(timedelta(minutes=2)).total_seconds()
     (datetime.timedelta(seconds=90), 120.0)
 
     Raises:
-        ValueError: not positive.
+        ValueError: the timeout is not positive.
     """
     if timeout is None:
         minutes = os.environ.get("DEEPSPEED_TIMEOUT", "10")
@@ -90,16 +185,16 @@ def as_timeout(timeout: float | timedelta | None) -> timedelta:
 
 
 def prepare(*, end_with_launcher: bool = True) -> Launch:
-    """What started this process; its variables are in the environment then, and its end ends this process.
+    """Detect the launcher, export its variables, let its end end this process, and choose gloo's interface.
 
     Raises:
-        LaunchError: as ``join``.
+        LaunchError: see :func:`join`.
     """
     launch = detect_launch()
-    if not launch.sets_variables:
+    if launch.launcher not in ("torchrun", "deepspeed", "environment"):  # these set all variables themselves
         os.environ.update(launch.variables)
     if end_with_launcher:
-        lifeline.attach(launch)
+        lifeline.end_with_launcher(launch)
     address = check_master(launch)
     interface = choose_interface(launch, address)
     if interface is not None:
@@ -108,10 +203,10 @@ def prepare(*, end_with_launcher: bool = True) -> Launch:
 
 
 def open_store(launch: Launch, timeout: timedelta) -> Store:
-    """The job's store: torchrun's own, else one that rank 0 serves.
+    """Return the job's store: torchrun's own, or one that rank 0 serves.
 
     Raises:
-        LaunchError: the port is taken, or rank 0 is not there within the timeout.
+        LaunchError: the port is in use, or rank 0 does not come within the timeout.
     """
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -125,34 +220,47 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
             multi_tenant=not of_agent,
         )
     except (dist.DistError, RuntimeError) as error:
-        raise LaunchError(_why_no_store(launch, timeout, error)) from error
-    # After a restart torchrun keeps its own store, and with it addresses of ranks that are gone. One that rank 0 serves
-    # is new, and hosts that count their restarts differently meet there.
+        where, host = f"{launch.master_addr}:{launch.master_port}", socket.gethostname()
+        if "EADDRINUSE" in str(error):
+            text = (
+                f"port {launch.master_port} is in use on {host}, probably by another job: set MASTER_PORT to another "
+                "port (deepspeed and torchrun: --master_port)"
+            )
+        elif launch.rank == 0:
+            text = f"rank 0 on {host} cannot listen at {where}: {error}"
+        else:
+            text = (
+                f"rank {launch.rank} on {host} cannot reach rank 0 at {where} within {timeout}: was it started, is "
+                f"that its address, is there a firewall? ({str(error).splitlines()[0]})"
+            )
+        raise LaunchError(text) from error
+    # After a restart torchrun's own store still has the addresses of ranks that are gone, so keys get a new prefix. One
+    # that rank 0 serves is new, and needs none: hosts that count their restarts differently share it.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if of_agent else "0"
     return PrefixStore(f"ds_topo/attempt{attempt}", store)
 
 
 def warn_of_restarts(launch: Launch) -> None:
-    """Warn, on rank 0, where ranks would not meet after a restart.
+    """Warn, on rank 0, if ranks may use different prefixes in the store after a restart.
 
-    With ``torchrun --rdzv-backend c10d`` a host whose own ranks did not fail restarts them without counting it.
+    With ``torchrun --rdzv-backend c10d``, a host whose own ranks did not fail restarts them without counting it.
     """
     hosts = launch.node[1] if launch.node else 1
     keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if launch.rank == 0 and hosts > 1 and keeps_store and restarts and os.environ.get(_NEW_STORE, "0") != "1":
         warnings.warn(
-            f"torchrun --max-restarts on {hosts} hosts: each host counts its own restarts, so that ranks may not meet "
-            f"after one. Start torchrun with {_NEW_STORE}=1 on every host",
+            f"torchrun --max-restarts on {hosts} hosts: each host counts its own restarts, so ranks may not find each "
+            f"other after one. Start torchrun with {_NEW_STORE}=1 on every host",
             stacklevel=3,
         )
 
 
 def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
-    """Return when every rank has called this.
+    """Wait until every rank has called this.
 
     Raises:
-        DisagreementError: ranks did not come within the timeout. Rank 0 names them and the others pass it on.
+        DisagreementError: some ranks did not come within the timeout. Rank 0 names them in the store for all.
     """
     me = {"host": socket.gethostname(), "pid": os.getpid()}
     store.set(f"here/{launch.rank}", json.dumps(me))
@@ -178,22 +286,16 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
 
 
 def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str) -> None:
-    """``init_process_group`` over the store; later groups inherit the timeout.
+    """Call ``init_process_group`` with the store; later groups inherit the timeout.
 
-    The world's group is not bound to a device (``device_id=``): torch would then make every later NCCL group by
-    splitting it, which all ranks must join, while a grid's groups are created by their members alone.
+    The world's group is not bound to a device (``device_id=``). Otherwise torch would create every later NCCL group by
+    splitting it, which is collective over all ranks, while a grid's groups are created by their members alone.
     """
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=launch.rank,
-            world_size=launch.world_size,
-            timeout=timeout,
-        )
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
     except (dist.DistError, RuntimeError) as error:
         raise LaunchError(
-            f"rank {launch.rank} on {socket.gethostname()}: the ranks met, but cannot connect by {backend}: {error}. "
+            f"rank {launch.rank} on {socket.gethostname()}: all ranks came, but cannot connect by {backend}: {error}. "
             f"{GLOO_INTERFACE} is {os.environ.get(GLOO_INTERFACE, 'not set')}"
         ) from error
     inherit_timeout()
@@ -202,7 +304,7 @@ def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str)
 def _joined_already(timeout: timedelta | None) -> Launch:
     if timeout is not None and timeout != job_timeout():
         warnings.warn(
-            f"the job was joined before with timeout {job_timeout()}, which stays; timeout={timeout} has no effect",
+            f"the job was joined before with timeout {job_timeout()}, so timeout={timeout} has no effect",
             stacklevel=3,
         )
     try:
@@ -219,10 +321,10 @@ def _joined_already(timeout: timedelta | None) -> Launch:
 
 
 def take_device(launch: Launch) -> None:
-    """Make the GPU of this rank the current one.
+    """Make the GPU of this rank the current device.
 
     Raises:
-        LaunchError: there is none for it.
+        LaunchError: there are fewer GPUs than ranks on this host.
     """
     visible = torch.cuda.device_count()
     if launch.local_rank >= visible:
@@ -232,21 +334,6 @@ def take_device(launch: Launch) -> None:
             "instead of --gpus-per-task, or --gpu-bind=none)"
         )
     torch.cuda.set_device(launch.local_rank)
-
-
-def _why_no_store(launch: Launch, timeout: timedelta, error: Exception) -> str:
-    where = f"{launch.master_addr}:{launch.master_port}"
-    if "EADDRINUSE" in str(error):
-        return (
-            f"port {launch.master_port} is taken on {socket.gethostname()}: another job runs there; set MASTER_PORT to "
-            f"another (deepspeed and torchrun: --master_port)"
-        )
-    if launch.rank == 0:
-        return f"rank 0 on {socket.gethostname()} cannot listen at {where}: {error}"
-    return (
-        f"rank {launch.rank} on {socket.gethostname()} cannot reach rank 0 at {where} within {timeout}: was it "
-        f"started, is that its address, is there a firewall? ({str(error).splitlines()[0]})"
-    )
 
 
 def _who_is_missing(store: Store, keys: list[str], launch: Launch, waited: timedelta) -> str:

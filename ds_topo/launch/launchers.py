@@ -1,27 +1,43 @@
-"""Which launcher started this process, and what it says about rank, world and master. Standard library only.
+"""Find out which launcher started this process and which rank it is, and export its coordinate. Standard library only.
 
-torchrun and DeepSpeed's own launcher set every variable that torch needs. ``srun`` (``deepspeed --launcher slurm`` too)
-and MPI (``--launcher openmpi``, ``mpich``, ``impi``) set their own, which are translated here.
+torchrun and DeepSpeed's own launcher set every variable that torch needs. ``srun`` (also ``deepspeed --launcher
+slurm``) and MPI (also ``--launcher openmpi``, ``mpich``, ``impi``) set their own, which are translated here.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
+import socket
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ds_topo.errors import HostError, LaunchError
-from ds_topo.launch.mpi import MPI_LAUNCHERS, MpiVariables, mpi_master
-from ds_topo.placement.slurm import in_step, slurm_map
+from ds_topo.hosts.slurm import in_step, slurm_map
+
+if TYPE_CHECKING:
+    from ds_topo.topology import ProcessTopology
 
 DEFAULT_PORT = 29500
-"""torch's and DeepSpeed's."""
+"""The default port of torch and DeepSpeed."""
+PREFIX = "DS_TOPO_"
+COORDINATE = f"{PREFIX}COORDINATE"
+"""The variable with the whole coordinate, ``pipe=1 data=0``, which tells what other variables are exported."""
 _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM_PORTS = (20000, 30000)
-"""Below the range from which systems take ports for outgoing connections."""
+"""Ports below the range from which systems choose ports of outgoing connections."""
+_OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
+_MPI_VARIABLES = {
+    "mpirun (Open MPI)": [f"{_OMPI}{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "mpirun (MVAPICH2)": [f"{_MV2}{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "mpiexec (hydra)": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+}
+"""The variables of each MPI launcher for rank, world size, local rank and local world size. ``srun --mpi=pmi2`` sets
+the first two of hydra alone."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +45,19 @@ class Launch:
     """One rank of a job, as its launcher describes it.
 
     Args:
-        launcher: ``torchrun``, ``deepspeed``, ``srun``, ``mpirun (Open MPI)``, ... or ``environment``: variables that
-            were set by hand.
-        rank: of the job.
+        launcher: ``torchrun``, ``deepspeed``, ``srun``, ``mpirun (Open MPI)``, ... or ``environment`` for variables
+            that were set by hand.
+        rank: the rank in the job.
         world_size: the number of ranks.
-        local_rank: on this host; the index of its device.
+        local_rank: the rank on this host, which is the index of its device.
         master_addr: the host of rank 0.
-        master_port: where rank 0 listens.
-        local_world_size: the ranks on this host, where the launcher says it.
-        node: the number of this host and of all hosts, where the launcher says it.
-        job: which job, where there is a name for it.
+        master_port: the port on which rank 0 listens.
+        local_world_size: the number of ranks on this host, if known.
+        node: the number of this host and the number of all hosts, if known.
+        job: the name of the job, if it has one.
 
     Raises:
-        LaunchError: numbers that contradict each other.
+        LaunchError: the numbers contradict each other.
 
     >>> launch = Launch("srun", 3, 4, 1, "node1", 20007, local_world_size=2, node=(1, 2), job="job 7, step 0")
     >>> print(launch)
@@ -81,7 +97,7 @@ class Launch:
 
     @property
     def is_on_one_host(self) -> bool | None:
-        """Whether all ranks are on this host; None where the launcher does not say."""
+        """Whether all ranks are on this host; None if unknown."""
         return None if self.local_world_size is None else self.local_world_size == self.world_size
 
     @property
@@ -100,26 +116,24 @@ class Launch:
             variables |= {"CROSS_RANK": str(self.node[0]), "CROSS_SIZE": str(self.node[1])}
         return variables
 
-    @property
-    def sets_variables(self) -> bool:
-        """Whether the launcher set torch's variables itself, so that nothing is to be added."""
-        return self.launcher in ("torchrun", "deepspeed", "environment")
+
+# -- detection ---------------------------------------------------------------------------------------------------------
 
 
 def detect_launch(environ: Mapping[str, str] | None = None, arguments: Sequence[str] | None = None) -> Launch:
-    """What started this process, from its environment.
+    """Find out from the environment what started this process.
 
-    Complete sets of torch's variables come first: a ``torchrun`` inside an ``srun`` is torchrun. Then MPI, whose ranks
-    inherit Slurm's variables of the daemons that started them, then Slurm. ``MASTER_ADDR`` and ``MASTER_PORT`` are the
-    user's own where they are set.
+    A complete set of torch's variables comes first: a ``torchrun`` inside an ``srun`` is torchrun. Then comes MPI, as
+    its ranks inherit Slurm's variables from the daemons that started them, then Slurm. ``MASTER_ADDR`` and
+    ``MASTER_PORT`` override the launcher's where they are set.
 
     Args:
-        environ: ``os.environ`` unless given.
-        arguments: of the command line, ``sys.argv`` unless given; for advice.
+        environ: the environment; ``os.environ`` by default.
+        arguments: the command line, for the advice in messages; ``sys.argv`` by default.
 
     Raises:
-        LaunchError: no launcher, or one whose variables are incomplete or contradict each other; the message says which
-            are missing and how to start.
+        LaunchError: there is no launcher, or its variables are incomplete or contradict each other. The message names
+            them, and tells how to start the program.
 
     >>> detect_launch({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "29500"})
     Launch(launcher='environment', rank=0, world_size=2, local_rank=0, master_addr='a', master_port=29500, ...)
@@ -127,12 +141,16 @@ def detect_launch(environ: Mapping[str, str] | None = None, arguments: Sequence[
     environ = os.environ if environ is None else environ
     if all(environ.get(name) for name in _REQUIRED):
         return _from_torch_variables(environ)
-    present = [mpi for mpi in MPI_LAUNCHERS if mpi.rank in environ and mpi.local_rank in environ]
-    if present:
-        return _from_mpi(present[0], environ)
-    if in_step(environ):
-        return _from_slurm(environ)
-    raise LaunchError(_what_is_missing(environ, sys.argv if arguments is None else arguments))
+    mpi = next((name for name, (rank, _, local, _) in _MPI_VARIABLES.items() if {rank, local} <= environ.keys()), None)
+    if mpi is None and not in_step(environ):
+        raise LaunchError(_what_is_missing(environ, sys.argv if arguments is None else arguments))
+    launch = _from_slurm(environ) if mpi is None else _from_mpi(mpi, environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if environ.get(name, launch.variables[name]) != launch.variables[name]:
+            raise LaunchError(
+                f"{name}={environ[name]} is set, but {launch.launcher} says {launch.variables[name]}: unset {name}"
+            )
+    return launch
 
 
 def _from_torch_variables(environ: Mapping[str, str]) -> Launch:
@@ -143,34 +161,23 @@ def _from_torch_variables(environ: Mapping[str, str]) -> Launch:
         launcher, local = "deepspeed", "LOCAL_SIZE"
     else:
         local = local if environ.get(local) else "LOCAL_SIZE"
-        _check_against_slurm(environ)
+        if in_step(environ) and environ.get("SLURM_STEP_NUM_TASKS") == environ["WORLD_SIZE"]:
+            # `export RANK=$SLURM_PROCID` in a batch script gives every task the script's own number, 0
+            for ours, theirs in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID")):
+                if environ.get(theirs, environ[ours]) != environ[ours]:
+                    raise LaunchError(
+                        f"{ours}={environ[ours]}, but srun says {theirs}={environ[theirs]}: do not set {ours} in the "
+                        "batch script, where it has the script's own value; it is read from Slurm"
+                    )
     number = _reader(environ, launcher)
     node = None
     if launcher == "deepspeed":
         node = (number("CROSS_RANK"), number("CROSS_SIZE"))
     elif launcher == "torchrun" and environ.get("GROUP_WORLD_SIZE"):
         node = (number("GROUP_RANK"), number("GROUP_WORLD_SIZE"))
-    return Launch(
-        launcher,
-        number("RANK"),
-        number("WORLD_SIZE"),
-        number("LOCAL_RANK"),
-        environ["MASTER_ADDR"],
-        number("MASTER_PORT"),
-        number(local) if environ.get(local) else None,
-        node,
-    )
-
-
-def _check_against_slurm(environ: Mapping[str, str]) -> None:
-    """``export RANK=$SLURM_PROCID`` in a batch script gives every task the script's own number, 0."""
-    if in_step(environ) and environ.get("SLURM_STEP_NUM_TASKS") == environ["WORLD_SIZE"]:
-        for ours, theirs in (("RANK", "SLURM_PROCID"), ("LOCAL_RANK", "SLURM_LOCALID")):
-            if environ.get(theirs, environ[ours]) != environ[ours]:
-                raise LaunchError(
-                    f"{ours}={environ[ours]}, but srun says {theirs}={environ[theirs]}: do not set {ours} in the batch "
-                    "script, where it is the script's own; it is taken from Slurm"
-                )
+    rank, world_size, local_rank, port = map(number, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
+    local_size = number(local) if environ.get(local) else None
+    return Launch(launcher, rank, world_size, local_rank, environ["MASTER_ADDR"], port, local_size, node)
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Launch:
@@ -186,39 +193,23 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     except HostError as error:
         raise LaunchError(f"srun ({job}): {error}") from error
     address = environ.get("MASTER_ADDR") or first.name
-    port = number("MASTER_PORT") if environ.get("MASTER_PORT") else _slurm_port(environ, job)
+    reserved = environ.get("SLURM_STEP_RESV_PORTS", "").split(",")[0].split("-")[0]  # srun --resv-ports
+    if environ.get("MASTER_PORT"):
+        port = number("MASTER_PORT")
+    elif reserved.isascii() and reserved.isdecimal():
+        port = int(reserved)
+    else:  # one that two jobs on a node are unlikely to share
+        port = _SLURM_PORTS[0] + zlib.crc32(job.encode()) % (_SLURM_PORTS[1] - _SLURM_PORTS[0])
     node = (host_map.host_index(rank), len(host_map.hosts))
-    launch = Launch("srun", rank, world_size, number("SLURM_LOCALID"), address, port, len(host.slots), node, job)
-    return _agreeing(launch, environ)
+    return Launch("srun", rank, world_size, number("SLURM_LOCALID"), address, port, len(host.slots), node, job)
 
 
-def _slurm_port(environ: Mapping[str, str], job: str) -> int:
-    """A reserved port (``srun --resv-ports``), or one that two jobs on a node hardly share."""
-    reserved = environ.get("SLURM_STEP_RESV_PORTS", "").split(",")[0].split("-")[0]
-    if reserved.isascii() and reserved.isdecimal():
-        return int(reserved)
-    first, end = _SLURM_PORTS
-    return first + zlib.crc32(job.encode()) % (end - first)
-
-
-def _from_mpi(mpi: MpiVariables, environ: Mapping[str, str]) -> Launch:
-    number = _reader(environ, mpi.launcher)
-    rank, world_size = number(mpi.rank), number(mpi.world_size)
-    local_rank, local_world_size = number(mpi.local_rank), number(mpi.local_world_size)
+def _from_mpi(launcher: str, environ: Mapping[str, str]) -> Launch:
+    number = _reader(environ, launcher)
+    rank, world_size, local_rank, local_size = map(number, _MPI_VARIABLES[launcher])
     port = number("MASTER_PORT") if environ.get("MASTER_PORT") else DEFAULT_PORT
-    address = environ.get("MASTER_ADDR") or mpi_master(environ, rank, world_size, local_world_size)
-    launch = Launch(mpi.launcher, rank, world_size, local_rank, address, port, local_world_size)
-    return _agreeing(launch, environ)
-
-
-def _agreeing(launch: Launch, environ: Mapping[str, str]) -> Launch:
-    """The launch, unless a variable that is set already says something else."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        if environ.get(name, launch.variables[name]) != launch.variables[name]:
-            raise LaunchError(
-                f"{name}={environ[name]} is set, but {launch.launcher} says {launch.variables[name]}: unset {name}"
-            )
-    return launch
+    address = environ.get("MASTER_ADDR") or mpi_master(environ, rank, world_size, local_size)
+    return Launch(launcher, rank, world_size, local_rank, address, port, local_size)
 
 
 def _reader(environ: Mapping[str, str], launcher: str) -> Callable[[str], int]:
@@ -235,8 +226,7 @@ def _reader(environ: Mapping[str, str], launcher: str) -> Callable[[str], int]:
 
 def _what_is_missing(environ: Mapping[str, str], arguments: Sequence[str]) -> str:
     missing = [name for name in _REQUIRED if not environ.get(name)]
-    about_this_rank = [name for name in _REQUIRED[:3] if environ.get(name)]
-    if about_this_rank:
+    if any(environ.get(name) for name in _REQUIRED[:3]):
         there = ", ".join(f"{name}={environ[name]}" for name in _REQUIRED if environ.get(name))
         return f"{there} set, but {', '.join(missing)} missing: set all of them, or none and use a launcher"
     script = shlex.join([word for word in arguments[:3] if word and word != "-c"]) or "train.py"
@@ -253,3 +243,129 @@ def _what_is_missing(environ: Mapping[str, str], arguments: Sequence[str]) -> st
         f"  srun --nodes 2 --ntasks-per-node 4 python {script}\n"
         f"  mpirun -n 4 python {script}"
     )
+
+
+def mpi_master(environ: Mapping[str, str], rank: int, world_size: int, local_world_size: int) -> str:
+    """Return the address of rank 0, which MPI's variables do not contain.
+
+    On one host it is this host. On several, rank 0 sends it through MPI where mpi4py is installed, as in DeepSpeed.
+    Otherwise it is the host on which Open MPI's ``mpirun`` runs, and rank 0 checks that.
+
+    Raises:
+        LaunchError: the address cannot be found out. The message tells how to set it.
+    """
+    if world_size == local_world_size:
+        return "127.0.0.1"
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):  # not installed, or without an MPI library
+        pass
+    else:
+        return str(MPI.COMM_WORLD.bcast(socket.gethostbyname(socket.gethostname()) if rank == 0 else None, root=0))
+    advice = "give it, `mpirun -x MASTER_ADDR=HOST ...` (Open MPI) or `mpiexec -genv MASTER_ADDR HOST ...` (hydra)"
+    address = _address_of_mpirun(environ)
+    if address is None:
+        raise LaunchError(f"MASTER_ADDR, the host of rank 0, is not set, and mpi4py is not installed: {advice}")
+    if rank == 0 and not _is_own_address(address):
+        raise LaunchError(
+            f"MASTER_ADDR, the host of rank 0, is not set: mpirun runs on {address}, but rank 0 on "
+            f"{socket.gethostname()}; {advice}"
+        )
+    return address
+
+
+def _address_of_mpirun(environ: Mapping[str, str]) -> str | None:
+    """Return the first address in Open MPI 4's ``1212612608.0;tcp://10.77.0.1,10.1.0.1:35055``.
+
+    >>> _address_of_mpirun({"OMPI_MCA_orte_hnp_uri": "1212612608.0;tcp://10.77.0.1,10.1.0.1:35055"})
+    '10.77.0.1'
+    """
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "").partition("tcp://")[2]
+    return uri.rpartition(":")[0].split(",")[0] or None
+
+
+def _is_own_address(address: str) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+# -- the coordinate in the environment, in logs and in file names ------------------------------------------------------
+
+
+def export_coordinates(topology: ProcessTopology, rank: int) -> Callable[[], None]:
+    """Put the coordinate of this rank into its environment, for logs, profiles and child processes.
+
+    ``model`` is exported as ``tensor``, too. Every grid of the whole job does this until its ``destroy()``.
+
+    Returns:
+        A function that restores the variables, unless other ones have been exported since.
+
+    >>> from ds_topo import ProcessTopology
+    >>> restore = export_coordinates(ProcessTopology.from_spec("pipe=2,tensor=2"), 3)
+    >>> [os.environ[f"DS_TOPO_{name}"] for name in ("PIPE", "MODEL", "TENSOR", "COORDINATE")]
+    ['1', '1', '1', 'pipe=1 model=1']
+    >>> restore()
+
+    Raises:
+        TopologyError: the rank is out of range.
+    """
+    coordinate = topology.get_coord(rank)._asdict()
+    variables = {f"{PREFIX}{axis.upper()}": str(index) for axis, index in coordinate.items()}
+    if "model" in coordinate:
+        variables[f"{PREFIX}TENSOR"] = str(coordinate["model"])
+    variables[COORDINATE] = " ".join(f"{axis}={index}" for axis, index in coordinate.items())
+
+    def exported() -> dict[str, str]:
+        axes = [part.partition("=")[0].upper() for part in os.environ.get(COORDINATE, "").split()]
+        names = [f"{PREFIX}{axis}" for axis in [*axes, *(["TENSOR"] if "MODEL" in axes else [])]]
+        return {name: os.environ[name] for name in [*names, COORDINATE] if name in os.environ}
+
+    def replace(old: Mapping[str, str], new: Mapping[str, str]) -> None:
+        for name in old:
+            os.environ.pop(name, None)
+        os.environ.update(new)
+
+    def restore() -> None:
+        if exported() == variables:
+            replace(variables, before)
+
+    before = exported()
+    replace(before, variables)
+    return restore
+
+
+def rank_name(separator: str = " ") -> str:
+    """Return rank, coordinate and host of this process, as far as they are known.
+
+    Use another separator for file names: ``torch.profiler.tensorboard_trace_handler(folder, rank_name("-"))`` writes
+    ``rank5-pipe=1-data=0-node1.....json``.
+    """
+    words = [f"rank{os.environ.get('RANK', '?')}", *os.environ.get(COORDINATE, "").split(), socket.gethostname()]
+    return separator.join(words)
+
+
+class RankFilter(logging.Filter):
+    """Gives log records the fields ``rank``, ``world_size``, ``host`` and ``coordinate``, for any format.
+
+    Add it to a handler; it lets every record pass. The coordinate is empty until there is a grid.
+
+    >>> handler = logging.StreamHandler()
+    >>> handler.addFilter(RankFilter())
+    >>> handler.setFormatter(logging.Formatter("%(asctime)s [rank %(rank)s %(coordinate)s %(host)s] %(message)s"))
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host = socket.gethostname()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Add the fields."""
+        record.rank = os.environ.get("RANK", "?")
+        record.world_size = os.environ.get("WORLD_SIZE", "?")
+        record.host = self._host
+        record.coordinate = os.environ.get(COORDINATE, "")
+        return True

@@ -1,11 +1,12 @@
-"""A rank ends with its launcher: no rank is left behind when the launcher is killed.
+"""End a rank when its launcher has ended, so that no rank outlives a killed launcher.
 
-DeepSpeed's launcher is two processes, ``deepspeed`` and one ``deepspeed.launcher.launch`` on each host. A signal to the
-first ends it alone, and the ranks train on. Here each rank watches the processes above it that belong to its launcher
-(over ssh the session, too), and ends itself when one of them has ended: on Linux through pidfds, elsewhere its parent.
+DeepSpeed's launcher consists of ``deepspeed`` and one ``deepspeed.launcher.launch`` on each host. A signal to the first
+ends only that process, and the ranks continue to train. Here each rank watches its ancestors that belong to the
+launcher, and sshd's session if there is one. It ends itself when one of them has ended. On Linux it uses pidfds;
+elsewhere it watches its parent.
 
-A parent-death signal (``PR_SET_PDEATHSIG``) would do less: it knows the parent alone, and it fires when the *thread*
-that started the rank ends.
+A parent-death signal (``PR_SET_PDEATHSIG``) would not suffice: it covers the parent only, and it is sent when the
+*thread* that started the rank ends.
 """
 
 from __future__ import annotations
@@ -18,29 +19,36 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import dropwhile
 from pathlib import Path
 
 from ds_topo.errors import LaunchError
 from ds_topo.launch.launchers import Launch
 
 GRACE_SECONDS = 10.0
-"""Between SIGTERM, which the program may handle, and SIGKILL."""
+"""The seconds between SIGTERM, which the program may handle, and SIGKILL."""
 _POLL_SECONDS = 1.0
 
+_MODULES = {
+    "deepspeed.launcher.launch": "launch",
+    **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner"), "runner"),
+    **dict.fromkeys(("torch.distributed.run", "torch.distributed.launch"), "torchrun"),
+}
+_MPI = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy", "mpirun_rsh")
+_COMMANDS = {"torchrun": "torchrun", **dict.fromkeys(("deepspeed", "deepspeed.pt", "ds"), "runner")}
+_COMMANDS |= dict.fromkeys(_MPI, "mpi")
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "ash"}
-_MPI = {"mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy", "mpirun_rsh"}
 _INIT = {"init", "systemd", "tini", "dumb-init", "docker-init"}
 
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A process above this one.
+    """An ancestor of this process.
 
     Args:
-        pid: its number.
+        pid: the process id.
         kind: ``launch`` (DeepSpeed's process on each host), ``runner`` (the ``deepspeed`` command), ``torchrun``,
-            ``mpi``, ``slurm``; ``session`` (of sshd), ``shell`` (``sh -c``), ``init`` or ``other``.
+            ``mpi``, ``slurm``, ``session`` (of sshd), ``shell`` (``sh -c``), ``init`` or ``other``.
     """
 
     pid: int
@@ -48,7 +56,7 @@ class Ancestor:
 
 
 def kind_of(argv: Sequence[str]) -> str:
-    """What a command line is to a rank.
+    """Return the kind of an ancestor by its command line.
 
     >>> kind_of(["python", "-u", "-m", "deepspeed.launcher.launch", "--world_info=e30="])
     'launch'
@@ -59,18 +67,10 @@ def kind_of(argv: Sequence[str]) -> str:
         return "other"
     names = [os.path.basename(word) for word in argv[:2]]
     command = names[1] if names[0].startswith("python") and len(names) > 1 else names[0]
-    flags = list(takewhile(lambda word: word.startswith("-") and word != "-m", argv[1:]))  # python's own
-    module = (
-        argv[len(flags) + 2] if argv[len(flags) + 1 : len(flags) + 2] == ["-m"] and len(argv) > len(flags) + 2 else ""
-    )
-    if module == "deepspeed.launcher.launch":
-        return "launch"
-    if command in ("deepspeed", "deepspeed.pt", "ds") or module in ("deepspeed", "deepspeed.launcher.runner"):
-        return "runner"
-    if command == "torchrun" or module in ("torch.distributed.run", "torch.distributed.launch"):
-        return "torchrun"
-    if command in _MPI:
-        return "mpi"
+    after_flags = list(dropwhile(lambda word: word.startswith("-") and word != "-m", argv[1:]))  # python's own flags
+    module = after_flags[1] if after_flags[:1] == ["-m"] and len(after_flags) > 1 else ""
+    if module in _MODULES or command in _COMMANDS:
+        return _MODULES.get(module) or _COMMANDS[command]
     if argv[0].startswith("slurmstepd"):
         return "slurm"
     if argv[0].startswith(("sshd:", "sshd-session:")) and "[listener]" not in argv[0]:
@@ -81,9 +81,9 @@ def kind_of(argv: Sequence[str]) -> str:
 
 
 def launcher_above(ancestors: Sequence[Ancestor]) -> list[int]:
-    """Of the processes above a rank, parent first, those whose end is the end of its launcher.
+    """Return the ancestors, of those listed parent first, whose end is the end of the launcher.
 
-    They follow each other, perhaps after wrappers of the rank; a ``launch`` that a remote command started has sshd's
+    They follow each other, perhaps after wrappers of the rank. A ``launch`` that a remote command started has sshd's
     session above its shell.
 
     >>> launcher_above([Ancestor(9, "other"), Ancestor(8, "launch"), Ancestor(7, "shell"), Ancestor(6, "session")])
@@ -106,7 +106,7 @@ def launcher_above(ancestors: Sequence[Ancestor]) -> list[int]:
 
 
 def is_orphaned(ancestors: Sequence[Ancestor], launcher: str) -> bool:
-    """Whether the launcher has ended already, so that its process on this host, or this one, was handed to init.
+    """Return whether the launcher has ended already, so that init adopted its process on this host, or this one.
 
     >>> is_orphaned([Ancestor(1, "init")], "torchrun"), is_orphaned([Ancestor(9, "torchrun")], "torchrun")
     (True, False)
@@ -117,48 +117,38 @@ def is_orphaned(ancestors: Sequence[Ancestor], launcher: str) -> bool:
     return bool(above) and (above[0].kind == "init" or (above[0].pid == 1 and above[0].kind == "other"))
 
 
-class Lifeline:
-    """Watches the launcher of this process from threads that wait; one for each process."""
-
-    def __init__(self) -> None:
-        self._watched: set[int] = set()
-
-    def attach(self, launch: Launch) -> list[int]:
-        """Watch from now on; return the processes that are watched. Idempotent.
-
-        Raises:
-            LaunchError: the launcher has ended already.
-        """
-        if launch.launcher == "environment":  # whoever set the variables may well end before its ranks
-            return []
-        ancestors = ancestors_of(os.getpid())
-        if is_orphaned(ancestors, launch.launcher):
-            raise LaunchError(f"rank {launch.rank}: its launcher, {launch.launcher}, has ended already")
-        pids = launcher_above(ancestors) if ancestors else [os.getppid()]
-        for pid in set(pids) - self._watched:
-            self._watched.add(pid)
-            threading.Thread(target=_end_with, args=(pid, launch), name="ds_topo-lifeline", daemon=True).start()
-        return pids
+_watched: set[int] = set()
 
 
-lifeline = Lifeline()
+def end_with_launcher(launch: Launch) -> None:
+    """End this process when a process of its launcher has ended; threads wait for that. Idempotent.
+
+    Raises:
+        LaunchError: the launcher has ended already.
+    """
+    if launch.launcher == "environment":  # the process that set the variables may end before the ranks
+        return
+    ancestors = ancestors_of(os.getpid())
+    if is_orphaned(ancestors, launch.launcher):
+        raise LaunchError(
+            f"rank {launch.rank}: its launcher, {launch.launcher}, has ended already; start the job again"
+        )
+    for pid in set(launcher_above(ancestors) if ancestors else [os.getppid()]) - _watched:
+        _watched.add(pid)
+        threading.Thread(target=_end_with, args=(pid, launch), name="ds_topo-lifeline", daemon=True).start()
 
 
 def ancestors_of(pid: int) -> list[Ancestor]:
-    """The processes above ``pid``, its parent first; empty where the system does not tell."""
+    """Return the ancestors of ``pid``, its parent first; none on other systems than Linux."""
     ancestors: list[Ancestor] = []
     try:
-        while (pid := _parent_of(pid)) > 0:
+        # the name of the command, in parentheses, may contain anything
+        while (pid := int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])) > 0:
             argv = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
             ancestors.append(Ancestor(pid, kind_of(argv)))
     except (OSError, ValueError):  # one has just ended, or there is no /proc
         pass
     return ancestors
-
-
-def _parent_of(pid: int) -> int:
-    # the name of the command, in parentheses, may hold anything
-    return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
 
 
 def _end_with(pid: int, launch: Launch) -> None:

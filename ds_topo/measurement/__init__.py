@@ -1,1 +1,3 @@
-"""What the planner measures with torch: the machine at hand (``calibrate``), a live module (``module``)."""
+"""Measure what the planner needs with torch: the machine at hand (``calibrate``), a live module (``live_module``)."""
+
+from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Measure what the planner needs to know of the machine at hand: products, attention, memory, update, links.
+"""Measure the machine at hand for the planner: products, attention, memory, update, links.
 
-torch is imported inside the functions. Under a launcher every rank takes part: all compute at the same time, so that
-ranks which share processors measure their share, and the links between hosts are measured too.
+Under a launcher every rank takes part. All compute at the same time, so that ranks which share processors measure their
+share, and the links between hosts are measured too.
 """
 
 from __future__ import annotations
@@ -10,61 +10,82 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TypeVar
 
-from ds_topo.measurement.block import LARGE, block_step, rate, with_blocks_measured
-from ds_topo.planner.cluster import Link
-from ds_topo.planner.machine import Machine, Speeds
-from ds_topo.process_groups.grid import ProcessGrid
+import torch
+import torch.distributed as dist
+
+from ds_topo.planner.costs import Costs
+from ds_topo.planner.hardware import Link, Machine, Speeds, cluster_of
+from ds_topo.planner.job import DEEPSPEED, FP32, Job, Layout
+from ds_topo.planner.model import transformer
+from ds_topo.process_groups.process_grid import ProcessGrid
+from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import RankGroup
 
-if TYPE_CHECKING:
-    import torch
+Value = TypeVar("Value")
 
-ROUNDS, MESSAGE_ROUNDS = 15, 5
+ROUNDS, MESSAGE_ROUNDS, BLOCK_ROUNDS = 15, 5, 5
 MESSAGE_BYTES = 8 << 20
 SMALL_PRODUCT, LARGE_PRODUCT = (512, 512, 64), (512, 512, 1024)
+"""Rows, columns and depth of the measured products."""
 ATTENTION_SHAPE = (4, 4, 256, 64)
+"""Sequences, heads, positions, and features of a head."""
 SMALL_ATTENTION = 32, 16
 """Positions, and features of a head."""
 VECTOR = 1 << 21
 UPDATED_PARAMETERS = 1 << 21
 
 
-def calibrate() -> Machine:
-    """Measure; collective over the process group where there is one, which every rank then knows the result of."""
-    import torch
-    import torch.distributed as dist
+@dataclass(frozen=True)
+class BlockShape:
+    """The sizes of a transformer block and of its input ``[sequences, positions, hidden]``."""
 
+    sequences: int
+    positions: int
+    hidden: int
+    heads: int
+
+
+TINY, LARGE = BlockShape(1, 8, 32, 2), BlockShape(16, 256, 128, 4)
+"""The activations of the large block exceed the caches, as those of programs do."""
+
+
+def calibrate() -> Machine:
+    """Measure this machine. Collective over the process group, if there is one; every rank gets the same result."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     if not dist.is_initialized():
         slots = torch.cuda.device_count() if device.type == "cuda" else 1
         cores = float(os.cpu_count() or 1)
-        return Machine(1, slots, measure_speeds(device, slots if device.type == "cuda" else cores))
-    hosts = _hosts()
-    slots = len(next(iter(hosts.values())))
-    step = block_step(LARGE, device)
-    rate(step, device, 1.0)  # the first second of a process is a slow one: memory that nothing has touched
-    together = fmean(_of_all(rate(step, device, 2.0)))
-    alone = _best_alone(lambda: rate(step, device, 0.5))
+        return Machine(1, slots, _measure_speeds(device, slots if device.type == "cuda" else cores))
+    teams: dict[str, list[int]] = {}
+    for rank, name in enumerate(_gathered(socket.gethostname())):
+        teams.setdefault(name, []).append(rank)
+    hosts = list(teams.values())
+    step = _block_step(LARGE, device)
+    _rate(step, device, 1.0)  # the first second of a process is slow: its memory was never touched
+    together = fmean(_gathered(_rate(step, device, 2.0)))
+    alone = _best_alone(lambda: _rate(step, device, 0.5))
     ranks = dist.get_world_size()
     processors = min(float(ranks), ranks * together / alone, _processors(device))
-    # speeds of a rank that has a processor for itself: one after the other where they would share
-    measure: Callable[[], Speeds] = lambda: measure_speeds(device, processors)  # noqa: E731
-    speeds = _from_first(measure()) if processors > 0.9 * ranks else _alone_on_first(measure)
+    # the speeds of a rank that has a processor for itself: if ranks share processors, rank 0 measures alone
+    shared = processors <= 0.9 * ranks
+    if shared:
+        dist.barrier()
+    speeds = [None if shared and dist.get_rank() else _measure_speeds(device, processors)]
+    dist.broadcast_object_list(speeds, src=0)
     inside, across = _links(device, hosts)
-    return Machine(len(hosts), slots, speeds, inside, across, _start_seconds(device, inside, across))
+    return Machine(len(hosts), len(hosts[0]), speeds[0], inside, across, _start_seconds(device, inside, across))
 
 
-def measure_speeds(device: torch.device, processors: float) -> Speeds:
-    """What this process's device does."""
-    import torch
-    import torch.distributed as dist
-
+def _measure_speeds(device: torch.device, processors: float) -> Speeds:
+    """Measure this process's device."""
+    on_gpu = device.type == "cuda"
     formats = {"fp32": torch.float32}
-    if device.type == "cuda":
+    if on_gpu:
         formats |= {"bf16": torch.bfloat16, "fp16": torch.float16}
     flops: dict[str, float] = {}
     depth = 0
@@ -74,31 +95,85 @@ def measure_speeds(device: torch.device, processors: float) -> Speeds:
         depth = round(_half_at(small, large, shallow, deep))
         flops[name] = large * (deep + depth) / deep
     bandwidth = _memory_bandwidth(device)
-    update = _update_seconds(device) * bandwidth / UPDATED_PARAMETERS
-    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _host_memory()
-    backend = dist.get_backend() if dist.is_initialized() else "gloo"
     attention, half = _attention(device, formats.get("bf16", torch.float32))
+    backend = dist.get_backend() if dist.is_initialized() else "gloo"
+    host_memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     kernels = Speeds(
-        torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "nccl" if device.type == "cuda" and backend != "gloo" else "gloo",
-        flops,
-        depth,
-        attention,
-        bandwidth,
-        0.0,
-        update,
-        memory,
-        processors,
-        half,
+        name=torch.cuda.get_device_name(device) if on_gpu else "CPU",
+        transport="nccl" if on_gpu and backend != "gloo" else "gloo",
+        product_flops=flops,
+        depth=depth,
+        attention_flops=attention,
+        memory_bandwidth=bandwidth,
+        kernel_seconds=0.0,
+        update_bytes=_update_seconds(device) * bandwidth / UPDATED_PARAMETERS,
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory,
+        processors=processors,
+        attention_half=half,
     )
-    return with_blocks_measured(kernels, device)
+    return _with_blocks_measured(kernels, device)
 
 
-# -- one device ----------------------------------------------------------------------------------------------------
+def _with_blocks_measured(speeds: Speeds, device: torch.device) -> Speeds:
+    """Return the speeds with ``kernel_seconds`` and ``block_share``, measured with transformer blocks.
+
+    Kernels that are measured one by one, each with the caches for itself, are faster than in a program. So the planned
+    seconds of a block are compared with that block in torch, forward and backward. A tiny block measures the start of a
+    kernel with torch's work around it. A large block measures the share of the kernels' speeds that remains.
+    """
+    planned = _planned_seconds(speeds, TINY)
+    per_start = _planned_seconds(replace(speeds, kernel_seconds=1.0), TINY) - planned
+    # the median, not the best: programs reach it step after step
+    tiny, large = (
+        median([1 / _rate(_block_step(shape, device), device, 0.1) for _ in range(BLOCK_ROUNDS)])
+        for shape in (TINY, LARGE)
+    )
+    starts = max(0.0, tiny - planned) / per_start
+    left = large - starts * per_start
+    share = _planned_seconds(speeds, LARGE) / left if left > 0 else 1.0
+    return replace(speeds, kernel_seconds=starts, block_share=min(1.0, share))
+
+
+def _planned_seconds(speeds: Speeds, shape: BlockShape) -> float:
+    """Return the planner's prediction for a block, forward and backward."""
+    model = transformer(layers=1, hidden=shape.hidden, heads=shape.heads, vocabulary=256, sequence=shape.positions)
+    cluster = cluster_of(speeds.accelerator(), 1, 1)
+    costs = Costs(Job(model, cluster, shape.sequences, shape.positions, FP32, DEEPSPEED))
+    layout = Layout(ProcessTopology(["data"], [1]), shape.sequences)
+    [(_, block, _), *_] = costs.pieces(costs.stage_kinds(layout)[0], layout)
+    return block.forward.seconds + block.backward.seconds
+
+
+def _block_step(shape: BlockShape, device: torch.device) -> Callable[[], None]:
+    """Return forward and backward of a block in torch."""
+    hidden = shape.hidden
+    norms = [torch.nn.LayerNorm(hidden).to(device) for _ in range(2)]
+    widths = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
+    qkv, out, up, down = (torch.nn.Linear(*width).to(device) for width in widths)
+    inputs = torch.randn(shape.sequences, shape.positions, hidden, device=device, requires_grad=True)
+
+    def step() -> None:
+        query, key, value = qkv(norms[0](inputs)).unflatten(-1, (shape.heads, -1)).transpose(1, 2).chunk(3, -1)
+        mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        middle = inputs + out(mixed.transpose(1, 2).flatten(2))
+        (middle + down(torch.nn.functional.gelu(up(norms[1](middle))))).sum().backward()
+
+    return step
+
+
+def _rate(step: Callable[[], object], device: torch.device, seconds: float, times: int = 1) -> float:
+    """Return steps per second, over at least so many seconds and so many steps."""
+    step()
+    done, started = 0, time.perf_counter()
+    while done < times or time.perf_counter() - started < seconds:
+        step()
+        done += 1
+        _synchronize(device)
+    return done / (time.perf_counter() - started)
 
 
 def _best(device: torch.device, work: Callable[[], object], calls: int = 1, rounds: int = ROUNDS) -> float:
-    """Seconds of the fastest of a few rounds, per call."""
+    """Return the seconds per call of the fastest of a few rounds. The first round is not counted."""
     times = []
     for _ in range(rounds + 1):
         _synchronize(device)
@@ -112,29 +187,21 @@ def _best(device: torch.device, work: Callable[[], object], calls: int = 1, roun
 
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        import torch
-
         torch.cuda.synchronize(device)
 
 
-def _product_seconds(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
-    import torch
-
+def _product_rate(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
     rows, columns, depth = shape
+    if device.type == "cuda":  # a GPU needs larger products to be busy
+        rows, columns, depth = 16 * rows, 16 * columns, 4 * depth
     left = torch.randn(rows, depth, device=device).to(dtype)
     right = torch.randn(columns, depth, device=device).to(dtype)
-    return _best(device, lambda: torch.nn.functional.linear(left, right), calls=4)
-
-
-def _product_rate(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
-    if device.type == "cuda":  # a GPU needs more to fill it
-        shape = (16 * shape[0], 16 * shape[1], 4 * shape[2])
-    rows, columns, depth = shape
-    return 2.0 * rows * columns * depth / _product_seconds(device, shape, dtype)
+    seconds = _best(device, lambda: torch.nn.functional.linear(left, right), calls=4)
+    return 2.0 * rows * columns * depth / seconds
 
 
 def _half_at(small: float, large: float, less: int, more: int) -> float:
-    """Where a rate is half of what it tends to, if it is ``rate x / (x + half)``: from its values at two places.
+    """Return where the rate ``rate x / (x + half)`` is half of its limit, from its values at two places.
 
     >>> _half_at(10.0, 15.0, 32, 96), _half_at(10.0, 10.0, 32, 96), _half_at(1.0, 15.0, 32, 96)  # at most the second
     (32.0, 0.0, 96.0)
@@ -145,12 +212,12 @@ def _half_at(small: float, large: float, less: int, more: int) -> float:
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> tuple[tuple[float, float], tuple[float, float]]:
-    """FLOP/s of attention in forward and in backward, of long sequences and wide heads, and where they are half."""
-    if device.type == "cuda":  # its table has where
-        return _attention_flops(device, dtype, ATTENTION_SHAPE), (0.0, 0.0)
+    """Return the FLOP/s of attention in forward and in backward, and the positions and features where they are half."""
+    ahead, back = _attention_flops(device, dtype, ATTENTION_SHAPE)
+    if device.type == "cuda":  # its table has the halves
+        return (ahead, back), (0.0, 0.0)
     batch, heads, length, width = ATTENTION_SHAPE
     short, narrow = SMALL_ATTENTION
-    ahead, back = _attention_flops(device, dtype, ATTENTION_SHAPE)
     of_short, _ = _attention_flops(device, dtype, (batch * length // short, heads, short, width))
     of_narrow, _ = _attention_flops(device, dtype, (batch, heads, length, narrow))
     half = _half_at(of_short, ahead, short, length), _half_at(of_narrow, ahead, narrow, width)
@@ -159,8 +226,6 @@ def _attention(device: torch.device, dtype: torch.dtype) -> tuple[tuple[float, f
 
 
 def _attention_flops(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> tuple[float, float]:
-    import torch
-
     batch, heads, length, width = shape
     query = torch.randn(shape, device=device).to(dtype).requires_grad_()
 
@@ -175,9 +240,7 @@ def _attention_flops(device: torch.device, dtype: torch.dtype, shape: tuple[int,
 
 
 def _memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second of what a block does beside products: a norm, an activation, a sum."""
-    import torch
-
+    """Return the bytes per second of a block's operations beside products: a norm, an activation, a sum."""
     vector = torch.ones(VECTOR // 256, 256, device=device)
     weight = torch.ones(256, device=device)
 
@@ -190,9 +253,7 @@ def _memory_bandwidth(device: torch.device) -> float:
 
 
 def _update_seconds(device: torch.device) -> float:
-    """Of torch's AdamW for ``UPDATED_PARAMETERS``, with the norm of the gradients."""
-    import torch
-
+    """Return the seconds of torch's AdamW for ``UPDATED_PARAMETERS``, with the norm of the gradients."""
     parameters = [torch.nn.Parameter(torch.ones(UPDATED_PARAMETERS // 8, device=device)) for _ in range(8)]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     for parameter in parameters:
@@ -205,52 +266,27 @@ def _update_seconds(device: torch.device) -> float:
     return _best(device, update)
 
 
-def _host_memory() -> float:
-    """Bytes of this machine's memory."""
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-# -- all ranks -----------------------------------------------------------------------------------------------------
-
-
-def _hosts() -> dict[str, list[int]]:
-    """The ranks on every host; collective."""
-    import torch.distributed as dist
-
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
-    hosts: dict[str, list[int]] = {}
-    for rank, name in enumerate(names):
-        hosts.setdefault(name, []).append(rank)
-    return hosts
-
-
-def _processors(device: torch.device) -> float:
-    """Of all computers at hand, for ranks on CPUs; each counts once, whatever its ranks take it for; collective."""
-    import torch.distributed as dist
-
-    if device.type != "cpu":
-        return float("inf")
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    computer = boot.read_text() if boot.exists() else socket.gethostname()
-    found: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
-    dist.all_gather_object(found, (computer, os.cpu_count() or 1))
-    return float(sum(dict(found).values()))
-
-
-def _of_all(value: float) -> list[float]:
-    """What each rank measured; collective."""
-    import torch.distributed as dist
-
-    everyone: list[float] = [0.0] * dist.get_world_size()
+def _gathered(value: Value) -> list[Value]:
+    """Return the value of every rank; collective."""
+    everyone = [value] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
 
 
-def _best_alone(measure: Callable[[], float]) -> float:
-    """The largest of what the first ranks measure one by one, while all others wait; collective."""
-    import torch.distributed as dist
+def _processors(device: torch.device) -> float:
+    """Return the processors of all computers, for ranks on CPUs; collective.
 
+    Each computer counts once, even if its ranks take it for several hosts.
+    """
+    if device.type != "cpu":
+        return float("inf")
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    computer = boot.read_text() if boot.exists() else socket.gethostname()
+    return float(sum(dict(_gathered((computer, os.cpu_count() or 1))).values()))
+
+
+def _best_alone(measure: Callable[[], float]) -> float:
+    """Return the largest value that the first ranks measure one by one, while all others wait; collective."""
     times = []
     for rank in range(min(2, dist.get_world_size())):
         dist.barrier()
@@ -260,48 +296,29 @@ def _best_alone(measure: Callable[[], float]) -> float:
     return max(times)
 
 
-def _alone_on_first(measure: Callable[[], Speeds]) -> Speeds:
-    """What rank 0 measures while all others wait; collective."""
-    import torch.distributed as dist
+def _links(device: torch.device, hosts: list[list[int]]) -> tuple[Link | None, Link | None]:
+    """Measure the link of a rank to a peer on its host, and of a host to another with all ranks at work; collective."""
+    rank, slots = dist.get_rank(), len(hosts[0])
+    mine, local = next((index, team.index(rank)) for index, team in enumerate(hosts) if rank in team)
 
-    dist.barrier()
-    return _from_first(measure() if dist.get_rank() == 0 else None)
+    def member(host: int, place: int) -> int | None:
+        return hosts[host][place] if host < len(hosts) and place < len(hosts[host]) else None
 
-
-def _from_first(speeds: Speeds | None) -> Speeds:
-    import torch.distributed as dist
-
-    value: list[Any] = [speeds]
-    dist.broadcast_object_list(value, src=0)
-    result: Speeds = value[0]
-    return result
-
-
-def _links(device: torch.device, hosts: dict[str, list[int]]) -> tuple[Link | None, Link | None]:
-    """Of a rank to a peer on its host, and of a host to another with all ranks at work; collective."""
-    import torch.distributed as dist
-
-    rank, teams = dist.get_rank(), list(hosts.values())
-    slots = len(teams[0])
-    place = {member: (index, team.index(member)) for index, team in enumerate(teams) for member in team}
-    mine, local = place[rank]
     inside = across = None
     with ProcessGrid("data=-1") as grid:
         if slots > 1:
-            peer = local ^ 1
-            inside = _link(device, grid, teams[mine][peer] if peer < len(teams[mine]) else None, 1)
-        if len(teams) > 1:
-            team = teams[mine ^ 1] if mine ^ 1 < len(teams) else []
-            across = _link(device, grid, team[local] if local < len(team) else None, slots)
+            inside = _link(device, grid, member(mine, local ^ 1), 1)
+        if len(hosts) > 1:
+            across = _link(device, grid, member(mine ^ 1, local), slots)
     return inside, across
 
 
 def _link(device: torch.device, grid: ProcessGrid, peer: int | None, together: int) -> Link:
-    """Latency of messages of the first pair alone; bandwidth of sums of all pairs at the same time, as most bytes of a
-    step are those of all_reduces. ``together`` pairs share a link."""
-    import torch
-    import torch.distributed as dist
+    """Measure a link that ``together`` pairs of ranks share; collective.
 
+    Latency is that of messages of the first pair alone. Bandwidth is that of sums of all pairs at the same time, as
+    most bytes of a step are those of all_reduces.
+    """
     rank = dist.get_rank()
     pair = None
     if peer is not None:
@@ -320,23 +337,21 @@ def _link(device: torch.device, grid: ProcessGrid, peer: int | None, together: i
 
     dist.barrier()
     is_first = peer is not None and min(rank, peer) == 0
-    latency = _best(device, there_and_back, 20, MESSAGE_ROUNDS) / 2 if is_first else 0.0
-    latency = max(_of_all(latency))
+    latency = max(_gathered(_best(device, there_and_back, 20, MESSAGE_ROUNDS) / 2 if is_first else 0.0))
     dist.barrier()
     # the mean, not the best: a round in which other pairs pause has the link alone
-    seconds = 0.0 if pair is None else 1 / rate(lambda: dist.all_reduce(large, group=pair), device, 0.0, MESSAGE_ROUNDS)
-    seconds = median(number for number in _of_all(seconds) if number)
+    seconds = 0.0
+    if pair is not None:
+        seconds = 1 / _rate(lambda: dist.all_reduce(large, group=pair), device, 0.0, MESSAGE_ROUNDS)
+    seconds = median(number for number in _gathered(seconds) if number)
     return Link(together * MESSAGE_BYTES / max(seconds - 2 * latency, 1e-9), latency)
 
 
 def _start_seconds(device: torch.device, inside: Link | None, across: Link | None) -> float:
-    """What a small all_reduce over all ranks takes beside its hops; collective."""
-    import torch
-    import torch.distributed as dist
-
+    """Measure the seconds of a small all_reduce over all ranks beside its hops; collective."""
     value = torch.ones(1, device=device)
     dist.barrier()
-    seconds = median(_of_all(_best(device, lambda: dist.all_reduce(value), 20, MESSAGE_ROUNDS)))
+    seconds = median(_gathered(_best(device, lambda: dist.all_reduce(value), 20, MESSAGE_ROUNDS)))
     ranks = dist.get_world_size()
     hops = (across.latency if across else 0.0) * 2 + (inside.latency if inside else 0.0) * max(0, ranks - 2)
     return max(seconds - hops, 0.0)

@@ -1,15 +1,16 @@
-"""Print which names of the programs' parallel states are answered, and how, as a Markdown table."""
+"""Print, as a Markdown table, how each name of the programs' parallel states is answered."""
 
 from __future__ import annotations
 
 import inspect
 
 from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.parallel_state.programs import PROGRAMS
+from ds_topo.parallel_state.installation import PROGRAMS
+from ds_topo.parallel_state.program_state import ParallelState
 
 
 def rows() -> list[list[str]]:
-    """Names in alphabetic order, each with what every program's answer is."""
+    """Return one row per name, in alphabetical order: the name, then how each program's state answers it."""
     names = {
         name
         for kind in PROGRAMS.values()
@@ -19,19 +20,18 @@ def rows() -> list[list[str]]:
     return [[f"`{name}`", *(_answer(kind, name) for kind in PROGRAMS.values())] for name in sorted(names)]
 
 
-def _answer(kind: type, name: str) -> str:
-    if name in getattr(kind, "refused", {}):
-        return f"refused: {kind.refused[name]}"  # type: ignore[attr-defined]
-    method = getattr(kind, name, None)
-    if method is None:
+def _answer(kind: type[ParallelState], name: str) -> str:
+    if name in kind.refused:
+        return f"refused: {kind.refused[name]}"
+    if not hasattr(kind, name):
         return ""
-    if meaning := getattr(method, "meaning", None):
-        return f"translated: {meaning}"
+    if name in kind.translated:
+        return f"translated: {kind.translated[name]}"
     return "as the grid" if hasattr(PipelineParallelGrid, name) else "answered"
 
 
 def main() -> None:
-    """Print it."""
+    """Print the table."""
     print("| Name | " + " | ".join(PROGRAMS) + " |")
     print("| --- |" + " --- |" * len(PROGRAMS))
     for row in rows():

@@ -1,33 +1,69 @@
-"""Let a program's own parallel state answer from a grid, until the grid is destroyed."""
+"""``of`` and ``install``: an object, or a program's own module, that answers a program's questions from a grid."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from ds_topo.engine.checks import require_grid
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import abridged
-from ds_topo.ledger import Change, always, ledger
-from ds_topo.parallel_state.programs import PROGRAMS, of
-from ds_topo.parallel_state.questions import ParallelState, is_of, refuse
+from ds_topo.ledger import Patch, always, ledger
+from ds_topo.parallel_state.megatron import MegatronDeepSpeedState, MegatronState
+from ds_topo.parallel_state.neox import GPTNeoXState
+from ds_topo.parallel_state.program_state import ParallelState
 
+PROGRAMS: dict[str, type[ParallelState]] = {
+    "gpt-neox": GPTNeoXState,
+    "megatron-deepspeed": MegatronDeepSpeedState,
+    "megatron-lm": MegatronState,
+}
+"""The programs whose parallel state a grid can answer."""
 _MARKS = {
     "megatron-lm": "get_context_parallel_group",
     "megatron-deepspeed": "get_sequence_data_parallel_group",
     "gpt-neox": "get_io_parallel_group",
 }
 """A function that only that program's parallel state has."""
-_ASKING = ("get_", "set_", "is_", "initialize_model_parallel", "destroy_", "model_parallel_is_", "sequence_")
+_QUESTIONS = ("get_", "set_", "is_", "initialize_model_parallel", "destroy_", "model_parallel_is_", "sequence_")
+"""The beginnings of the names that ``install`` replaces."""
+
+
+def of(grid: PipelineParallelGrid, program: str = "megatron-lm") -> ParallelState:
+    """Return an object with the functions of a program's parallel state and with that program's meanings.
+
+    Args:
+        grid: the grid whose layout is the answer.
+        program: ``"gpt-neox"``, ``"megatron-deepspeed"`` or ``"megatron-lm"``.
+
+    Raises:
+        ValueError: the program is not one of these.
+        TypeError: ``grid`` is not a grid.
+
+    >>> import torch.distributed as dist
+    >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+    >>> dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    >>> with PipelineParallelGrid("model=2,pipe=2,data=2") as grid:
+    ...     neox, megatron = of(grid, "gpt-neox"), of(grid)
+    ...     neox.get_model_parallel_world_size(), dist.get_process_group_ranks(megatron.get_model_parallel_group())
+    ...     neox.get_model_parallel_src_rank(), megatron.get_context_parallel_world_size()
+    (2, [1, 3, 5, 7])
+    (1, 1)
+    >>> dist.destroy_process_group()
+    """
+    require_grid("grid", grid)
+    if program not in PROGRAMS:
+        raise ValueError(f"program={abridged(program)}: choose one of {list(PROGRAMS)}")
+    return PROGRAMS[program](grid)
 
 
 def program_of(module: ModuleType) -> str:
-    """Which program a module of parallel state is of, by the functions that it has.
+    """Return the program that a module of parallel state belongs to, recognised by the module's functions.
 
     Raises:
-        ValueError: none that is known.
+        ValueError: the module belongs to no known program.
     """
     for program, name in _MARKS.items():
         if hasattr(module, name):
@@ -40,63 +76,67 @@ def program_of(module: ModuleType) -> str:
 
 
 def install(grid: PipelineParallelGrid, module: ModuleType, program: str | None = None) -> ParallelState:
-    """Bind what :func:`of` answers in a program's own module, until ``grid.destroy()``.
+    """Replace the functions of a program's own module by the answers of :func:`of`, until ``grid.destroy()``.
 
     Other modules of the program's package that have imported the functions by name get the new ones, too. Functions
-    that a grid cannot answer say why when they are called. ``initialize_model_parallel`` of the module then checks
-    that the program wants the grid's degrees, and creates at most more groups of the grid's.
+    that a grid cannot answer raise, with the reason, when they are called. The module's ``initialize_model_parallel``
+    then checks that the program asks for the grid's degrees; all groups it creates are the grid's.
 
     Args:
-        grid: whose layout the program shall use.
+        grid: the grid whose layout the program is to use.
         module: ``megatron.mpu``, ``megatron.core.parallel_state``, ...
-        program: which one's meanings; told by the module's functions unless given.
+        program: the program whose meanings apply; by default it is recognised by the module's functions.
 
     Returns:
         The answers, as an object.
 
     Raises:
-        ValueError: a module or program that is not known.
+        ValueError: the module or the program is not known.
         RuntimeError: the module answers from another grid.
     """
-    _check_free(module, grid)
+    for function in vars(module).values():
+        other = getattr(function, "__self__", None)
+        if isinstance(other, ParallelState) and not other.grid.shares_groups_with(grid):
+            raise RuntimeError(
+                f"{module.__name__} answers from another grid, {other.grid.topology().spec!r}: destroy that one "
+                "before install()"
+            )
     state = of(grid, program_of(module) if program is None else program)
-    answers: dict[int, tuple[Any, Callable[..., Any]]] = {}
+    answers: dict[int, tuple[FunctionType, Callable[..., Any]]] = {}
     for name, function in list(vars(module).items()):
-        is_asking = name.startswith(_ASKING) or name in state.refused
-        if not isinstance(function, FunctionType) or not is_asking:
+        if not isinstance(function, FunctionType):
             continue
-        answer = getattr(state, name, None)
-        if answer is None and name in state.refused:
-            answer = refuse(name, state.refused[name])
-        if answer is not None:
-            answers[id(function)] = (function, answer)
+        if name in state.refused:
+            answers[id(function)] = (function, _refusal(name, state.refused[name]))
+        elif name.startswith(_QUESTIONS) and hasattr(state, name):
+            answers[id(function)] = (function, getattr(state, name))
     package = module.__name__.split(".")[0]
-    grid.on_destroy(
-        partial(_put_back_in_later_modules, package, {id(new): (new, old) for old, new in answers.values()})
-    )
-    for other, name, value in _names_in(package):
+
+    def put_back_in_later_modules() -> None:
+        """Modules that were imported after ``install`` have the answers by name, and the ledger does not know them."""
+        originals = {id(answer): function for function, answer in answers.values()}
+        for later, name, value in _names_in(package):
+            if id(value) in originals:
+                setattr(later, name, originals[id(value)])
+
+    grid.on_destroy(put_back_in_later_modules)
+    for owner, name, value in _names_in(package):
         if id(value) in answers:
-            change = Change(other, name, "what the grid answers", "asked for by install()", "the grid exists")
-            grid.on_destroy(ledger.bind(change, always(answers[id(value)][1])))
+            instead, why = "The grid's answer.", "install() asks for it."
+            patch = Patch(owner, name, instead, why, "the grid exists", process_wide="The module answers all callers.")
+            grid.on_destroy(ledger.bind(patch, always(answers[id(value)][1])))
     return state
 
 
-def _check_free(module: ModuleType, grid: PipelineParallelGrid) -> None:
-    """Refuse a second grid: its answers would mix with the first one's."""
-    for function in vars(module).values():
-        state = getattr(function, "__self__", None)
-        if isinstance(state, ParallelState) and not is_of(state, grid):
-            raise RuntimeError(f"{module.__name__} answers from another grid: destroy that one before install()")
+def _refusal(name: str, reason: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **options: Any) -> NoReturn:
+        raise RuntimeError(f"{name}(): {reason}")
 
-
-def _put_back_in_later_modules(package: str, originals: dict[int, tuple[Any, Any]]) -> None:
-    """Modules that were imported meanwhile have the answers by name, which nobody has bound there."""
-    for other, name, value in _names_in(package):
-        if id(value) in originals:
-            setattr(other, name, originals[id(value)][1])
+    refuse.__name__ = name
+    return refuse
 
 
 def _names_in(package: str) -> list[tuple[ModuleType, str, Any]]:
-    """Every name in the modules of a package, and its value."""
+    """Return every name in the modules of a package: the module, the name and its value."""
     modules = [module for key, module in list(sys.modules.items()) if key.split(".")[0] == package]
     return [(module, name, value) for module in modules for name, value in list(vars(module).items())]

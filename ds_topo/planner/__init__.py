@@ -1,18 +1,42 @@
-"""Layouts of a job before it runs: bytes per rank, seconds per step, and the search for the best.
+"""Choose the layout of a job before it runs: predict bytes per rank and seconds per step, and search for the best.
 
 =====================  ==============================================================================================
-``model`` ``layers``   how large a model is; ``families`` reads config files
-``cluster``            hosts, links and ``accelerators``; ``machine`` reads what was measured
-``layout``             one candidate: degrees, order, micro-batch, ZeRO; ``candidates`` lists them
-``work``               what a rank does, by kind of layer in ``layer_work``; ``compute`` and ``communication`` time it
-``costs``              the work of a job's pieces, remembered; ``stages`` deals layers to a pipeline
-``memory``             bytes of a rank at its peak
-``step_time``          seconds of a step; ``replicas`` for gradients, ``group_spans`` for which links groups are on
-``search``             the best layouts; ``smallest`` the cluster that would do
-``explain``            every term in words; ``traffic`` bytes between hosts
-``runs``               published runs, predicted
+``model``              the size of a model, from numbers by hand or from a ``config.json``
+``hardware``           accelerators, links and hosts, from tables or from measurements
+``job``                a job (model, cluster, batch, precision, program), a layout of it, and the rules for layouts
+``work``               the matrix products, memory traffic, messages and kept bytes of each kind of layer, and seconds
+``costs``              the stages of a pipeline, and the work of their pieces, remembered
+``communication``      the hosts that groups span, and the seconds of collectives over their links
+``memory``             the bytes of a rank at its peak
+``step_time``          the seconds of a step
+``search``             the best layouts, and the smallest cluster that fits
+``explain``            every term in words, and the bytes between hosts
+``published_runs``     predictions of published runs
 ``config_writer``      a plan as a DeepSpeed config
 =====================  ==============================================================================================
 
-Standard library only. Formulas and their sources: ``examples/plan.md``.
+Read ``job`` first, then ``step_time``. The package needs the standard library only. ``examples/plan.md`` lists the
+formulas and their sources.
 """
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ds_topo.errors import TopologyError
+
+
+def read_json(path: str | Path, name: str) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        TopologyError: if the file cannot be read or is not JSON. The message calls the file ``name``.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TopologyError(f"{name} {str(path)!r} cannot be read: {error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise TopologyError(f"{name} {str(path)!r} is not JSON: {error}") from error

@@ -1,179 +1,273 @@
-"""What the pieces of a model cost on one rank, computed once for every part of a micro-batch that layouts ask about."""
+"""The stages of a pipeline, and the cost of their pieces on one rank, computed once per share of a micro-batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain, pairwise
+from math import inf
 from typing import TypeAlias
 
-from ds_topo.planner.accelerators import Accelerator
-from ds_topo.planner.compute import pass_seconds
-from ds_topo.planner.layer_work import block_work, embedding_work, head_work, measured_work
-from ds_topo.planner.layers import AnyBlock, MeasuredLayer, count_by_kind
-from ds_topo.planner.layout import Job, Layout
-from ds_topo.planner.software import Recompute
-from ds_topo.planner.stages import Stage, even_stages, parameter_stages
-from ds_topo.planner.work import Cover, Pass, Share, Work
+from ds_topo.planner.hardware import Accelerator
+from ds_topo.planner.job import Job, Layout, Recompute, Share
+from ds_topo.planner.model import AnyBlock, Block, MeasuredLayer, Model, count_by_kind
+from ds_topo.planner.work import Cover, Pass, Work, block_work, embedding_work, head_work, measured_work, pass_seconds
 
 
 @dataclass(frozen=True)
-class PieceCost:
-    """A piece of the model on one rank: its work, and seconds of its computing without messages. What not every layout
-    asks for is computed when one does."""
+class Stage:
+    """The layers that one pipeline rank holds: the blocks of all its virtual stages, and the ends of the model."""
 
-    work: Work
+    blocks: tuple[AnyBlock, ...]
+    has_embedding: bool
+    has_head: bool
+
+
+def even_stages(model: Model, pipe: int, virtual: int = 1) -> list[Stage]:
+    """Divide the blocks evenly into ``pipe x virtual`` chunks, of which chunk ``c`` is on rank ``c % pipe``.
+
+    If the number of blocks is not a multiple, the ends have one fewer, since they hold the embedding and the output
+    layer (Llama Team, arXiv:2407.21783, section 3.3.2).
+
+    >>> from ds_topo.planner.model import transformer
+    >>> model = transformer(layers=6, hidden=64, heads=4, vocabulary=256, sequence=16)
+    >>> [len(stage.blocks) for stage in even_stages(model, pipe=4)]
+    [1, 2, 2, 1]
+    """
+    chunks = pipe * virtual
+    base, more = divmod(model.layers, chunks)
+    first_longer = (chunks - more) // 2
+    lengths = (base + (first_longer <= chunk < first_longer + more) for chunk in range(chunks))
+    parts = [model.blocks[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
+    return [Stage(tuple(chain(*parts[rank::pipe])), rank == 0, rank == pipe - 1) for rank in range(pipe)]
+
+
+def parameter_stages(model: Model, pipe: int) -> list[Stage]:
+    """Divide the layers as DeepSpeed's ``partition_method="parameters"`` does.
+
+    The layers are those of the examples: embedding, positions, blocks, norm, output (a tied output counts again).
+
+    >>> from ds_topo.planner.model import transformer
+    >>> model = transformer(layers=4, hidden=128, heads=4, vocabulary=256, sequence=128)
+    >>> [len(stage.blocks) for stage in parameter_stages(model, pipe=2)]
+    [2, 2]
+    """
+    embedding = model.vocabulary * model.hidden
+    before = [embedding, *([model.positions * model.hidden] if model.positions else [])]
+    blocks = [block.parameters() + block.expert_parameters for block in model.blocks]
+    after = [model.final_norm_parameters, embedding]
+    if model.is_measured:
+        before, after = [], []
+    bounds = balanced_parts((*before, *blocks, *after), pipe)
+    first = len(before)
+    return [
+        Stage(
+            model.blocks[max(0, start - first) : max(0, min(end - first, model.layers))],
+            start == 0 < end,
+            end == bounds[-1] > start and not model.is_measured,
+        )
+        for start, end in pairwise(bounds)
+    ]
+
+
+def balanced_parts(weights: Sequence[int], parts: int) -> list[int]:
+    """Return the bounds of ``parts`` consecutive parts of nearly equal weight.
+
+    They are the same as those of ``deepspeed.runtime.utils.partition_balanced``.
+
+    >>> balanced_parts([1, 1, 4, 1, 1], 2)
+    [0, 3, 5]
+    """
+    count = len(weights)
+    if count <= parts:
+        return [min(part, count) for part in range(parts + 1)]
+    partitions = [_partitions(tuple(weights), part) for part in range(parts + 1)]
+    bounds = [count]
+    for partition in reversed(partitions[1:]):
+        bounds.append(partition[bounds[-1]][2])
+    return bounds[::-1]
+
+
+@lru_cache(maxsize=1024)
+def _partitions(weights: tuple[int, ...], parts: int) -> list[tuple[float, float, int]]:
+    """Return each prefix's best partition, by its end: heaviest part, lightest part, and where the last part starts.
+
+    The best has the least difference of the two; of several, the one whose last part starts last.
+    """
+    count = len(weights)
+    if parts == 0:
+        return [(0.0, inf, 0), *[(inf, inf, 0)] * count]
+    before, sums = _partitions(weights, parts - 1), list(accumulate(weights, initial=0))
+    partitions = [(inf, inf, 0)] * (count + 1)
+    for end in range(parts, count + 1):
+        best = inf
+        for start in range(end):
+            weight = sums[end] - sums[start]
+            heaviest, lightest = max(before[start][0], weight), min(before[start][1], weight)
+            if heaviest - lightest <= best:
+                best = heaviest - lightest
+                partitions[end] = heaviest, lightest, start
+    return partitions
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """The stages that hold the same layers: their numbers, ascending, and the blocks with how many there are of each.
+
+    Of these stages, the first keeps the most activations and waits the least.
+    """
+
+    stages: tuple[int, ...]
+    blocks: tuple[tuple[int, AnyBlock], ...]
+    has_embedding: bool
+    has_head: bool
+
+    @property
+    def first(self) -> int:
+        """The number of the first stage."""
+        return self.stages[0]
+
+    @property
+    def count(self) -> int:
+        """The number of stages of this kind."""
+        return len(self.stages)
+
+
+@dataclass(frozen=True)
+class StageParameters:
+    """The parameters of one rank of a stage before any sharding by ZeRO: outside experts, and experts'."""
+
+    dense: int
+    experts: int
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """A pass of a piece, and the seconds of its computing without messages."""
+
+    work: Pass
     accelerator: Accelerator
-    forward: float
-    backward: float
 
     @cached_property
-    def selective(self) -> float:
-        """Seconds of what selective recomputation does again."""
-        return pass_seconds(self.work.again, self.accelerator)
+    def seconds(self) -> float:
+        """The seconds of the pass."""
+        return pass_seconds(self.work, self.accelerator)
 
     @cached_property
-    def covers_forward(self) -> Mapping[Cover, float]:
-        """Seconds in forward of what messages can hide behind."""
-        return _covers(self.work.forward, self.accelerator)
+    def covers(self) -> Mapping[Cover, float]:
+        """The seconds of the computing that can hide messages."""
+        return {
+            Cover.CORE: pass_seconds(Pass(cores=self.work.cores), self.accelerator),
+            Cover.PRODUCTS: pass_seconds(Pass(products=self.work.products), self.accelerator),
+        }
 
-    @cached_property
-    def covers_backward(self) -> Mapping[Cover, float]:
-        """Seconds in backward of what messages can hide behind."""
-        return _covers(self.work.backward, self.accelerator)
+
+class PieceCost:
+    """The work of a piece of the model on one rank, and the cost of its passes."""
+
+    def __init__(self, work: Work, accelerator: Accelerator) -> None:
+        self.work = work
+        self.forward, self.backward = PassCost(work.forward, accelerator), PassCost(work.backward, accelerator)
+        self._selective = PassCost(work.again, accelerator)
 
     def again(self, recompute: Recompute) -> float:
-        """Seconds of what backward computes again."""
+        """Return the seconds of what backward computes again."""
         if recompute is Recompute.NONE:
             return 0.0
-        return self.selective if recompute is Recompute.SELECTIVE else self.forward
+        return (self._selective if recompute is Recompute.SELECTIVE else self.forward).seconds
+
+
+class Sum:
+    """A dataclass whose fields add up to a total."""
+
+    def parts(self) -> dict[str, float]:
+        """Return the terms by name."""
+        return dict(vars(self))
+
+    @property
+    def total(self) -> float:
+        """The sum of all terms."""
+        return sum(self.parts().values())
 
 
 Messages: TypeAlias = tuple[float, float, float]
 """Seconds of messages over ``model``, over ``seq``, and to and from experts."""
 
 
-@dataclass(frozen=True)
-class StageKind:
-    """Stages that hold the same: their numbers, ascending. The first of them keeps most and waits least."""
-
-    stages: tuple[int, ...]
-    stage: Stage
-    blocks: tuple[tuple[int, AnyBlock], ...]
-
-    @property
-    def first(self) -> int:
-        """The number of the first."""
-        return self.stages[0]
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(self.stages)
-
-
-@dataclass(frozen=True)
-class StageParameters:
-    """Parameters of one rank of a stage before any sharding by ZeRO: outside experts, and experts'."""
-
-    dense: int
-    experts: int
-
-
 class Costs:
-    """Costs for one job. What depends on few numbers of a layout is computed once."""
+    """The costs of one job. Values that depend on few numbers of a layout are computed once."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self._pieces: dict[tuple[object, Share], PieceCost] = {}
-        self._kinds: dict[tuple[int, int], list[StageKind]] = {}
         self.messages: dict[tuple[object, ...], tuple[Messages, Messages]] = {}
-        """Seconds of the messages of pieces, by piece and by the spans of their axes."""
+        """Seconds of the messages of pieces in forward and backward, by piece and by the spans of their axes."""
         self.states: dict[tuple[int, ...], float] = {}
-        """Bytes of the states of the fullest rank, by degrees, virtual stages, sharers of experts and ZeRO stage."""
-        self._parameters: dict[tuple[int, int, int, int, int], StageParameters] = {}
+        """Bytes of the states of the fullest rank, by the numbers of a layout that decide them."""
+        self._pieces: dict[tuple[int | str, Share], PieceCost] = {}
+        self._kinds: dict[tuple[int, int], list[StageKind]] = {}
+        self._parameters: dict[tuple[int, ...], StageParameters] = {}
 
     def stage_kinds(self, layout: Layout) -> list[StageKind]:
-        """The stages of the layout's pipeline, equal ones together, in the order of their first."""
-        key = (layout.pipe, layout.virtual_stages)
+        """Return the stages of the layout's pipeline, equal ones together, in the order of their first."""
+        pipe, virtual = key = layout.pipe, layout.virtual_stages
         if key not in self._kinds:
-            self._kinds[key] = _kinds_of(self._stages(*key))
+            if self.job.software.balances_parameters and virtual == 1:
+                stages = parameter_stages(self.job.model, pipe)
+            else:
+                stages = even_stages(self.job.model, pipe, virtual)
+            self._kinds[key] = _kinds_of(stages)
         return self._kinds[key]
 
-    def _stages(self, pipe: int, virtual: int) -> list[Stage]:
-        if self.job.software.balances_parameters and virtual == 1:
-            return parameter_stages(self.job.model, pipe)
-        return even_stages(self.job.model, pipe, virtual)
-
     def pieces(self, kind: StageKind, layout: Layout) -> list[tuple[int, PieceCost, Recompute]]:
-        """How many of which pieces a stage has, and what of each is recomputed."""
-        job, share = self.job, layout.share(self.job)
-        with_experts, share = share, replace(share, expert_parallel=1, expert_load=1.0)
-        pieces = []
-        for count, block in kind.blocks:
-            part = with_experts if block.expert_parameters else share
-            cost = self._piece(id(block), part, partial(_block, job, block, part))
-            pieces.append((count, cost, layout.recompute))
-        if kind.stage.has_embedding and not job.model.is_measured:
-            cost = self._piece(
-                "embedding", share, lambda: embedding_work(job.model, share, job.precision, job.software)
-            )
-            pieces.append((1, cost, Recompute.NONE))
-        if kind.stage.has_head and not job.model.is_measured:
-            cost = self._piece("head", share, lambda: head_work(job.model, share, job.precision, job.software))
-            pieces.append((1, cost, Recompute.NONE))
+        """Return how many of which pieces a stage has, and what of each is recomputed."""
+        share = layout.share(self.job)
+        dense = replace(share, expert_parallel=1, expert_load=1.0)
+        pieces = [
+            (count, self._piece(block, share if block.expert_parameters else dense), layout.recompute)
+            for count, block in kind.blocks
+        ]
+        for name, is_there in (("embedding", kind.has_embedding), ("head", kind.has_head)):
+            if is_there and not self.job.model.is_measured:
+                pieces.append((1, self._piece(name, dense), Recompute.NONE))
         return pieces
 
-    def parameters(self, kind: StageKind, layout: Layout) -> StageParameters:
-        """Parameters of one rank of a stage."""
-        key = (layout.pipe, layout.virtual_stages, kind.first, layout.model, layout.expert_parallel)
-        if key not in self._parameters:
-            self._parameters[key] = stage_parameters(self.job, kind, layout)
-        return self._parameters[key]
-
-    def _piece(self, key: object, share: Share, make: Callable[[], Work]) -> PieceCost:
-        found = self._pieces.get((key, share))
+    def _piece(self, piece: AnyBlock | str, share: Share) -> PieceCost:
+        key = (piece if isinstance(piece, str) else id(piece), share)
+        found = self._pieces.get(key)
         if found is None:
-            work, accelerator = make(), self.job.cluster.accelerator
-            forward, backward = (pass_seconds(one, accelerator) for one in (work.forward, work.backward))
-            found = PieceCost(work, accelerator, forward, backward)
-            self._pieces[key, share] = found
+            found = self._pieces[key] = PieceCost(self._work(piece, share), self.job.cluster.accelerator)
         return found
 
+    def _work(self, piece: AnyBlock | str, share: Share) -> Work:
+        if isinstance(piece, MeasuredLayer):
+            return measured_work(piece, share, self.job.precision)
+        if isinstance(piece, Block):
+            return block_work(piece, share, self.job)
+        return embedding_work(share, self.job) if piece == "embedding" else head_work(share, self.job)
 
-def stage_parameters(job: Job, kind: StageKind, layout: Layout) -> StageParameters:
-    """Exactly what one rank of a stage holds of the model; a tied embedding is on both ends of a pipeline."""
-    model, held, tensor = job.model, kind.stage, layout.model
-    dense = sum(count * block.parameters(tensor) for count, block in kind.blocks)
-    experts = sum(count * block.expert_parameters for count, block in kind.blocks) // layout.expert_parallel
-    rows = -(-model.vocabulary // tensor)  # a vocabulary that the degree does not divide is padded
-    if held.has_embedding:
-        dense += (rows + model.positions) * model.hidden
-    if held.has_head:
-        dense += model.final_norm_parameters
-        dense += 0 if model.tied and held.has_embedding else rows * model.hidden
-    return StageParameters(dense, experts)
-
-
-def _block(job: Job, block: AnyBlock, share: Share) -> Work:
-    if isinstance(block, MeasuredLayer):
-        return measured_work(block, share, job.precision)
-    return block_work(block, share, job.precision, job.software, job.model.dropout)
+    def parameters(self, kind: StageKind, layout: Layout) -> StageParameters:
+        """Return the exact parameters of one rank of a stage. Both ends of a pipeline have a tied embedding."""
+        key = (layout.pipe, layout.virtual_stages, kind.first, layout.model, layout.expert_parallel)
+        if key not in self._parameters:
+            model, tensor = self.job.model, layout.model
+            dense = sum(count * block.parameters(tensor) for count, block in kind.blocks)
+            experts = sum(count * block.expert_parameters for count, block in kind.blocks) // layout.expert_parallel
+            rows = -(-model.vocabulary // tensor)  # a vocabulary that the degree does not divide is padded
+            if kind.has_embedding:
+                dense += (rows + model.positions) * model.hidden
+            if kind.has_head:
+                dense += model.final_norm_parameters
+                dense += 0 if model.tied and kind.has_embedding else rows * model.hidden
+            self._parameters[key] = StageParameters(dense, experts)
+        return self._parameters[key]
 
 
 def _kinds_of(stages: list[Stage]) -> list[StageKind]:
     kinds: dict[tuple[object, ...], StageKind] = {}
-    for index, stage in enumerate(stages):
+    for number, stage in enumerate(stages):
         blocks = tuple(count_by_kind(stage.blocks))
         key = (tuple((count, id(block)) for count, block in blocks), stage.has_embedding, stage.has_head)
-        known = kinds.get(key)
-        kinds[key] = StageKind((*known.stages, index) if known else (index,), stage, blocks)
+        before = kinds[key].stages if key in kinds else ()
+        kinds[key] = StageKind((*before, number), blocks, stage.has_embedding, stage.has_head)
     return list(kinds.values())
-
-
-def _covers(work: Pass, accelerator: Accelerator) -> dict[Cover, float]:
-    """Seconds of what messages can hide behind."""
-    return {
-        Cover.CORE: pass_seconds(Pass(cores=work.cores), accelerator),
-        Cover.PRODUCTS: pass_seconds(Pass(products=work.products), accelerator),
-    }

@@ -1,13 +1,268 @@
-"""A whole model: parameters and floating-point operations, exact to the last one."""
+"""The size of a transformer: exact numbers of parameters and of multiply-adds, for the whole model and for one rank.
+
+``transformer`` builds a model from numbers by hand, ``read_model`` from a Hugging Face ``config.json``, and
+``ds_topo.measurement.live_module`` from a live module. Shapes: ``h`` hidden width, ``t`` ranks of the model (tensor)
+axis.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from math import gcd
+from pathlib import Path
+from typing import Any, TypeAlias
 
-from ds_topo.errors import TopologyError
-from ds_topo.planner.layers import Block, Experts, FeedForward, MeasuredLayer, dense_attention
+from ds_topo.errors import TopologyError, abridged
+from ds_topo.planner import read_json
+
+
+class Split(Enum):
+    """The dimension of a weight that tensor parallelism splits (Shoeybi et al., arXiv:1909.08053)."""
+
+    COLUMN = "outputs"
+    ROW = "inputs"
+    WHOLE = "nothing: every rank has all of it"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer, ``[tokens, inputs] -> [tokens, outputs]``.
+
+    >>> [Linear(8, 8, bias=True, split=split).parameters(tensor=2) for split in Split]
+    [36, 40, 72]
+    """
+
+    inputs: int
+    outputs: int
+    bias: bool = False
+    split: Split = Split.WHOLE
+
+    def parameters(self, tensor: int = 1) -> int:
+        """Return the parameters on one of ``tensor`` ranks. Each has the whole bias of a row-parallel layer."""
+        bias = self.outputs if self.bias else 0
+        if self.split is Split.WHOLE:
+            return self.multiplications + bias
+        return self.multiplications // tensor + (bias // tensor if self.split is Split.COLUMN else bias)
+
+    def shape(self, tensor: int) -> tuple[int, int]:
+        """Return ``(inputs, outputs)`` on one of ``tensor`` ranks."""
+        if self.split is Split.COLUMN:
+            return self.inputs, self.outputs // tensor
+        return (self.inputs // tensor if self.split is Split.ROW else self.inputs), self.outputs
+
+    @property
+    def multiplications(self) -> int:
+        """The multiply-adds for one token, over all ranks."""
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal self-attention.
+
+    Args:
+        heads: heads of the queries; the model axis splits them.
+        kv_heads: heads of keys and values (grouped queries, Ainslie et al., arXiv:2305.13245).
+        key_width: features of a head's queries and keys.
+        value_width: features of a head's values.
+        linears: the projections, the output's last.
+        norm_parameters: parameters of norms inside (of queries and keys, or of compressed ones), whole on every rank.
+        rotary: positions turn queries and keys (Su et al., arXiv:2104.09864).
+    """
+
+    heads: int
+    kv_heads: int
+    key_width: int
+    value_width: int
+    linears: tuple[Linear, ...]
+    norm_parameters: int = 0
+    rotary: bool = True
+
+
+def dense_attention(
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    *,
+    bias_in: bool = False,
+    bias_out: bool = False,
+    norm_parameters: int = 0,
+    rotary: bool = True,
+) -> Attention:
+    """Return attention with one projection for queries, keys and values (three are the same work), and the output's."""
+    into = Linear(hidden, (heads + 2 * kv_heads) * width, bias_in, Split.COLUMN)
+    out = Linear(heads * width, hidden, bias_out, Split.ROW)
+    return Attention(heads, kv_heads, width, width, (into, out), norm_parameters, rotary)
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """``[tokens, h] -> [tokens, width] -> [tokens, h]``; ``gated``: with two inputs (SwiGLU, arXiv:2002.05202)."""
+
+    hidden: int
+    width: int
+    gated: bool
+    bias: bool = False
+
+    @cached_property
+    def linears(self) -> tuple[Linear, Linear]:
+        """The linear layer to the inner width (both inputs at once), and the one back."""
+        into = Linear(self.hidden, (2 if self.gated else 1) * self.width, self.bias, Split.COLUMN)
+        return into, Linear(self.width, self.hidden, self.bias, Split.ROW)
+
+    def parameters(self, tensor: int = 1) -> int:
+        """Return the parameters on one of ``tensor`` ranks."""
+        return sum(linear.parameters(tensor) for linear in self.linears)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of ``count`` feed-forward layers. Each token goes through ``top_k`` of them and through ``shared``.
+
+    ``router_parameters`` are whole on every rank.
+    """
+
+    count: int
+    top_k: int
+    expert: FeedForward
+    router_parameters: int
+    shared: FeedForward | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer layer: attention, then a feed-forward layer or experts (``mlp``)."""
+
+    hidden: int
+    attention: Attention
+    mlp: FeedForward | Experts
+    norm_parameters: int
+
+    @cached_property
+    def dense_mlp(self) -> FeedForward | None:
+        """The feed-forward layer that every token goes through: ``mlp`` itself, or the shared expert."""
+        return self.mlp.shared if isinstance(self.mlp, Experts) else self.mlp
+
+    def parameters(self, tensor: int = 1) -> int:
+        """Return the parameters outside experts, on one of ``tensor`` ranks."""
+        attention = sum(linear.parameters(tensor) for linear in self.attention.linears)
+        router = self.mlp.router_parameters if isinstance(self.mlp, Experts) else 0
+        mlp = self.dense_mlp.parameters(tensor) if self.dense_mlp else 0
+        return attention + self.attention.norm_parameters + router + mlp + self.norm_parameters
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """The parameters of all experts."""
+        return self.mlp.count * self.mlp.expert.parameters() if isinstance(self.mlp, Experts) else 0
+
+    def largest_linear(self, tensor: int) -> int:
+        """Return the parameters of the largest linear layer on one of ``tensor`` ranks, experts aside."""
+        linears: tuple[Linear, ...] = (
+            *self.attention.linears,
+            *(self.mlp.linears if isinstance(self.mlp, FeedForward) else ()),
+        )
+        return max(linear.parameters(tensor) for linear in linears)
+
+    @cached_property
+    def split_widths(self) -> tuple[int, ...]:
+        """The widths of feed-forward layers, which tensor parallelism splits."""
+        return (self.dense_mlp.width,) if self.dense_mlp else ()
+
+    @cached_property
+    def multiplications(self) -> int:
+        """The multiply-adds of one token with the weights that it meets."""
+        linears: tuple[Linear, ...] = (*self.attention.linears, *(self.dense_mlp.linears if self.dense_mlp else ()))
+        dense = sum(linear.multiplications for linear in linears)
+        if isinstance(self.mlp, FeedForward):
+            return dense
+        expert = sum(linear.multiplications for linear in self.mlp.expert.linears)
+        return dense + self.mlp.top_k * expert + self.mlp.router_parameters
+
+
+@dataclass(frozen=True)
+class MeasuredProduct:
+    """``count`` products ``[rows, inner] x [inner, columns]`` of one sequence.
+
+    With more sequences, ``batched`` products grow in number, others in rows.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    count: int = 1
+    batched: bool = False
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """A layer of a live module, as measured by one forward pass of one sequence. Tensor parallelism cannot split it.
+
+    Args:
+        name: its path in the module.
+        weights: its parameters.
+        largest_weight: elements of its largest parameter.
+        products: its matrix products.
+        core_flops: FLOPs of attention's core in forward.
+        core_width: features of its heads.
+        values: values that operators other than products read and write.
+        operators: the number of these operators.
+        kept: values that are kept for backward.
+        kept_indices: bytes that are kept and are not floating-point values.
+        output: values of its result.
+        positions: positions of the sequence.
+    """
+
+    name: str
+    weights: int
+    largest_weight: int
+    products: tuple[MeasuredProduct, ...]
+    core_flops: float
+    core_width: int
+    values: float
+    operators: int
+    kept: float
+    kept_indices: float
+    output: float
+    positions: int
+    expert_parameters: int = 0
+    split_widths: tuple[int, ...] = ()
+
+    def parameters(self, tensor: int = 1) -> int:
+        """Return all parameters: every rank has them."""
+        return self.weights
+
+    def largest_linear(self, tensor: int) -> int:
+        """Return the elements of the largest parameter."""
+        return self.largest_weight
+
+    @property
+    def flops_per_token(self) -> float:
+        """The FLOPs of forward and backward. Backward costs twice as much as forward."""
+        products = sum(one.rows * one.columns * one.inner * one.count for one in self.products)
+        return (3 * 2 * products + 3 * self.core_flops) / self.positions
+
+
+AnyBlock: TypeAlias = "Block | MeasuredLayer"
+
+
+def count_by_kind(blocks: Iterable[AnyBlock]) -> list[tuple[int, AnyBlock]]:
+    """Return runs of equal blocks with their lengths.
+
+    >>> model = transformer(layers=3, hidden=64, heads=4, vocabulary=256, sequence=16)
+    >>> [(count, block.hidden) for count, block in count_by_kind(model.blocks)]
+    [(3, 64)]
+    """
+    runs: list[tuple[int, AnyBlock]] = []
+    for block in blocks:
+        if runs and (runs[-1][1] is block or runs[-1][1] == block):
+            runs[-1] = (runs[-1][0] + 1, block)
+        else:
+            runs.append((1, block))
+    return runs
 
 
 @dataclass(frozen=True)
@@ -15,13 +270,13 @@ class Model:
     """A decoder: embedding, blocks, a norm and the output layer.
 
     Args:
-        name: for tables.
+        name: its name in tables.
         hidden: width of the activations between blocks.
         vocabulary: rows of the embedding.
         sequence: positions of a training sequence unless the job says otherwise.
-        blocks: in order.
+        blocks: the layers in order.
         positions: rows of a learned position embedding (GPT-2), 0 for rotary ones.
-        final_norm_parameters: of the norm after the last block.
+        final_norm_parameters: parameters of the norm after the last block.
         tied: the output layer is the embedding.
         dropout: the layers drop activations in training (GPT-2's generation).
     """
@@ -42,65 +297,52 @@ class Model:
         return len(self.blocks)
 
     @property
-    def embedding_parameters(self) -> int:
-        """Of tokens and positions."""
-        return (self.vocabulary + self.positions) * self.hidden
-
-    @property
-    def output_parameters(self) -> int:
-        """Of the output layer, where it is not the embedding."""
-        return 0 if self.tied else self.vocabulary * self.hidden
-
-    @property
     def is_measured(self) -> bool:
-        """Whether its blocks are a live module's layers, the embedding and the output among them."""
+        """True if the blocks are a live module's layers, the embedding and the output among them."""
         return isinstance(self.blocks[0], MeasuredLayer)
 
     @cached_property
-    def expert_parameters(self) -> int:
-        """Of all experts of all blocks."""
-        return sum(block.expert_parameters for block in self.blocks)
+    def _transformer_blocks(self) -> list[Block]:
+        return [block for block in self.blocks if isinstance(block, Block)]
 
     @cached_property
     def parameters(self) -> int:
-        """Every parameter, exactly."""
+        """The exact number of parameters."""
+        embedding = (self.vocabulary + self.positions) * self.hidden
+        output = 0 if self.tied else self.vocabulary * self.hidden
         blocks = sum(block.parameters() + block.expert_parameters for block in self.blocks)
-        return self.embedding_parameters + blocks + self.final_norm_parameters + self.output_parameters
+        return embedding + blocks + self.final_norm_parameters + output
 
     @cached_property
     def active_parameters(self) -> int:
-        """Parameters that one token meets: all but the experts that it is not sent to."""
-        idle = 0
-        for block in self.blocks:
-            if isinstance(block, Block) and isinstance(block.mlp, Experts):
-                idle += (block.mlp.count - block.mlp.top_k) * block.mlp.expert.parameters()
-        return self.parameters - idle
+        """The parameters that one token meets: all but the experts that it is not sent to."""
+        mixtures = [block.mlp for block in self._transformer_blocks if isinstance(block.mlp, Experts)]
+        return self.parameters - sum((mlp.count - mlp.top_k) * mlp.expert.parameters() for mlp in mixtures)
 
     @cached_property
     def heads(self) -> int:
-        """The greatest common divisor of the blocks' heads: the model axis must divide it."""
+        """The greatest common divisor of the blocks' heads. The model axis must divide it."""
         return gcd(*(block.attention.heads if isinstance(block, Block) else 1 for block in self.blocks))
 
     @cached_property
     def split_widths(self) -> frozenset[int]:
-        """Widths of feed-forward layers, which tensor parallelism splits."""
+        """The widths of feed-forward layers, which tensor parallelism splits."""
         return frozenset(width for block in self.blocks for width in block.split_widths)
 
     @cached_property
     def expert_count(self) -> int:
         """The greatest common divisor of the blocks' numbers of experts, 0 without experts."""
-        mixtures = [block.mlp for block in self.blocks if isinstance(block, Block)]
-        return gcd(*(mlp.count for mlp in mixtures if isinstance(mlp, Experts)))
+        return gcd(*(block.mlp.count for block in self._transformer_blocks if isinstance(block.mlp, Experts)))
 
     def flops_per_token(self, sequence: int, *, causal: bool = True) -> float:
-        """Floating-point operations of forward and backward for one token: ``6 x multiplications + attention``.
+        """Return the FLOPs of forward and backward for one token: ``6 x multiplications + attention``.
 
-        Backward costs twice what forward does, so that ``3 x 2`` operations come for every weight that a token meets
-        (Narayanan et al., SC 2021, appendix; the embedding's look-up counts nothing). Attention takes
-        ``3 x 2 x s x heads x (key width + value width)`` more with a full mask, half of it with a causal one.
+        Backward costs twice as much as forward, which makes ``3 x 2`` operations for every weight that a token meets
+        (Narayanan et al., SC 2021, appendix; the embedding's look-up counts nothing). Attention adds
+        ``3 x 2 x s x heads x (key width + value width)`` with a full mask, half of it with a causal one.
         """
         flops = sum(block.flops_per_token for block in self.blocks if isinstance(block, MeasuredLayer))
-        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        blocks = self._transformer_blocks
         weights = sum(block.multiplications for block in blocks) + self.hidden * self.vocabulary
         pairs = sum(
             block.attention.heads * (block.attention.key_width + block.attention.value_width) for block in blocks
@@ -123,11 +365,11 @@ def transformer(
     tied: bool | None = None,
     name: str = "",
 ) -> Model:
-    """A model from numbers by hand.
+    """Return a model from numbers by hand.
 
-    Without ``kv_heads`` or with as many as heads, and ``ffn`` of at least three times the hidden width, it is a GPT
-    (GPT-2's layers: biases, LayerNorm, GELU, learned positions, tied output); else it has Llama's layers (no biases,
-    RMSNorm, SwiGLU, rotary positions, an output layer of its own). ``gated`` and ``tied`` say otherwise.
+    It is a GPT (GPT-2's layers: biases, LayerNorm, GELU, learned positions, tied output) if ``kv_heads`` is missing or
+    equal to ``heads`` and ``ffn`` is at least three times ``hidden``. Otherwise it has Llama's layers (no biases,
+    RMSNorm, SwiGLU, rotary positions, an output layer of its own). ``gated`` and ``tied`` override this.
 
     >>> transformer(layers=12, hidden=768, heads=12, vocabulary=50257, sequence=1024).parameters
     124439808
@@ -136,7 +378,7 @@ def transformer(
     8030261248
 
     Raises:
-        TopologyError: a number that is not positive, heads that do not divide the width or are not divided by kv_heads.
+        TopologyError: if a number is not positive, or heads do not divide the width or are not divided by kv_heads.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     ffn = 4 * hidden if ffn is None else ffn
@@ -163,11 +405,9 @@ def transformer(
             f"--top-k {top_k}: a token goes through at most all --experts {experts}, 1 <= top-k <= experts"
         )
     gpt = not gated if gated is not None else (kv_heads == heads and ffn >= 3 * hidden and not experts)
-    width = hidden // heads
-    attention = dense_attention(hidden, heads, kv_heads, width, bias_in=gpt, bias_out=gpt, rotary=not gpt)
-    mlp: FeedForward | Experts = FeedForward(hidden, ffn, gated=not gpt, bias=gpt)
-    if experts:
-        mlp = Experts(experts, top_k, FeedForward(hidden, ffn, gated=not gpt, bias=gpt), hidden * experts)
+    dense = FeedForward(hidden, ffn, gated=not gpt, bias=gpt)
+    mlp = Experts(experts, top_k, dense, hidden * experts) if experts else dense
+    attention = dense_attention(hidden, heads, kv_heads, hidden // heads, bias_in=gpt, bias_out=gpt, rotary=not gpt)
     norm = 2 * hidden if gpt else hidden
     return Model(
         name=name or f"{layers} layers of {hidden}",
@@ -180,3 +420,196 @@ def transformer(
         tied=gpt if tied is None else tied,
         dropout=gpt,
     )
+
+
+def read_model(path: str | Path) -> Model:
+    """Return the model that a Hugging Face ``config.json`` (or the folder that holds one) describes.
+
+    Raises:
+        TopologyError: if the file cannot be read, its family is not known, or a number is missing.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    config = read_json(path, "config")
+    if not isinstance(config, Mapping):
+        raise TopologyError(f"config {str(path)!r} is not a JSON object")
+    return model_from_config(config, name=str(config.get("_name_or_path") or path.parent.name))
+
+
+def model_from_config(config: Mapping[str, Any], name: str = "") -> Model:
+    """Return the model of a loaded ``config.json``. Tests compare the totals with those of ``transformers``.
+
+    >>> model_from_config({"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257,
+    ...                    "n_positions": 1024}).parameters
+    124439808
+
+    Raises:
+        TopologyError: if the family is not known, or a number is missing or does not fit the others.
+    """
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise TopologyError(
+            f"model_type {family!r} is not a family that the planner knows ({known}): give its numbers by hand with "
+            "--layers --hidden --heads --kv-heads --ffn --vocab --sequence (and --experts --top-k)"
+        )
+    return FAMILIES[family](_Config(family, config), name or family)
+
+
+@dataclass(frozen=True)
+class _Config:
+    """A config whose values are checked when they are read."""
+
+    family: str
+    content: Mapping[str, Any]
+
+    def number(self, *keys: str, least: int = 1, default: int | None = None) -> int:
+        """Return the first of ``keys`` that is present, a whole number from ``least`` on."""
+        key = next((key for key in keys if self.content.get(key) is not None), keys[0])
+        value = self.content.get(key)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            found = "is missing" if value is None else f"is {abridged(value)}"
+            raise self.error(f"{key!r} {found}; a whole number from {least} on must be there")
+        return value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.content.get(key)
+        return default if value is None else bool(value)
+
+    def numbers(self, key: str) -> list[int]:
+        values = self.content.get(key) or []
+        if not isinstance(values, list) or not all(type(value) is int for value in values):
+            raise self.error(f"{key!r} is {abridged(values)}; a list of whole numbers must be there")
+        return values
+
+    def head_width(self, hidden: int, heads: int) -> int:
+        if hidden % heads:
+            raise self.error(f"{heads} attention heads must divide the hidden size {hidden}")
+        return hidden // heads
+
+    def top_k(self, count: int) -> int:
+        top_k = self.number("num_experts_per_tok")
+        if top_k > count:
+            raise self.error(f"'num_experts_per_tok' is {top_k}, more than the {count} experts")
+        return top_k
+
+    def error(self, text: str) -> TopologyError:
+        return TopologyError(f"config of family {self.family!r}: {text}")
+
+
+def _gpt2(config: _Config, name: str) -> Model:
+    hidden, heads = config.number("n_embd"), config.number("n_head")
+    config.head_width(hidden, heads)  # raises if heads do not divide the hidden size
+    return transformer(
+        layers=config.number("n_layer"),
+        hidden=hidden,
+        heads=heads,
+        vocabulary=config.number("vocab_size"),
+        sequence=config.number("n_positions"),
+        ffn=config.number("n_inner", default=4 * hidden),
+        gated=False,
+        tied=config.flag("tie_word_embeddings", True),
+        name=name,
+    )
+
+
+def _llama(config: _Config, name: str) -> Model:
+    """Build Llama, Mistral or Qwen: RMSNorm, rotary positions, grouped queries, SwiGLU or experts."""
+    family, hidden, heads = config.family, config.number("hidden_size"), config.number("num_attention_heads")
+    bias = family in ("llama", "qwen3", "qwen3_moe") and config.flag("attention_bias")
+    bias_in = bias or family == "qwen2" or (family == "qwen2_moe" and config.flag("qkv_bias", True))
+    kv_heads = config.number("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise config.error(f"{kv_heads} key-value heads must divide the {heads} attention heads")
+    width = config.number("head_dim", default=0) or config.head_width(hidden, heads)
+    norms = 2 * width if family in ("qwen3", "qwen3_moe") else 0
+    attention = dense_attention(hidden, heads, kv_heads, width, bias_in=bias_in, bias_out=bias, norm_parameters=norms)
+    dense = FeedForward(hidden, config.number("intermediate_size"), gated=True, bias=config.flag("mlp_bias"))
+    if family == "mixtral":
+        count = config.number("num_local_experts")
+        expert = FeedForward(hidden, dense.width, gated=True)
+        experts = Experts(count, config.top_k(count), expert, hidden * count)
+        return _decoder(config, name, attention, lambda layer: experts)
+    if family in ("qwen2_moe", "qwen3_moe"):
+        return _decoder(config, name, attention, _qwen_mlps(config, hidden, dense))
+    return _decoder(config, name, attention, lambda layer: dense)
+
+
+def _qwen_mlps(config: _Config, hidden: int, dense: FeedForward) -> Callable[[int], FeedForward | Experts]:
+    """Follow Qwen's rule: each ``decoder_sparse_step``-th layer has experts, except those in ``mlp_only_layers``."""
+    shared = None
+    if config.family == "qwen2_moe":
+        shared = FeedForward(hidden, config.number("shared_expert_intermediate_size"), gated=True)
+    count = config.number("num_experts", "num_local_experts", least=0)
+    if not count:
+        return lambda layer: dense
+    expert = FeedForward(hidden, config.number("moe_intermediate_size"), gated=True)
+    # the shared expert's output has a gate of its own: h weights
+    router = hidden * count + (hidden if shared else 0)
+    experts = Experts(count, config.top_k(count), expert, router, shared)
+    dense_layers, step = set(config.numbers("mlp_only_layers")), config.number("decoder_sparse_step", default=1)
+    return lambda layer: experts if layer not in dense_layers and (layer + 1) % step == 0 else dense
+
+
+def _deepseek(config: _Config, name: str) -> Model:
+    """Build DeepSeek-V2 or V3: latent attention (arXiv:2405.04434), shared experts, dense first layers.
+
+    V3's layers for predicting further tokens (``num_nextn_predict_layers``) are not part of ``transformers``' model and
+    not counted. Neither is the router's correction bias, which is no parameter there.
+    """
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    rope, nope, value = (config.number(key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    kv_rank, query_rank = config.number("kv_lora_rank"), config.number("q_lora_rank", least=0, default=0)
+    bias = config.flag("attention_bias")
+    queries = heads * (nope + rope)
+    linears = [Linear(hidden, queries, False, Split.COLUMN)]
+    if query_rank:
+        linears = [Linear(hidden, query_rank, bias), Linear(query_rank, queries, False, Split.COLUMN)]
+    linears += [
+        Linear(hidden, kv_rank + rope, bias),
+        Linear(kv_rank, heads * (nope + value), False, Split.COLUMN),
+        Linear(heads * value, hidden, bias, Split.ROW),
+    ]
+    attention = Attention(heads, heads, nope + rope, value, tuple(linears), query_rank + kv_rank)
+    dense = FeedForward(hidden, config.number("intermediate_size"), gated=True, bias=config.flag("mlp_bias"))
+    count = config.number("n_routed_experts", least=0, default=0)
+    if not count:
+        return _decoder(config, name, attention, lambda layer: dense)
+    width, shared = config.number("moe_intermediate_size"), config.number("n_shared_experts", least=0, default=0)
+    sparse = Experts(
+        count=count,
+        top_k=config.top_k(count),
+        expert=FeedForward(hidden, width, gated=True),
+        router_parameters=hidden * count,
+        shared=FeedForward(hidden, shared * width, gated=True) if shared else None,
+    )
+    first_sparse = config.number("first_k_dense_replace", least=0, default=0)
+    every = config.number("moe_layer_freq", default=1)
+    return _decoder(
+        config, name, attention, lambda layer: sparse if layer >= first_sparse and layer % every == 0 else dense
+    )
+
+
+def _decoder(config: _Config, name: str, attention: Attention, mlp: Callable[[int], FeedForward | Experts]) -> Model:
+    """Return a model with RMSNorm, rotary positions, and ``mlp(layer)`` in each layer."""
+    hidden = config.number("hidden_size")
+    layers = range(config.number("num_hidden_layers"))
+    return Model(
+        name=name,
+        hidden=hidden,
+        vocabulary=config.number("vocab_size"),
+        sequence=config.number("max_position_embeddings"),
+        blocks=tuple(Block(hidden, attention, mlp(layer), 2 * hidden) for layer in layers),
+        final_norm_parameters=hidden,
+        tied=config.flag("tie_word_embeddings"),
+    )
+
+
+FAMILIES: dict[str, Callable[[_Config, str], Model]] = {
+    "gpt2": _gpt2,
+    **dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _llama),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _deepseek),
+}
+"""The function that reads a ``config.json``, by its ``model_type``."""

@@ -1,9 +1,9 @@
-"""All layouts of a job, best first: a generator with bounds, so that most are never looked at.
+"""Search for the fastest layouts of a job that fit in memory.
 
-Candidates come as a tree: degrees, then micro-batch, virtual stages, recomputation and sequence parallelism, then ZeRO
-stage and experts, then the order of axes. Every node has a bound that none of its leaves can beat: compute alone for
-degrees, compute, bubble and the messages on their best links further down. Nodes are taken in the order of
-their bounds, and a node whose bound exceeds the last of the best found so far ends its level.
+Candidates form a tree: degrees, then micro-batch, virtual stages, recomputation, sequence parallelism and experts, then
+ZeRO stage, then the order of axes. Every node has a bound that none of its leaves can beat: computing alone for
+degrees; computing, bubble and the messages on the best possible links further down. Nodes are visited in the order of
+their bounds. A node whose bound exceeds the slowest of the plans found so far ends its level.
 """
 
 from __future__ import annotations
@@ -12,33 +12,75 @@ import heapq
 import re
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import permutations
-from math import inf
+from functools import lru_cache
+from itertools import permutations, product
+from math import ceil, gcd, inf
+from typing import TypeAlias
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner.candidates import (
-    Degrees,
-    Wanted,
-    first_order,
-    micro_batches,
-    orders,
-    possible_degrees,
-    schedules,
-    zero_stages,
-)
+from ds_topo.planner.communication import Span, layout_spans
 from ds_topo.planner.costs import Costs
-from ds_topo.planner.group_spans import layout_spans, spans_of_factors
-from ds_topo.planner.layout import Job, Layout, layout_problem
+from ds_topo.planner.hardware import Cluster
+from ds_topo.planner.job import AXES, Job, Layout, Recompute, degrees_problem, layout_problem
 from ds_topo.planner.memory import MemoryUse, largest_states, memory_use
-from ds_topo.planner.smallest import smallest_cluster
-from ds_topo.planner.spans import Span
 from ds_topo.planner.step_time import StepTime, schedule_bound, step_time
-from ds_topo.topology.axes import DATA
-from ds_topo.topology.layout import Factors
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
+from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
+
+Degrees: TypeAlias = tuple[int, int, int, int]
+"""The degrees of pipe, data, seq, model."""
+
+LARGEST_MICRO_BATCH = 64
+"""The search does not try micro-batches of more sequences."""
+MOST_HOSTS = 1 << 14
+"""``smallest_cluster`` tries no more hosts."""
+STEPS = 64
+"""The numbers of hosts that ``smallest_cluster`` tries between one that is too small and twice that number."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The decisions that the user has made; None leaves a choice to the search.
+
+    Args:
+        topology: degrees and their order.
+        degrees: degrees of some axes, in any order.
+        recompute: the kinds of recomputation to choose from; all that the software offers if empty.
+    """
+
+    topology: ProcessTopology | None = None
+    degrees: tuple[tuple[str, int], ...] = ()
+    micro_batch: int | None = None
+    zero: int | None = None
+    recompute: tuple[Recompute, ...] = ()
+    virtual_stages: int | None = None
+    sequence_parallel: bool | None = None
+    expert_parallel: int | None = None
+
+    def degree(self, axis: str) -> int | None:
+        """Return the degree that an axis must have, or None."""
+        if self.topology is not None:
+            return max(1, self.topology.get_dim(axis))
+        return dict(self.degrees).get(axis)
+
+    def decisions(self) -> list[str]:
+        """Return the decisions in words.
+
+        >>> Wanted(degrees=(("model", 2),), zero=2, recompute=(Recompute.FULL,), sequence_parallel=False).decisions()
+        ['model=2', 'ZeRO 2', 'recompute full', 'no sequence parallelism']
+        """
+        said = [] if self.topology is None else [self.topology.spec]
+        said += [f"{axis}={degree}" for axis, degree in self.degrees]
+        said += [] if self.micro_batch is None else [f"micro-batch {self.micro_batch}"]
+        said += [] if self.zero is None else [f"ZeRO {self.zero}"]
+        said += [f"recompute {' or '.join(kind.value for kind in self.recompute)}"] if self.recompute else []
+        said += [] if self.virtual_stages is None else [f"{self.virtual_stages} virtual stages"]
+        if self.sequence_parallel is not None:
+            said.append("sequence parallel" if self.sequence_parallel else "no sequence parallelism")
+        return said + ([] if self.expert_parallel is None else [f"experts over {self.expert_parallel}"])
 
 
 @dataclass(frozen=True)
@@ -51,13 +93,13 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of one step."""
+        """The seconds of one step."""
         return self.time.total
 
 
 @dataclass
 class Tally:
-    """What a search looked at: sets of degrees, layouts by what became of them, and the closest to fitting."""
+    """Counts of a search: sets of degrees, layouts by what became of them, and the closest to fitting."""
 
     degrees: int = 0
     evaluated: int = 0
@@ -69,7 +111,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Found:
-    """The best plans, one for each set of degrees, the fastest first; ``runner_up`` is the second, asked for or not."""
+    """The best plans, one per set of degrees, the fastest first; ``runner_up`` is the second, even if not asked for."""
 
     job: Job
     plans: tuple[Plan, ...]
@@ -78,16 +120,16 @@ class Found:
 
     @property
     def best(self) -> Plan:
-        """The fastest."""
+        """The fastest plan."""
         return self.plans[0]
 
 
 def search(job: Job, wanted: Wanted | None = None, count: int = 10) -> Found:
-    """The ``count`` sets of degrees with the fastest layouts that fit, each with its best.
+    """Return the fastest layout that fits for each of the ``count`` best sets of degrees.
 
     Raises:
-        TopologyError: no layout divides heads, batch and layers; or none fits into memory (the message says by how
-            much, and which cluster would do).
+        TopologyError: if no layout divides heads, batch and layers, or none fits in memory. The message then names the
+            missing bytes and the smallest cluster that fits.
     """
     wanted, tally = wanted or Wanted(), Tally()
     best = _fastest(job, wanted, tally, max(2, count))
@@ -96,24 +138,125 @@ def search(job: Job, wanted: Wanted | None = None, count: int = 10) -> Found:
     return Found(job, tuple(best[:count]), best[1] if len(best) > 1 else None, tally)
 
 
-def favourite(job: Job, wanted: Wanted) -> Plan | str:
-    """The fastest layout of what is decided; in words why there is none."""
+def plan_or_problem(job: Job, wanted: Wanted) -> Plan | str:
+    """Return the fastest layout with these decisions, or in words why there is none."""
     tally = Tally()
     best = _fastest(job, wanted, tally, 1)
     if best:
         return best[0]
     if tally.smallest is None:
-        return f"it cannot be: {_reasons(tally)}"
+        return f"it is not possible: {_reasons(tally)}"
     layout, memory = tally.smallest
     return f"it needs {memory.total / 1e9:.1f} GB per rank, of {job.cluster.memory_limit / 1e9:.1f} GB ({layout})"
 
 
+def evaluate(job: Job, layout: Layout) -> Plan:
+    """Return the seconds and bytes of one layout."""
+    costs = Costs(job)
+    return Plan(layout, step_time(costs, layout), memory_use(costs, layout))
+
+
+def orders_of(job: Job, plan: Plan) -> list[Plan]:
+    """Return the plan's layout in every order of its axes, the fastest first."""
+    costs = Costs(job)
+    layouts = (replace(plan.layout, topology=topology) for topology in orders(plan.layout.topology))
+    plans = (Plan(layout, step_time(costs, layout), plan.memory) for layout in layouts)
+    return sorted(plans, key=lambda one: one.seconds)
+
+
+def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterator[Degrees]:
+    """Yield degrees whose product is the number of ranks and that divide heads, layers, positions and batch."""
+    ranks = job.cluster.ranks
+    decided = (wanted.degree(axis) for axis in (PIPE, SEQ, MODEL))
+    for pipe, seq, tensor in product(*([degree] if degree else divisors(ranks) for degree in decided)):
+        if ranks % (pipe * seq * tensor):
+            continue
+        data = ranks // (pipe * seq * tensor)
+        if wanted.degree(DATA) not in (None, data):
+            continue
+        problem = degrees_problem(job, pipe, data, seq, tensor)
+        if problem:
+            problems[problem] += 1
+        else:
+            yield pipe, data, seq, tensor
+
+
+def first_order(degrees: Degrees) -> ProcessTopology:
+    """Return the axes of more than one rank in the order that is tried first."""
+    named = [(axis, degree) for axis, degree in zip(AXES, degrees, strict=True) if degree > 1] or [(DATA, 1)]
+    return ProcessTopology([axis for axis, _ in named], [degree for _, degree in named])
+
+
+@lru_cache(maxsize=1024)
+def orders(topology: ProcessTopology) -> tuple[ProcessTopology, ...]:
+    """Return the topology in every order of its axes of more than one rank."""
+    degrees = dict(zip(topology.axes, topology.dims, strict=True))
+    fixed = [axis for axis in topology.axes if degrees[axis] == 1]
+    return tuple(
+        ProcessTopology([*fixed, *order], [degrees[axis] for axis in (*fixed, *order)])
+        for order in permutations(axis for axis in topology.axes if degrees[axis] > 1)
+    )
+
+
+def zero_stages(job: Job, layout: Layout, wanted: Wanted) -> list[int]:
+    """Return the ZeRO stages to choose from; one is enough if there is nothing to shard."""
+    if wanted.zero is not None:
+        return [wanted.zero]
+    stages = list(job.software.zero_stages(layout.pipe, job.precision))
+    return stages if layout.replicas > 1 else stages[:1]
+
+
+def schedules(job: Job, degrees: Degrees, wanted: Wanted) -> Iterator[Layout]:
+    """Yield micro-batches, virtual stages, recomputation, sequence parallelism and degrees of experts."""
+    pipe, data, seq, tensor = degrees
+    software, model = job.software, job.model
+    topology = wanted.topology if wanted.topology is not None else first_order(degrees)
+    virtuals = [wanted.virtual_stages] if wanted.virtual_stages else [1]
+    if not wanted.virtual_stages and software.virtual_stages > 1 and pipe > 1:
+        virtuals = [stages for stages in _virtual_stages(model.layers, pipe) if stages <= software.virtual_stages]
+    split = [False]
+    if software.sequence_parallel and tensor > 1 and job.sequence % (seq * tensor) == 0:
+        split = [True] if software.regathers else [False, True]
+    if wanted.sequence_parallel is not None:
+        split = [wanted.sequence_parallel]
+    experts = [wanted.expert_parallel] if wanted.expert_parallel else [1]
+    if not wanted.expert_parallel and model.expert_count:
+        experts = divisors(gcd(model.expert_count, data * seq))
+    # ``zero_stages`` replaces the first stage by all of them later
+    zero = software.zero_stages(pipe, job.precision)[0] if wanted.zero is None else wanted.zero
+    kinds = wanted.recompute or software.recompute
+    choices = product(micro_batches(job, data, wanted), virtuals, kinds, split, experts)
+    for micro_batch, virtual, kind, spread, sharers in choices:
+        yield Layout(topology, micro_batch, zero, kind, virtual, spread, sharers)
+
+
+def micro_batches(job: Job, data: int, wanted: Wanted) -> list[int]:
+    """Return the micro-batches to choose from."""
+    if wanted.micro_batch:
+        return [wanted.micro_batch]
+    return [size for size in divisors(job.batch // data) if size <= LARGEST_MICRO_BATCH]
+
+
+def _virtual_stages(layers: int, pipe: int) -> list[int]:
+    """Return the numbers of virtual stages that make chunks of different lengths, the fewest of each.
+
+    >>> _virtual_stages(layers=12, pipe=2)
+    [1, 2, 3, 6]
+    """
+    by_length = {-(-layers // (pipe * virtual)): virtual for virtual in range(-(-layers // pipe), 0, -1)}
+    return sorted(by_length.values())
+
+
 def _fastest(job: Job, wanted: Wanted, tally: Tally, kept: int) -> list[Plan]:
-    """The fastest layouts that fit of at least the ``kept`` best sets of degrees, the fastest first."""
+    """Return the fastest fitting layout of each of at least the ``kept`` best sets of degrees, the fastest first."""
     costs = Costs(job)
     best: list[Plan] = []
-    every = possible_degrees(job, wanted, tally.problems)
-    nodes = sorted(((_degrees_bound(costs, degrees, wanted), degrees) for degrees in every), key=lambda node: node[0])
+    nodes = []
+    for degrees in possible_degrees(job, wanted, tally.problems):
+        # no layout of these degrees beats the largest micro-batch's work, spread evenly over stages
+        largest = Layout(first_order(degrees), max(micro_batches(job, degrees[1], wanted)))
+        nodes.append((schedule_bound(costs, largest, even=True), degrees))
+    nodes.sort(key=lambda node: node[0])
     tally.degrees = len(nodes)
     for position, (bound, degrees) in enumerate(nodes):
         limit = best[kept - 1].seconds if len(best) >= kept else inf
@@ -126,28 +269,8 @@ def _fastest(job: Job, wanted: Wanted, tally: Tally, kept: int) -> list[Plan]:
     return best
 
 
-def evaluate(job: Job, layout: Layout) -> Plan:
-    """Seconds and bytes of one layout."""
-    costs = Costs(job)
-    return Plan(layout, step_time(costs, layout), memory_use(costs, layout))
-
-
-def orders_of(job: Job, plan: Plan) -> list[Plan]:
-    """The plan's layout in every order of its axes, the fastest first."""
-    costs = Costs(job)
-    layouts = (replace(plan.layout, topology=topology) for topology in orders(plan.layout.topology))
-    plans = (Plan(layout, step_time(costs, layout), plan.memory) for layout in layouts)
-    return sorted(plans, key=lambda one: one.seconds)
-
-
-def _degrees_bound(costs: Costs, degrees: Degrees, wanted: Wanted) -> float:
-    """Seconds that no layout of these degrees beats: the largest micro-batch's work, spread evenly over stages."""
-    layout = Layout(first_order(degrees), max(micro_batches(costs.job, degrees[1], wanted)))
-    return schedule_bound(costs, layout, even=True)
-
-
 def _best_of_degrees(costs: Costs, degrees: Degrees, wanted: Wanted, tally: Tally, limit: float) -> Plan | None:
-    """The fastest layout of these degrees that fits and takes less than ``limit`` seconds; every order of the axes."""
+    """Return the fastest fitting layout of these degrees in any order of axes, if faster than ``limit`` seconds."""
     nodes: list[tuple[float, int, Layout]] = []
     for index, layout in enumerate(schedules(costs.job, degrees, wanted)):
         problem = layout_problem(costs.job, layout)
@@ -169,22 +292,17 @@ def _best_of_degrees(costs: Costs, degrees: Degrees, wanted: Wanted, tally: Tall
     return best
 
 
-def _stages_of(costs: Costs, layout: Layout, wanted: Wanted) -> list[int]:
-    """ZeRO stages to choose from."""
-    return zero_stages(costs.job, layout) if wanted.zero is None else [wanted.zero]
-
-
 def _states_fit(costs: Costs, layout: Layout, wanted: Wanted) -> bool:
-    """Whether states alone fit in some ZeRO stage."""
+    """Return True if states alone fit in some ZeRO stage."""
     limit = costs.job.cluster.memory_limit
-    candidates = (replace(layout, zero=zero) for zero in _stages_of(costs, layout, wanted))
+    candidates = (replace(layout, zero=zero) for zero in zero_stages(costs.job, layout, wanted))
     return any(largest_states(costs, one) <= limit and not layout_problem(costs.job, one) for one in candidates)
 
 
 def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally, best: Plan | None) -> Plan | None:
-    """The better of ``best`` and the fastest fitting layout of this schedule over ZeRO stages and orders."""
+    """Return the better of ``best`` and the fastest fitting layout of this schedule over ZeRO stages and orders."""
     job = costs.job
-    for zero in _stages_of(costs, layout, wanted):
+    for zero in zero_stages(job, layout, wanted):
         candidate = replace(layout, zero=zero)
         problem = layout_problem(job, candidate)
         if problem:
@@ -192,7 +310,7 @@ def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally
             continue
         states = largest_states(costs, candidate)
         if states > job.cluster.memory_limit and tally.smallest and states >= tally.smallest[1].total:
-            tally.too_large += 1  # states alone are, and more than the smallest needs
+            tally.too_large += 1  # states alone are too large, and more than the smallest layout needs
             continue
         memory = memory_use(costs, candidate)
         if memory.total > job.cluster.memory_limit:
@@ -200,66 +318,89 @@ def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally
             if tally.smallest is None or memory.total < tally.smallest[1].total:
                 tally.smallest = (candidate, memory)
             continue
-        for topology, spans in _placements(costs, candidate, wanted):
+        for placed in _placements(costs, candidate, wanted).values():
             tally.evaluated += 1
-            time = step_time(costs, candidate, spans)
+            time = step_time(costs, placed)
             if best is None or time.total < best.seconds * (1 - 1e-9):
-                best = Plan(replace(candidate, topology=topology()), time, memory)
+                best = Plan(placed, time, memory)
     return best
 
 
-def _placements(
-    costs: Costs, layout: Layout, wanted: Wanted
-) -> Iterator[tuple[Callable[[], ProcessTopology], dict[str, Span]]]:
-    """Orders of the axes that put groups on different links, one for each such placement."""
+def _placements(costs: Costs, layout: Layout, wanted: Wanted) -> dict[tuple[Span, ...], Layout]:
+    """Return the orders of the axes that put groups on different links, one for each such placement."""
+    placements: dict[tuple[Span, ...], Layout] = {}
+    for topology in orders(layout.topology) if wanted.topology is None else [wanted.topology]:
+        placed = replace(layout, topology=topology)
+        placements.setdefault(tuple(layout_spans(costs, placed).values()), placed)
+    return placements
+
+
+def smallest_cluster(job: Job, wanted: Wanted) -> Cluster | None:
+    """Return the job's cluster with as many hosts as some layout needs to fit, or None if no number of them does.
+
+    The user's decisions are kept, except for the degree of ``data``, which grows with the hosts. A decided topology
+    keeps its other degrees, in any order. The number is the smallest exactly if it is at most twice ``STEPS``.
+    """
     if wanted.topology is not None:
-        topology = wanted.topology
-        yield lambda: topology, layout_spans(costs, layout)
-        return
-    degrees = dict(zip(layout.topology.axes, layout.topology.dims, strict=True))
-    moving = tuple(axis for axis in layout.topology.axes if degrees[axis] > 1)
-    seen: set[tuple[Span, ...]] = set()
-    for order in permutations(moving):
-        factors: dict[str, Factors] = {}
-        stride = 1
-        for axis in reversed(order):
-            factors[axis] = ((degrees[axis], stride),)
-            stride *= degrees[axis]
-        spans = spans_of_factors(costs, factors, order, layout.expert_parallel)
-        key = tuple(spans.values())
-        if key not in seen:
-            seen.add(key)
-            yield partial(_ordered, order or (DATA,), degrees), spans
+        named = zip(wanted.topology.axes, wanted.topology.dims, strict=True)
+        wanted = replace(wanted, topology=None, degrees=tuple(named))
+    wanted = replace(wanted, degrees=tuple((axis, size) for axis, size in wanted.degrees if axis != DATA))
+    too_few, hosts = job.cluster.hosts, 2 * job.cluster.hosts
+    while not _fits(_on_hosts(job, hosts), wanted):
+        too_few, hosts = hosts, 2 * hosts
+        if hosts > MOST_HOSTS:
+            return None
+    weights = job.model.parameters * job.precision.activation_bytes  # the hosts hold each at least once
+    fewest = max(too_few + 1, ceil(weights / job.cluster.memory_limit / job.cluster.slots))
+    for fewer in range(fewest, hosts, max(1, (hosts - too_few) // STEPS)):
+        if _fits(_on_hosts(job, fewer), wanted):
+            return _on_hosts(job, fewer).cluster
+    return _on_hosts(job, hosts).cluster
 
 
-def _ordered(order: tuple[str, ...], degrees: dict[str, int]) -> ProcessTopology:
-    return ProcessTopology(order, [degrees[axis] for axis in order])
+def _on_hosts(job: Job, hosts: int) -> Job:
+    return replace(job, cluster=replace(job.cluster, hosts=hosts))
+
+
+def _fits(job: Job, wanted: Wanted) -> bool:
+    """Return True if any layout fits."""
+    costs, limit = Costs(job), job.cluster.memory_limit
+    return any(
+        largest_states(costs, candidate) <= limit
+        and layout_problem(job, candidate) is None
+        and memory_use(costs, candidate).total <= limit
+        for degrees in possible_degrees(job, wanted, Counter())
+        for layout in schedules(job, degrees, wanted)
+        for candidate in (replace(layout, zero=zero) for zero in zero_stages(job, layout, wanted))
+    )
 
 
 def _no_plan(job: Job, wanted: Wanted, tally: Tally) -> TopologyError:
-    """Why nothing was found, and what would do."""
+    """Return the error that says why nothing was found, and what to change."""
     cluster, decided = job.cluster, wanted.decisions()
     within = f" with what is decided ({', '.join(decided)})" if decided else ""
     if tally.smallest is None:
         return TopologyError(f"no layout of {cluster.ranks} ranks is possible{within}: {_reasons(tally)}")
     layout, memory = tally.smallest
     enough = smallest_cluster(job, wanted)
-    would_do = (
-        f"{enough.hosts} hosts with {enough.slots} slots ({enough.ranks} ranks) are the fewest that would do"
+    advice = (
+        f"use at least {enough.hosts} hosts with {enough.slots} slots ({enough.ranks} ranks)"
         if enough
-        else "more hosts alone would not do: what one rank needs for one sequence is too much"
+        else "more hosts alone do not help: one sequence needs too much memory on one rank"
     )
     return TopologyError(
-        f"{job.model.name} fits nowhere on {cluster.ranks} ranks of {cluster.accelerator.name}{within}: the smallest "
-        f"layout ({layout}) needs {memory.total / 1e9:.1f} GB per rank, "
+        f"{job.model.name} does not fit in the memory of {cluster.ranks} ranks of {cluster.accelerator.name}{within}: "
+        f"the smallest layout ({layout}) needs {memory.total / 1e9:.1f} GB per rank, "
         f"{(memory.total - cluster.memory_limit) / 1e9:.1f} GB more than the {cluster.memory_limit / 1e9:.1f} GB there "
-        f"are; {would_do}"
+        f"are; {advice}"
     )
 
 
 def _reasons(tally: Tally, shown: int = 4) -> str:
-    """The rules that layouts broke, each with the numbers that broke it most often; the batch's first, which is the
-    easiest to change."""
+    """Return the rules that layouts broke, each with the numbers that broke it most often.
+
+    Rules about the batch come first, since it is the easiest to change.
+    """
     by_rule: dict[str, Counter[str]] = {}
     for problem, count in tally.problems.items():
         by_rule.setdefault(_rule(problem), Counter())[problem] += count
@@ -270,7 +411,7 @@ def _reasons(tally: Tally, shown: int = 4) -> str:
 
 
 def _rule(problem: str) -> str:
-    """A problem without its numbers and choices.
+    """Return a problem without its numbers and choices.
 
     >>> _rule("model=5 does not divide the 12 attention heads; choose one of [1, 2]")
     'model= does not divide the  attention heads'

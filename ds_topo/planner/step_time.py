@@ -1,36 +1,48 @@
-"""Seconds of one training step: the slowest stage's work, its waits, and what nothing hides."""
+"""The seconds of one training step: the slowest stage's work, its waits, and everything that nothing hides."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ds_topo.planner.communication import collective_seconds, latency_seconds, send_seconds
-from ds_topo.planner.costs import Costs, Messages, PieceCost, StageKind
-from ds_topo.planner.group_spans import (
+from ds_topo.planner.communication import (
+    ENDS,
     EXPERT,
+    EXPERT_DATA,
+    FROM_OWNERS,
     GRADIENTS,
+    PASS_AXES,
+    TO_OWNERS,
+    Span,
+    collective_seconds,
+    latency_seconds,
     layout_spans,
     response_of,
+    send_seconds,
     senders_on_one_link,
     shares_of_turns,
+    span_of,
     with_link_shared,
     with_sends_shared,
 )
-from ds_topo.planner.layout import Layout
-from ds_topo.planner.replicas import optimizer_seconds, replica_seconds
-from ds_topo.planner.software import Recompute, Software
-from ds_topo.planner.spans import Span, span_of_factors
-from ds_topo.planner.work import Cover, Pass
+from ds_topo.planner.costs import Costs, Messages, PassCost, PieceCost, StageKind, Sum
+from ds_topo.planner.hardware import Cluster
+from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
+from ds_topo.planner.work import Cover
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 
 PIPE_BARE = 0.25
-"""Of a send that runs beside another chunk's computing, the share of its time that a stage still waits."""
+"""The share of a send's time that a stage still waits if the send runs beside another chunk's computing."""
+LAST_BUCKET_BYTES = 1 << 20
+"""The size of the last bucket by default in :class:`ds_topo.GradientReducer`."""
+COVERED_FELT = 0.15
+"""The share of hidden ZeRO 3 messages' time by which they slow computing down: they use processors and memory bandwidth
+(Rashidi et al., ISCA 2021, measure 10 to 20%)."""
 
 
 @dataclass(frozen=True)
-class StepTime:
-    """Seconds of one step, by what the slowest stage does or waits for.
+class StepTime(Sum):
+    """The seconds of one step, by what the slowest stage does or waits for.
 
     Args:
         compute: forward and backward without anything done twice.
@@ -39,13 +51,13 @@ class StepTime:
         seq: messages of attention over split sequences that attention does not cover.
         expert: the exchange of tokens with experts.
         pipe: sends to neighbor stages in the steady state.
-        bubble: stages wait for the first micro-batch and for the last.
-        gradients: their reduction, as far as backward does not hide it.
-        parameters: gathering of sharded parameters, as far as it is not hidden.
+        bubble: waiting for the first micro-batch and for the last.
+        gradients: the part of their reduction that backward does not hide.
+        parameters: the part of gathering sharded parameters that is not hidden.
         optimizer: the update.
         agreement: small collectives about losses, norms and overflows.
-        program: what the training program itself does, on processors that also compute.
-        sharing: what ranks that share processors wait for them, where that is more than for each other.
+        program: the training program's own work, on processors that also compute.
+        sharing: waiting for processors that ranks share, where that is longer than waiting for each other.
     """
 
     compute: float
@@ -62,19 +74,10 @@ class StepTime:
     program: float = 0.0
     sharing: float = 0.0
 
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return sum(self.parts().values())
-
-    def parts(self) -> Mapping[str, float]:
-        """Seconds by name."""
-        return dict(vars(self))
-
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds that one micro-batch takes in all chunks of one stage."""
+    """The seconds that one micro-batch takes in all chunks of one stage; ``messages`` by axis, without hidden ones."""
 
     compute_forward: float
     compute_backward: float
@@ -84,27 +87,69 @@ class PassTime:
     backward: float
 
     @property
+    def computing(self) -> float:
+        """Forward, backward and recomputation without messages."""
+        return self.compute_forward + self.compute_backward + self.recompute
+
+    @property
     def total(self) -> float:
         """Forward and backward with messages."""
         return self.forward + self.backward
 
 
-def schedule_bound(costs: Costs, layout: Layout, *, even: bool = False) -> float:
-    """Seconds that a layout does not beat in any order of its axes and with any ZeRO stage: the passes with every
-    axis' messages on the best links that it can have, and the bubble.
+def step_time(costs: Costs, layout: Layout) -> StepTime:
+    """Return the seconds of one step.
 
-    With ``even``, also over smaller micro-batches, virtual stages and divisions of the layers: the passes' mean over
+    The passes take ``m t + (the other stages' t) / v`` for m micro-batches that take t in the slowest stage and v
+    virtual stages (Narayanan et al., section 2.2: a bubble of ``(p - 1) / (v m)`` if stages are equal).
+    """
+    job = costs.job
+    spans, spans_in_bubble = shared_spans(costs, layout)
+    micro_batches = layout.micro_batches(job.batch)
+    kinds = costs.stage_kinds(layout)
+    passes = [stage_pass(costs, kind, layout, spans) for kind in kinds]
+    slowest = max(passes, key=lambda one: one.total)
+    place = passes.index(slowest)
+    bubble = 0.0
+    if layout.pipe > 1:
+        shared = spans_in_bubble is not spans
+        in_bubble = [stage_pass(costs, kind, layout, spans_in_bubble) for kind in kinds] if shared else passes
+        others = sum(kind.count * one.total for kind, one in zip(kinds, in_bubble, strict=True))
+        others -= in_bubble[place].total
+        bubble = others / layout.virtual_stages + 2 * (layout.pipe - 1) * _send_seconds(costs, layout, spans_in_bubble)
+    reduced, gathered = _replica_seconds(costs, layout, spans, passes)
+    update = _optimizer_seconds(costs, layout)
+    program = _program_seconds(costs, kinds[place], layout, spans)
+    own = micro_batches * slowest.computing + update + program + bubble
+    return StepTime(
+        compute=micro_batches * (slowest.compute_forward + slowest.compute_backward),
+        recompute=micro_batches * slowest.recompute,
+        model=micro_batches * slowest.messages[MODEL],
+        seq=micro_batches * slowest.messages[SEQ],
+        expert=micro_batches * slowest.messages[EXPERT],
+        pipe=micro_batches * (_pipe_waits(layout, job.software) * _send_seconds(costs, layout, spans)),
+        bubble=bubble,
+        gradients=reduced,
+        parameters=gathered,
+        optimizer=update,
+        agreement=_agreement_seconds(costs, spans),
+        program=program,
+        sharing=max(0.0, _shared_seconds(costs, layout, passes, update + program) - own),
+    )
+
+
+def schedule_bound(costs: Costs, layout: Layout, *, even: bool = False) -> float:
+    """Return seconds that a layout cannot beat in any order of its axes and with any ZeRO stage.
+
+    These are the passes with every axis' messages on the best possible links, and the bubble. With ``even``, they also
+    hold for smaller micro-batches, virtual stages and other divisions of the layers: the mean of the passes over
     stages, and the bubble of single sequences in the most virtual stages.
     """
-    job, slots, ranks = costs.job, costs.job.cluster.slots, costs.job.cluster.ranks
+    job, ranks = costs.job, costs.job.cluster.ranks
+    degrees = {PIPE: layout.pipe, SEQ: layout.seq, MODEL: layout.model, EXPERT: layout.expert_parallel}
     best = {
-        axis: span_of_factors(((degree, 1),) if degree > 1 else (), ranks, slots)
-        for axis, degree in (
-            (PIPE, layout.pipe),
-            (SEQ, layout.seq),
-            (MODEL, layout.model),
-            (EXPERT, layout.expert_parallel),
-        )
+        axis: span_of(((degree, 1),) if degree > 1 else (), ranks, job.cluster.slots)
+        for axis, degree in degrees.items()
     }
     kinds = costs.stage_kinds(layout)
     totals = [stage_pass(costs, kind, layout, best).total for kind in kinds]
@@ -118,55 +163,61 @@ def schedule_bound(costs: Costs, layout: Layout, *, even: bool = False) -> float
     return micro_batches * slowest + (every - slowest) / layout.virtual_stages
 
 
-def step_time(costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = None) -> StepTime:
-    """Seconds of one step: ``m t + (the other stages' t) / v`` for m micro-batches that take t in the slowest stage
-    and v virtual stages (Narayanan et al., section 2.2: a bubble of ``(p - 1) / (v m)`` where stages are equal).
+def stage_pass(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str, Span]) -> PassTime:
+    """Return the seconds of one micro-batch in all chunks of one stage."""
+    compute_forward = compute_backward = recomputed = forward = backward = 0.0
+    messages = dict.fromkeys(PASS_AXES, 0.0)
+    for count, cost, recompute in costs.pieces(kind, layout):
+        ahead, back = _messages(costs, cost, spans)
+        again = cost.again(recompute)
+        times = 2 if recompute is Recompute.FULL else 1
+        compute_forward += count * cost.forward.seconds
+        compute_backward += count * cost.backward.seconds
+        recomputed += count * again
+        forward += count * (cost.forward.seconds + sum(ahead))
+        backward += count * (cost.backward.seconds + again + sum(back) + (times - 1) * sum(ahead))
+        for axis, one, other in zip(PASS_AXES, ahead, back, strict=True):
+            messages[axis] += count * (times * one + other)
+    return PassTime(compute_forward, compute_backward, recomputed, messages, forward, backward)
+
+
+def _messages(costs: Costs, cost: PieceCost, spans: Mapping[str, Span]) -> tuple[Messages, Messages]:
+    """Return the seconds of a piece's messages in forward and in backward that nothing covers."""
+    key = (id(cost), *(spans.get(axis) for axis in PASS_AXES))
+    found = costs.messages.get(key)
+    if found is None:
+        found = (_bare_seconds(costs, cost.forward, spans), _bare_seconds(costs, cost.backward, spans))
+        costs.messages[key] = found
+    return found
+
+
+def _bare_seconds(costs: Costs, cost: PassCost, spans: Mapping[str, Span]) -> Messages:
+    seconds = dict.fromkeys(PASS_AXES, 0.0)
+    covered: dict[tuple[Cover, str], float] = {}
+    for transfer in cost.work.transfers:
+        span = spans[transfer.axis]
+        if span.size == 1:
+            continue
+        each = collective_seconds(transfer.operation, transfer.size, span, costs.job.cluster) * transfer.count
+        if transfer.cover is Cover.NOTHING:
+            seconds[transfer.axis] += each
+        else:
+            seconds[transfer.axis] += each * transfer.bare
+            key = (transfer.cover, transfer.axis)
+            covered[key] = covered.get(key, 0.0) + each * (1 - transfer.bare)
+    for (cover, axis), hidden in covered.items():
+        seconds[axis] += max(0.0, hidden - cost.covers[cover])
+    return seconds[MODEL], seconds[SEQ], seconds[EXPERT]
+
+
+def shared_spans(costs: Costs, layout: Layout) -> tuple[Mapping[str, Span], Mapping[str, Span]]:
+    """Return the spans of a layout's axes in a stage's own passes, and in those of others that make its bubble.
+
+    On CPUs, stages of a pipeline and replicas share a host's link: only the edges that are busy at the same time count.
+    GPUs have adapters of their own, and both spans are the layout's.
     """
-    job, software = costs.job, costs.job.software
-    spans, spans_in_bubble = shared_spans(costs, layout, spans)
-    micro_batches, virtual = layout.micro_batches(job.batch), layout.virtual_stages
-    kinds = costs.stage_kinds(layout)
-    passes = [stage_pass(costs, kind, layout, spans) for kind in kinds]
-    slowest = max(passes, key=lambda one: one.total)
-    send = _send_seconds(costs, layout, spans)
-    in_bubble = (
-        passes if spans_in_bubble is spans else [stage_pass(costs, one, layout, spans_in_bubble) for one in kinds]
-    )
-    others = sum(kind.count * one.total for kind, one in zip(kinds, in_bubble, strict=True))
-    others -= in_bubble[passes.index(slowest)].total
-    bubble = others / virtual + 2 * (layout.pipe - 1) * _send_seconds(costs, layout, spans_in_bubble)
-    waits = _pipe_waits(layout, software) * send
-    reduced, gathered = replica_seconds(costs, layout, spans, kinds, passes)
-    update = optimizer_seconds(costs, layout)
-    bubble = bubble if layout.pipe > 1 else 0.0
-    program = _program_seconds(costs, kinds[passes.index(slowest)], layout, spans)
-    computing = slowest.compute_forward + slowest.compute_backward + slowest.recompute
-    own = micro_batches * computing + update + program + bubble
-    return StepTime(
-        compute=micro_batches * (slowest.compute_forward + slowest.compute_backward),
-        recompute=micro_batches * slowest.recompute,
-        model=micro_batches * slowest.messages[MODEL],
-        seq=micro_batches * slowest.messages[SEQ],
-        expert=micro_batches * slowest.messages[EXPERT],
-        pipe=micro_batches * waits,
-        bubble=bubble,
-        gradients=reduced,
-        parameters=gathered,
-        optimizer=update,
-        agreement=_agreement_seconds(costs, spans),
-        program=program,
-        sharing=max(0.0, _shared_seconds(costs, layout, kinds, passes, update + program) - own),
-    )
-
-
-def shared_spans(
-    costs: Costs, layout: Layout, spans: Mapping[str, Span] | None = None
-) -> tuple[Mapping[str, Span], Mapping[str, Span]]:
-    """The spans of a layout's axes, where stages of a pipeline and replicas share a host's link with the edges that are
-    busy at the same time: in a stage's own passes, and in those of others that make its bubble. GPUs have adapters of
-    their own: what others do not use is no use to them."""
-    spans = spans or layout_spans(costs, layout)
-    if costs.job.cluster.accelerator.transport != "gloo":
+    spans = layout_spans(costs, layout)
+    if not costs.job.cluster.is_cpu:
         return spans, spans
     own, waited_for = _with_collectives_shared(costs, layout, spans)
     replicas = own[DATA].size // own[DATA].hosts
@@ -195,7 +246,7 @@ def _with_collectives_shared(
 
 
 def _pipe_waits(layout: Layout, software: Software) -> float:
-    """Sends that a stage waits for in the steady state, per micro-batch.
+    """Return the sends that a stage waits for in the steady state, per micro-batch.
 
     In 1F1B the first stage gets a gradient for the micro-batch that it began p micro-batches ago. That loop has p
     passes of a stage and ``2 (p - 1)`` sends, and so every micro-batch waits for ``2 (p - 1) / p`` of them. Virtual
@@ -206,17 +257,169 @@ def _pipe_waits(layout: Layout, software: Software) -> float:
     return 2 * layout.virtual_stages * (PIPE_BARE if software.overlaps_pipe else 1.0)
 
 
+def activation_bytes(costs: Costs, layout: Layout) -> float:
+    """Return the bytes of a micro-batch's activations between stages, over all ranks of ``model``."""
+    return layout.share(costs.job).tokens * costs.job.model.hidden * costs.job.precision.activation_bytes
+
+
+def _send_seconds(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> float:
+    """Return the seconds to send one activation to the next stage, on average over stages.
+
+    Tensor-parallel peers send a part each. They gather it there unless it stays split along the sequence (Narayanan et
+    al., section 4.1). DeepSpeed gathers every activation once more before backward.
+    """
+    if layout.pipe == 1:
+        return 0.0
+    cluster, size = costs.job.cluster, activation_bytes(costs, layout)
+    span, ends = spans[PIPE], 1 if layout.virtual_stages == 1 else 0  # virtual stages wrap around
+    within = send_seconds(size / layout.model, replace(span, hosts=1), cluster)
+    leaving = (span.hosts - ends) / (layout.pipe - ends) if span.crosses else 0.0
+    sent = within + leaving * (send_seconds(size / layout.model, span, cluster) - within)
+    if layout.sequence_parallel:
+        return sent
+    gathers = 1.5 if costs.job.software.eager else 1.0
+    return sent + gathers * collective_seconds("all_gather", size, spans[MODEL], cluster)
+
+
+def _replica_seconds(
+    costs: Costs, layout: Layout, spans: Mapping[str, Span], passes: list[PassTime]
+) -> tuple[float, float]:
+    """Return the exposed seconds of reducing gradients, and of gathering parameters.
+
+    A stage's reduction runs during its own last backward, and while the stages before it still compute. ZeRO 2 reduces
+    after every micro-batch, ZeRO 3 gathers in every pass too. Reducing includes a tied embedding between the ends.
+    """
+    job, software = costs.job, costs.job.software
+    micro_batches = layout.micro_batches(job.batch)
+    reduced = gathered = 0.0
+    for kind, one in zip(costs.stage_kinds(layout), passes, strict=True):
+        reduce, gather = _replica_collectives(costs, layout, spans, kind)
+        last_layer = 1 / max(1, sum(count for count, _ in kind.blocks))
+        if layout.zero == 3:
+            exposed = max(0.0, gather - one.forward) + max(0.0, gather + reduce - one.backward)
+            felt = COVERED_FELT * (2 * gather + reduce - exposed)
+            gathered = max(gathered, micro_batches * (exposed + felt + 2 * gather * last_layer))
+            continue
+        cover = one.backward * (1 - last_layer) if software.overlaps_gradients else 0.0
+        held = costs.parameters(kind, layout)
+        size = (held.dense + held.experts) * software.reduced_bytes(job.precision)
+        # the last bucket is ready when backward ends
+        after_each = max(reduce - cover, reduce * min(1.0, LAST_BUCKET_BYTES / max(1, size)))
+        after_last = max(0.0, after_each - kind.first * one.backward / layout.virtual_stages)
+        times = micro_batches if layout.zero == 2 else 1
+        reduced = max(reduced, (times - 1) * after_each + after_last)
+        cover = one.forward * (1 - last_layer) if software.overlaps_update else 0.0
+        gathered = max(gathered, gather - cover)
+    if tied := tied_bytes(costs, layout):
+        reduced += collective_seconds("all_reduce", tied, spans[ENDS], job.cluster)
+    return reduced, gathered
+
+
+def _replica_collectives(
+    costs: Costs, layout: Layout, spans: Mapping[str, Span], kind: StageKind
+) -> tuple[float, float]:
+    """Return the seconds of one reduction of all gradients of a stage, and of one gathering of its parameters."""
+    cluster = costs.job.cluster
+    reduce = gather = 0.0
+    calls = max(1, sum(layers for layers, _ in kind.blocks))  # about one for each layer
+    levels = two_level_pays(costs, layout, spans)
+    for operation, size, group, _ in gradient_messages(costs, layout, kind):
+        seconds = collective_seconds(operation, size, spans[group], cluster, calls)
+        if operation in ("all_gather", FROM_OWNERS):
+            gather += seconds
+        elif levels and group == GRADIENTS and operation == "all_reduce":
+            reduce += _two_level_seconds(size, spans[group], cluster)
+        else:
+            reduce += seconds
+    return reduce, gather
+
+
+def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[tuple[str, float, str, float]]:
+    """Return ``(operation, bytes, group, times)`` of a step's reductions of gradients and gatherings of parameters.
+
+    ZeRO 2 reduces after every micro-batch; ZeRO 3 gathers in forward and in backward of each, too. The gradient of a
+    tied embedding, which first and last stage sum, goes to all replicas, not to its owners alone.
+    """
+    job, parameters = costs.job, costs.parameters(kind, layout)
+    owners = layout.zero in job.software.sends_to_owners
+    operation = "all_reduce" if layout.zero == 0 else TO_OWNERS if owners else "reduce_scatter"
+    micro_batches = layout.micro_batches(job.batch)
+    reductions = float(micro_batches if layout.zero >= 2 else 1)
+    messages: list[tuple[str, float, str, float]] = []
+    for count, group in ((parameters.dense, GRADIENTS), (parameters.experts, EXPERT_DATA)):
+        if not count:
+            continue
+        is_end = kind.has_embedding or kind.has_head
+        tied = tied_bytes(costs, layout) if owners and is_end and group == GRADIENTS else 0.0
+        if tied:
+            messages.append(("all_reduce", tied, group, reductions))
+        messages.append((operation, count * job.software.reduced_bytes(job.precision) - tied, group, reductions))
+        if layout.zero:
+            gathers = 2 * micro_batches if layout.zero == 3 else 1
+            gather = FROM_OWNERS if owners else "all_gather"
+            messages.append((gather, float(count * job.precision.activation_bytes), group, float(gathers)))
+    return messages
+
+
+def tied_bytes(costs: Costs, layout: Layout) -> float:
+    """Return the bytes of a tied embedding's gradient on a rank if two stages have it, else 0."""
+    job = costs.job
+    if not job.model.tied or layout.pipe == 1:
+        return 0.0
+    return job.model.vocabulary * job.model.hidden / layout.model * job.software.reduced_bytes(job.precision)
+
+
+def two_level_pays(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> bool:
+    """Return True if reducing gradients inside hosts and then across hosts is faster than one ring."""
+    job, span = costs.job, spans[GRADIENTS]
+    if not job.software.two_level or span.hosts == 1 or span.size // span.hosts == 1:
+        return False
+    largest = max(costs.parameters(kind, layout).dense for kind in costs.stage_kinds(layout))
+    size = largest * job.software.reduced_bytes(job.precision)
+    return _two_level_seconds(size, span, job.cluster) < collective_seconds("all_reduce", size, span, job.cluster)
+
+
+def _two_level_seconds(size: float, span: Span, cluster: Cluster) -> float:
+    """Time a reduce_scatter inside hosts, an all_reduce of each part across them, and an all_gather inside."""
+    local = span.size // span.hosts
+    inner = Span(local, 1, span.groups, 0, 0, 0)
+    outer = Span(span.hosts, span.hosts, cluster.slots, cluster.slots, cluster.slots * (span.hosts - 1), 0)
+    inside = sum(collective_seconds(operation, size, inner, cluster) for operation in ("reduce_scatter", "all_gather"))
+    return inside + collective_seconds("all_reduce", size / local, outer, cluster)
+
+
+def _optimizer_seconds(costs: Costs, layout: Layout) -> float:
+    """Return the seconds of Adam's update, which memory bandwidth limits.
+
+    It reads and writes moments and masters, reads gradients twice (once for their norm), writes weights, and sets all
+    gradients to zero.
+    """
+    job, accelerator = costs.job, costs.job.cluster.accelerator
+    precision, gradient = job.precision, job.software.accumulated_bytes(job.precision)
+    moved: float = 2 * (precision.master_bytes + ADAM_MOMENTS_BYTES) + 2 * gradient + precision.activation_bytes
+    if accelerator.efficiency.update_bytes is not None:
+        moved = accelerator.efficiency.update_bytes
+    largest = 0.0
+    for kind in costs.stage_kinds(layout):
+        parameters = costs.parameters(kind, layout)
+        shards = layout.replicas if layout.zero else 1
+        sparse_shards = layout.replicas // layout.expert_parallel if layout.zero else 1
+        owned = parameters.dense / shards + parameters.experts / sparse_shards
+        largest = max(largest, owned * moved + (parameters.dense + parameters.experts) * gradient)
+    return largest / (accelerator.memory_bandwidth * accelerator.efficiency.memory)
+
+
 def _agreement_seconds(costs: Costs, spans: Mapping[str, Span]) -> float:
-    """Seconds of a step's collectives that carry next to nothing, each over the axis where that takes longest."""
+    """Return the seconds of a step's small collectives, each over the axis that takes longest."""
     axes = [spans[axis] for axis in (PIPE, MODEL, GRADIENTS) if spans[axis].size > 1]
     longest = max((latency_seconds("all_reduce", span, costs.job.cluster) for span in axes), default=0.0)
     return costs.job.software.agreements * longest
 
 
 def _program_seconds(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str, Span]) -> float:
-    """Seconds of the program's own work in a step of one rank; a GPU computes meanwhile."""
-    accelerator = costs.job.cluster.accelerator
-    if accelerator.transport != "gloo":
+    """Return the seconds of the program's own work in a step of one rank; 0 on GPUs, which compute meanwhile."""
+    cluster = costs.job.cluster
+    if not cluster.is_cpu:
         return 0.0
     in_step, in_micro_batch, in_collective = costs.job.software.own_starts
     collectives = sum(
@@ -226,101 +429,22 @@ def _program_seconds(costs: Costs, kind: StageKind, layout: Layout, spans: Mappi
         if spans[transfer.axis].size > 1
     )
     starts = in_step + layout.micro_batches(costs.job.batch) * (in_micro_batch + collectives * in_collective)
-    return starts * accelerator.efficiency.kernel_seconds
+    return starts * cluster.accelerator.efficiency.kernel_seconds
 
 
-def _shared_seconds(costs: Costs, layout: Layout, kinds: list[StageKind], passes: list[PassTime], each: float) -> float:
-    """Seconds that all ranks' computing, what each of them does besides, and copies of what stages send take on the
-    processors that they share; 0 where each has its own. Messages inside hosts were measured with all ranks at work.
+def _shared_seconds(costs: Costs, layout: Layout, passes: list[PassTime], each: float) -> float:
+    """Return the seconds that all ranks' work takes on the processors that they share; 0 if each has its own.
+
+    The work is computing, ``each`` seconds per rank besides, and copies of what stages send. Messages inside hosts were
+    measured with all ranks at work.
     """
     cluster = costs.job.cluster
     if cluster.processors >= cluster.ranks:
         return 0.0
     micro_batches = layout.micro_batches(costs.job.batch)
     ranks_per_stage = cluster.ranks / layout.pipe
-    work = sum(
-        kind.count * micro_batches * (one.compute_forward + one.compute_backward + one.recompute)
-        for kind, one in zip(kinds, passes, strict=True)
-    )
+    kinds = costs.stage_kinds(layout)
+    work = sum(kind.count * micro_batches * one.computing for kind, one in zip(kinds, passes, strict=True))
     sent = layout.replicas * micro_batches * 2 * (layout.pipe - 1) * activation_bytes(costs, layout)
     copies = sent / cluster.inside.bandwidth / cluster.ranks
     return (work * ranks_per_stage + each * cluster.ranks) / cluster.processors + copies
-
-
-def stage_pass(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str, Span]) -> PassTime:
-    """One micro-batch in one stage, all its chunks."""
-    compute_forward = compute_backward = recomputed = forward = backward = 0.0
-    model = seq = expert = 0.0
-    for count, cost, recompute in costs.pieces(kind, layout):
-        ahead, back = _messages(costs, cost, spans)
-        again = cost.again(recompute)
-        compute_forward += count * cost.forward
-        compute_backward += count * cost.backward
-        recomputed += count * again
-        times = 2 if recompute is Recompute.FULL else 1
-        forward += count * (cost.forward + sum(ahead))
-        backward += count * (cost.backward + again + sum(back) + (times - 1) * sum(ahead))
-        model += count * (times * ahead[0] + back[0])
-        seq += count * (times * ahead[1] + back[1])
-        expert += count * (times * ahead[2] + back[2])
-    messages = {MODEL: model, SEQ: seq, EXPERT: expert}
-    return PassTime(compute_forward, compute_backward, recomputed, messages, forward, backward)
-
-
-def _messages(costs: Costs, cost: PieceCost, spans: Mapping[str, Span]) -> tuple[Messages, Messages]:
-    """Seconds of a piece's messages in forward and in backward that nothing covers; remembered by what they depend
-    on."""
-    key = (id(cost), spans.get(MODEL), spans.get(SEQ), spans.get(EXPERT))
-    found = costs.messages.get(key)
-    if found is None:
-        found = (
-            _bare_seconds(costs, cost.work.forward, spans, lambda: cost.covers_forward),
-            _bare_seconds(costs, cost.work.backward, spans, lambda: cost.covers_backward),
-        )
-        costs.messages[key] = found
-    return found
-
-
-def _bare_seconds(
-    costs: Costs, work: Pass, spans: Mapping[str, Span], covers: Callable[[], Mapping[Cover, float]]
-) -> Messages:
-    """Seconds of a pass's messages over ``model``, ``seq`` and experts, without those that something covers."""
-    seconds = {MODEL: 0.0, SEQ: 0.0, EXPERT: 0.0}
-    covered: dict[tuple[Cover, str], float] = {}
-    for transfer in work.transfers:
-        span = spans[transfer.axis]
-        if span.size == 1:
-            continue
-        each = collective_seconds(transfer.operation, transfer.size, span, costs.job.cluster) * transfer.count
-        if transfer.cover is Cover.NOTHING:
-            seconds[transfer.axis] += each
-        else:
-            seconds[transfer.axis] += each * transfer.bare
-            key = (transfer.cover, transfer.axis)
-            covered[key] = covered.get(key, 0.0) + each * (1 - transfer.bare)
-    for (cover, axis), hidden in covered.items():
-        seconds[axis] += max(0.0, hidden - covers()[cover])
-    return seconds[MODEL], seconds[SEQ], seconds[EXPERT]
-
-
-def activation_bytes(costs: Costs, layout: Layout) -> float:
-    """Bytes of a micro-batch's activations between stages, over all ranks of ``model``."""
-    return layout.share(costs.job).tokens * costs.job.model.hidden * costs.job.precision.activation_bytes
-
-
-def _send_seconds(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> float:
-    """Seconds of one activation on its way to the next stage, on average over stages: tensor-parallel peers send a part
-    each, and bring it together there unless it stays split along the sequence (Narayanan et al., section 4.1);
-    DeepSpeed gathers every activation once more before backward.
-    """
-    if layout.pipe == 1:
-        return 0.0
-    cluster, size = costs.job.cluster, activation_bytes(costs, layout)
-    span, ends = spans[PIPE], 1 if layout.virtual_stages == 1 else 0  # virtual stages go around
-    within = send_seconds(size / layout.model, replace(span, hosts=1), cluster)
-    leaving = (span.hosts - ends) / (layout.pipe - ends) if span.crosses else 0.0
-    sent = within + leaving * (send_seconds(size / layout.model, span, cluster) - within)
-    if layout.sequence_parallel:
-        return sent
-    gathers = 1.5 if costs.job.software.eager else 1.0
-    return sent + gathers * collective_seconds("all_gather", size, spans[MODEL], cluster)

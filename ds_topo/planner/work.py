@@ -1,41 +1,35 @@
-"""Values of what one rank does for one micro-batch in one piece of a model: products, memory traffic, messages, bytes
-kept. Nothing here knows how fast anything is.
+"""The work of one rank for one micro-batch in one piece of a model, and the seconds that it takes.
+
+Work is matrix products, memory traffic, messages, and bytes kept for backward. The formulas for each kind of layer are
+independent of speeds; ``pass_seconds`` at the end times a pass on an accelerator. Symbols of the formulas:
+
+    T = b s / c      tokens of a micro-batch on this rank: b sequences of s positions, split over c ranks of ``seq``
+    h, a, f          hidden width, heads, width of the feed-forward layer
+    t                ranks of ``model``; r = t if activations between layers are split along the sequence, else 1
+    B                bytes of an activation
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
 
-from ds_topo.planner.software import Recompute
+from ds_topo.planner.hardware import Accelerator
+from ds_topo.planner.job import Job, Precision, Recompute, Share, Software
+from ds_topo.planner.model import Attention, Block, Experts, FeedForward, Linear, MeasuredLayer, Split
 
-
-@dataclass(frozen=True)
-class Share:
-    """The part of a micro-batch that one rank works on.
-
-    >>> Share(micro_batch=2, sequence=1024, seq=4).tokens
-    512.0
-    """
-
-    micro_batch: int
-    sequence: int
-    tensor: int = 1
-    seq: int = 1
-    sequence_parallel: bool = False
-    expert_parallel: int = 1
-    expert_load: float = 1.0
-
-    @property
-    def tokens(self) -> float:
-        """Tokens of a micro-batch whose attention and feed-forward layers this rank computes (its part of)."""
-        return self.micro_batch * self.sequence / self.seq
-
-    @property
-    def spread(self) -> int:
-        """Ranks that share the activations between tensor-parallel layers (``r``)."""
-        return self.tensor if self.sequence_parallel else 1
+DROPOUT_MASK_BYTES = 1
+LOGIT_BYTES = 24
+"""Memory traffic of one logit in the fp32 cross entropy: cast, maximum, exponential, sum, gradient."""
+FP8_CAST_BYTES = 6
+"""Traffic for one value of a linear layer in fp8: read for its maximum, read, written, written transposed."""
+PIECES_BARE = 0.5
+"""The share of a message's time that remains exposed when it alternates with pieces of a product. Pieces fill the
+device less, and the message's kernels need some of its processors. Chang et al. (FLUX, arXiv:2406.06858, section 5)
+measure about half for Transformer Engine on A100 and H100."""
+TILE = (128, 256)
+"""Rows and columns of the result that one multiprocessor computes at a time."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of all of them."""
+        """The floating-point operations of all ``count`` products."""
         return 2.0 * self.m * self.n * self.k * self.count
 
 
@@ -67,7 +61,7 @@ class Core:
 
 
 class Cover(Enum):
-    """What is computed while a message travels."""
+    """The computing that hides a message."""
 
     NOTHING = "nothing"
     CORE = "attention's core"
@@ -78,7 +72,7 @@ class Cover(Enum):
 class Transfer:
     """``count`` collectives over the group of an axis; ``size`` bytes is the whole tensor, not a rank's part of it.
 
-    They run while what covers them is computed, all but a share that comes before or after it.
+    They run during what covers them, except a share ``bare`` that comes before or after it.
     """
 
     axis: str
@@ -108,50 +102,406 @@ class Pass:
             self.transfers + other.transfers,
         )
 
-    @cached_property
-    def flops(self) -> float:
-        """Of products and attention."""
-        return sum(product.flops for product in self.products) + sum(core.flops for core in self.cores)
+    def times(self, count: float) -> Pass:
+        """Return the same pass over ``count`` equal parts: each product is done so many times."""
+        products = tuple(replace(one, count=one.count * count) for one in self.products)
+        return Pass(products, self.cores, self.memory_bytes * count, round(self.kernels * count), self.transfers)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes that stay from forward to backward, by kind of recomputation."""
+    """The bytes that are kept from forward to backward, by kind of recomputation."""
 
     none: float = 0.0
     selective: float = 0.0
     full: float = 0.0
 
     def under(self, recompute: Recompute) -> float:
-        """Bytes kept under a kind of recomputation."""
-        if recompute is Recompute.NONE:
-            return self.none
-        return self.selective if recompute is Recompute.SELECTIVE else self.full
+        """Return the bytes kept under a kind of recomputation."""
+        return {Recompute.NONE: self.none, Recompute.SELECTIVE: self.selective, Recompute.FULL: self.full}[recompute]
 
     def __add__(self, other: Kept) -> Kept:
         return Kept(self.none + other.none, self.selective + other.selective, self.full + other.full)
 
-    def times(self, count: float) -> Kept:
-        """So many times as much."""
-        return Kept(self.none * count, self.selective * count, self.full * count)
-
 
 @dataclass(frozen=True)
 class Work:
-    """A piece's passes over one micro-batch, and what it keeps from the one for the other.
+    """The passes of a piece over one micro-batch, and the bytes that it keeps between them.
 
     Args:
-        forward: as in evaluation.
-        backward: without anything computed again.
+        forward: the forward pass, as in evaluation.
+        backward: the backward pass without anything computed again.
         again: what selective recomputation adds to backward; full recomputation adds ``forward``.
-        kept: bytes that stay from forward to backward, by kind of recomputation.
-        working: bytes of gradients and copies that are alive at once inside backward, beside what is kept.
-        output: bytes of the result, which the next piece (or stage) gets.
+        kept: bytes that are kept from forward to backward.
+        working: bytes of gradients and copies that are alive at once inside backward, beside the kept ones.
+        output: bytes of the result, which the next piece (or stage) receives.
     """
 
     forward: Pass
     backward: Pass
-    again: Pass = field(default_factory=Pass)
-    kept: Kept = field(default_factory=Kept)
+    again: Pass = Pass()
+    kept: Kept = Kept()
     working: float = 0.0
     output: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.again + other.again,
+            self.kept + other.kept,
+            self.working + other.working,
+        )
+
+    def times(self, count: float) -> Work:
+        """Return the same work over ``count`` equal parts."""
+        kept = Kept(self.kept.none * count, self.kept.selective * count, self.kept.full * count)
+        forward, backward, again = (one.times(count) for one in (self.forward, self.backward, self.again))
+        return Work(forward, backward, again, kept, self.working * count)
+
+
+def block_work(block: Block, share: Share, job: Job) -> Work:
+    """Return the work of a transformer layer.
+
+    Kept bytes, with half-precision activations, dropout and scores in memory, are Korthikanti et al.'s
+    ``s b h (10/r + 24/t + 5 a s / (h t))`` (their equations 2 and 4). Without scores the last term is gone. Other
+    layers count each term in the same way.
+
+    >>> from ds_topo.planner.hardware import accelerator_of, cluster_of
+    >>> from ds_topo.planner.job import FP16, MEGATRON_2022
+    >>> from ds_topo.planner.model import transformer
+    >>> model = transformer(layers=1, hidden=1024, heads=16, vocabulary=8, sequence=2048)
+    >>> job = Job(model, cluster_of(accelerator_of("A100"), 1), 4, 2048, FP16, MEGATRON_2022)
+    >>> work = block_work(model.blocks[0], Share(4, 2048, tensor=8, sequence_parallel=True), job)
+    >>> work.kept.none / (4 * 2048 * 1024) == 34 / 8 + 5 * 16 * 2048 / 1024 / 8
+    True
+    """
+    attention = _attention_work(block.attention, share, job)
+    if isinstance(block.mlp, Experts):
+        mlp = _experts_work(block.mlp, share, job)
+    else:
+        mlp = _feed_forward_work(block.mlp, share.tokens, share.tensor, job)
+    around = _around_work(block, share, job)
+    work = attention + mlp + around
+    output = share.tokens * block.hidden * job.precision.activation_bytes / share.spread
+    return replace(
+        work,
+        kept=replace(work.kept, full=output),
+        working=max(attention.working, mlp.working) + around.working,
+        output=output,
+    )
+
+
+def measured_work(layer: MeasuredLayer, share: Share, precision: Precision) -> Work:
+    """Return the work of a live module's layer for a micro-batch, from the measurement of one sequence.
+
+    In backward, products have twice their work and other operators twice their traffic.
+    """
+    size, count = precision.activation_bytes, share.micro_batch * share.sequence / layer.positions / share.seq
+    forward: list[Product] = []
+    backward: list[Product] = []
+    for item in layer.products:
+        rows, times = (item.rows, item.count * count) if item.batched else (item.rows * count, float(item.count))
+        forward.append(Product(rows, item.columns, item.inner, precision.products, times, float(size)))
+        backward.append(Product(rows, item.inner, item.columns, precision.products, times, float(size)))
+        backward.append(Product(item.inner, item.columns, rows, precision.products, times, 8.0))
+    core, core_back = _cores(layer.core_flops * count, share, layer.core_width, precision)
+    traffic, output = layer.values * size * count, layer.output * size * count
+    kept = layer.kept * size * count + layer.kept_indices * count
+    return Work(
+        forward=Pass(tuple(forward), core, traffic, layer.operators),
+        backward=Pass(tuple(backward), core_back, 2 * traffic, 2 * layer.operators),
+        kept=Kept(kept, kept, output),
+        working=2 * output,
+        output=output,
+    )
+
+
+def embedding_work(share: Share, job: Job) -> Work:
+    """Return the work of the vocabulary-parallel look-up of tokens (and positions)."""
+    result = share.tokens * job.model.hidden * job.precision.activation_bytes
+    traffic = 2 * result / share.tensor + (3 * result if job.model.positions else 0) / share.spread
+    indices = share.tokens * 8
+    return Work(
+        forward=Pass(memory_bytes=traffic, kernels=4, transfers=_summed(share, result)),
+        backward=Pass(memory_bytes=2 * traffic, kernels=4, transfers=_gathered(share, result)),
+        kept=Kept(indices, indices, indices),
+        output=result / share.spread,
+    )
+
+
+def head_work(share: Share, job: Job) -> Work:
+    """Return the work of the last norm, the output layer and the cross entropy, with logits split over ``model``."""
+    model, precision = job.model, job.precision
+    hidden = share.tokens * model.hidden * precision.activation_bytes
+    logits = share.tokens * (model.vocabulary / share.tensor)
+    linear = Linear(model.hidden, model.vocabulary, split=Split.COLUMN)
+    product, *products_back = _products(
+        linear, share.tokens, share.tensor, precision.attention, precision.activation_bytes
+    )
+    gathers = _gathered(share, hidden)
+    sums = (Transfer("model", "all_reduce", share.tokens * 4, 3),) if share.tensor > 1 else ()
+    # kept: the norm's input and output, the softmax in fp32 (and its logits, if they are another tensor)
+    kept = 2 * hidden / share.spread + logits * 4
+    traffic, traffic_back = (norm * hidden / share.spread + logits * LOGIT_BYTES / 2 for norm in (2, 3))
+    summed = _summed(share, hidden) + (gathers if job.software.regathers else ())
+    return Work(
+        forward=Pass((product,), (), traffic, 10, gathers + sums),
+        backward=Pass(tuple(products_back), (), traffic_back, 10, summed),
+        kept=Kept(kept, kept, kept),
+        working=logits * (8 + precision.activation_bytes),
+        output=logits * precision.activation_bytes,
+    )
+
+
+def _attention_work(attention: Attention, share: Share, job: Job) -> Work:
+    """Return the work of projections and core, of ``2 T s a (key width + value width) / t`` FLOPs, half if causal."""
+    precision, dropout = job.precision, job.model.dropout
+    tokens, tensor, size = share.tokens, share.tensor, precision.activation_bytes
+    forward, backward, casts = _linears(attention.linears, tokens, tensor, precision)
+    queries = attention.heads * attention.key_width / tensor
+    values = attention.heads * attention.value_width / tensor
+    key_values = max(attention.kv_heads, tensor) / tensor * (attention.key_width + attention.value_width)
+    inputs = queries + key_values
+    # splitting the projection into heads, and turning queries and keys
+    moved = 2 * inputs + (2 * (queries + key_values / 2) if attention.rotary else 0)
+    low_rank = sum(linear.outputs for linear in attention.linears[:-1] if linear.split is Split.WHOLE)
+    kept = tokens * size * (inputs + values + 2 * low_rank)
+    scores = tokens * share.sequence * attention.heads / tensor
+    forward_bytes, backward_bytes = (tokens * size * moved + cast for cast in casts)
+    send, receive = _sequence_exchange(attention, share, job)
+    if job.software.flash_attention:
+        flops = 2.0 * scores * (attention.key_width + attention.value_width) / 2
+        core, core_back = _cores(flops, share, attention.key_width, precision)
+        kept += tokens * attention.heads / tensor * 4
+        return Work(
+            forward=Pass(forward, core, forward_bytes, 6, send),
+            backward=Pass(backward, core_back, backward_bytes, 10, receive),
+            kept=Kept(kept, kept),
+        )
+    # bytes per score: written, read and written by softmax, (by dropout, with its mask,) read
+    score_forward, score_backward = (6.5 * size, 9.5 * size) if dropout else (4 * size, 7 * size)
+    pairs = share.micro_batch * attention.heads / tensor
+    rows = share.sequence / share.seq
+    first = Product(rows, share.sequence, attention.key_width, precision.attention, pairs, 0.0)
+    second = Product(rows, attention.value_width, share.sequence, precision.attention, pairs, 0.0)
+    kept_scores = scores * (2 * size + (DROPOUT_MASK_BYTES if dropout else -size))
+    return Work(
+        forward=Pass((*forward, first, second), (), forward_bytes + score_forward * scores, 10, send),
+        backward=Pass(
+            (*backward, first, second, first, second), (), backward_bytes + score_backward * scores, 18, receive
+        ),
+        again=Pass((first, second), (), score_forward * scores, 4),
+        kept=Kept(kept + kept_scores, kept),
+        working=2 * scores * size,
+    )
+
+
+def _cores(flops: float, share: Share, width: int, precision: Precision) -> tuple[tuple[Core, ...], tuple[Core, ...]]:
+    """Return attention's core in forward and in backward, which has two and a half times the FLOPs; () if none."""
+    if not flops:
+        return (), ()
+    forward = Core(flops, share.sequence, width, precision.attention)
+    return (forward,), (replace(forward, flops=2.5 * flops, backward=True),)
+
+
+def _feed_forward_work(layer: FeedForward, tokens: float, tensor: int, job: Job) -> Work:
+    """Return the work of two linear layers and the activation between them.
+
+    Selective recomputation computes the activation's result again if it has no scores to save.
+    """
+    precision, has_scores = job.precision, not job.software.flash_attention
+    size = precision.activation_bytes
+    forward, backward, casts = _linears(layer.linears, tokens, tensor, precision)
+    width = tokens * layer.width / tensor
+    before = (2 if layer.gated else 1) * width
+    activation = (before + width) * size
+    gradient = (2 * before + width) * size
+    kept = before * size
+    whole = kept + width * precision.input_bytes
+    return Work(
+        forward=Pass(forward, (), activation + casts[0], 3),
+        backward=Pass(backward, (), gradient + casts[1], 6),
+        again=Pass() if has_scores else Pass((), (), activation, 1),
+        kept=Kept(whole, whole if has_scores else kept),
+        working=before * size,
+    )
+
+
+def _experts_work(experts: Experts, share: Share, job: Job) -> Work:
+    """Return the work of routing, the exchange of tokens over the expert group, experts, and shared experts.
+
+    Each rank sends its ``T top_k`` rows of ``h`` values (and the rows that pad experts to equal load) out and gets them
+    back, in forward and again in backward.
+    """
+    hidden, size = experts.expert.hidden, job.precision.activation_bytes
+    rows = share.tokens * experts.top_k * share.expert_load
+    local = experts.count / share.expert_parallel
+    moved = rows * hidden * size
+    scores = share.tokens * experts.count * 4
+    router = Product(share.tokens, experts.count, hidden, job.precision.attention)
+    exchange = (Transfer("expert", "all_to_all", moved, 2),) if share.expert_parallel > 1 else ()
+    # kept: rows as the experts get them, results before they are weighted, the router's scores
+    kept = moved + share.tokens * experts.top_k * hidden * size + 2 * scores
+    routing = Work(
+        forward=Pass((router,), (), 6 * moved + 6 * scores, 12, exchange),
+        backward=Pass((router, router), (), 8 * moved + 12 * scores, 20, exchange),
+        kept=Kept(kept, kept),
+        working=moved,
+    )
+    work = routing + _feed_forward_work(experts.expert, rows / local, 1, job).times(local)
+    if experts.shared:
+        work += _feed_forward_work(experts.shared, share.tokens, share.tensor, job)
+    return work
+
+
+def _around_work(block: Block, share: Share, job: Job) -> Work:
+    """Return the work of two norms, two residual sums (with dropout), and the messages of tensor parallelism."""
+    precision, software, dropout = job.precision, job.software, job.model.dropout
+    whole = share.tokens * block.hidden * precision.activation_bytes
+    part = whole / share.spread
+    forward_bytes = part * (4 + (7 if dropout else 6))
+    backward_bytes = part * (6 + (11 if dropout else 6))
+    forward, backward = _tensor_messages(share, whole, software)
+    norm_outputs = share.tokens * block.hidden * precision.input_bytes
+    norm_outputs /= share.spread if software.regathers else 1
+    masks = share.tokens * block.hidden * DROPOUT_MASK_BYTES / share.spread if dropout else 0.0
+    kept = 2 * part + 2 * masks
+    return Work(
+        forward=Pass((), (), forward_bytes, 4, forward),
+        backward=Pass((), (), backward_bytes, 6, backward),
+        again=Pass((), (), 4 * part, 2) if software.flash_attention else Pass(),
+        kept=Kept(kept + 2 * norm_outputs, kept + (0.0 if software.flash_attention else 2 * norm_outputs)),
+        working=whole,
+    )
+
+
+def _tensor_messages(
+    share: Share, size: float, software: Software
+) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    """Return the messages of tensor parallelism in one block, in forward and in backward.
+
+    It sums ``T h B`` bytes after attention and after the feed-forward layer, and again in backward (Narayanan et al.,
+    section 3.2). With split activations each sum is a reduce_scatter and an all_gather, and inputs are gathered again
+    for the weights' gradients (Korthikanti et al., section 4.2.2).
+
+    In backward the sums of inputs' gradients, and those gathers, can run beside the products for the weights'
+    gradients. Products can also be cut into pieces that alternate with the other messages, in forward too (Wang et al.,
+    ASPLOS 2023): the first message is exposed, and pieces are slower than the whole.
+    """
+    if share.tensor == 1:
+        return (), ()
+    beside = Cover.PRODUCTS if software.overlaps_model_backward else Cover.NOTHING
+    pieces = Cover.PRODUCTS if software.overlaps_model else Cover.NOTHING
+    first = max(1 / share.tensor, PIECES_BARE)
+    if not share.sequence_parallel:
+        return (Transfer("model", "all_reduce", size, 2),), (Transfer("model", "all_reduce", size, 2, beside),)
+    gather = Transfer("model", "all_gather", size, 2, pieces, first)
+    scatter = Transfer("model", "reduce_scatter", size, 2, pieces, first)
+    again = (Transfer("model", "all_gather", size, 2, beside),) if software.regathers else ()
+    return (gather, scatter), (gather, Transfer("model", "reduce_scatter", size, 2, beside), *again)
+
+
+def _summed(share: Share, size: float) -> tuple[Transfer, ...]:
+    """Return the sum of partial results over the model axis; it may be split along the sequence."""
+    if share.tensor == 1:
+        return ()
+    return (Transfer("model", "reduce_scatter" if share.sequence_parallel else "all_reduce", size),)
+
+
+def _gathered(share: Share, size: float) -> tuple[Transfer, ...]:
+    """Return the all_gather of an activation that is split along the sequence."""
+    return (Transfer("model", "all_gather", size),) if share.tensor > 1 and share.sequence_parallel else ()
+
+
+def _sequence_exchange(
+    attention: Attention, share: Share, job: Job
+) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...]]:
+    """Return the messages of attention over a split sequence, in forward and in backward.
+
+    ``ring``: keys and values go around while the core computes on what has arrived, in backward with their gradients
+    (Liu et al., arXiv:2310.01889). ``all_to_all``: queries, keys, values and the result exchange positions for heads
+    (Jacobs et al., arXiv:2309.14509).
+    """
+    if share.seq == 1:
+        return (), ()
+    per_head = share.tokens * job.precision.activation_bytes
+    kv_heads = max(attention.kv_heads, share.tensor) / share.tensor
+    keys_values = per_head * kv_heads * (attention.key_width + attention.value_width)
+    if job.software.seq_exchange == "ring":
+        gathered = keys_values * share.seq
+        forward = Transfer("seq", "all_gather", gathered, cover=Cover.CORE)
+        return (forward,), (forward, Transfer("seq", "reduce_scatter", gathered, cover=Cover.CORE))
+    queries_result = per_head * attention.heads / share.tensor * (attention.key_width + attention.value_width)
+    moved = (Transfer("seq", "all_to_all", keys_values + queries_result),)
+    return moved, moved
+
+
+def _linears(
+    linears: Iterable[Linear], tokens: float, tensor: int, precision: Precision
+) -> tuple[tuple[Product, ...], tuple[Product, ...], tuple[float, float]]:
+    """Return the products of forward and of backward, and the bytes that casts to fp8 move in each."""
+    forward: list[Product] = []
+    backward: list[Product] = []
+    inputs = outputs = 0
+    for linear in linears:
+        product, *products_back = _products(linear, tokens, tensor, precision.products, precision.activation_bytes)
+        forward.append(product)
+        backward += products_back
+        inputs, outputs = inputs + linear.shape(tensor)[0], outputs + linear.shape(tensor)[1]
+    cast = FP8_CAST_BYTES * tokens if precision.products == "fp8" else 0.0
+    return tuple(forward), tuple(backward), (cast * inputs, cast * outputs)
+
+
+def _products(
+    linear: Linear, tokens: float, tensor: int, number_format: str, size: float
+) -> tuple[Product, Product, Product]:
+    """Return the products of forward, of the input's gradient, and of the weight's, which adds to an fp32 sum."""
+    inputs, outputs = linear.shape(tensor)
+    return (
+        Product(tokens, outputs, inputs, number_format, result_bytes=size),
+        Product(tokens, inputs, outputs, number_format, result_bytes=size),
+        Product(inputs, outputs, tokens, number_format, result_bytes=8.0),
+    )
+
+
+def pass_seconds(work: Pass, accelerator: Accelerator) -> float:
+    """Return the seconds of a pass without its messages."""
+    efficiency = accelerator.efficiency
+    products = sum(_product_seconds(product, accelerator) for product in work.products)
+    cores = sum(_core_seconds(core, accelerator) for core in work.cores)
+    moving = work.memory_bytes / (accelerator.memory_bandwidth * efficiency.memory)
+    kernels = (work.kernels + len(work.products)) * efficiency.kernel_seconds
+    return products + cores + moving + kernels
+
+
+def _product_seconds(product: Product, accelerator: Accelerator) -> float:
+    """Return the seconds of a matrix product: the longer of computing and of moving its operands.
+
+    Computing reaches ``e x w / (w + 1/2) x k / (k + k0)`` of the peak. ``e`` is the share of the largest products.
+    ``w`` counts tiles per multiprocessor, of which on average half a round is lost at the end (tile and wave
+    quantization: Anthony et al., arXiv:2401.14489). ``k0`` terms are lost at a tile's start and end.
+    """
+    efficiency = accelerator.efficiency
+    share = efficiency.products[product.format]
+    if efficiency.processors:
+        tiles = max(1.0, product.m / TILE[0]) * max(1.0, product.n / TILE[1]) * max(1.0, product.count)
+        waves = tiles / efficiency.processors
+        share *= waves / (waves + 0.5)
+    share *= product.k / (product.k + efficiency.product_depth)
+    computing = product.flops / (accelerator.peak(product.format) * share)
+    operand = {"fp8": 1.0, "fp32": 4.0}.get(product.format, 2.0)
+    moved = operand * product.k * (product.m + product.n) + product.result_bytes * product.m * product.n
+    moving = moved * product.count / (accelerator.memory_bandwidth * efficiency.memory)
+    return max(computing, moving)
+
+
+def _core_seconds(core: Core, accelerator: Accelerator) -> float:
+    """Return the seconds of attention's core; head width and length decide which share of the peak it reaches."""
+    efficiency = accelerator.efficiency
+    share = efficiency.attention_backward if core.backward else efficiency.attention_forward
+    share *= core.length / (core.length + efficiency.attention_length)
+    share *= core.width / (core.width + efficiency.attention_width)
+    if efficiency.processors:
+        share *= min(1.0, (core.width / 128) ** 0.5)
+    return core.flops / (accelerator.peak(core.format) * share)

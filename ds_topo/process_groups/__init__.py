@@ -1,1 +1,3 @@
 """Live process groups: the ranks agree on tables of ranks, then each creates the groups that it belongs to."""
+
+from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Agree first: every rank shows the others what it is about to do, through the store, before anything exists.
+"""Let ranks agree on what they are about to do, through the job's store, before any of them does it.
 
-``torch.distributed.new_group`` with lists that differ between ranks hangs. Here every rank adds its digest of what it
-brings to one number of the store, and the last one to come sees from the sum whether all are equal: three small
-requests a rank. Only if they are not, or if not all have come when the first rank's patience ends, every rank appends a
-line to a key: its number, its host and its digest. The last one reads them all and writes the verdict, which the others
-wait for; where ranks do not come, the first one whose patience ends writes it. All go on together, or raise the same
-error that names the ranks and hosts that differ; no rank is needed for the others to hear of it.
+``torch.distributed.new_group`` hangs when ranks pass different lists. Here every rank first appends one line to a key
+of the store: its rank, its host and what it brings. The last rank to come reads all lines and writes a verdict, which
+the others wait for: four small requests per rank. If some ranks do not come, the first rank whose patience ends writes
+the verdict. All ranks then continue, or raise the same error, which names the ranks and hosts that differ.
 
-What a round leaves in the store is deleted in a later one, by the ranks that wrote it (``store_keys``): what stays is
-the last word of each set of members.
+A store request can block without limit, because torch's own timeout does not expire when the store's server process
+is stopped or its host is cut off. :func:`within` runs such requests in a thread with a deadline.
 
-What is written about a disagreement has at most ``MAX_MESSAGE`` characters, however many ranks there are.
+Keys of the store are deleted when no rank needs them any more, see :func:`leave`. A verdict has at most
+``MAX_MESSAGE`` characters, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -18,36 +17,99 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from ds_topo.errors import DisagreementError, StoreTimeoutError, listed
-from ds_topo.process_groups.deadline import UNANSWERED_AFTER, within
-from ds_topo.process_groups.store_keys import leave, take_due
-from ds_topo.process_groups.torch_names import Store, append, default_store
+from ds_topo.torch_names import Store, address_of_store, append, default_store
 
+Result = TypeVar("Result")
+UNANSWERED_AFTER = 1.2
+"""The share of a timeout after which the store's own timeouts, where they work, have expired."""
 MAX_MESSAGE = 4000
-_COUNT_FOR = 0.6
-"""The share of the timeout after which ranks no longer wait for all to be counted, and say who they are."""
-_PATIENCE = 0.8
-"""The share of what is then left after which a rank writes the verdict itself; in the rest the others read it."""
+_PATIENCE = 0.9
+"""The share of the timeout after which a rank writes the verdict itself; the rest is for the others to read it."""
 _MOMENT = 2.0
-"""Seconds."""
-_COUNT_BITS = 24
+"""The longest time, in seconds, that rank 0 waits for the others to read a verdict."""
 _SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
-_FAILED, _FAILED_MARK = "failed: ", "!"
-_AGREED, _NAMES = "agreed", "names"
 _COMPARED = 3
-"""How many different plans are compared line by line."""
+"""The number of different plans that are compared line by line."""
+_FAILED = "failed: "
 
 _rounds: Counter[str] = Counter()
-"""How often each set of members has agreed; equal on all members, since they agree together."""
+"""The number of agreements of each set of members; equal on all members, since they agree together."""
+_left: WeakKeyDictionary[Store, dict[int, list[tuple[Sequence[int], str]]]] = WeakKeyDictionary()
+"""For each store and each rank that wrote to it: pairs of (ranks that may still read a key, the key)."""
+
+
+def leave(store: Store, rank: int, readers: Sequence[int], keys: Iterable[str]) -> None:
+    """Delete these keys later, once all ``readers`` have come to an agreement that starts after this call.
+
+    torch deletes nothing from the job's store. A rank that has come to a later agreement has finished all its earlier
+    reads, so the rank that wrote a key can then delete it without asking. NCCL's own communicator ids stay.
+    """
+    _left.setdefault(store, {}).setdefault(rank, []).extend((readers, key) for key in keys)
+
+
+def take_due(store: Store, rank: int, came: Sequence[int]) -> list[str]:
+    """Return and forget this rank's keys that no rank needs, now that the ranks ``came`` are at an agreement."""
+    left = _left.get(store, {}).get(rank)
+    if not left:
+        return []
+    here = set(came)
+    due = [key for readers, key in left if here.issuperset(readers)]
+    left[:] = [(readers, key) for readers, key in left if not here.issuperset(readers)]
+    return due
+
+
+def within(limit: timedelta, what: str, call: Callable[[], Result]) -> Result:
+    """Return the result of ``call()``, or raise its error, but wait no longer than ``limit``.
+
+    The call runs in a thread of its own, on the current thread's device. The thread is abandoned at the limit.
+
+    Args:
+        limit: the deadline for the whole call.
+        what: a description of the call, for the error message.
+        call: the function that sends requests to the store.
+
+    Raises:
+        StoreTimeoutError: the limit has expired. The message names the process that serves the store.
+
+    >>> within(timedelta(seconds=5), "a sum", lambda: 1 + 1)
+    2
+    """
+    result: Future[Result] = Future()
+    device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+    def run() -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            result.set_result(call())
+        except BaseException as error:  # re-raised in the caller's thread
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=f"ds_topo {what}", daemon=True).start()
+    try:
+        return result.result(limit.total_seconds())
+    except TimeoutError:
+        if result.done():  # it finished at the last moment, or the call itself raised this error
+            return result.result()
+        raise StoreTimeoutError(
+            f"{what}: the store of the job{address_of_store()} did not answer within {limit}. The process that serves "
+            "it (rank 0, or the launcher on its host) has stopped, its host has, or the link to it is cut"
+        ) from None
 
 
 def agree(
@@ -61,23 +123,26 @@ def agree(
 ) -> str:
     """Check that all ``members`` (global ranks) bring the same ``description``; return a token unique to this round.
 
-    A rank that has already failed passes its ``failure``: the other ranks raise at once instead of waiting for it, and
-    the rank itself re-raises it.
+    A rank that has already failed passes its ``failure``. The other ranks then raise at once instead of waiting for it,
+    and the rank itself re-raises it.
 
     Args:
-        description: what must be equal, or a digest of it.
-        members: ascending; the same on all of them.
-        timeout: of the whole round.
-        failure: why this rank cannot take part.
-        subject: what a disagreement is about, for its message.
-        lines: what the description is a digest of: one representative of each plan is asked for them where plans
-            differ, and the message names the lines.
+        description: the text that must be equal on all ranks, or a digest of it.
+        members: the ranks that take part, ascending; the same on all of them.
+        timeout: the time limit for the whole round.
+        failure: the reason why this rank cannot take part.
+        subject: the thing to agree on, for the message.
+        lines: returns the text whose digest the description is. Where plans differ, one rank of each plan calls it, and
+            the message names the lines that differ.
 
     Raises:
         DisagreementError: descriptions differ, a rank failed, or ranks did not come within ``timeout``. The message
             names ranks and hosts and is the same on every rank.
     """
-    key = _key_of(members)
+    first, last = members[0], members[-1]
+    is_run = (isinstance(members, range) and members.step == 1) or last - first + 1 == len(members)
+    text = f"{first}-{last}" if is_run else ",".join(map(str, members))  # the largest sets are runs: O(1) for them
+    key = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]
     _rounds[key] += 1
     token = f"ds_topo/{key}/{_rounds[key]}"
     if dist.get_backend() == "fake" or len(members) == 1:
@@ -98,228 +163,163 @@ def agree(
     return token
 
 
-def _key_of(members: Sequence[int]) -> str:
-    """A name of a set of ranks; runs, which the largest sets are, cost nothing."""
-    first, last = members[0], members[-1]
-    is_run = isinstance(members, range) and members.step == 1
-    text = f"{first}-{last}" if is_run or last - first + 1 == len(members) else ",".join(map(str, members))
-    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """What one rank hears in the end."""
-
-    text: str
-    """What is wrong; nothing if all agree."""
-    all_came: bool
-    """Whether all members have certainly left the rounds before."""
-
-
 @dataclass(frozen=True)
 class Round:
-    """One agreement of some ranks, as one of them takes part in it."""
+    """One agreement, as one of its members takes part in it.
+
+    Args:
+        store: the job's store.
+        token: the prefix of this round's keys, the same on all members.
+        rank: this rank.
+        members: all ranks that take part.
+        timeout: the time limit for the whole round.
+        subject: the thing to agree on, for messages.
+    """
 
     store: Store
     token: str
-    """Where in the store, the same on all members."""
     rank: int
     members: Sequence[int]
     timeout: timedelta
     subject: str
-    waited: timedelta = timedelta()
-    """Before it, for all to be counted."""
     own: list[str] = field(default_factory=list)
-    """Keys that this rank has written or takes care of, to be deleted when all members have left this round."""
+    """Keys that this rank deletes once all members have left this round."""
 
     def verdict(self, outcome: str, lines: Callable[[], Sequence[str]] | None) -> str:
-        """What is wrong with what the members bring, the same text on all of them; nothing if they agree."""
-        verdict = self._heard(outcome, lines)
-        if verdict.all_came:
-            with suppress(RuntimeError):  # without a store the next request says so
+        """Return the same text on all members: a description of the disagreement, or "" if all outcomes are equal."""
+        try:
+            if self._bring(outcome):
+                self._decide()
+            decided = json.loads(self._await_verdict())
+            text = str(decided["text"])
+            if text:
+                text += self._compared(decided["compare"], lines) if lines and decided["compare"] else ""
+                self._let_others_read()
+            if decided["all_came"]:  # and so all members have left earlier rounds
                 for key in take_due(self.store, self.rank, self.members):
                     self.store.delete_key(key)
+        except RuntimeError as error:
+            text = f"{self._disagreement} no verdict within {self.timeout}, or no connection to the store: {error}"
         leave(self.store, self.rank, self.members, self.own)
-        return verdict.text
+        return text
 
-    def _heard(self, outcome: str, lines: Callable[[], Sequence[str]] | None) -> _Verdict:
-        counting = self.timeout * _COUNT_FOR
-        named = replace(self, token=f"{self.token}/named", timeout=self.timeout - counting, waited=counting)
-        try:
-            if self._all_bring(outcome, counting):
-                return _Verdict("", all_came=True)
-        except RuntimeError as error:
-            return named._no_connection(error)
-        return named._by_name(outcome, lines)
+    def _key(self, name: str) -> str:
+        return f"{self.token}/{name}"
 
-    def _all_bring(self, outcome: str, patience: timedelta) -> bool:
-        """Whether all have come within that time, and bring the same."""
-        digest = int.from_bytes(hashlib.sha1(outcome.encode(), usedforsecurity=False).digest()[:8], "big")
-        own = digest % (1 << (62 - _COUNT_BITS - len(self.members).bit_length()))  # so that the sum fits 63 bits
-        total, number = divmod(self.store.add(f"{self.token}/sum", (own << _COUNT_BITS) + 1), 1 << _COUNT_BITS)
-        word = f"{self.token}/word"
-        if number == len(self.members):
-            agreed = total == own * number and not _is_failure(outcome)
-            written = self.store.compare_set(word, "", _AGREED if agreed else _NAMES).decode()
-            self.own.append(word)
-            if written == _AGREED:
-                self.store.delete_key(f"{self.token}/sum")
-            else:
-                self.own.append(f"{self.token}/sum")
-            return bool(written == _AGREED)
-        with suppress(RuntimeError):
-            self.store.wait([word], patience)
-        return bool(self.store.compare_set(word, "", _NAMES).decode() == _AGREED)  # reads it, or writes it
-
-    def _no_connection(self, error: RuntimeError) -> _Verdict:
-        """Of a rank that cannot hear of the verdict."""
-        waited = self.waited + self.timeout
-        text = f"{self._disagreement()} no verdict within {waited}, or no connection to the store: {error}"
-        return _Verdict(text, all_came=False)
-
-    def _by_name(self, outcome: str, lines: Callable[[], Sequence[str]] | None) -> _Verdict:
-        """The verdict of ranks that say who they are."""
-        try:
-            is_last = self._report(outcome)
-            if is_last:
-                self._decide()
-            decided = json.loads(self._decided())
-            difference = self._compared(decided["compare"], lines) if lines and decided["compare"] else ""
-            self._let_others_read()
-        except RuntimeError as error:
-            return self._no_connection(error)
-        return _Verdict(str(decided["text"]) + difference, decided["all_came"])
-
-    def _report(self, outcome: str) -> bool:
-        """Show the others what this rank brings; whether all have done so now."""
-        digest = hashlib.sha1(outcome.encode(), usedforsecurity=False).hexdigest()[:12]
-        digest = f"{_FAILED_MARK}{digest}" if _is_failure(outcome) else digest
-        if self.store.add(f"{self.token}/bring/{digest}", 1) == 1:
-            self.store.set(f"{self.token}/text/{digest}", _shortened(outcome, _SHOWN_TEXT))
-            self.own.extend(f"{self.token}/{what}/{digest}" for what in ("bring", "text"))
-        append(self.store, f"{self.token}/came", f"{self.rank} {digest} {socket.gethostname()}\n")
-        number = int(self.store.add(f"{self.token}/number", 1))
-        if number == len(self.members):
-            names = ("came", "number", "patience", "verdict", "difference", "read")
-            self.own.extend(f"{self.token}/{name}" for name in names)
-        return number == len(self.members)
-
-    def _decided(self) -> str:
-        """The verdict once there is one; of the ranks that wait in vain, the first writes it."""
-        try:
-            self.store.wait([f"{self.token}/verdict"], self.timeout * _PATIENCE)
-        except RuntimeError:
-            if self.store.add(f"{self.token}/patience", 1) == 1:
-                self._decide()
-            try:
-                self.store.wait([f"{self.token}/verdict"], self.timeout * (1 - _PATIENCE))
-            except RuntimeError:  # it died over it
-                self._decide()
-        return str(self.store.get(f"{self.token}/verdict").decode())
-
-    def _decide(self) -> None:
-        """Write the verdict, unless another rank has done so."""
-        hosts_of: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-        came: set[int] = set()
-        for line in self.store.get(f"{self.token}/came").decode().splitlines():
-            rank, digest, host = line.split(" ", 2)
-            came.add(int(rank))
-            hosts_of[digest][host].append(int(rank))
-        missing = [rank for rank in self.members if rank not in came]
-        agreed = not missing and len(hosts_of) == 1 and not any(map(_has_failed, hosts_of))
-        verdict = {"text": "", "compare": [], "all_came": True} if agreed else self._problems(hosts_of, missing)
-        self.store.compare_set(f"{self.token}/verdict", "", json.dumps(verdict))
-
-    def _outcome(self, digest: str) -> str:
-        """The text of what was brought; the rank that was to write it may have died before it did."""
-        key = f"{self.token}/text/{digest}"
-        return self.store.get(key).decode() if self.store.check([key]) else f"something of digest {digest}"
-
-    def _problems(self, hosts_of: dict[str, dict[str, list[int]]], missing: list[int]) -> dict[str, object]:
-        """The message for reports that differ, and the ranks whose plans are to be compared."""
-        size = {digest: sum(map(len, hosts.values())) for digest, hosts in hosts_of.items()}
-        first = {digest: min(map(min, hosts.values())) for digest, hosts in hosts_of.items()}
-        ordered = sorted(hosts_of, key=lambda digest: (-size[digest], first[digest]))
-        problems = (
-            [f"ranks {_some(missing)} did not come within {self.waited + self.timeout * _PATIENCE}"] if missing else []
-        )
-        shown = sorted(ordered[:_SHOWN_OUTCOMES], key=first.__getitem__)
-        problems += [f"{_where(hosts_of[digest])} -> {self._outcome(digest)}" for digest in shown]
-        if len(ordered) > len(shown):
-            problems.append(f"and {len(ordered) - len(shown)} further plans")
-        planned = [first[digest] for digest in ordered if not _has_failed(digest)]
-        compare = planned[:_COMPARED] if len(planned) > 1 else []
-        text = "\n  ".join([self._disagreement(), *problems])
-        return {"text": _shortened(text, MAX_MESSAGE - 1000), "compare": compare, "all_came": not missing}
-
-    def _let_others_read(self) -> None:
-        """The first rank, which may serve the store and end, waits a moment until all that came know the verdict."""
-        read = self.store.add(f"{self.token}/read", 1)
-        until = time.monotonic() + min(_MOMENT, self.timeout.total_seconds() / 4)
-        while self.rank == 0 and read < self.store.add(f"{self.token}/number", 0) and time.monotonic() < until:
-            time.sleep(_MOMENT / 100)
-            read = self.store.add(f"{self.token}/read", 0)
-
+    @property
     def _disagreement(self) -> str:
         return f"the ranks do not agree on {self.subject}:"
 
+    def _bring(self, outcome: str) -> bool:
+        """Add this rank's outcome; return whether it is the last member to come."""
+        digest = hashlib.sha1(outcome.encode(), usedforsecurity=False).hexdigest()[:12]
+        line = json.dumps([self.rank, socket.gethostname(), digest, _shortened(outcome, _SHOWN_TEXT)])
+        append(self.store, self._key("came"), f"{line}\n")
+        is_last = self.store.add(self._key("number"), 1) == len(self.members)
+        if is_last:
+            self.own.extend(map(self._key, ("came", "number", "patience", "verdict", "difference", "read")))
+        return is_last
+
+    def _await_verdict(self) -> str:
+        """Wait for the verdict; the first rank that waits in vain writes it."""
+        verdict = self._key("verdict")
+        try:
+            self.store.wait([verdict], self.timeout * _PATIENCE)
+        except RuntimeError:
+            if self.store.add(self._key("patience"), 1) == 1:
+                self._decide()
+            try:
+                self.store.wait([verdict], self.timeout * (1 - _PATIENCE))
+            except RuntimeError:  # the rank that was to write it has died
+                self._decide()
+        return str(self.store.get(verdict).decode())
+
+    def _decide(self) -> None:
+        """Write the verdict on what the members brought, unless another rank has written one."""
+        # compare_set reads without blocking: where all agree, the last rank may have deleted the lines by now
+        came = self.store.compare_set(self._key("came"), "", "").decode().splitlines()
+        reports = [(int(rank), host, digest, text) for rank, host, digest, text in map(json.loads, came)]
+        here = {rank for rank, *_ in reports}
+        missing = [rank for rank in self.members if rank not in here]
+        agreed = not missing and len({digest for _, _, digest, _ in reports}) == 1
+        agreed = agreed and not reports[0][3].startswith(_FAILED)
+        verdict = {"text": "", "all_came": True} if agreed else self._problems(reports, missing)
+        written = json.dumps(verdict)
+        if self.store.compare_set(self._key("verdict"), "", written).decode() == written and agreed:
+            for name in ("came", "number"):  # the others only wait for the verdict
+                self.store.delete_key(self._key(name))
+
+    def _problems(self, reports: Sequence[tuple[int, str, str, str]], missing: Sequence[int]) -> dict[str, Any]:
+        """Return the verdict on outcomes that differ: the message, and one rank of each plan to be compared."""
+        text_of: dict[str, str] = {}
+        hosts_of: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        for rank, host, digest, text in reports:
+            text_of[digest] = text
+            hosts_of[digest][host].append(rank)
+        size = {digest: sum(map(len, hosts.values())) for digest, hosts in hosts_of.items()}
+        first = {digest: min(map(min, hosts.values())) for digest, hosts in hosts_of.items()}
+        ordered = sorted(hosts_of, key=lambda digest: (-size[digest], first[digest]))
+        shown = sorted(ordered[:_SHOWN_OUTCOMES], key=first.__getitem__)
+        waited = self.timeout * _PATIENCE
+        problems = [f"ranks {listed(missing, 4 * _SHOWN_RANKS)} did not come within {waited}"] if missing else []
+        problems += [f"{_where(hosts_of[digest])} -> {text_of[digest]}" for digest in shown]
+        if len(ordered) > len(shown):
+            problems.append(f"and {len(ordered) - len(shown)} further plans")
+        planned = [first[digest] for digest in ordered if not text_of[digest].startswith(_FAILED)]
+        text = _shortened("\n  ".join([self._disagreement, *problems]), MAX_MESSAGE - 1000)
+        return {"text": text, "compare": planned[:_COMPARED] if len(planned) > 1 else [], "all_came": not missing}
+
+    def _let_others_read(self) -> None:
+        """Let rank 0, which may serve the store and exit, wait a moment until all that came know the verdict."""
+        read = self.store.add(self._key("read"), 1)
+        until = time.monotonic() + min(_MOMENT, self.timeout.total_seconds() / 4)
+        while self.rank == 0 and read < self.store.add(self._key("number"), 0) and time.monotonic() < until:
+            time.sleep(_MOMENT / 100)
+            read = self.store.add(self._key("read"), 0)
+
     def _compared(self, ranks: Sequence[int], lines: Callable[[], Sequence[str]]) -> str:
-        """In which lines the plans of these ranks differ: they show theirs, the first one compares."""
-        rank, end = self.rank, f"{self.token}/difference"
-        with suppress(RuntimeError):  # of a rank that died: the verdict stands without it
-            if rank in ranks:
-                self.store.set(f"{self.token}/lines/{rank}", "\n".join(lines()))
-                self.own.append(f"{self.token}/lines/{rank}")
-            if rank == ranks[0]:
-                self.store.wait([f"{self.token}/lines/{other}" for other in ranks], self.timeout)
-                others = [self.store.get(f"{self.token}/lines/{other}").decode() for other in ranks]
-                self.store.set(end, _difference(ranks, [text.split("\n") for text in others]))
+        """Return the lines in which the plans of these ranks differ: each writes its own, the first compares them."""
+        end = self._key("difference")
+        with suppress(RuntimeError):  # one of them died: the verdict stands without the comparison
+            if self.rank in ranks:
+                self.own.append(self._key(f"lines/{self.rank}"))
+                self.store.set(self.own[-1], "\n".join(lines()))
+            if self.rank == ranks[0]:
+                keys = [self._key(f"lines/{rank}") for rank in ranks]
+                self.store.wait(keys, self.timeout)
+                plans = {rank: self.store.get(key).decode().split("\n") for rank, key in zip(ranks, keys, strict=True)}
+                self.store.set(end, _difference(plans))
             self.store.wait([end], self.timeout)
             return str(self.store.get(end).decode())
         return ""
 
 
-def _is_failure(outcome: str) -> bool:
-    return outcome.startswith(_FAILED)
-
-
-def _has_failed(digest: str) -> bool:
-    return digest.startswith(_FAILED_MARK)
-
-
-def _where(hosts: dict[str, list[int]]) -> str:
-    """``ranks [0, 1] on a; ranks [2] on b``, the first few."""
+def _where(hosts: Mapping[str, Sequence[int]]) -> str:
+    """Return ``ranks [0, 1] on a; ranks [2] on b``, with the first few ranks named."""
     parts, left = [], _SHOWN_RANKS
     for host, ranks in sorted(hosts.items(), key=lambda item: min(item[1])):
         if left > 0:
             parts.append(f"ranks {sorted(ranks)[:left]} on {host:.64}")
             left -= len(ranks)
-    total = sum(map(len, hosts.values()))
-    more = (
-        f" and {total - _SHOWN_RANKS} more, on {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}"
-        if total > _SHOWN_RANKS
-        else ""
-    )
-    return "; ".join(parts) + more
+    more = sum(map(len, hosts.values())) - _SHOWN_RANKS
+    on = f"{len(hosts)} host{'s' * (len(hosts) != 1)}"
+    return "; ".join(parts) + (f" and {more} more, on {on}" if more > 0 else "")
 
 
-def _some(ranks: Sequence[int]) -> str:
-    more = len(ranks) - 4 * _SHOWN_RANKS
-    return f"{list(ranks)}" if more <= 0 else f"{list(ranks[: 4 * _SHOWN_RANKS])} and {more} more"
+def _difference(plans: Mapping[int, Sequence[str]]) -> str:
+    """Compare the lines of each rank's plan with those of the first rank.
 
-
-def _difference(ranks: Sequence[int], plans: Sequence[Sequence[str]]) -> str:
-    """What distinguishes plans from the first one.
-
-    >>> _difference([0, 3], [["a", "b"], ["a", "c"]])
+    >>> _difference({0: ["a", "b"], 3: ["a", "c"]})
     "\\n  only rank 0: ['b']; only rank 3: ['c']"
     """
-    first = set(plans[0])
+    (first, reference), *others = plans.items()
+    expected = set(reference)
     problems = []
-    for rank, plan in zip(ranks[1:], plans[1:], strict=True):
+    for rank, plan in others:
         here = set(plan)
-        only_first, only_here = [line for line in plans[0] if line not in here], [x for x in plan if x not in first]
-        text = f"only rank {ranks[0]}: {listed(only_first)}; only rank {rank}: {listed(only_here)}"
+        only_first = [line for line in reference if line not in here]
+        only_here = [line for line in plan if line not in expected]
+        text = f"only rank {first}: {listed(only_first)}; only rank {rank}: {listed(only_here)}"
         problems.append(text if only_first or only_here else f"rank {rank}: the same in another order")
     return "".join(f"\n  {_shortened(problem, 1000 // _COMPARED)}" for problem in problems)
 

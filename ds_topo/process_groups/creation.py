@@ -1,7 +1,7 @@
-"""Process groups from tables of ranks: the only caller of ``torch.distributed.new_group``.
+"""Create process groups from tables of ranks. This is the only module that calls ``torch.distributed.new_group``.
 
-Enumerate, then create. A rank takes part only in the creation of groups that it belongs to, in one global order; equal
-rank sets share one group, a set of all ranks is the world's own group, and all groups have one timeout.
+A rank takes part only in the creation of groups that it belongs to, in one global order. Equal rank sets share one
+group, the set of all ranks is the world's own group, and all groups have one timeout.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import TypeAlias, cast
 import torch.distributed as dist
 
 from ds_topo.errors import GroupCreationError, StoreTimeoutError, listed
-from ds_topo.process_groups.agreement import agree
-from ds_topo.process_groups.deadline import UNANSWERED_AFTER, within
-from ds_topo.process_groups.store_keys import leave
-from ds_topo.process_groups.torch_names import (
+from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, leave, within
+from ds_topo.topology.rank_tables import RankGroup
+from ds_topo.torch_names import (
     DESCRIPTION,
     default_store,
     destroy_group,
@@ -27,7 +26,6 @@ from ds_topo.process_groups.torch_names import (
     key_of_address,
     next_group_named,
 )
-from ds_topo.topology.rank_tables import RankGroup
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
 
@@ -44,17 +42,17 @@ def require_initialized(what: str) -> None:
 class ProcessGroups:
     """The process groups that one rank belongs to.
 
-    Creating it is collective over ``members``: every one of them must come with the same ``description``, or all raise.
-    Asking it never communicates.
+    Construction is collective over ``members``: all of them must pass the same ``description``, or all raise.
+    :meth:`get` never communicates.
 
     Args:
-        description: what the members create, the same text on all of them.
+        description: the groups that the members create, as the same text on all of them.
         groups: the groups of this rank, in the one order that all ranks follow.
-        members: global ranks of the job that take part, ascending.
-        timeout: of agreement and of every group.
+        members: the global ranks of the job that take part, ascending.
+        timeout: the timeout of the agreement and of every group; the job's own by default.
 
     Raises:
-        DisagreementError: members came with different descriptions, or did not come.
+        DisagreementError: members passed different descriptions, or did not come.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class ProcessGroups:
         self._token = agree(description, members, self.timeout)
         self._by_axes: dict[tuple[str, ...], ProcessGroup] = {}
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
-        self._ranks_of_axes: dict[tuple[str, ...], tuple[int, ...]] = {}
         self._created: list[ProcessGroup] = []
         self._callbacks = ExitStack()
         self._destroyed = False
@@ -77,15 +74,15 @@ class ProcessGroups:
             raise
 
     def get(self, axes: tuple[str, ...]) -> ProcessGroup | None:
-        """The group over these axes if it exists."""
+        """Return the group over these axes if it exists."""
         self.check_alive()
         return self._by_axes.get(axes)
 
     def extend(self, group: RankGroup) -> ProcessGroup:
-        """Create one more group; collective over its ranks, which must all ask for it.
+        """Create one more group; collective over its ranks.
 
         Raises:
-            DisagreementError: ranks of the group did not ask within the timeout.
+            DisagreementError: ranks of the group did not call this within the timeout.
         """
         self.check_alive()
         if group.ranks not in self._by_ranks:
@@ -95,48 +92,51 @@ class ProcessGroups:
     def extend_all(
         self, description: str, groups: Sequence[RankGroup], members: Sequence[int], failure: Exception | None = None
     ) -> list[ProcessGroup]:
-        """Create several more groups; collective over ``members``, like the first ones.
+        """Create several more groups; collective over ``members``.
 
-        A rank that cannot say what it wants passes its ``failure``, which it raises itself and the others hear of.
+        A rank that cannot take part passes its ``failure``. It raises that error, and the other ranks name it.
 
         Raises:
-            DisagreementError: members came with different descriptions, failed, or did not come.
+            DisagreementError: members passed different descriptions, failed, or did not come.
         """
         self.check_alive()
         agree(description, members, self.timeout, failure=failure)
         return [self._ensure(group) for group in groups]
 
     def destroy(self) -> None:
-        """Destroy the groups created here; the world's own group stays. Idempotent."""
-        if not self._destroyed:
-            try:
-                self._callbacks.close()
-            finally:
-                self._destroyed = True
-                self._by_axes.clear()
-                self._by_ranks.clear()
-                self._ranks_of_axes.clear()
-                while self._created:
-                    group = self._created.pop()
-                    if is_known(group):  # torch forgets all groups with the world's own
-                        _destroy(group)
+        """Destroy the groups created here, but not the world's own group. Idempotent."""
+        if self._destroyed:
+            return
+        try:
+            self._callbacks.close()
+        finally:
+            self._destroyed = True
+            self._by_axes.clear()
+            self._by_ranks.clear()
+            while self._created:
+                group = self._created.pop()
+                if is_known(group):  # torch forgets all groups with the world's own
+                    key, members = key_of_address(group), dist.get_process_group_ranks(group)
+                    destroy_group(group)
+                    if key is not None:  # other members may still be connecting to this rank's address
+                        leave(default_store(), dist.get_rank(), members, [key])
 
     def on_destroy(self, callback: Callable[[], None]) -> None:
-        """Call this, last one first, before the groups are destroyed."""
+        """Register a function to call before the groups are destroyed; the last one registered is called first."""
         self._callbacks.callback(callback)
 
     @property
     def has_its_world(self) -> bool:
-        """Whether the world that these groups were made in still exists."""
+        """Return whether the world in which these groups were created still exists."""
         return self._default_group is not None and is_known(self._default_group)
 
     @property
     def is_alive(self) -> bool:
-        """Whether ``destroy()`` is still to come."""
+        """Return whether ``destroy()`` has not been called yet."""
         return not self._destroyed
 
     def check_alive(self) -> None:
-        """Raise ``RuntimeError`` after ``destroy()``."""
+        """Raise ``RuntimeError`` if the groups, or the world in which they were created, are destroyed."""
         if self._destroyed:
             raise RuntimeError("these process groups were destroyed; build a new grid")
         if not self.has_its_world:
@@ -146,10 +146,10 @@ class ProcessGroups:
             )
 
     def _ensure(self, group: RankGroup) -> ProcessGroup:
-        known = self._ranks_of_axes.setdefault(group.axes, group.ranks)
-        if known != group.ranks:
+        known = self._by_axes.get(group.axes)
+        if known is not None and (ranks := dist.get_process_group_ranks(known)) != list(group.ranks):
             raise ValueError(
-                f"group {group.name!r} has ranks {listed(known)}, not {listed(group.ranks)}: name it otherwise"
+                f"group {group.name!r} has ranks {listed(ranks)}, not {listed(group.ranks)}: use another name"
             )
         if group.ranks not in self._by_ranks:
             self._by_ranks[group.ranks] = self._create(group.ranks, group.name)
@@ -179,11 +179,3 @@ class ProcessGroups:
             ) from error
         self._created.append(created)
         return created
-
-
-def _destroy(group: ProcessGroup) -> None:
-    """Destroy it; other members may still be connecting to this rank, and so its address goes later."""
-    key, members = key_of_address(group), dist.get_process_group_ranks(group)
-    destroy_group(group)
-    if key is not None:
-        leave(default_store(), dist.get_rank(), members, [key])

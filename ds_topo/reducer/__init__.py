@@ -1,11 +1,13 @@
-"""Overlapped reduction of gradients that are views of contiguous buckets, over torch alone.
+"""Reduce gradients during backward, as views of contiguous buckets, over torch alone.
 
-:class:`~ds_topo.reducer.reducer.BucketReducer` does it. What people use is ``ds_topo.GradientReducer``, the same with
-``attach()`` for DeepSpeed's engines.
+A module and a process group enter; averaged gradients leave. Open ``reducer.py`` first: its
+:class:`~ds_topo.reducer.reducer.BucketReducer` has the states of a step. ``ds_topo.GradientReducer`` is the public
+class; it adds ``attach()`` for DeepSpeed's engines.
 """
 
-from ds_topo.reducer.options import ReductionOptions
-from ds_topo.reducer.planning import BucketSizes
+from __future__ import annotations
+
+from ds_topo.reducer.options import BucketSizes, ReductionOptions
 from ds_topo.reducer.reducer import BucketReducer
 from ds_topo.reducer.report import GradientReport
 

@@ -1,95 +1,64 @@
-"""Hooks that see a gradient after everyone else, and the life of a reducer beside its module's."""
+"""Hooks of reducers: on gradients, after everyone else's, and on optimizers and ``zero_grad()``."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from ds_topo.ledger import Make, Patch, ledger
+from ds_topo.torch_names import ZERO_GRAD_OF_MODULES, ZERO_GRAD_OF_OPTIMIZERS
+from ds_topo.zero.arrivals import peeking
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 OnGradient: TypeAlias = Callable[[object, object], None]
 
-_ATTRIBUTE = "_ds_topo_reducer"
-
 
 class GradientHooks:
-    """Hooks on the nodes that accumulate gradients, which run after all hooks on the parameters themselves, as DDP's.
+    """Hooks on the autograd nodes that accumulate gradients; they run after all hooks on the parameters, as DDP's do.
 
-    Note [Lifetime]. A node is kept by whoever made it its own, not by its parameter: without this object the hooks are
-    gone. What a node's hook refers to is out of sight of the garbage collector, so it must not lead to the reducer or
-    its module: ``on_gradient`` holds the reducer weakly. The module holds the reducer (:func:`keep_alive`), in a way
-    that the collector sees; so both go together.
+    Note [Lifetime]. A node is kept alive by its users, not by its parameter: without this object the hooks are gone.
+    The garbage collector does not see what a node's hook refers to, so that must not lead to the reducer or its module:
+    ``on_gradient`` holds the reducer weakly. The module holds the reducer (:func:`keep_alive`) in a way that the
+    collector sees, so both are freed together.
     """
 
     def __init__(self) -> None:
         self._nodes: dict[int, Node] = {}
         self._handles: list[RemovableHandle] = []
 
-    def add(self, parameters: Sequence[nn.Parameter], on_gradient: Sequence[OnGradient]) -> None:
-        """Call ``on_gradient[i]`` whenever a gradient of ``parameters[i]`` has been accumulated."""
-        for parameter, node, call in zip(parameters, _accumulating_nodes(parameters), on_gradient, strict=True):
-            self._nodes[id(parameter)] = node
-            self._handles.append(node.register_hook(call))
+    def add(self, parameter: nn.Parameter, on_gradient: OnGradient) -> None:
+        """Call ``on_gradient`` whenever a gradient of the parameter has been accumulated."""
+        node = self._nodes[id(parameter)] = get_gradient_edge(parameter).node
+        self._handles.append(node.register_hook(on_gradient))
 
     def are_lost(self, parameter: nn.Parameter) -> bool:
-        """Whether torch has given the parameter another node: its data has another type or device now."""
+        """Return True if torch has given the parameter another node, because its type or device changed."""
         return parameter.requires_grad and get_gradient_edge(parameter).node is not self._nodes[id(parameter)]
 
     def remove(self) -> None:
-        """Call nothing any more. Idempotent."""
+        """Remove the hooks. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._nodes.clear()
 
 
-class _AllOf(torch.autograd.Function):
-    """An operation on any number of tensors, for the graph's sake."""
-
-    @staticmethod
-    def forward(ctx: object, *tensors: torch.Tensor) -> torch.Tensor:
-        return tensors[0].new_empty(0)
-
-
-def _accumulating_nodes(parameters: Sequence[nn.Parameter]) -> list[Node]:
-    """The nodes that accumulate their gradients, of all at once: a tenth of ``get_gradient_edge``'s time for each."""
-    if not parameters:
-        return []
-    with torch.enable_grad():
-        result: torch.Tensor = _AllOf.apply(*parameters)  # type: ignore[no-untyped-call]
-    assert result.grad_fn is not None
-    return [node for node, _ in result.grad_fn.next_functions if node is not None]
-
-
-Function = TypeVar("Function", bound=Callable[..., object])
-
-
-def without_collections(function: Function) -> Function:
-    """What makes so many lasting objects at once that the garbage collector would look through them all, in vain."""
-
-    @wraps(function)
-    def uninterrupted(*args: Any, **options: Any) -> object:
-        was_on = gc.isenabled()
-        gc.disable()
-        try:
-            return function(*args, **options)
-        finally:
-            if was_on:
-                gc.enable()
-
-    return cast("Function", uninterrupted)
+_ATTRIBUTE = "_ds_topo_reducer"
 
 
 class _Kept:
-    """What a module has of its reducer: not copied, not pickled."""
+    """A module's reference to its reducer, which is neither copied nor pickled."""
 
     def __init__(self, reducer: object = None) -> None:
         self.reducer = reducer
@@ -102,15 +71,75 @@ class _Kept:
 
 
 def keep_alive(module: nn.Module, reducer: object) -> None:
-    """Let a reducer live as long as its module."""
+    """Keep a reducer alive as long as its module."""
     vars(module)[_ATTRIBUTE] = _Kept(reducer)
 
 
 def let_go(module: nn.Module) -> None:
-    """Take that back."""
+    """Undo :func:`keep_alive`."""
     vars(module).pop(_ATTRIBUTE, None)
 
 
-def detached(gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient without the graph that ``backward(create_graph=True)`` gives it."""
-    return gradient.detach() if gradient.requires_grad else gradient
+class OptimizerWatch:
+    """Calls reducers before optimizer steps and ``zero_grad()``; its patches are in force while reducers exist.
+
+    Reducers define ``before_optimizer_step(parameters)`` and ``before_zero_grad(parameters)``.
+    """
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._bindings = ExitStack()
+        self._count = 0
+
+    def enter(self, reducer: Any) -> Callable[[], None]:
+        """Call this reducer until the returned function is called or the reducer is freed."""
+        if self._count == 0:
+            for change, make in _CHANGES:
+                self._bindings.callback(ledger.bind(change, make))
+            self._bindings.callback(register_optimizer_step_pre_hook(_before_step).remove)
+        self._count += 1
+        self._watched.add(reducer)
+        leave = weakref.finalize(reducer, self._leave)
+        leave.atexit = False
+        return leave
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self._watched))
+
+    def _leave(self) -> None:
+        self._count -= 1
+        if self._count == 0:
+            self._bindings.close()
+
+
+watch = OptimizerWatch()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for reducer in watch:
+        reducer.before_optimizer_step(_parameters_of(optimizer))
+
+
+def _telling_reducers(parameters_of: Callable[[Any], Iterable[torch.Tensor]]) -> Make:
+    def make(zero_grad: Any) -> Any:
+        @wraps(zero_grad)
+        def zero(owner: Any, *args: Any, **options: Any) -> None:
+            with peeking():
+                for reducer in watch:
+                    reducer.before_zero_grad(parameters_of(owner))
+                zero_grad(owner, *args, **options)
+
+        return zero
+
+    return make
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+_CHANGES: tuple[tuple[Patch, Make], ...] = (
+    (ZERO_GRAD_OF_MODULES, _telling_reducers(nn.Module.parameters)),
+    (ZERO_GRAD_OF_OPTIMIZERS, _telling_reducers(_parameters_of)),
+)

@@ -1,4 +1,4 @@
-"""What people do to a reducer, its module or its gradients that cannot be reduced, in words."""
+"""Detect uses of a module, its gradients or its reducer that cannot be reduced, and say so in errors."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo.errors import DisagreementError, abridged, listed
-from ds_topo.partition.arrivals import peeking
-from ds_topo.reducer.copy_in import is_replaced
+from ds_topo.reducer.buckets import is_replaced
 from ds_topo.reducer.hooks import GradientHooks
-from ds_topo.reducer.parameter_state import COPIED_IN, ParameterState
-from ds_topo.reducer.step import ReducerState
+from ds_topo.reducer.parameters import COPIED_IN, ParameterState
+from ds_topo.zero.arrivals import peeking
 
-SHOWN = 8
-"""So many ranks are named in a message."""
+_RANKS_SHOWN = 8
 
 
 def check_module(module: object) -> None:
-    """Refuse what is no module, and modules whose gradients torch reduces already.
+    """Refuse a value that is not a module, and modules whose gradients torch reduces already.
 
     Raises:
         TypeError: not a module.
         ValueError: torch's DDP, or a module in one.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module={abridged(module)}: give a torch.nn.Module")
+        raise TypeError(f"module={abridged(module)} is not a module: give a torch.nn.Module")
     if isinstance(module, DistributedDataParallel) or _is_in_ddp(module):
         raise ValueError(
             "module is wrapped by torch's DistributedDataParallel, which reduces its gradients already: use one of them"
@@ -40,7 +38,7 @@ def check_module(module: object) -> None:
 
 
 def _is_in_ddp(module: nn.Module) -> bool:
-    """Whether a DDP that exists holds the module; whatever holds it does so in its dictionary of submodules."""
+    """Return True if an existing DDP holds the module; every holder has it in its dictionary of submodules."""
     return any(
         isinstance(owner, DistributedDataParallel)
         or (isinstance(owner, dict) and "require_backward_grad_sync" in owner)
@@ -50,23 +48,8 @@ def _is_in_ddp(module: nn.Module) -> bool:
     )
 
 
-_REMEDY = {
-    ReducerState.IDLE: "no gradient arrived since the last finish(); call it once per step, after a backward outside "
-    "no_sync()",
-    ReducerState.ACCUMULATING: "leave no_sync() first; the last micro-batch's backward belongs outside",
-    ReducerState.REDUCING: "call finish() after the last backward of a step",
-    ReducerState.FINISHING: "finish() is running",
-    ReducerState.DETACHED: "it was detached; build a new GradientReducer",
-}
-
-
-def wrong_moment(call: str, state: ReducerState) -> RuntimeError:
-    """The error for a call that does not belong into this state."""
-    return RuntimeError(f"{call} while {state.name}: {_REMEDY[state]}")
-
-
 def unexpected_gradient(state: ParameterState) -> RuntimeError:
-    """The error for a gradient that arrives after its parameter's last one."""
+    """Return the error for a gradient that arrives after its parameter's last one."""
     if state.expected > 1:
         return RuntimeError(
             f"parameter {state.name!r} got more than the {state.expected} gradients of the first step: build the "
@@ -74,59 +57,60 @@ def unexpected_gradient(state: ParameterState) -> RuntimeError:
         )
     return RuntimeError(
         f"parameter {state.name!r} got a second gradient before finish(): call finish() after the last backward of a "
-        "step, and run the backward of earlier micro-batches inside no_sync(), and that of a loss which only passes "
-        "through this module; call reset() to give up a step that an exception ended; if reentrant checkpointing or "
-        "several backward calls reach it more often in every step, pass static_graph=True"
+        "step. Run the backward of earlier micro-batches inside no_sync(), and also that of a loss which only passes "
+        "through this module. Call reset() to give up a step that an exception ended. If reentrant checkpointing or "
+        "several backward calls reach the parameter more often in every step, pass static_graph=True"
     )
 
 
 def unreduced_gradients(name: str) -> RuntimeError:
-    """The error for an optimizer that would use gradients of this rank alone."""
+    """Return the error for an optimizer that would use gradients of this rank alone."""
     return RuntimeError(
         f"optimizer.step() on parameter {name!r} and others, whose gradients are not reduced: it would step on this "
         "rank's own gradients before finish(); call finish() first, reset() to give the step up, or step inside "
-        "no_sync() where local steps are meant"
+        "no_sync() if local steps are intended"
     )
 
 
 def missing_gradients(names: Sequence[str], whose: str) -> RuntimeError:
-    """The error for parameters that took no part in a step."""
+    """Return the error for parameters without a gradient in a step."""
     return RuntimeError(
         f"parameters {listed(names)} got no gradient on {whose} in this step: use them, freeze them before "
         "construction, or pass find_unused_parameters=True"
     )
 
 
-def other_steps(steps: int, group: dist.ProcessGroup) -> DisagreementError:
-    """Ranks that are at different steps, as all of the group see; collective over it."""
-    everyone: list[tuple[int, int, str]] = [(0, 0, "")] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (steps, dist.get_rank(), socket.gethostname()), group=group)
-    usual = Counter(number for number, _, _ in everyone).most_common(1)[0][0]
-    others = [f"rank {rank} on {host} has taken {number}" for number, rank, host in everyone if number != usual]
-    more = f"; and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
-    return DisagreementError(
-        f"ranks that share gradients are at different steps: {'; '.join(others[:SHOWN])}{more}; the others have taken "
-        f"{usual}. A rank has left out or repeated step(): its parameters are no longer those of the others"
-    )
-
-
 def unequal_repetition(names: Sequence[str]) -> RuntimeError:
-    """The error for parameters that a later step reached more often on some ranks of a GPU group than on others."""
+    """Return the error for parameters of a GPU group that got late gradients on some ranks only."""
     return RuntimeError(
         f"parameters {listed(names)} got more gradients than in the first step, on some ranks only: let every rank "
         "reach a parameter equally often in a step"
     )
 
 
+def different_steps(steps: int, group: dist.ProcessGroup) -> DisagreementError:
+    """Return the error for ranks at different steps; collective over the group, so that every rank names them."""
+    everyone: list[tuple[int, int, str]] = [(0, 0, "")] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (steps, dist.get_rank(), socket.gethostname()), group=group)
+    usual = Counter(number for number, _, _ in everyone).most_common(1)[0][0]
+    others = [f"rank {rank} on {host} has taken {number}" for number, rank, host in everyone if number != usual]
+    more = f"; and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
+    return DisagreementError(
+        f"ranks that share gradients are at different steps: {'; '.join(others[:_RANKS_SHOWN])}{more}; the others have "
+        f"taken {usual}. A rank has skipped or repeated step(), so its parameters are no longer those of the others: "
+        "let every rank call step() equally often, and resume from a checkpoint"
+    )
+
+
 class Changes:
-    """Notices what has happened to a module since construction that cannot be reduced.
+    """Detects changes of a module since construction that cannot be reduced.
 
     Args:
         module: the module.
-        states: the parameters that are served.
+        states: the served parameters.
         hooks: their hooks.
-        ignored: identities of the parameters that are left alone.
-        may_miss: whether parameters may be without a gradient, and so frozen for a while.
+        ignored: identities of the ignored parameters.
+        may_miss: True if parameters may have no gradient, and so may be frozen for a while.
     """
 
     def __init__(
@@ -145,7 +129,7 @@ class Changes:
         self._note_parts()
 
     def _note_parts(self) -> None:
-        """Every part of the module: its parameters, buffers aside, and its own parts."""
+        """Record the parameters and submodules of every part of the module."""
         self._parts = list(self._module.modules())
         self._held = self._held_now()
 
@@ -153,18 +137,15 @@ class Changes:
         holders = [(part._parameters, part._modules) for part in self._parts]
         return list(chain.from_iterable([holder.values() for pair in holders for holder in pair]))
 
-    def _has_same_parts(self) -> bool:
-        """Whether every part still has the same ones; cheaper than listing parameters by name."""
-        now = self._held_now()
-        return len(now) == len(self._held) and all(map(operator.is_, now, self._held))
-
     def problem(self) -> str | None:
-        """What has changed in parameters, or in gradients that are in their buckets; None if nothing has."""
+        """Return a description of changed parameters, or of replaced gradients; None if there are none."""
         with peeking():
-            return self._problem()
+            return self._changed_parameters() or self._replaced_gradients()
 
-    def _problem(self) -> str | None:
-        if not self._has_same_parts():
+    def _changed_parameters(self) -> str | None:
+        held = self._held_now()
+        if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
+            # Listing parameters by name takes longer than this comparison.
             named = dict(self._named())
             new = [name for name, parameter in named.items() if self._known.get(name) != id(parameter)]
             new = [name for name in new if id(named[name]) not in self._known.values()]
@@ -180,14 +161,15 @@ class Changes:
         lost = [state for state in absent if self._hooks.are_lost(state.parameter)]
         if lost:
             for state in lost:
-                state.note_type()  # the step is ended as well as can be
+                state.note_type()  # so that the step can still be ended
             return _changed([state.name for state in lost], "moved or cast")
         frozen = [state.name for state in absent if not state.parameter.requires_grad]
         if frozen and not self._may_miss:
             return _changed(frozen, "frozen")
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
-        if unfrozen:
-            return _changed(unfrozen, "unfrozen")
+        return _changed(unfrozen, "unfrozen") if unfrozen else None
+
+    def _replaced_gradients(self) -> str | None:
         replaced = [
             state.name
             for state in self._states

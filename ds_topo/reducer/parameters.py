@@ -1,38 +1,186 @@
-"""The parameters that a reducer serves: found, compared between ranks, and made equal at the start."""
+"""The parameters that a reducer serves: their state, how they are found, and their comparison between ranks."""
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ds_topo.errors import listed
+from ds_topo.errors import abridged, listed
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.process_groups.torch_names import job_timeout
-from ds_topo.reducer.options import ReductionOptions
-from ds_topo.reducer.parameter_state import ParameterState, expert_group_name
-from ds_topo.reducer.torch_names import broadcast_coalesced
+from ds_topo.reducer.options import ReductionArguments, ReductionOptions
+from ds_topo.reducer.two_level import TwoLevelReduction
+from ds_topo.torch_names import ReduceOp, broadcast_coalesced, job_timeout
+from ds_topo.zero.partitions import RegionOfGradients
+
+CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
+"""A communication hook of torch's DDP, ``(state, bucket) -> future``; its state may be anything."""
+
+
+@dataclass(eq=False)
+class Route:
+    """The process group that reduces some parameters, and the scaling around the sum over it."""
+
+    label: str
+    group: ProcessGroup
+    before: float
+    """The factor for gradients before the sum, on their way into the bucket."""
+    after: float
+    """The factor after the sum."""
+    op: ReduceOp
+    """The operation of the sum; NCCL's may divide by itself."""
+    communication_dtype: torch.dtype | None
+    bucket_bytes: int
+    """The capacity of its buckets; equal on all ranks of the group."""
+    two_level: TwoLevelReduction | None = None
+    hook: CommHook | None = None
+    hook_state: object = None
+    last_hook: torch.futures.Future[Any] | None = None
+    """On a CPU, the result of the hook for the previous bucket."""
+
+    def wait_for_hook(self) -> None:
+        """Wait for the last hook: on a CPU its callbacks may start collectives, which must not mix with others."""
+        if self.last_hook is not None:
+            self.last_hook.wait()
+            self.last_hook = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return dist.get_world_size(self.group)
+
+
+class Contribution(enum.Enum):
+    """The state of this rank's contribution to the step's gradient of one parameter."""
+
+    PENDING = enum.auto()
+    """Further gradients of the last micro-batch are expected."""
+    READY = enum.auto()
+    """It is complete, in ``parameter.grad``."""
+    COPIED_IN = enum.auto()
+    """It is in the bucket, scaled."""
+
+
+PENDING, READY, COPIED_IN = Contribution.PENDING, Contribution.READY, Contribution.COPIED_IN
+
+
+@dataclass(eq=False, slots=True)
+class ParameterState:
+    """The state of one parameter (compare FSDP2's ``FSDPParam``)."""
+
+    # -- fixed at construction
+    index: int
+    """Its position in the module's list of parameters."""
+    name: str
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    """The type in which its gradient accumulates."""
+    is_sparse: bool
+    repeats: bool = False
+    """True if it may get further gradients after it is copied in (``allow_late_gradients``)."""
+    grad_buffer: torch.Tensor | None = None
+    """The user's memory for its gradient: contiguous, ``numel`` elements."""
+    region: RegionOfGradients | None = None
+    """The region of its gradient, if that is partitioned."""
+
+    is_apart: bool = field(init=False)
+    """True if the view cannot be ``parameter.grad``: it has another data type, a user's buffer, or a region."""
+
+    # -- set when routes are assigned, and by the first step
+    route: Route = field(init=False)
+    scale: float = 1.0
+    """The factor for its gradient before the reduction."""
+    expected: int = 1
+    """The number of gradients that it gets in the last micro-batch; 0 while that is unknown."""
+
+    # -- set by each layout of buckets
+    view: torch.Tensor = field(init=False)
+    """Its part of the bucket, in the parameter's shape and strides; the gradient itself, if that is sparse."""
+    bucket: Any = field(init=False)
+    """Its :class:`~ds_topo.reducer.buckets.GradientBucket`."""
+
+    # -- the step: written by hooks and copies, reset by the bucket at the end
+    arrived: int = 0
+    """The number of gradients that arrived in the last micro-batch."""
+    contribution: Contribution = PENDING
+    holds_sum: bool = False
+    """True if a view apart from ``parameter.grad`` holds the sum of earlier micro-batches."""
+
+    def __post_init__(self) -> None:
+        self.note_type()
+
+    def note_type(self) -> None:
+        """Update ``is_apart`` after a cast of the parameter."""
+        self.is_apart = not self.leaves_gradient or self.dtype != self.parameter.dtype
+
+    @property
+    def leaves_gradient(self) -> bool:
+        """True if its gradient ends in ``parameter.grad``, not in a user's buffer or a partition."""
+        return self.grad_buffer is None and self.region is None
+
+    @property
+    def accumulates(self) -> bool:
+        """True if the gradients of all micro-batches are summed in its view."""
+        return self.region is None or self.region.gradients.keeps
+
+    @property
+    def address(self) -> int:
+        """The sort key of its gradient among those of its bucket."""
+        if self.region is not None:
+            return self.region.gradients.offsets[self.parameter]
+        return 0 if self.grad_buffer is None else self.grad_buffer.data_ptr()
+
+    @property
+    def holds_live_view(self) -> bool:
+        """True if the view holds gradients that are still needed."""
+        if self.is_apart:
+            return self.holds_sum
+        return self.parameter.grad is not None and self.parameter.grad is getattr(self, "view", None)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the gradient as it accumulates."""
+        return self.parameter.numel() * self.dtype.itemsize
+
+    def discard_sum(self) -> None:
+        """Discard gradients that are not in ``parameter.grad``."""
+        self.holds_sum = False
+        if self.is_apart and hasattr(self.parameter, "main_grad"):
+            del self.parameter.main_grad
+
+
+def expert_group_name(parameter: torch.Tensor) -> str | None:
+    """Return the ``group_name`` of an expert's parameter, None for any other.
+
+    DeepSpeed marks experts with ``allreduce = False``: their replicas are on the expert-data group alone.
+    """
+    return str(getattr(parameter, "group_name", "")) if not getattr(parameter, "allreduce", True) else None
+
 
 owners: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
-"""Which parameters have a reducer; the entry goes with either of them, or with ``detach()``."""
+"""The reducer of each parameter; an entry ends with either of them, or with ``detach()``."""
 
 
 def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: bool = False) -> list[ParameterState]:
-    """The trainable parameters of a module, each once, without those to ignore.
+    """Return the state of each trainable parameter of a module, once each, without the ignored ones.
 
     Raises:
-        ValueError: nothing to train, an unknown name to ignore, an expert without a group, a sparse embedding whose
+        ValueError: nothing to train, an unknown ignored name, an expert without a group, or a sparse embedding whose
             weight is used elsewhere.
         RuntimeError: a parameter already has a reducer.
     """
     ignored = ignored_identities(module, options)
-    sparse = sparse_parameters(module)
+    embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+    sparse = {id(part.weight) for part in embeddings if part.sparse}
     states = [
         ParameterState(
             index=-1,
@@ -51,17 +199,21 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
     for index, state in enumerate(states):
         state.index = index
         if not state.accumulates:
-            state.expected = 1  # to count first would need memory for all gradients
+            state.expected = 1  # counting them first would need memory for all gradients
     if not states and not may_be_empty:
-        raise ValueError("module: no parameter requires a gradient, so there is nothing to reduce")
-    _check_sparse(module, [state for state in states if state.is_sparse])
-    taken = [state.name for state in states if has_reducer(state.parameter)]
+        raise ValueError(
+            "module: no parameter requires a gradient, so there is nothing to reduce: unfreeze one, or build no reducer"
+        )
+    for state in states:
+        if state.is_sparse:
+            _check_sparse(module, state)
+    taken = [state.name for state in states if state.parameter in owners and owners[state.parameter]() is not None]
     if taken:
         raise RuntimeError(
             f"parameters {listed(taken)} already have a GradientReducer: detach() that one first, or use it for both"
         )
     for state in states:
-        name = state.expert_group_name
+        name = expert_group_name(state.parameter)
         if name is not None and name not in options.expert_groups:
             raise ValueError(
                 f"expert_groups: parameter {state.name!r} is an expert of group {name!r}, which is not among "
@@ -70,37 +222,24 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
     return states
 
 
-def has_reducer(parameter: nn.Parameter) -> bool:
-    """Whether a reducer serves the parameter already."""
-    owner = owners.get(parameter)
-    return owner is not None and owner() is not None
-
-
-def sparse_parameters(module: nn.Module) -> set[int]:
-    """Identities of the parameters whose gradients are sparse: embeddings with ``sparse=True``."""
-    embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
-    return {id(part.weight) for part in embeddings if part.sparse}
-
-
-def _check_sparse(module: nn.Module, sparse: Sequence[ParameterState]) -> None:
-    """Raise if a sparse embedding's weight is another layer's, too: the gradients of both make a dense one."""
-    for state in sparse:
-        for prefix, part in module.named_modules():
-            is_embedding = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
-            for name, parameter in part._parameters.items():
-                if parameter is state.parameter and not is_embedding:
-                    other = f"{prefix}.{name}".lstrip(".")
-                    raise ValueError(
-                        f"parameter {state.name!r} is the weight of an nn.Embedding(sparse=True) and of another layer, "
-                        f"as {other!r}, whose gradient is dense: give the embedding sparse=False"
-                    )
+def _check_sparse(module: nn.Module, state: ParameterState) -> None:
+    """Refuse a sparse embedding that shares its weight with another layer: together their gradients are dense."""
+    for prefix, part in module.named_modules():
+        is_embedding = isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse
+        for name, parameter in part._parameters.items():
+            if parameter is state.parameter and not is_embedding:
+                other = f"{prefix}.{name}".lstrip(".")
+                raise ValueError(
+                    f"parameter {state.name!r} is the weight of an nn.Embedding(sparse=True) and of another layer, "
+                    f"as {other!r}, whose gradient is dense: give the embedding sparse=False"
+                )
 
 
 def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]:
-    """Identities of the parameters to leave alone.
+    """Return the identities of the ignored parameters.
 
     Raises:
-        ValueError: a name that no parameter has.
+        ValueError: no parameter has a given name.
     """
     if not options.ignored_parameters:
         return set()
@@ -115,15 +254,58 @@ def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]
     return ignored
 
 
-def agree_on_parameters(
-    states: Sequence[ParameterState], options: ReductionOptions, group: ProcessGroup, failure: Exception | None
-) -> None:
-    """Check that all ranks of the group reduce the same parameters in the same way; collective.
+class HasDataParallelGroup(Protocol):
+    """A grid, or any mpu."""
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """Return the group of all replicas of a parameter."""
+        ...
+
+
+def data_parallel_group(grid: HasDataParallelGroup | None, process_group: ProcessGroup | None) -> ProcessGroup:
+    """Return a grid's data-parallel group, the given group, or by default the group of all ranks.
 
     Raises:
-        DisagreementError: they do not; the message names the parameters and options that differ, on every rank.
-        Exception: ``failure``, which this rank has had before.
+        ValueError: both are given, or the group does not contain this rank.
+        TypeError: either is something else.
     """
+    if grid is not None and process_group is not None:
+        raise ValueError("grid and process_group are both given, and each names a group: give one of them")
+    if grid is not None and not hasattr(grid, "get_data_parallel_group"):
+        raise TypeError(
+            f"grid={abridged(grid)}: give a grid or another mpu, which has get_data_parallel_group(), such as "
+            "PipelineParallelGrid('data=2,model=2')"
+        )
+    if process_group is not None and not isinstance(process_group, ProcessGroup):
+        raise TypeError(f"process_group={abridged(process_group)}: give a torch.distributed process group, or a grid")
+    group = grid.get_data_parallel_group() if grid is not None else process_group or dist.group.WORLD
+    assert group is not None
+    ranks = dist.get_process_group_ranks(group)
+    if dist.get_rank() not in ranks:
+        raise ValueError(
+            f"process_group: rank {dist.get_rank()} is not in its ranks {listed(ranks)}; build the reducer only there"
+        )
+    return group
+
+
+def agreed_inputs(
+    module: nn.Module, arguments: ReductionArguments, group: ProcessGroup, may_be_empty: bool
+) -> tuple[ReductionOptions, list[ParameterState]]:
+    """Return options and parameters, after all ranks have compared them; collective over the group.
+
+    A rank on which this fails tells the others, so that no rank waits.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: invalid options, or parameters that cannot be served.
+        DisagreementError: parameters or options differ, or another rank failed; raised on every rank.
+    """
+    failure: Exception | None = None
+    options, states = ReductionOptions(), []
+    try:
+        options = ReductionOptions(**arguments)
+        states = find_parameters(module, options, may_be_empty)
+    except (TypeError, ValueError, RuntimeError) as error:
+        failure = error
     lines = options.summary() + [_description(state) for state in states]
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     agree(
@@ -134,30 +316,26 @@ def agree_on_parameters(
         subject="what to reduce",
         lines=lambda: lines,
     )
+    return options, states
 
 
 def _description(state: ParameterState) -> str:
-    expert = state.expert_group_name
-    details = [str(list(state.parameter.shape)), str(state.parameter.dtype), *(["sparse"] if state.is_sparse else [])]
-    return f"{state.name} {' '.join(details)}" + (f" expert of {expert}" if expert is not None else "")
-
-
-def broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
-    """Give every rank of the group its first rank's values, in place; collective."""
-    broadcast_coalesced([tensor.detach() for tensor in tensors], group)
+    text = f"{state.name} {list(state.parameter.shape)} {state.parameter.dtype}"
+    expert = expert_group_name(state.parameter)
+    return text + (" sparse" if state.is_sparse else "") + (f" expert of {expert}" if expert is not None else "")
 
 
 def make_equal(module: nn.Module, options: ReductionOptions, group: ProcessGroup) -> None:
-    """Give every rank the parameters and buffers of the group's first rank, frozen ones too, but for those to ignore.
+    """Give every rank the parameters and buffers of the group's first rank, frozen ones too; collective.
 
-    Experts get those of the first rank of their own group. Collective.
+    Ignored parameters stay as they are. Experts get the values of the first rank of their own group.
     """
     ignored = ignored_identities(module, options)
-    by_name: dict[str | None, list[torch.Tensor]] = {None: list(module.buffers())}
+    by_name: dict[str | None, list[torch.Tensor]] = {None: [buffer.detach() for buffer in module.buffers()]}
     for parameter in module.parameters():
         if id(parameter) not in ignored:
-            by_name.setdefault(expert_group_name(parameter), []).append(parameter)
+            by_name.setdefault(expert_group_name(parameter), []).append(parameter.detach())
     for name, tensors in by_name.items():
         replicas = group if name is None else options.expert_groups.get(name)
         if replicas is not None:
-            broadcast(tensors, replicas)
+            broadcast_coalesced(tensors, replicas)

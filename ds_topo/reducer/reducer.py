@@ -1,6 +1,6 @@
-"""The reducer: hooks on parameters fill buckets, full buckets are reduced while backward goes on.
+"""The reducer: hooks on parameters fill buckets, and full buckets are reduced while backward goes on.
 
-A step, with the verb or event on each arrow::
+The states of a reducer, with the call or event on each arrow::
 
                      no_sync()
             IDLE <--------------> ACCUMULATING     gradients stay on this rank, in their buckets
@@ -8,82 +8,174 @@ A step, with the verb or event on each arrow::
              | | a gradient of the last backward
              | v
              | REDUCING     parameter: PENDING -> READY (its last gradient) -> COPIED_IN (scaled, in its bucket)
-             |    |         bucket: full when nothing is pending; full buckets go in flight, in order
-             |    | finish(), or reset() to give the step up
+             |    |         bucket: full when no member is pending; full buckets are launched in order
+             |    | finish(), or reset() to give up the step
              |    v
-            FINISHING     the rest goes in flight, with zeros for unused parameters; the ranks tell each other which
-                          parameters they used, and who failed; wait; hand out gradients or errors; reset
+            FINISHING     launch the remaining buckets, with zeros for unused parameters; sum the ranks' notes on used
+                          parameters and failures; wait; set gradients or raise errors; reset
 
-    detach() in any state leads to DETACHED, for good.
+    detach() in any state leads to DETACHED, which is final.
 
-Whoever calls the verbs is the :class:`~ds_topo.reducer.driver.StepDriver`: the user's loop, or an engine.
+The user's training loop makes these calls, or an engine through its :class:`~ds_topo.reducer.reducer.StepDriver`.
 """
 
 from __future__ import annotations
 
+import enum
 import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from typing_extensions import Unpack
 
-from ds_topo.partition.gradients import PartitionedGradients
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
-from ds_topo.reducer.copy_in import accumulate, copy_in, copy_in_at_once, is_copied_at_once
-from ds_topo.reducer.driver import StepDriver, TrainingLoop
-from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go, without_collections
-from ds_topo.reducer.inputs import HasDataParallelGroup, agreed_inputs, data_parallel_group
-from ds_topo.reducer.layout import BucketLayout
+from ds_topo.reducer.buckets import (
+    BucketLayout,
+    accumulate_gradient,
+    add_late_gradients,
+    copy_in,
+    hand_out,
+    is_copied_at_once,
+)
+from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go, watch
 from ds_topo.reducer.misuse import (
     Changes,
     check_module,
+    different_steps,
     missing_gradients,
-    other_steps,
     unequal_repetition,
     unexpected_gradient,
     unreduced_gradients,
-    wrong_moment,
 )
-from ds_topo.reducer.optimizers import watch
 from ds_topo.reducer.options import ReductionArguments
-from ds_topo.reducer.parameter_state import COPIED_IN, READY, ParameterState
-from ds_topo.reducer.parameters import ignored_identities, make_equal, owners
-from ds_topo.reducer.reductions import launch
-from ds_topo.reducer.report import GradientReport, StepTiming
-from ds_topo.reducer.results import add_late_gradients, hand_out
-from ds_topo.reducer.routes import CommHook, assign_routes
-from ds_topo.reducer.step import ReducerState, Step
-from ds_topo.reducer.used_parameters import Counts, UsedParameters
+from ds_topo.reducer.parameters import (
+    COPIED_IN,
+    READY,
+    CommHook,
+    HasDataParallelGroup,
+    ParameterState,
+    Route,
+    agreed_inputs,
+    data_parallel_group,
+    ignored_identities,
+    make_equal,
+    owners,
+)
+from ds_topo.reducer.reductions import Counts, Reduction, UsedParameters, assign_routes, launch
+from ds_topo.reducer.report import BucketTiming, GradientReport, StepTiming
+from ds_topo.zero.partitions import PartitionedGradients
+
+
+class ReducerState(enum.Enum):
+    """The state of a reducer; the diagram is in the docstring of this module."""
+
+    IDLE = enum.auto()
+    """No gradient of this step has arrived."""
+    ACCUMULATING = enum.auto()
+    """Inside ``no_sync()``: gradients stay on this rank."""
+    REDUCING = enum.auto()
+    """Gradients of the step's last backward arrive, and full buckets are in flight."""
+    FINISHING = enum.auto()
+    """Inside ``finish()``."""
+    DETACHED = enum.auto()
+    """After ``detach()``."""
+
 
 IDLE, ACCUMULATING, REDUCING = ReducerState.IDLE, ReducerState.ACCUMULATING, ReducerState.REDUCING
+_REMEDIES = {
+    ReducerState.IDLE: "no gradient arrived since the last finish(); call it once per step, after a backward outside "
+    "no_sync()",
+    ReducerState.ACCUMULATING: "leave no_sync() first; the last micro-batch's backward belongs outside",
+    ReducerState.REDUCING: "call finish() after the last backward of a step",
+    ReducerState.FINISHING: "finish() is running; wait until it returns",
+    ReducerState.DETACHED: "it was detached; build a new GradientReducer",
+}
+
+
+def _wrong_moment(call: str, state: ReducerState) -> RuntimeError:
+    return RuntimeError(f"{call} while {state.name}: {_REMEDIES[state]}")
+
+
+@dataclass(eq=False)
+class Step:
+    """The state of one step, from its last backward to the end of ``finish()``."""
+
+    timing: StepTiming
+    defers: bool = False
+    """True while full buckets wait for the end of backward."""
+    next_bucket: int = 0
+    """The first bucket that has not been launched."""
+    in_flight: list[Reduction] = field(default_factory=list)
+    late: dict[int, ParameterState] = field(default_factory=dict)
+    """Parameters that got a gradient after they were copied in, by index."""
+    discarded: set[int] = field(default_factory=set)
+    """Indices of parameters whose gradients ``zero_grad()`` discarded before ``finish()``."""
+
+
+class StepDriver:
+    """Step control of a reducer. This base class serves a user's training loop; drivers of engines override it."""
+
+    def options(self) -> ReductionArguments:
+        """Return the driver's settings of the reduction; the user's take precedence."""
+        return {}
+
+    def is_last_backward(self) -> bool:
+        """Return True if the current gradients belong to the step's last micro-batch."""
+        return True
+
+    def prefers_to_defer(self, communication_ns: Sequence[int]) -> bool:
+        """Return True if the next step's reductions should be launched after its backward.
+
+        They are, if all ranks of the group prefer it. Ranks must not differ in this, because their backward may have
+        collectives of the same group.
+
+        Args:
+            communication_ns: the time for which buckets were in flight in each of the last steps, in nanoseconds.
+        """
+        return False
+
+    def steps_taken(self) -> int:
+        """Return the number of optimizer steps; equal on all ranks, unless one has skipped a step."""
+        return 0
+
+    def wait_for_parameters(self) -> None:
+        """Wait for all parameters that other ranks have updated."""
+
+    def gathers(self) -> list[BucketTiming]:
+        """Return the timings of the parameters that this step's forward pass has received."""
+        return []
+
+    def on_detach(self) -> None:
+        """Undo the driver's changes for this reducer, which is being detached."""
 
 
 class BucketReducer:
     """Average a module's gradients over a data-parallel group while backward is still running.
 
-    Gradients are views of contiguous buckets: those that accumulate are added in place, a first one (after
+    Gradients are views of contiguous buckets. Accumulated gradients are added in place; a first one (after
     ``zero_grad(set_to_none=True)``) is scaled straight into its bucket and freed. A bucket is reduced once per step, in
-    an order that is the same on all ranks. After the first step the buckets are laid out anew in the order in which the
-    first rank's gradients became ready. Peak memory is the gradients' size and at most one bucket.
+    an order that is the same on all ranks. After the first step the buckets are laid out anew, in the order in which
+    the first rank's gradients became ready. Peak memory is the size of the gradients and at most one bucket.
 
-    Creating it is collective over the group: the ranks compare parameters and options, then take over the first rank's
+    Construction is collective over the group: the ranks compare parameters and options, then receive the first rank's
     values.
 
     Args:
-        module: trainable parameters are served once each, tied or not. Its forward is called as usual.
-        grid: whose data-parallel group (all replicas of a parameter) to reduce over;
-        process_group: or that group itself. The whole world by default.
-        driver: who decides about steps; the user's training loop by default.
+        module: its trainable parameters are served once each, tied or not. Its forward is called as usual.
+        grid: the grid whose data-parallel group (all replicas of a parameter) to reduce over;
+        process_group: or the group itself. The default is the whole world.
+        driver: the control of steps; the default is the user's training loop.
         options: see :class:`~ds_topo.reducer.options.ReductionOptions`.
 
     Raises:
-        ValueError: values that cannot be.
+        TypeError, ValueError: invalid values.
         DisagreementError: parameters or options differ between ranks; names them, on every rank.
         RuntimeError: ``torch.distributed`` is not initialised, or a parameter has a reducer already.
 
@@ -91,7 +183,6 @@ class BucketReducer:
     reducing at the last micro-batch only; DeepSpeed's ``average_expert_grads`` for the divisor of experts.
     """
 
-    @without_collections
     def __init__(
         self,
         module: nn.Module,
@@ -105,51 +196,56 @@ class BucketReducer:
         check_module(module)
         self.module = module
         self.group = data_parallel_group(grid, process_group)
-        self.driver: StepDriver = driver or TrainingLoop()
+        self.driver = driver or StepDriver()
         self._given = frozenset(options)
-        """Names of the options that are the user's, not the driver's."""
+        """Names of the options that the user gave, not the driver."""
         self.options, self._states = agreed_inputs(
             module, {**self.driver.options(), **options}, self.group, may_be_empty=driver is not None
         )
         self._by_parameter: dict[torch.Tensor, ParameterState] = {state.parameter: state for state in self._states}
         self._device = self._states[0].parameter.device if self._states else torch.device("cpu")
-        self._dense, self._routes = assign_routes(self._states, self.options, self.group, self._device)
+        self._dense = assign_routes(self._states, self.options, self.group, self._device)
+        self._members: dict[Route, list[ParameterState]] = {}
+        """The parameters of each route."""
+        for state in self._states:
+            self._members.setdefault(state.route, []).append(state)
         if self.options.overlap_parameters and not self.options.partitions:
             raise ValueError(
-                "overlap_parameters=True: parameters arrive from other ranks at ZeRO stages 1 and 2 alone; leave it out"
+                "overlap_parameters=True: parameters arrive from other ranks at ZeRO stages 1 and 2 alone; leave it "
+                "out, or use one of these stages"
             )
         if self.options.broadcast_at_start:
             make_equal(module, self.options, self.group)
-        self._layout = BucketLayout(self._states, self._routes, self.options.bucket_sizes(self._dense.bucket_bytes))
+        self._layout = BucketLayout(self._states, self.options.bucket_sizes(self._dense.bucket_bytes))
 
         # -- the step
         self._state = IDLE
         self._step = Step(StepTiming(0, 0))
         self._is_unreduced = False
-        """Whether gradients of earlier micro-batches wait for the last one."""
+        """True if gradients of earlier micro-batches wait for the last one."""
         self._all_prefer_to_defer = False
-        """What the ranks told each other in the last step."""
+        """The preference that the ranks agreed on in the last step."""
         self._unread: list[UsedParameters] = []
-        """On a GPU, what they told each other in the last step is read in the next one."""
+        """On a GPU, the notes of the last step, which are read in the next one."""
 
         # -- the record
         self._timings: deque[StepTiming] = deque(maxlen=self.options.keep_steps)
         self.step_count = 0
-        """How many times ``finish()`` was reached."""
+        """The number of steps that were finished or given up."""
         self.reduction_count = 0
-        """How many reductions of buckets were started."""
+        """The number of reductions of buckets that were launched."""
 
         self._hooks = GradientHooks()
         own: weakref.ref[object] = weakref.ref(self)
         for state in self._states:
             owners[state.parameter] = own
-        self._hooks.add([state.parameter for state in self._states], [self._hook(state) for state in self._states])
+            self._hooks.add(state.parameter, self._hook(state))
         ignored = ignored_identities(module, self.options)
         self._changes = Changes(module, self._states, self._hooks, ignored, self._may_miss)
         self._stop_watching = watch.enter(self)
         keep_alive(module, self)
 
-    # -- the verbs ---------------------------------------------------------------------------------------------------
+    # -- calls of the training loop, or of an engine -------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -159,7 +255,7 @@ class BucketReducer:
             RuntimeError: the last step is not finished.
         """
         if self._state not in (IDLE, ACCUMULATING):
-            raise wrong_moment("no_sync()", self._state)
+            raise _wrong_moment("no_sync()", self._state)
         previous, self._state = self._state, ACCUMULATING
         try:
             yield
@@ -170,44 +266,41 @@ class BucketReducer:
         """Wait until every gradient is reduced. Call it once per step, after the last backward, before the optimizer.
 
         Raises:
-            DisagreementError: a rank has left out a step of its engine; names it.
-            RuntimeError: no gradient arrived since the last time (``finish()`` twice); on every rank of the group: a
-                parameter without a gradient, one added, frozen or unfrozen since construction, a gradient that was
-                replaced. On a GPU, ranks that are not to blame learn of it at the next step.
+            DisagreementError: a rank has skipped a step of its engine; names it.
+            RuntimeError: no gradient arrived since the last call; or, on every rank of the group: a parameter without a
+                gradient, one added, frozen or unfrozen since construction, or a gradient that was replaced. On a GPU,
+                ranks that did not cause the error raise it at the next step.
         """
         if self._state is not REDUCING:
-            raise wrong_moment("finish()", self._state)
-        self._state = ReducerState.FINISHING
-        timing = self._step.timing
-        timing.finish_ns = time.perf_counter_ns()
-        try:
-            problem = self._changes.problem()
-            without, told = self._launch_the_rest(failed=problem is not None)
-            self._wait(told)
-            if problem is not None:
-                raise RuntimeError(problem)
-            unused, late = self._read(told)
-            self._reduce_late(late)
-            hand_out(self._states, self.options, without, unused)
-            self._layout.learn(self.group)
-        except BaseException:
-            self._discard_collected(self.options.partitions)
-            raise
-        finally:
-            timing.ended_ns = time.perf_counter_ns()
-            self._reset()
+            raise _wrong_moment("finish()", self._state)
+        with self._finishing():
+            try:
+                problem = self._changes.problem()
+                without, notes = self._launch_the_rest(failed=problem is not None)
+                self._wait(notes)
+                if problem is not None:
+                    raise RuntimeError(problem)
+                unused, late = self._read(notes)
+                add_late_gradients(late, self.options.scales(self._dense.size))
+                for state in self._step.late.values():
+                    state.expected = max(state.expected, state.arrived)
+                hand_out(self._states, self.options, without, unused)
+                self._layout.learn(self.group)
+            except BaseException:
+                self._discard_collected(self.options.partitions)
+                raise
 
     def reset(self) -> None:
-        """Give up the step: discard its gradients, of earlier micro-batches too, and go on with the next one.
+        """Give up the step: discard its gradients, those of earlier micro-batches too, and continue with the next one.
 
-        For a step that an exception ended. Ranks that are in ``finish()`` of the same step raise there; so call it on
-        every rank that does not get that far, as soon as it goes on.
+        Use it after an exception has ended a step. Ranks that are in ``finish()`` of the same step raise there. Every
+        rank that does not reach ``finish()`` must therefore call ``reset()``, before it continues.
 
         Raises:
             RuntimeError: inside ``finish()``, or after ``detach()``.
         """
         if self._state in (ReducerState.FINISHING, ReducerState.DETACHED):
-            raise wrong_moment("reset()", self._state)
+            raise _wrong_moment("reset()", self._state)
         if self._state is REDUCING:
             self._end_step(failed=True)
         for state in self._states:
@@ -219,18 +312,18 @@ class BucketReducer:
         self._is_unreduced = False
 
     def complete(self) -> None:
-        """``finish()``, also of a step in which no gradient arrived in the last micro-batch; for engines."""
+        """Call ``finish()``, even if no gradient arrived in the last micro-batch; for engines."""
         if self._state is IDLE:
             self._begin_step()
         self.finish()
 
     def give_up_unfinished(self) -> None:
-        """``reset()`` if an exception has ended the last step before ``finish()``; for engines."""
+        """Call ``reset()`` if an exception has ended the last step before ``finish()``; for engines."""
         if self.is_in_step:
             self.reset()
 
     def forget_unreduced(self) -> None:
-        """Gradients of earlier micro-batches are thrown away by an engine."""
+        """Discard gradients of earlier micro-batches, because an engine has cleared them."""
         if self._is_unreduced and self._state is IDLE:
             for state in self._states:
                 state.discard_sum()
@@ -238,7 +331,7 @@ class BucketReducer:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether gradients of a step have arrived, and ``finish()`` is still to come."""
+        """True if gradients of a step have arrived and ``finish()`` was not called yet."""
         return self._state is REDUCING
 
     def launch_deferred(self) -> None:
@@ -247,13 +340,8 @@ class BucketReducer:
             self._step.defers = False
             self._launch_full_buckets()
 
-    def release(self) -> None:
-        """The former name of ``launch_deferred()``."""
-        warnings.warn("release() is now launch_deferred()", DeprecationWarning, stacklevel=2)
-        self.launch_deferred()
-
     def wait(self) -> None:
-        """Until all parameters that other ranks have updated are there; for programs that keep references to them."""
+        """Wait for all parameters that other ranks have updated; for programs that keep references to parameters."""
         self.driver.wait_for_parameters()
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
@@ -262,17 +350,17 @@ class BucketReducer:
         The hook averages by itself, as it does under DDP. Experts and sparse gradients are reduced without it.
 
         Raises:
-            ValueError: options that a hook would ignore.
+            ValueError: the reducer has options that a hook would ignore.
             RuntimeError: in the middle of a step.
         """
         if self._state is not IDLE:
-            raise wrong_moment("register_comm_hook()", self._state)
+            raise _wrong_moment("register_comm_hook()", self._state)
         options = self.options
         type_is_given = options.communication_dtype is not None and "communication_dtype" in self._given
         if options.op == "sum" or options.divisor or options.predivide_factor or type_is_given:
             raise ValueError(
-                "op, divisor, predivide_factor and communication_dtype are a communication hook's own business: "
-                "leave them out of this GradientReducer"
+                "register_comm_hook() with op, divisor, predivide_factor or communication_dtype: a communication hook "
+                "scales and converts by itself, so leave these options out of this GradientReducer"
             )
         if any(not partition.keeps for partition in options.partitions):
             raise ValueError(
@@ -281,11 +369,11 @@ class BucketReducer:
             )
         self._dense.hook, self._dense.hook_state, self._dense.after = hook, state, 1.0
         for parameter in self._states:
-            if self._routes[parameter.index] is self._dense and not parameter.is_sparse:
+            if parameter.route is self._dense and not parameter.is_sparse:
                 parameter.scale = 1.0
 
     def report(self) -> GradientReport:
-        """Bytes and times of the last steps on this rank."""
+        """Return bytes and times of the last steps on this rank."""
         return GradientReport(dist.get_rank(), tuple(timing for timing in self._timings if timing.ended_ns))
 
     def detach(self) -> None:
@@ -295,7 +383,7 @@ class BucketReducer:
         partitions = self.options.partitions
         if partitions and (self._is_unreduced or any(partition.holds_sums for partition in partitions)):
             warnings.warn(
-                "detach() between the micro-batches of a step: the gradients of those that are over are lost",
+                "detach() between the micro-batches of a step: the gradients of its earlier micro-batches are lost",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -314,7 +402,7 @@ class BucketReducer:
 
     @property
     def state(self) -> ReducerState:
-        """What it is doing."""
+        """The present state."""
         return self._state
 
     @property
@@ -324,13 +412,13 @@ class BucketReducer:
 
     @property
     def uses_two_levels(self) -> bool:
-        """Whether dense gradients are reduced inside hosts and across hosts apart."""
+        """True if dense gradients are reduced inside hosts first, then across hosts."""
         return self._dense.two_level is not None
 
-    # -- gradients arrive --------------------------------------------------------------------------------------------
+    # -- gradients arrive ----------------------------------------------------------------------------------------------
 
     def _hook(self, state: ParameterState) -> OnGradient:
-        """What autograd calls when a gradient is accumulated; the common path is kept short.
+        """Return the hook that autograd calls for each accumulated gradient; its common path is short.
 
         It must not keep this reducer alive: see Note [Lifetime] in ``hooks.py``.
         """
@@ -340,7 +428,7 @@ class BucketReducer:
             reducer = reference()
             assert reducer is not None
             if reducer._state is not REDUCING and not reducer._start():
-                accumulate(state)
+                accumulate_gradient(state)
                 reducer._is_unreduced = True
                 return
             state.arrived += 1
@@ -351,7 +439,7 @@ class BucketReducer:
                 return
             state.contribution = READY
             if at_once:
-                copy_in_at_once(state)
+                copy_in((state,), in_one_pass=True)
             bucket = state.bucket
             bucket.pending -= 1
             if not bucket.pending:
@@ -363,16 +451,19 @@ class BucketReducer:
         return on_gradient
 
     def _take_further(self, state: ParameterState) -> None:
-        """A gradient after which another one will arrive, or may (in the first step of a static graph), or one more."""
+        """Handle a gradient that is not the last expected one.
+
+        Further gradients are expected, or may follow (in the first step of a static graph), or this is one too many.
+        """
         if not state.expected or state.arrived < state.expected:
-            accumulate(state)
+            accumulate_gradient(state)
         elif not state.repeats:
             raise unexpected_gradient(state)
         elif state.contribution is COPIED_IN:
             self._step.late[state.index] = state
 
     def _start(self) -> bool:
-        """A gradient while none is being reduced; whether this backward is the step's last one."""
+        """Handle a gradient outside REDUCING. Begin a step and return True if this is the step's last backward."""
         self._layout.renew()
         if self._state is IDLE and self.driver.is_last_backward():
             self._begin_step()
@@ -386,25 +477,25 @@ class BucketReducer:
         self._state = REDUCING
 
     def _launch_full_buckets(self) -> None:
-        """In the buckets' order, the same on all ranks, whatever the order in which they became full."""
+        """Launch full buckets in the layout's order, the same on all ranks, whichever became full first."""
         step, buckets = self._step, self._layout.buckets
         last = len(buckets) - 1
         while step.next_bucket <= last and not buckets[step.next_bucket].pending:
-            bucket = buckets[step.next_bucket]
-            route = self._routes[bucket.members[0].index]
-            step.in_flight.append(launch(bucket, route, is_last=step.next_bucket == last))
+            step.in_flight.append(launch(buckets[step.next_bucket], is_last=step.next_bucket == last))
             self.reduction_count += 1
             step.next_bucket += 1
 
-    # -- what others do to gradients -----------------------------------------------------------------------------------
+    # -- optimizers and zero_grad() ------------------------------------------------------------------------------------
 
     def before_zero_grad(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let go of what these gradients are, beside ``parameter.grad``; give up a step that is thrown away whole.
+        """Discard gradients beside ``parameter.grad``; give up a step whose gradients are all cleared.
 
-        A loss that only runs through this module (a generator's, through the discriminator) starts a step here, whose
-        gradients are then thrown away, on all ranks alike.
+        A loss that only passes through this module (a generator's, through the discriminator) starts a step here. Its
+        gradients are then cleared, on all ranks alike.
         """
-        if self._state is not REDUCING and not self._is_unreduced and not self._leaves_sums:
+        options = self.options
+        leaves_sums = options.accumulation_dtype is not None or options.grad_buffers or options.partitions
+        if self._state is not REDUCING and not self._is_unreduced and not leaves_sums:
             return
         zeroed = [self._by_parameter[parameter] for parameter in parameters if parameter in self._by_parameter]
         if self._state is REDUCING:
@@ -418,55 +509,60 @@ class BucketReducer:
             self._is_unreduced = False
 
     def before_optimizer_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse a step on gradients that are this rank's alone."""
+        """Refuse an optimizer step on gradients that are not reduced."""
         if self._state is REDUCING or (self._is_unreduced and self._state is IDLE):
             for parameter in parameters:
                 if parameter in self._by_parameter:
                     raise unreduced_gradients(self._by_parameter[parameter].name)
 
     @property
-    def _leaves_sums(self) -> bool:
-        """Whether gradients are left in ``main_grad``, or accumulate apart from ``parameter.grad``."""
-        options = self.options
-        return options.accumulation_dtype is not None or bool(options.grad_buffers or options.partitions)
-
-    @property
     def _may_miss(self) -> bool:
-        """Whether parameters may be without a gradient."""
+        """True if parameters may have no gradient."""
         return self.options.find_unused_parameters or self.options.zero_unused_parameters
 
-    # -- the end of a step -------------------------------------------------------------------------------------------
+    # -- the end of a step ---------------------------------------------------------------------------------------------
 
-    def _end_step(self, failed: bool) -> None:
-        """Take part in what the other ranks wait for, and forget the step."""
+    @contextmanager
+    def _finishing(self) -> Iterator[None]:
+        """Enter FINISHING; at the end, record the time and return to IDLE."""
         self._state = ReducerState.FINISHING
         timing = self._step.timing
         timing.finish_ns = time.perf_counter_ns()
         try:
-            _, told = self._launch_the_rest(failed)
-            self._wait(told)
-            self._discard_collected([partition for partition in self.options.partitions if partition.keeps])
+            yield
         finally:
             timing.ended_ns = time.perf_counter_ns()
-            self._reset()
+            self.step_count += 1
+            for bucket in self._layout.buckets:
+                bucket.reset()
+            self._step = Step(timing)
+            self._is_unreduced = False
+            self._state = IDLE
+
+    def _end_step(self, failed: bool) -> None:
+        """Take part in the collectives that other ranks wait for, and discard the step."""
+        with self._finishing():
+            _, notes = self._launch_the_rest(failed)
+            self._wait(notes)
+            self._discard_collected([partition for partition in self.options.partitions if partition.keeps])
 
     @staticmethod
     def _discard_collected(partitions: Iterable[PartitionedGradients]) -> None:
-        """Forget the sums of a step that is given up, which the next step's would be added to.
+        """Discard the sums of a step that is given up; otherwise the next step's would be added to them.
 
-        Partitions that do not keep whole gradients hold earlier micro-batches, too.
+        Partitions that do not keep whole gradients also hold those of earlier micro-batches.
         """
         for partition in partitions:
             partition.discard()
 
     def _launch_the_rest(self, failed: bool) -> tuple[list[ParameterState], list[UsedParameters]]:
-        """Launch what is not yet in flight, with zeros for parameters that took no part, so that no rank waits.
+        """Launch the remaining buckets, with zeros for unused parameters, so that no rank waits forever.
 
         Returns:
-            The parameters without a gradient, and what is being told to the other ranks.
+            The parameters without a gradient, and the notes for the other ranks, in flight.
         """
         used = [state.arrived > 0 for state in self._states]
-        if self.options.find_unused_parameters:  # those of earlier micro-batches too
+        if self.options.find_unused_parameters:  # parameters of earlier micro-batches are used, too
             used = [
                 found or state.parameter.grad is not None or state.holds_sum
                 for found, state in zip(used, self._states, strict=True)
@@ -479,43 +575,38 @@ class BucketReducer:
         self._launch_full_buckets()
         if self._dense.two_level is not None:
             self._dense.two_level.flush()
-        prefers_to_defer = self.driver.prefers_to_defer(
-            [timing.communication_ns for timing in self._timings if timing.ended_ns]
-        )
-        told = []
-        for route in dict.fromkeys(self._routes):
-            members = [state for state in self._states if self._routes[state.index] is route]
-            mine = [used[state.index] for state in members]
-            late = self._step.late.keys()
-            told.append(
-                UsedParameters(
-                    members,
-                    mine,
-                    late,
-                    route,
-                    failed=failed,
-                    prefers_to_defer=prefers_to_defer,
-                    step=self.driver.steps_taken(),
-                )
+        times = [timing.communication_ns for timing in self._timings if timing.ended_ns]
+        prefers_to_defer = self.driver.prefers_to_defer(times)
+        notes = [
+            UsedParameters(
+                members,
+                [used[state.index] for state in members],
+                self._step.late.keys(),
+                route,
+                failed=failed,
+                prefers_to_defer=prefers_to_defer,
+                step=self.driver.steps_taken(),
             )
-        return without, told
+            for route, members in self._members.items()
+        ]
+        return without, notes
 
-    def _wait(self, told: list[UsedParameters]) -> None:
+    def _wait(self, notes: list[UsedParameters]) -> None:
         for reduction in self._step.in_flight:
             reduction.wait()
-        for notes in told:
-            notes.settle()
+        for note in notes:
+            note.settle()
         self._step.timing.buckets = [reduction.timing for reduction in self._step.in_flight]
         self._step.timing.gathers = self.driver.gathers()
 
-    def _read(self, told: list[UsedParameters]) -> tuple[list[ParameterState], list[ParameterState]]:
-        """What the ranks have told each other; raise where that is an error.
+    def _read(self, notes: list[UsedParameters]) -> tuple[list[ParameterState], list[ParameterState]]:
+        """Read the notes of all ranks; raise if they are an error.
 
-        On a GPU it is what they told in the step before, so that nothing waits for the device; but at once in the first
-        step, where unused parameters are to be found, and where this rank got late gradients.
+        On a GPU, read those of the step before, so that nothing waits for the device. Exceptions are the first step,
+        the search for unused parameters, and late gradients on this rank.
 
         Returns:
-            The parameters that no rank used, if those are to be found, and those that got late gradients.
+            The parameters that no rank used, if those are searched for, and those that got late gradients.
         """
         missing = [state.name for state in self._states if not state.arrived]
         if missing and not self._may_miss:
@@ -523,10 +614,10 @@ class BucketReducer:
         is_first = self._layout.arrivals is not None
         at_once = self.options.find_unused_parameters or is_first or bool(self._step.late)
         if self._device.type == "cuda" and not at_once:
-            told, self._unread = self._unread, told
+            notes, self._unread = self._unread, notes
         unused: list[ParameterState] = []
         late: list[ParameterState] = []
-        for counts in (notes.counts() for notes in told):
+        for counts in (note.counts() for note in notes):
             self._raise_for(counts)
             unused += counts.unused_everywhere if self.options.find_unused_parameters else []
             late += counts.late_anywhere
@@ -542,19 +633,5 @@ class BucketReducer:
             raise missing_gradients([state.name for state in counts.unused_anywhere], "some other ranks")
         if self._device.type == "cuda" and len(counts.late_anywhere) > len(counts.late_everywhere):
             raise unequal_repetition([state.name for state in counts.late_anywhere])
-        if counts.steps_differ:  # the last: it is told by a collective, to which all ranks have come here
-            raise other_steps(self.driver.steps_taken(), counts.route.group)
-
-    def _reduce_late(self, late: list[ParameterState]) -> None:
-        groups = [self._routes[state.index].group for state in late]
-        add_late_gradients(late, groups, self.options.scales(self._dense.size))
-        for state in self._step.late.values():
-            state.expected = max(state.expected, state.arrived)
-
-    def _reset(self) -> None:
-        self.step_count += 1
-        for bucket in self._layout.buckets:
-            bucket.reset()
-        self._step = Step(self._step.timing)
-        self._is_unreduced = False
-        self._state = IDLE
+        if counts.steps_differ:  # this comes last, because the error needs a collective that all ranks reach
+            raise different_steps(self.driver.steps_taken(), counts.route.group)

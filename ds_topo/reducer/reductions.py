@@ -1,31 +1,135 @@
-"""How one bucket is reduced: flat, in two levels, sparse, or by a communication hook of torch's DDP."""
+"""Reductions in flight: the routes of parameters, the reductions of buckets, and the notes that ranks sum at the end.
+
+:func:`assign_routes` chooses process group, divisor, and flat or two-level reduction for every parameter when a reducer
+is built. :func:`launch` starts the reduction of one full bucket over its route. :class:`UsedParameters` tells the ranks
+of a route about each other's step.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from ds_topo.partition.exchange import Pending
-from ds_topo.partition.gradients import RegionOfGradients
+from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
+from ds_topo.reducer.options import ReductionOptions
+from ds_topo.reducer.parameters import CommHook, ParameterState, Route, expert_group_name
 from ds_topo.reducer.report import BucketTiming
-from ds_topo.reducer.routes import CommHook, Route
-from ds_topo.reducer.two_level import TwoLevelReduction
+from ds_topo.reducer.two_level import TwoLevelReduction, hosts_of, is_two_level_faster, suitable_bucket_bytes
+from ds_topo.topology.rank_tables import has_two_levels
+from ds_topo.torch_names import ReduceOp, premultiplied_sum
+from ds_topo.zero.exchange import Pending
+from ds_topo.zero.partitions import RegionOfGradients
+
+
+def assign_routes(
+    states: Sequence[ParameterState], options: ReductionOptions, group: ProcessGroup, device: torch.device
+) -> Route:
+    """Set the route and scale of every parameter and return the dense route, over the data-parallel group; collective.
+
+    Experts are summed over their expert-data group and divided by the size of the whole data-parallel group. Every
+    group measures its own link, because an expert-data group may span several data-parallel groups.
+
+    Raises:
+        ValueError: two levels are wanted and the placement of ranks has none.
+    """
+    size = dist.get_world_size(group)
+    dtype = options.communication_dtype
+    bucket_bytes = _bucket_bytes(options, group, device)
+    two_level = None if options.two_level is False else _chosen_two_level(states, options, group, bucket_bytes)
+    dense = Route("data", group, *scaling(options, size, group, two_level is None), dtype, bucket_bytes, two_level)
+    used = {expert_group_name(state.parameter) for state in states}
+    experts = {
+        name: Route(
+            f"experts of {name}",
+            expert_group,
+            *scaling(options, size, expert_group),
+            dtype,
+            _bucket_bytes(options, expert_group, device),
+        )
+        for name, expert_group in options.expert_groups.items()
+        if name in used
+    }
+    for state in states:
+        name = expert_group_name(state.parameter)
+        state.route = dense if name is None else experts[name]
+        state.scale = options.scales(size)[0] if state.is_sparse else state.route.before
+    return dense
+
+
+def _bucket_bytes(options: ReductionOptions, group: ProcessGroup, device: torch.device) -> int:
+    return suitable_bucket_bytes(group, device) if options.bucket_bytes is None else options.bucket_bytes
+
+
+def scaling(
+    options: ReductionOptions, data_parallel_size: int, group: ProcessGroup, is_flat: bool = True
+) -> tuple[float, float, ReduceOp]:
+    """Return the factors before and after the sum over ``group``, and its ``ReduceOp``.
+
+    NCCL averages by itself, and multiplies while it sums. On other backends gradients are multiplied on their way into
+    the bucket.
+    """
+    before, after = options.scales(data_parallel_size)
+    if not is_flat or dist.get_backend(group) != "nccl" or before == 1.0:
+        return before, after, dist.ReduceOp.SUM
+    if after == 1.0 and before * dist.get_world_size(group) == 1.0:
+        return 1.0, 1.0, dist.ReduceOp.AVG
+    return 1.0, after, premultiplied_sum(before)
+
+
+def _chosen_two_level(
+    states: Sequence[ParameterState], options: ReductionOptions, group: ProcessGroup, bucket_bytes: int
+) -> TwoLevelReduction | None:
+    """Return two levels if asked for, or if the placement has them and they measure faster than a flat reduction."""
+    hosts = hosts_of(group)
+    if not has_two_levels(hosts):
+        if options.two_level:
+            raise ValueError(
+                "two_level=True: the group must span at least two hosts with equally many ranks, several each; leave "
+                "it out to choose by placement"
+            )
+        return None
+    two_level = TwoLevelReduction(hosts)
+    if options.two_level:
+        return two_level
+    dtype, device = states[0].dtype, states[0].parameter.device
+    numel = max(1, bucket_bytes // dtype.itemsize // two_level.inner_size) * two_level.inner_size
+    if is_two_level_faster(two_level, group, torch.zeros(numel, dtype=dtype, device=device)):
+        return two_level
+    two_level.destroy()
+    return None
+
+
+def launch(bucket: GradientBucket, is_last: bool) -> Reduction:
+    """Start the reduction of a bucket; all ranks of its route launch the same buckets in the same order."""
+    bucket.fill()
+    route = bucket.route
+    if bucket.is_sparse:
+        return _SparseReduction(bucket)
+    if route.hook is not None:
+        return _HookReduction(bucket, route.hook, is_last)
+    if bucket.region is not None and not bucket.region.is_whole:
+        return _ReduceScatter(bucket, bucket.region)
+    if route.size == 1:
+        return Reduction(bucket)
+    return _AllReduce(bucket) if route.two_level is None else _TwoLevelAllReduce(bucket, route.two_level)
 
 
 class Reduction:
-    """One bucket in flight. ``wait()`` returns when its gradients are final."""
+    """One bucket in flight; this base class serves groups of a single rank."""
 
-    def __init__(self, bucket: GradientBucket, route: Route) -> None:
-        self.bucket, self.route = bucket, route
+    def __init__(self, bucket: GradientBucket) -> None:
+        self.bucket, self.route = bucket, bucket.route
         self.timing = BucketTiming(
-            bucket.index, bucket.nbytes, len(bucket.members), route.label, time.perf_counter_ns()
+            bucket.index, bucket.nbytes, len(bucket.members), self.route.label, time.perf_counter_ns()
         )
 
     def wait(self) -> None:
-        """Wait for the sum, then write it to the bucket."""
+        """Wait until the gradients in the bucket are final."""
         timing = self.timing
         timing.wait_started_ns = time.perf_counter_ns()
         self._wait()
@@ -38,27 +142,31 @@ class Reduction:
             self.bucket.flat.mul_(self.route.after)
         self._collect()
 
+    def _complete(self) -> None:
+        """Wait for the sum and write it to the bucket."""
+
     def _collect(self) -> None:
-        """Take out of a region what this rank needs of it."""
+        """Copy what this rank needs of a region's sum, and return the region's memory."""
         if self.bucket.region is not None:
             self.bucket.region.gradients.collect(self.bucket.region.region, self.bucket.flat)
             self.bucket.give_back()
-
-    def _complete(self) -> None:
-        """Nothing to wait for in a group of one."""
 
     def _note_done(self, _: object) -> None:
         self.timing.done_ns = time.perf_counter_ns()
 
 
-class _AllReduce(Reduction):
-    """An all_reduce over the whole group, in the communication data type."""
+def _payload(bucket: GradientBucket) -> torch.Tensor:
+    """Return the gradients in the communication data type; complex ones as they are, since a real type loses half."""
+    flat, dtype = bucket.flat, bucket.route.communication_dtype
+    return flat if dtype is None or not flat.is_floating_point() else flat.to(dtype)
 
-    def __init__(self, bucket: GradientBucket, route: Route) -> None:
-        super().__init__(bucket, route)
-        flat, dtype = bucket.flat, route.communication_dtype
-        keeps_type = dtype is None or not flat.is_floating_point()  # a complex number in a real type would lose half
-        self._payload = flat if keeps_type else flat.to(dtype)
+
+class _AllReduce(Reduction):
+    """An all-reduce over the whole group, in the communication data type."""
+
+    def __init__(self, bucket: GradientBucket) -> None:
+        super().__init__(bucket)
+        self._payload = _payload(bucket)
         self._start()
 
     def _start(self) -> None:
@@ -75,20 +183,34 @@ class _AllReduce(Reduction):
             self.bucket.flat.copy_(self._payload[: len(self.bucket.flat)])
 
 
-class _ReduceScatter(Reduction):
-    """Sums to the ranks that own them, in the communication data type."""
+class _TwoLevelAllReduce(_AllReduce):
+    """An all-reduce inside hosts and across hosts."""
 
-    def __init__(self, bucket: GradientBucket, route: Route, region: RegionOfGradients) -> None:
-        super().__init__(bucket, route)
+    def __init__(self, bucket: GradientBucket, two_level: TwoLevelReduction) -> None:
+        self._two_level = two_level
+        super().__init__(bucket)
+
+    def _start(self) -> None:
+        self._payload = self._two_level.padded(self._payload)
+        self._done = self._two_level.submit(self._payload)
+
+    def _complete(self) -> None:
+        self.timing.done_ns = self._done.result()
+        self._copy_out()
+
+
+class _ReduceScatter(Reduction):
+    """A reduce-scatter of a region to the ranks that own its slices, in the communication data type."""
+
+    def __init__(self, bucket: GradientBucket, region: RegionOfGradients) -> None:
+        super().__init__(bucket)
         self._region = region
-        flat, dtype = bucket.flat, route.communication_dtype
-        keeps_type = dtype is None or not flat.is_floating_point()
-        self._payload = flat if keeps_type else flat.to(dtype)
+        self._payload = _payload(bucket)
         self._pending: Pending | None = region.gradients.exchange.reduce_scatter(self._payload)
         region.gradients.note(self)
 
     def is_done(self) -> bool:
-        """Whether its sum is there."""
+        """Return True if the sum has arrived."""
         return self._pending is None or self._pending.is_done()
 
     def _wait(self) -> None:
@@ -108,29 +230,13 @@ class _ReduceScatter(Reduction):
         return flat.view(self._region.region.size, -1)[self._region.gradients.rank]
 
 
-class _TwoLevelAllReduce(_AllReduce):
-    """The same inside hosts and across hosts."""
-
-    def __init__(self, bucket: GradientBucket, route: Route, two_level: TwoLevelReduction) -> None:
-        self._two_level = two_level
-        super().__init__(bucket, route)
-
-    def _start(self) -> None:
-        self._payload = self._two_level.padded(self._payload)
-        self._done = self._two_level.submit(self._payload)
-
-    def _complete(self) -> None:
-        self.timing.done_ns = self._done.result()
-        self._copy_out()
-
-
 class _SparseReduction(Reduction):
-    """An all_reduce of one sparse gradient, which becomes the sum of all ranks' rows."""
+    """An all-reduce of one sparse gradient, which becomes the sum of all ranks' rows."""
 
-    def __init__(self, bucket: GradientBucket, route: Route) -> None:
-        super().__init__(bucket, route)
+    def __init__(self, bucket: GradientBucket) -> None:
+        super().__init__(bucket)
         self._gradient = bucket.members[0].view.coalesce()
-        self._work = dist.all_reduce(self._gradient, group=route.group, async_op=True)
+        self._work = dist.all_reduce(self._gradient, group=self.route.group, async_op=True)
 
     def _complete(self) -> None:
         self._work.wait()
@@ -138,14 +244,14 @@ class _SparseReduction(Reduction):
 
 
 class _HookReduction(Reduction):
-    """Whatever a communication hook of torch's DDP does; the averaging is its own business."""
+    """A reduction by a communication hook of torch's DDP, which also averages."""
 
-    def __init__(self, bucket: GradientBucket, route: Route, hook: CommHook, is_last: bool) -> None:
-        super().__init__(bucket, route)
-        route.wait_for_hook()
-        self._future = hook(route.hook_state, CommHookBucket(bucket, is_last))
+    def __init__(self, bucket: GradientBucket, hook: CommHook, is_last: bool) -> None:
+        super().__init__(bucket)
+        self.route.wait_for_hook()
+        self._future = hook(self.route.hook_state, CommHookBucket(bucket, is_last))
         if not bucket.flat.is_cuda:
-            route.last_hook = self._future
+            self.route.last_hook = self._future
             self._future.add_done_callback(self._note_done)
 
     def _complete(self) -> None:
@@ -156,15 +262,89 @@ class _HookReduction(Reduction):
             flat.copy_(result.view(-1))
 
 
-def launch(bucket: GradientBucket, route: Route, is_last: bool) -> Reduction:
-    """Start the reduction of a bucket; all ranks of the route launch the same buckets in the same order."""
-    bucket.fill()
-    if bucket.is_sparse:
-        return _SparseReduction(bucket, route)
-    if route.hook is not None:
-        return _HookReduction(bucket, route, route.hook, is_last)
-    if bucket.region is not None and not bucket.region.is_whole:
-        return _ReduceScatter(bucket, route, bucket.region)
-    if route.size == 1:
-        return Reduction(bucket, route)
-    return _AllReduce(bucket, route) if route.two_level is None else _TwoLevelAllReduce(bucket, route, route.two_level)
+_LATE = 1 << 16
+"""A rank adds this to a parameter's count of ranks if its gradient came late; the limit is 32,767 ranks."""
+_STEPS = 256
+"""Step numbers are sent modulo this, so that their squares fit; ranks exactly so many steps apart go unnoticed."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The sums of the notes of all ranks of one route's group."""
+
+    route: Route
+    unused_anywhere: list[ParameterState]
+    """Parameters for which at least one rank has no gradient."""
+    unused_everywhere: list[ParameterState]
+    """Parameters for which no rank has a gradient."""
+    late_anywhere: list[ParameterState]
+    """Parameters that got a gradient after they were copied in, on at least one rank."""
+    late_everywhere: list[ParameterState]
+    """Parameters that got a gradient after they were copied in, on all ranks."""
+    failed: int
+    """The number of ranks that failed in ``finish()``."""
+    prefer_to_defer: int
+    """The number of ranks that prefer to launch the next step's reductions after its backward."""
+    steps_differ: bool
+    """True if ranks are at different steps."""
+
+
+class UsedParameters:
+    """The sum of the notes of all ranks, in flight; it extends DDP's map of globally used parameters.
+
+    Args:
+        members: the parameters of a route.
+        used: for each of them, True if this rank has a gradient.
+        late: indices of parameters whose gradient came late on this rank.
+        failed: True if this rank failed in ``finish()``.
+        prefers_to_defer: True if this rank prefers to launch the next step's reductions after its backward.
+        step: the number of optimizer steps taken on this rank.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[ParameterState],
+        used: Sequence[bool],
+        late: Collection[int],
+        route: Route,
+        *,
+        failed: bool,
+        prefers_to_defer: bool,
+        step: int,
+    ) -> None:
+        route.wait_for_hook()
+        self._members, self._route = members, route
+        number = step % _STEPS
+        notes: list[int] = [*used, failed, prefers_to_defer, number, number * number]
+        if late:
+            for place, state in enumerate(members):
+                notes[place] += _LATE * (state.index in late)
+        self._counts = torch.tensor(notes, dtype=torch.int32, device=members[0].parameter.device)
+        self._work = dist.all_reduce(self._counts, group=route.group, async_op=True)
+        self._event: torch.cuda.Event | None = None
+
+    def settle(self) -> None:
+        """Wait for the sum; on a GPU queue its copy to the host and return."""
+        self._work.wait()
+        if self._counts.is_cuda:
+            self._counts = self._counts.to("cpu", non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def counts(self) -> Counts:
+        """Read the sum."""
+        if self._event is not None:
+            self._event.synchronize()
+        *counts, failed, prefer_to_defer, steps, squares = self._counts.tolist()
+        size = self._route.size
+        ranks = [(state, count % _LATE, count // _LATE) for state, count in zip(self._members, counts, strict=True)]
+        return Counts(
+            self._route,
+            [state for state, used, _ in ranks if used < size],
+            [state for state, used, _ in ranks if not used],
+            [state for state, _, late in ranks if late],
+            [state for state, _, late in ranks if late == size],
+            failed,
+            prefer_to_defer,
+            steps * steps != size * squares,  # the step numbers have a variance
+        )

@@ -1,8 +1,8 @@
-"""Reduction in two levels where a group spans hosts with several ranks each.
+"""Reduce in two levels if a group spans hosts with several ranks each.
 
-Inside a host each rank reduces its share of the bucket, the ranks with the same share all-reduce it across hosts, and
-inside the host the shares are gathered again. With n ranks on each of h hosts a ring over all ranks sends nearly
-2 B through every host's link, two levels 2 B (h - 1) / h in total: for two hosts half of it.
+Inside a host each rank reduces its share of the bucket. The ranks with the same share all-reduce it across hosts.
+Inside the host the shares are then gathered. With n ranks on each of h hosts, a ring over all ranks sends nearly 2 B
+through every host's link; two levels send 2 B (h - 1) / h in total, which is half of it for two hosts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,23 +23,24 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from ds_topo.partition.exchange import end_thread, hosts_in_order
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups
+from ds_topo.reducer.options import MIB
 from ds_topo.topology.rank_tables import RankGroup, two_level_ranks
+from ds_topo.zero.exchange import end_thread, hosts_in_order
 
 
 class TwoLevelReduction:
     """Sums contiguous tensors over ``group`` in two levels, in the order in which they are submitted.
 
-    On the CPU a thread of its own runs the three collectives of a tensor, and while one tensor crosses hosts it works
-    on the next inside the host: the gather of a tensor follows the scatter of its successor on every rank, so that
-    the ranks of a host always meet in the same collective. On a GPU they are queued on a stream of their own.
+    On the CPU a thread runs the three collectives of a tensor; while one tensor crosses hosts, it reduces the next one
+    inside the host. On every rank the gather of a tensor follows the scatter of its successor, so the ranks of a host
+    always meet in the same collective. On a GPU the collectives are queued on a separate stream.
 
     Creating it is collective over the group.
 
     Args:
         hosts: the group's global ranks, each with its host (:func:`~ds_topo.topology.rank_tables.has_two_levels`).
-        timeout: of the groups inside and across hosts.
+        timeout: the timeout of the groups inside and across hosts.
     """
 
     def __init__(self, hosts: Mapping[int, str], timeout: timedelta | None = None) -> None:
@@ -47,24 +48,26 @@ class TwoLevelReduction:
         groups = [RankGroup(("inside host",), tuple(inner)), RankGroup(("across hosts",), tuple(outer))]
         table = hashlib.sha256(repr(sorted(hosts.items())).encode()).hexdigest()[:16]
         self._groups = ProcessGroups(f"two levels over hosts of digest {table}", groups, sorted(hosts), timeout)
-        self._inner = _existing(self._groups.get(("inside host",)))
-        self._outer = _existing(self._groups.get(("across hosts",)))
+        inside, across = self._groups.get(("inside host",)), self._groups.get(("across hosts",))
+        assert inside is not None
+        assert across is not None
+        self._inner, self._outer = inside, across
         self.inner_size = len(inner)
-        """Tensors must have a multiple of so many elements."""
+        """The number of elements of a tensor must be a multiple of this."""
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def padded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or a longer copy if it cannot be split evenly inside a host."""
+        """Return the tensor, or a longer copy if it cannot be split evenly inside a host."""
         missing = -len(tensor) % self.inner_size
         return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
     def submit(self, tensor: torch.Tensor) -> Future[int]:
         """Start summing ``tensor`` in place; all ranks submit the same tensors in the same order.
 
-        The result is the time at which it ended, ``time.perf_counter_ns``. The last one submitted may stay in flight
-        until :meth:`flush`.
+        The result is the time of the end, ``time.perf_counter_ns``. The last tensor submitted may stay in flight until
+        :meth:`flush`.
         """
         done: Future[int] = Future()
         if tensor.is_cuda:
@@ -80,14 +83,14 @@ class TwoLevelReduction:
         return done
 
     def flush(self) -> None:
-        """No other tensor follows for now: let the last one end. Further tensors may be submitted later."""
+        """Let the last tensor end without waiting for a successor; further tensors may be submitted later."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         elif self._thread is not None:
             self._jobs.put(_Mark.FLUSH)
 
     def destroy(self) -> None:
-        """End the thread and destroy the groups; nothing may be in flight. Idempotent."""
+        """End the thread and destroy the groups. Nothing may be in flight. Idempotent."""
         if self._thread is not None:
             self._jobs.put(_Mark.END)
             self._thread.join()
@@ -106,19 +109,19 @@ class TwoLevelReduction:
 
 @dataclass(eq=False)
 class _Sum:
-    """A tensor to sum, and where its end is told."""
+    """A tensor to sum, and the future of its end."""
 
     tensor: torch.Tensor
     done: Future[int]
 
 
 class _Mark(enum.Enum):
-    """What else the thread is told."""
+    """A request to the thread other than a sum."""
 
     FLUSH = enum.auto()
-    """No other tensor follows for now."""
+    """No tensor follows for now."""
     END = enum.auto()
-    """Nor later."""
+    """No tensor follows: end the thread."""
 
 
 _Job: TypeAlias = "_Sum | _Mark"
@@ -126,7 +129,7 @@ _Job: TypeAlias = "_Sum | _Mark"
 
 @dataclass(eq=False)
 class _Crossing:
-    """A tensor whose share is on its way across hosts."""
+    """A tensor whose share is being reduced across hosts."""
 
     tensor: torch.Tensor
     share: torch.Tensor
@@ -136,7 +139,7 @@ class _Crossing:
 
 @dataclass(frozen=True, eq=False)
 class _Worker:
-    """What the thread does; it does not keep the reduction alive."""
+    """The work of the thread; it does not keep the reduction alive."""
 
     jobs: queue.SimpleQueue[_Job]
     inner: ProcessGroup
@@ -156,7 +159,7 @@ class _Worker:
         try:
             share = _reduce_scatter(job.tensor, self.inner)
             work = dist.all_reduce(share, group=self.outer, async_op=True)
-        except BaseException as error:  # handed to whoever waits for the tensor
+        except BaseException as error:  # passed to the caller of result()
             job.done.set_exception(error)
             return None
         return _Crossing(job.tensor, share, work, job.done)
@@ -166,18 +169,18 @@ class _Worker:
             crossing.work.wait()
             dist.all_gather_into_tensor(crossing.tensor, crossing.share, group=self.inner)
             crossing.done.set_result(time.perf_counter_ns())
-        except BaseException as error:  # handed to whoever waits for the tensor
+        except BaseException as error:  # passed to the caller of result()
             crossing.done.set_exception(error)
 
 
 def _reduce_scatter(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """This rank's share of the sum: ``[numel] -> [numel / size]``."""
+    """Return this rank's share of the sum: ``[numel] -> [numel / size]``."""
     size = dist.get_world_size(group)
     share = torch.empty(tensor.numel() // size, dtype=tensor.dtype, device=tensor.device)
     if tensor.is_cuda:
         dist.reduce_scatter_tensor(share, tensor, group=group)
         return share
-    # gloo's own reduce_scatter is an all_reduce and a copy; this sends a size-th of that.
+    # gloo's own reduce_scatter is an all_reduce and a copy; this sends 1 / size of that.
     parts = torch.empty_like(tensor)
     dist.all_to_all_single(parts, tensor, group=group)
     torch.sum(parts.view(size, -1), dim=0, out=share)
@@ -185,10 +188,56 @@ def _reduce_scatter(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def hosts_of(group: ProcessGroup) -> dict[int, str]:
-    """Host names by global rank; collective."""
+    """Return host names by global rank; collective."""
     return dict(zip(dist.get_process_group_ranks(group), hosts_in_order(group), strict=True))
 
 
-def _existing(group: ProcessGroup | None) -> ProcessGroup:
-    assert group is not None
-    return group
+_ROUNDS = 3
+_SMALL_BUCKET_BYTES = 4 * MIB
+_LARGE_BUCKET_BYTES = 25 * MIB
+_SLOW_LINK_SECONDS = 0.01
+"""A link on which a small bucket takes longer than this is slow."""
+
+
+def suitable_bucket_bytes(group: ProcessGroup, device: torch.device) -> int:
+    """Measure the link and return a suitable capacity of buckets; collective over ``group``.
+
+    On a slow link (below about 3 Gbit/s) communication dominates, and small buckets let it start early. On a fast link
+    launches disturb backward, and large buckets, as in torch's DDP, are better.
+    """
+    if dist.get_world_size(group) == 1:
+        return _LARGE_BUCKET_BYTES
+    bucket = torch.zeros(_SMALL_BUCKET_BYTES // 4, device=device)
+    (seconds,) = _best_seconds([lambda: dist.all_reduce(bucket, group=group)], group, device)
+    return _SMALL_BUCKET_BYTES if seconds > _SLOW_LINK_SECONDS else _LARGE_BUCKET_BYTES
+
+
+def is_two_level_faster(two_level: TwoLevelReduction, group: ProcessGroup, probe: torch.Tensor) -> bool:
+    """Reduce ``probe`` in two levels and flat, alternating, and compare; collective over ``group``."""
+
+    def reduce_in_two_levels() -> None:
+        done = two_level.submit(probe)
+        two_level.flush()
+        done.result()
+
+    probe.zero_()
+    ways = [lambda: dist.all_reduce(probe, group=group), reduce_in_two_levels]
+    flat, levels = _best_seconds(ways, group, probe.device)
+    return levels < flat
+
+
+def _best_seconds(ways: Sequence[Callable[[], object]], group: ProcessGroup, device: torch.device) -> list[float]:
+    """Return the slowest rank's best time of each way, after one warm-up round."""
+    times: list[list[float]] = [[] for _ in ways]
+    for _ in range(_ROUNDS):
+        for way, taken in zip(ways, times, strict=True):
+            dist.barrier(group=group)
+            started = time.perf_counter()
+            way()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            taken.append(time.perf_counter() - started)
+    best = torch.tensor([min(taken[1:]) for taken in times], device=device)
+    dist.all_reduce(best, op=dist.ReduceOp.MAX, group=group)
+    seconds: list[float] = best.tolist()
+    return seconds

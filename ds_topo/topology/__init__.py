@@ -1,9 +1,11 @@
-"""Which rank sits where: named axes in any order, in closed form. Standard library only; no process, no torch."""
+"""Map ranks to coordinates along named axes in any order, in closed form. Standard library only.
 
-from ds_topo.topology.process_topology import (
-    PipeDataParallelTopology,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-)
+Start with ``process_topology``, the public class. ``spec`` and ``axes`` parse and check, ``layout`` has the arithmetic,
+and ``rank_tables`` and ``expert_tables`` derive groups.
+"""
+
+from __future__ import annotations
+
+from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 __all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]

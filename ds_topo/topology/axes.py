@@ -1,4 +1,4 @@
-"""Names of axes: those that have a meaning, their synonyms, and those that a person most likely meant."""
+"""Define the names of axes with a meaning and their synonyms, and suggest corrections of misspelt names."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MEANINGS = {
     SEQ: "parts of every sequence",
     EXPERT: "replicas that hold different experts",
 }
-"""What the ranks along an axis of this name differ in."""
+"""The meaning of each axis: what differs between ranks along it."""
 SYNONYMS = {"tensor": MODEL, **dict.fromkeys(("context", "cp", "sp"), SEQ)}
-"""Other names of an axis, understood wherever an axis is named."""
+"""Other names of an axis, accepted wherever an axis is named."""
 SPEC_SYNONYMS = {
     **SYNONYMS,
     **dict.fromkeys(("pp", "pipeline"), PIPE),
@@ -31,16 +31,16 @@ SPEC_SYNONYMS = {
     **{"sequence": SEQ},
     **dict.fromkeys(("ep", "experts"), EXPERT),
 }
-"""What specs and configs understand besides, in upper and lower case: the field's abbreviations."""
+"""The field's abbreviations, which specs and configs accept in upper and lower case."""
 
 
 def canonical_axis(name: str) -> str:
-    """The one name of an axis: ``tensor`` is ``model``, ``context`` is ``seq``, every other name is itself."""
+    """Return the canonical name of an axis: ``tensor`` is ``model``, ``context`` is ``seq``; others stay."""
     return SYNONYMS.get(name, name)
 
 
 def axis_in_spec(name: str) -> str:
-    """The one name of an axis that a spec gives in any of the ways that people write it.
+    """Return the canonical name of an axis that a spec names by any synonym or abbreviation.
 
     >>> [axis_in_spec(name) for name in ("pp", "DP", "Tensor", "cp", "rows")]
     ['pipe', 'data', 'model', 'seq', 'rows']
@@ -52,10 +52,10 @@ def axis_in_spec(name: str) -> str:
 
 
 def checked_name(name: object) -> str:
-    """The canonical form of a well-formed name: Python takes identifiers that are equal after NFKC for one.
+    """Check a name and return its canonical form, after NFKC normalisation, as Python normalises identifiers.
 
     Raises:
-        TopologyError: the name is not an identifier, or one that Python reserves.
+        TopologyError: the name is not an identifier, or Python reserves it.
     """
     normal = unicodedata.normalize("NFKC", name) if isinstance(name, str) else ""
     if not normal.isidentifier() or keyword.iskeyword(normal) or normal[0] == "_" or len(normal) > MAX_NAME:
@@ -67,10 +67,10 @@ def checked_name(name: object) -> str:
 
 
 def check_declared(axes: Collection[str], extra_axes: Iterable[str]) -> None:
-    """Refuse declarations of axes that are absent, or have a meaning.
+    """Refuse extra axes that are absent from the topology or already have a meaning.
 
     Raises:
-        TopologyError: such a declaration.
+        TopologyError: an axis is declared that is absent or has a meaning.
     """
     for axis in sorted(extra_axes):
         if axis in MEANINGS:
@@ -80,7 +80,7 @@ def check_declared(axes: Collection[str], extra_axes: Iterable[str]) -> None:
 
 
 def check_meanings(axes: Iterable[str], extra_axes: Iterable[str]) -> None:
-    """Refuse axes that no part of training knows, unless they are declared: a typing mistake would become replicas.
+    """Refuse axes without a meaning unless they are declared: a misspelt name would otherwise become replicas.
 
     >>> check_meanings(["pipe", "hosts", "data"], extra_axes=["hosts"])
     >>> check_meanings(["pip", "data"], extra_axes=[])
@@ -91,8 +91,8 @@ def check_meanings(axes: Iterable[str], extra_axes: Iterable[str]) -> None:
     declared: extra_axes=['pip'], or '+pip=...' in a spec
 
     Raises:
-        UnknownAxisError: such an axis.
-        TopologyError: a declared axis that is absent, or has a meaning.
+        UnknownAxisError: an axis has no meaning and is not declared.
+        TopologyError: a declared axis is absent or has a meaning.
     """
     axes, declared = list(axes), {checked_name(axis) for axis in extra_axes}
     check_declared(axes, declared)
@@ -106,6 +106,6 @@ def check_meanings(axes: Iterable[str], extra_axes: Iterable[str]) -> None:
 
 
 def _meant(axis: str) -> str:
-    """A question where a name is near one that has a meaning."""
+    """Return a question that suggests a similar name with a meaning, if there is one."""
     near = difflib.get_close_matches(axis.lower()[:20], [*MEANINGS, *SPEC_SYNONYMS], n=1, cutoff=0.5)
     return f": did you mean {axis_in_spec(near[0])!r}?" if near else "."

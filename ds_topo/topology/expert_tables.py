@@ -1,10 +1,12 @@
-"""Tables of ranks for experts, parameter partitions and hosts: pure values, derived from the topology.
+"""Derive tables of ranks for experts and parameter partitions from a topology.
 
-The experts of a layer are dealt to the ranks of one pipeline stage. The *pool* of a rank is the set of ranks that can
-hold replicas of its experts: with tensor-parallel experts its data parallel group (each slice holds a slice of every
-expert), without them its whole stage, since slices then work on different tokens. An *expert parallel* group holds
-every expert once and exchanges tokens; an *expert data parallel* group holds the replicas of one rank's experts and
-sums their gradients. The two partition the pool, and any two of them meet in one rank.
+The experts of a layer are distributed over the ranks of one pipeline stage. The *pool* of a rank is the set of ranks
+that can hold replicas of its experts. With tensor parallel experts it is the data parallel group, since each slice
+holds a slice of every expert. Otherwise it is the whole stage, since slices then work on different tokens.
+
+An *expert parallel* group holds every expert once and exchanges tokens. An *expert data parallel* group holds the
+replicas of one rank's experts and sums their gradients. Each kind partitions the pool, and a group of one kind shares
+exactly one rank with a group of the other.
 """
 
 from __future__ import annotations
@@ -21,21 +23,21 @@ from ds_topo.topology.rank_tables import gradient_axes
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """How the experts of one size are dealt to the ranks of a topology.
+    """The distribution of experts over the ranks of a topology, for one expert parallel size.
 
     Neighbors in the pool are ``model`` peers first, then peers along the innermost gradient axis; an axis ``expert``
-    comes before both. An expert parallel group is a run of neighbors, or with ``use_data_before_expert`` ranks as far
-    apart in the pool as possible.
+    comes before both. An expert parallel group is a run of neighbors. With ``use_data_before_expert`` its ranks are as
+    far apart in the pool as possible.
 
     Args:
-        topology: of the job.
-        expert_parallel_size: ranks in an expert parallel group; ``num_experts`` must be a multiple of it.
-        expert_tensor_parallel: each expert is itself split along ``model``.
-        use_data_before_expert: neighbors are expert data parallel peers
+        topology: the topology of the job.
+        expert_parallel_size: the number of ranks in an expert parallel group; ``num_experts`` must be a multiple of it.
+        expert_tensor_parallel: True if each expert is itself split along ``model``.
+        use_data_before_expert: True if neighbors are expert data parallel peers
             (DeepSpeed's ``use_data_before_expert_parallel_``).
 
     Raises:
-        ExpertSizeError: a size that is not a divisor of the pool; the message lists the divisors.
+        ExpertSizeError: the size does not divide the pool. The message lists the divisors.
 
     >>> plan = ExpertPlan(ProcessTopology.from_spec("pipe=2,data=4"), expert_parallel_size=2)
     >>> plan.expert_tables()
@@ -65,7 +67,7 @@ class ExpertPlan:
         return name_of_size(self.expert_parallel_size)
 
     def pool(self, rank: int) -> list[int]:
-        """The ranks among which the experts of ``rank``'s stage (and slice) are dealt, neighbors adjacent."""
+        """Return the ranks that share the experts of ``rank``'s stage (and slice), with neighbors adjacent."""
         coordinate = self.topology.get_coord(rank)._asdict()
         base = self.topology.layout.rank_of(
             [0 if axis in self._pool_axes else coordinate[axis] for axis in self.topology.axes]
@@ -73,34 +75,34 @@ class ExpertPlan:
         return [base + offset for offset in self._pool_offsets]
 
     def expert_ranks(self, rank: int) -> list[int]:
-        """The ranks, ascending, that hold every expert of the layer once, ``rank`` among them."""
+        """Return the ranks, ascending, that hold every expert of the layer once, including ``rank``."""
         return next(ranks for ranks in self._deal(self.pool(rank)) if rank in ranks)
 
     def expert_data_ranks(self, rank: int) -> list[int]:
-        """The ranks, ascending, that hold the same experts as ``rank``."""
+        """Return the ranks, ascending, that hold the same experts as ``rank``."""
         dealt = self._deal(self.pool(rank))
         place = next(ranks.index(rank) for ranks in dealt if rank in ranks)
         return sorted(ranks[place] for ranks in dealt)
 
     def expert_tables(self) -> list[list[int]]:
-        """The expert parallel groups of the whole job."""
+        """Return the expert parallel groups of the whole job."""
         return [ranks for pool in self._pools() for ranks in self._deal(pool)]
 
     def expert_data_tables(self) -> list[list[int]]:
-        """The expert data parallel groups of the whole job."""
+        """Return the expert data parallel groups of the whole job."""
         return [sorted(replicas) for pool in self._pools() for replicas in zip(*self._deal(pool), strict=True)]
 
     def writes_checkpoint(self, rank: int) -> bool:
-        """Whether ``rank`` is the first of the replicas of its experts that share its slice.
+        """Tell whether ``rank`` is the first of the replicas of its experts that share its slice.
 
-        Checkpoint files carry the model parallel rank of the rank that reads them, so each slice needs a writer.
+        The names of checkpoint files contain the model parallel rank of the reader, so each slice needs a writer.
         """
         slice_peers = set(self.topology.get_axis_ranks(gradient_axes(self.topology), rank))
         return rank == min(slice_peers.intersection(self.expert_data_ranks(rank)))
 
     @cached_property
     def _pool_axes(self) -> tuple[str, ...]:
-        """From the axis whose peers are furthest apart in the pool to the one whose peers are neighbors."""
+        """The axes of the pool, the one whose peers are furthest apart first."""
         axes = [axis for axis in gradient_axes(self.topology) if axis != EXPERT]
         if not self.expert_tensor_parallel and MODEL in self.topology.axes:
             axes.append(MODEL)
@@ -118,7 +120,7 @@ class ExpertPlan:
         return [self.pool(base) for base in bases]
 
     def _deal(self, pool: list[int]) -> list[list[int]]:
-        """Expert parallel groups of one pool, each ascending: torch numbers the ranks of a group in that order."""
+        """Return the expert parallel groups of a pool, each ascending, as torch numbers the ranks of a group."""
         groups = len(pool) // self.expert_parallel_size
         if self.use_data_before_expert:
             return [sorted(pool[first::groups]) for first in range(groups)]
@@ -127,7 +129,7 @@ class ExpertPlan:
 
 
 def name_of_size(expert_parallel_size: int) -> str:
-    """The name under which ``deepspeed.moe.layer.MoE`` looks for groups of a size.
+    """Return the name under which ``deepspeed.moe.layer.MoE`` looks for groups of a size.
 
     >>> name_of_size(2)
     'ep_size_2'
@@ -136,7 +138,7 @@ def name_of_size(expert_parallel_size: int) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """Divisors, ascending; in steps of the square root of the number.
+    """Return divisors, ascending, in time of the number's square root.
 
     >>> divisors(12), divisors(9), divisors(1), len(divisors(2**40))
     ([1, 2, 3, 4, 6, 12], [1, 3, 9], [1], 41)
@@ -152,7 +154,7 @@ def expert_parallel_ranks(
     pipeline_parallel_size: int = 1,
     use_data_before_expert: bool = False,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Expert parallel and expert data parallel tables of DeepSpeed's order, pipe x data x model, slice by slice.
+    """Return expert parallel and expert data parallel tables in DeepSpeed's order, pipe x data x model.
 
     Drop-in for ``deepspeed.utils.groups._get_expert_parallel_ranks`` (experts are tensor parallel there).
 
@@ -160,7 +162,7 @@ def expert_parallel_ranks(
     ([[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 4], [2, 6], [1, 5], [3, 7]])
 
     Raises:
-        ExpertSizeError: sizes that do not divide.
+        ExpertSizeError: a size does not divide the number of ranks.
     """
     model_parallel_size = tensor_parallel_size * pipeline_parallel_size
     if min(world_size, model_parallel_size) < 1 or world_size % model_parallel_size:
@@ -174,17 +176,17 @@ def expert_parallel_ranks(
 
 
 def zero_partition_ranks(topology: ProcessTopology, size: int, rank: int) -> list[int]:
-    """The ranks, ascending, that keep a second partition of the parameters between them (ZeRO++ hpZ).
+    """Return the ranks, ascending, that share a second partition of the parameters (ZeRO++ hpZ).
 
-    A run of ``size`` neighbors of the data parallel group, so that all of them hold the same slice of the same stage
-    (DeepSpeed takes contiguous ranks of the world, which are neighbors along ``model`` or ``seq`` too).
+    They are ``size`` neighbors of the data parallel group, so that all of them hold the same slice of the same stage.
+    DeepSpeed takes contiguous ranks of the world, which may also be neighbors along ``model`` or ``seq``.
 
     >>> topology = ProcessTopology.from_spec("data=4,model=2")
     >>> zero_partition_ranks(topology, size=2, rank=5), zero_partition_ranks(topology, size=1, rank=5)
     ([5, 7], [5])
 
     Raises:
-        ExpertSizeError: a size that does not divide the data parallel group; the message lists those that do.
+        ExpertSizeError: the size does not divide the data parallel group. The message lists the divisors.
     """
     replicas = topology.get_axis_ranks(gradient_axes(topology), rank)
     if size < 1 or len(replicas) % size:

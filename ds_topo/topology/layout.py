@@ -1,12 +1,12 @@
-"""Closed-form layouts: which rank sits at which coordinate, without a table of the whole world.
+"""Map ranks to coordinates and back in closed form, without a table of the whole world.
 
 A layout gives every axis a list of *factors*, pairs ``(size, stride)``, outermost first. With coordinate ``c`` split
 into mixed-radix digits ``c_f`` over the factors of its axis,
 
     rank = sum over all axes and factors f of  c_f * stride_f
 
-A plain axis has one factor, an axis of degree 1 none; an axis that several others were folded into has as many as it
-has separate strides. Every question costs O(number of factors), whatever the world size.
+A plain axis has one factor, and an axis of degree 1 has none. An axis into which several others were folded has one per
+separate stride. Every query costs O(number of factors), for any world size.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Factors: TypeAlias = tuple[tuple[int, int], ...]
 class Layout:
     """A bijection between ranks ``0 .. size - 1`` and coordinates.
 
-    Canonical: factors of size 1 are dropped and contiguous ones merged at construction, so that layouts of equal
-    mapping are equal and hash alike.
+    Layouts are canonical: construction drops factors of size 1 and merges contiguous ones, so that layouts with equal
+    mappings are equal and have equal hashes.
 
     Args:
         axes: the factors of each axis.
 
     Raises:
-        TopologyError: some rank would have no coordinate, or two.
+        TopologyError: a rank would have no coordinate, or more than one.
 
     >>> layout = Layout.row_major((2, 3))
     >>> layout.rank_of((1, 2)), layout.coordinate_of(5)
@@ -60,7 +60,7 @@ class Layout:
 
     @classmethod
     def row_major(cls, sizes: Sequence[int]) -> Layout:
-        """The layout of a C array of shape ``sizes``: the last axis is adjacent.
+        """Return the layout of a C array of shape ``sizes``, in which ranks along the last axis are adjacent.
 
         >>> Layout.row_major((2, 4, 2)).axes
         (((2, 8),), ((4, 2),), ((2, 1),))
@@ -79,23 +79,23 @@ class Layout:
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the sizes alone say which rank sits where."""
+        """True if the sizes alone determine the mapping."""
         return self == Layout.row_major(self.sizes)
 
     def rank_of(self, coordinate: Sequence[int]) -> int:
-        """The rank at ``coordinate``, one index per axis; indices must be in range."""
+        """Return the rank at ``coordinate``, one index per axis; indices must be in range."""
         return sum(offset_at(index, factors) for factors, index in zip(self.axes, coordinate, strict=True))
 
     def coordinate_of(self, rank: int) -> tuple[int, ...]:
-        """The coordinate of ``rank``, one index per axis; ``rank`` must be in range."""
+        """Return the coordinate of ``rank``, one index per axis; ``rank`` must be in range."""
         return tuple(index_along(rank, factors) for factors in self.axes)
 
     def index_of(self, rank: int, axis: int) -> int:
-        """The index of ``rank`` along one axis."""
+        """Return the index of ``rank`` along one axis."""
         return index_along(rank, self.axes[axis])
 
     def offsets(self, axes: Iterable[int]) -> list[int]:
-        """Distances from coordinate 0 to every coordinate of these axes, the last axis fastest.
+        """Return the distances from coordinate 0 to every coordinate of these axes, the last axis fastest.
 
         >>> Layout.row_major((2, 3)).offsets([0]), Layout.row_major((2, 3)).offsets([1, 0])
         ([0, 3], [0, 3, 1, 4, 2, 5])
@@ -103,7 +103,7 @@ class Layout:
         return offsets_of([factor for axis in axes for factor in self.axes[axis]])
 
     def span(self, axes: Iterable[int]) -> Factors:
-        """Several axes as one along which ranks ascend: the order in which torch numbers the ranks of a group.
+        """Return several axes as one along which ranks ascend, the order in which torch numbers the ranks of a group.
 
         >>> Layout.row_major((2, 3, 4)).span([2, 0]), Layout.row_major((2, 3, 4)).span([2, 1])
         (((2, 12), (4, 1)), ((12, 1),))
@@ -112,12 +112,12 @@ class Layout:
         return _merged(sorted(factors, key=_by_stride, reverse=True))
 
     def fold(self, groups: Sequence[Sequence[int]]) -> Layout:
-        """One axis for each group of axes; within a group the first axis is the slowest."""
+        """Fold each group of axes into one axis; within a group the first axis is the slowest."""
         return Layout(tuple(tuple(factor for axis in group for factor in self.axes[axis]) for group in groups))
 
 
 def index_along(rank: int, factors: Factors) -> int:
-    """The index of ``rank`` along an axis with these factors.
+    """Return the index of ``rank`` along an axis with these factors.
 
     >>> [index_along(rank, ((2, 12), (4, 1))) for rank in (0, 3, 4, 15)]
     [0, 3, 0, 7]
@@ -129,7 +129,7 @@ def index_along(rank: int, factors: Factors) -> int:
 
 
 def offset_at(index: int, factors: Factors) -> int:
-    """The distance from index 0 to ``index`` along an axis with these factors; the inverse of ``index_along``.
+    """Return the distance from index 0 to ``index`` along an axis with these factors; invert ``index_along``.
 
     >>> [offset_at(index, ((2, 12), (4, 1))) for index in (0, 3, 4, 7)]
     [0, 3, 12, 15]
@@ -144,7 +144,7 @@ def offset_at(index: int, factors: Factors) -> int:
 
 
 def offsets_of(factors: Iterable[tuple[int, int]]) -> list[int]:
-    """``offset_at`` of every index, the last factor fastest."""
+    """Return ``offset_at`` of every index, the last factor fastest."""
     offsets = [0]
     for size, stride in factors:
         offsets = [base + step for base in offsets for step in range(0, size * stride, stride)]
@@ -156,7 +156,7 @@ def _by_stride(factor: tuple[int, int]) -> int:
 
 
 def _merged(factors: Iterable[tuple[int, int]]) -> Factors:
-    """The same coordinates with as few factors as can be.
+    """Return the fewest factors that give the same coordinates.
 
     >>> _merged([(2, 8), (4, 2), (1, 1), (2, 1)])
     ((16, 1),)

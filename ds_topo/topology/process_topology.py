@@ -1,7 +1,7 @@
-"""Named axes over ranks: which rank sits where, for any axes in any order, in closed form.
+"""Map ranks to coordinates along named axes, in any order, in closed form.
 
-Name the axes in the order in which you want them placed: the first is outermost (its peers are furthest apart, on
-different hosts), the last is innermost (its peers are adjacent ranks).
+The order of axes is the order of placement. Peers along the first, outermost axis are furthest apart, on different
+hosts. Peers along the last, innermost axis are adjacent ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "Process
 
 @lru_cache(maxsize=256)
 def coordinate_type(axes: tuple[str, ...]) -> type[Any]:
-    """The named tuple of coordinates along ``axes``; pickles by its axes, and answers ``.tensor`` for ``.model``."""
+    """Return the type of coordinates along ``axes``: a picklable named tuple in which ``tensor`` is ``model``."""
     base = namedtuple("ProcessCoord", axes)  # type: ignore[misc]
     members: dict[str, Any] = {
         "__slots__": (),
@@ -55,15 +55,16 @@ def _coordinate(axes: tuple[str, ...], values: tuple[int, ...]) -> Any:
 class ProcessTopology:
     """A mapping of n-dimensional coordinates, one axis per kind of parallelism, to ranks; the last axis is adjacent.
 
-    Drop-in for ``deepspeed.runtime.pipe.topology.ProcessTopology``: same constructor, methods and results. It keeps no
-    table: every question about one rank costs O(axes). Topologies are immutable, compare by value, hash and pickle.
+    It is a drop-in for ``deepspeed.runtime.pipe.topology.ProcessTopology``, with the same constructor, methods and
+    results. It has no table: every query about one rank costs O(axes). Topologies are immutable and picklable, and
+    compare and hash by value.
 
     Args:
-        axes: names, outermost first. ``tensor`` is a synonym of ``model``.
+        axes: the names of the axes, outermost first. ``tensor`` is a synonym of ``model``.
         dims: the degree of each axis, integers >= 1.
 
     Raises:
-        TopologyError: duplicate or malformed axis, degree that is not a positive integer.
+        TopologyError: an axis is malformed or given twice, or a degree is not a positive integer.
 
     >>> topology = ProcessTopology(axes=["pipe", "data", "model"], dims=[2, 4, 2])
     >>> topology
@@ -89,11 +90,11 @@ class ProcessTopology:
 
     @classmethod
     def from_spec(cls, spec: Spec, world_size: int | None = None) -> ProcessTopology:
-        """A topology from text, pairs or a mapping; one degree may be -1 given ``world_size``.
+        """Create a topology from text, pairs or a mapping; with ``world_size``, one degree may be -1.
 
         Raises:
-            TopologyError: malformed spec.
-            WorldSizeError: the degrees do not make ``world_size``; the message names the nearest that do.
+            TopologyError: the spec is malformed.
+            WorldSizeError: the product of the degrees is not ``world_size``. The message gives the nearest degrees.
 
         >>> ProcessTopology.from_spec("pipe=2,data=-1,tensor=2", world_size=16)
         ProcessTopology('pipe=2,data=4,model=2')
@@ -111,15 +112,15 @@ class ProcessTopology:
 
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, object], world_size: int | None = None) -> ProcessTopology:
-        """A topology from the ``"topology"`` section of a DeepSpeed config, a path or the loaded mapping.
+        """Create a topology from the ``"topology"`` section of a DeepSpeed config, given as a path or mapping.
 
-        A degree of -1 is computed from ``world_size``, or from the job's, which launchers put into ``WORLD_SIZE``.
+        A degree of -1 is computed from ``world_size``, or from the ``WORLD_SIZE`` of the environment.
 
         >>> ProcessTopology.from_config({"train_batch_size": 8, "topology": "data=2,pipe=2"})
         ProcessTopology('data=2,pipe=2')
 
         Raises:
-            TopologyError: no such section, or a malformed one.
+            TopologyError: the section is missing or malformed.
         """
         spec, launched = read_config(config), os.environ.get("WORLD_SIZE", "")
         if world_size is None and launched.isdecimal() and leaves_out_a_degree(spec):
@@ -130,27 +131,27 @@ class ProcessTopology:
 
     @property
     def axes(self) -> list[str]:
-        """Axis names, outermost first."""
+        """The names of the axes, outermost first."""
         return list(self._axes)
 
     @property
     def dims(self) -> list[int]:
-        """Degrees, in the order of ``axes``."""
+        """The degrees, in the order of ``axes``."""
         return list(self._layout.sizes)
 
     @property
     def extra_axes(self) -> frozenset[str]:
-        """The axes declared to have no meaning but replicas, as grids want it; equal topologies may differ in it."""
+        """The axes that are declared to be replicas without another meaning. Equality does not compare them."""
         return self._extra_axes
 
     def with_extra_axes(self, axes: Iterable[str]) -> ProcessTopology:
-        """The same topology, with these axes declared, too.
+        """Return the same topology with these axes declared as extra axes, too.
 
         >>> ProcessTopology(["data", "copy"], [2, 2]).with_extra_axes(["copy"])
         ProcessTopology('data=2,+copy=2')
 
         Raises:
-            TopologyError: an axis that is not in the topology, or one that has a meaning.
+            TopologyError: an axis is not in the topology, or has a meaning.
         """
         declared = self._extra_axes.union(axes)
         check_declared(self._axes, declared)
@@ -167,7 +168,7 @@ class ProcessTopology:
 
     @property
     def spec(self) -> str:
-        """The topology as text that ``from_spec`` reads back: degrees, and strides where those alone do not tell.
+        """The topology as text for ``from_spec``: degrees, with strides where degrees do not determine it.
 
         >>> topology = ProcessTopology.from_spec("data=2,pipe=2,seq=2")
         >>> topology.spec, topology.fold({"pipe": ["pipe"], "data": ["data", "seq"]}).spec
@@ -179,20 +180,20 @@ class ProcessTopology:
 
     @property
     def mapping(self) -> dict[Any, int]:
-        """Every coordinate with its rank, as a new dict; built for each reading, O(world size)."""
+        """A new dict of all coordinates and their ranks; each access builds it in O(world size)."""
         ranks = range(self._layout.size)
         return dict(sorted(((self._coordinate_at(rank), rank) for rank in ranks), key=lambda item: tuple(item[0])))
 
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self._layout.size
 
     def get_axis_names(self) -> list[str]:
-        """Axis names, outermost first."""
+        """Return the names of the axes, outermost first."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """The degree of an axis; 0 for one that the topology does not have, as in DeepSpeed.
+        """Return the degree of an axis; 0 for an absent axis, as in DeepSpeed.
 
         >>> ProcessTopology(["data"], [4]).get_dim("pipe")
         0
@@ -203,7 +204,7 @@ class ProcessTopology:
     # -- one rank, one coordinate --------------------------------------------------------------------------------
 
     def get_rank(self, **coordinate: int) -> int:
-        """The rank at a coordinate; every axis must be given.
+        """Return the rank at a coordinate; every axis must be given.
 
         Raises:
             UnknownAxisError: an axis that does not exist.
@@ -222,7 +223,7 @@ class ProcessTopology:
         )
 
     def get_coord(self, rank: int) -> Any:
-        """The coordinate of ``rank``, a named tuple with one field per axis.
+        """Return the coordinate of ``rank``, a named tuple with one field per axis.
 
         Raises:
             TopologyError: a rank out of range.
@@ -236,7 +237,7 @@ class ProcessTopology:
         inner_sep: str = "_",
         outer_sep: str = "-",
     ) -> str:
-        """A rank as text for file names, without the axes in ``omit_axes``.
+        """Return the coordinate of a rank as text for file names, without the axes in ``omit_axes``.
 
         >>> topology = ProcessTopology(["pipe", "data", "model"], [2, 2, 2])
         >>> topology.get_rank_repr(3), topology.get_rank_repr(3, omit_axes=["data"])
@@ -253,7 +254,7 @@ class ProcessTopology:
     # -- sets of ranks -------------------------------------------------------------------------------------------
 
     def filter_match(self, **coordinate: int) -> list[int]:
-        """Ranks, ascending, whose coordinate has all these indices; ``[]`` for an index out of range.
+        """Return the ranks, ascending, whose coordinate has all these indices; ``[]`` for an index out of range.
 
         >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).filter_match(pipe=0, model=1)
         [1, 3]
@@ -272,7 +273,7 @@ class ProcessTopology:
         return sorted(base + offset for offset in self._layout.offsets(free))
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Ranks, ascending, at index ``idx`` of ``axis``; ``[]`` for an index out of range.
+        """Return the ranks, ascending, at index ``idx`` of ``axis``; ``[]`` for an index out of range.
 
         Raises:
             UnknownAxisError: an axis that does not exist.
@@ -280,7 +281,7 @@ class ProcessTopology:
         return self.filter_match(**{axis: idx})
 
     def get_axis_comm_lists(self, axis: str | Iterable[str]) -> list[list[int]]:
-        """Lists of the ranks that differ along ``axis`` alone, for one axis or for several at once.
+        """Return lists of the ranks that differ only along ``axis``, which may be one axis or several.
 
         With one axis the result is DeepSpeed's; with several, too, the ranks of a list ascend. An axis that the
         topology does not have gives ``[]``, as in DeepSpeed; among several axes an absent one has degree 1.
@@ -299,7 +300,7 @@ class ProcessTopology:
         return [[base + offset for offset in members] for base in self._layout.offsets(others)]
 
     def get_axis_ranks(self, axis: str | Iterable[str], rank: int) -> list[int]:
-        """The one list of ``get_axis_comm_lists(axis)`` that holds ``rank``, ascending, without building the others.
+        """Return the list of ``get_axis_comm_lists(axis)`` with ``rank`` in it, without building the others.
 
         >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).get_axis_ranks("data", rank=5)
         [5, 7]
@@ -312,7 +313,7 @@ class ProcessTopology:
         return [origin + offset for offset in offsets_of(span)]
 
     def get_axis_index(self, axis: str | Iterable[str], rank: int) -> int:
-        """The place of ``rank`` in ``get_axis_ranks(axis, rank)``, without building that list.
+        """Return the position of ``rank`` in ``get_axis_ranks(axis, rank)``, without building that list.
 
         >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).get_axis_index(("pipe", "model"), rank=6)
         2
@@ -320,7 +321,7 @@ class ProcessTopology:
         return index_along(self._checked_rank(rank), self._span(axis))
 
     def get_axis_peer(self, axis: str | Iterable[str], rank: int, index: int) -> int:
-        """``get_axis_ranks(axis, rank)[index]``, without building that list; any whole ``index``, it wraps around.
+        """Return ``get_axis_ranks(axis, rank)[index]`` without building that list; any ``index`` wraps around.
 
         >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).get_axis_peer(("pipe", "model"), rank=6, index=-1)
         7
@@ -333,10 +334,10 @@ class ProcessTopology:
     # -- derived topologies --------------------------------------------------------------------------------------
 
     def fold(self, axes: Mapping[str, Sequence[str]]) -> ProcessTopology:
-        """The same ranks under fewer names: each new axis runs over several old ones, outermost first.
+        """Fold axes: each new axis spans several old ones, outermost first. A new axis over none has degree 1.
 
-        Old axes that no new one names are an error, and so is an order in which ranks would not ascend along the new
-        axis (torch sorts the ranks of a group: index and group rank would differ). A new axis over none has degree 1.
+        Every old axis must be named, in an order in which ranks ascend along the new axis: torch sorts the ranks of a
+        group, so index and group rank would differ otherwise.
 
         >>> folded = ProcessTopology.from_spec("data=2,pipe=2,seq=2").fold({"pipe": ["pipe"], "data": ["data", "seq"]})
         >>> folded.get_axis_comm_lists("data")
@@ -354,7 +355,7 @@ class ProcessTopology:
 
     @classmethod
     def _laid_out(cls, axes: Iterable[str], layout: Layout) -> ProcessTopology:
-        """Axes over any layout whose ranks ascend along each of them."""
+        """Create a topology of any layout in which ranks ascend along each axis."""
         names = tuple(axes)
         for axis, factors in zip(names, layout.axes, strict=True):
             if not _ranks_ascend(factors):
@@ -377,7 +378,7 @@ class ProcessTopology:
         return f"ProcessTopology({self.spec!r})"
 
     def __str__(self) -> str:
-        """The mapping as text, as in DeepSpeed; abridged above 64 ranks."""
+        """Return the mapping as text, as in DeepSpeed; abridged above 64 ranks."""
         if self._layout.size <= 64:
             return str(self.mapping)
         return f"{self!r} of {self._layout.size} ranks"
@@ -391,7 +392,7 @@ class ProcessTopology:
     # -- checks --------------------------------------------------------------------------------------------------
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ``WorldSizeError`` unless this topology is for ``world_size`` ranks; name the nearest that is."""
+        """Raise ``WorldSizeError``, with the nearest valid topology, unless this one has ``world_size`` ranks."""
         check_world_size(self._axes, self._layout.sizes, world_size)
 
     def _coordinate_at(self, rank: int) -> Any:
@@ -411,7 +412,7 @@ class ProcessTopology:
         return position
 
     def _indices(self, coordinate: Mapping[str, int]) -> dict[int, int]:
-        """Position -> index of a coordinate given by axis name."""
+        """Return the index at each axis position for a coordinate given by axis names."""
         indices = {self._known_position(axis): index for axis, index in coordinate.items()}
         if len(indices) < len(coordinate):
             raise TopologyError(f"coordinate {dict(coordinate)} names an axis twice ('tensor' is a synonym of 'model')")
@@ -439,9 +440,9 @@ def _ranks_ascend(factors: Factors) -> bool:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """``pipe`` outermost, ``data`` adjacent: gradients are reduced on the fastest links.
+    """A topology with ``pipe`` outermost and ``data`` innermost, so that gradients use the fastest links.
 
-    Drop-in for ``deepspeed.runtime.pipe.topology.PipeDataParallelTopology``.
+    It is a drop-in for ``deepspeed.runtime.pipe.topology.PipeDataParallelTopology``.
 
     >>> PipeDataParallelTopology(num_pp=2, num_dp=4)
     ProcessTopology('pipe=2,data=4')
@@ -452,9 +453,9 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """``pipe`` outermost, then ``data``, ``model`` adjacent.
+    """A topology with ``pipe`` outermost, then ``data``, and ``model`` innermost.
 
-    Drop-in for ``deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology``.
+    It is a drop-in for ``deepspeed.runtime.pipe.topology.PipeModelDataParallelTopology``.
 
     >>> PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=4)
     ProcessTopology('pipe=2,data=4,model=2')

@@ -1,4 +1,4 @@
-"""Tables of ranks derived from a topology: pure values that can be printed, compared and tested without torch."""
+"""Derive tables of ranks from a topology, as values that can be printed, compared and tested without torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_topo.topology.process_topology import PipeDataParallelTopology, ProcessT
 
 @dataclass(frozen=True)
 class RankGroup:
-    """One group of a plan as one rank sees it: the axes that it spans, and its ranks, ascending."""
+    """A group of ranks: its axes, and its ranks in ascending order."""
 
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -30,13 +30,13 @@ class RankGroup:
 
 
 def axes_of(topology: ProcessTopology, axes: str | Iterable[str]) -> tuple[str, ...]:
-    """Canonical names of one axis or several, in placement order; absent ``pipe``, ``data``, ``model`` are left out.
+    """Return canonical names of axes, in placement order; absent ``pipe``, ``data``, ``model`` are left out.
 
     >>> axes_of(ProcessTopology.from_spec("data=2,tensor=2"), ("tensor", "pipe", "data"))
     ('data', 'model')
 
     Raises:
-        UnknownAxisError: an axis that is neither in the topology nor one of DeepSpeed's.
+        UnknownAxisError: an axis is neither in the topology nor one of DeepSpeed's.
     """
     names = {canonical_axis(axis) for axis in ([axes] if isinstance(axes, str) else axes)}
     unknown = names.difference(topology.axes, DEEPSPEED_AXES)
@@ -46,7 +46,7 @@ def axes_of(topology: ProcessTopology, axes: str | Iterable[str]) -> tuple[str, 
 
 
 def gradient_axes(topology: ProcessTopology) -> tuple[str, ...]:
-    """The axes over which replicas of a parameter differ: all but ``pipe`` and ``model``.
+    """Return the axes along which replicas of a parameter lie: all but ``pipe`` and ``model``.
 
     >>> gradient_axes(ProcessTopology.from_spec("seq=2,pipe=2,data=2"))
     ('seq', 'data')
@@ -55,7 +55,7 @@ def gradient_axes(topology: ProcessTopology) -> tuple[str, ...]:
 
 
 def sample_axes(topology: ProcessTopology) -> tuple[str, ...]:
-    """The gradient axes along which the input samples differ: all but ``seq``, whose peers share a sample.
+    """Return the gradient axes along which input samples differ: all but ``seq``, whose peers share a sample.
 
     >>> sample_axes(ProcessTopology.from_spec("seq=2,pipe=2,data=2"))
     ('data',)
@@ -64,12 +64,12 @@ def sample_axes(topology: ProcessTopology) -> tuple[str, ...]:
 
 
 def model_parallel_axes(topology: ProcessTopology) -> tuple[str, ...]:
-    """The axes that split one replica of the model: ``pipe`` and ``model``."""
+    """Return the axes that split one replica of the model: ``pipe`` and ``model``."""
     return tuple(axis for axis in topology.axes if axis in (PIPE, MODEL))
 
 
 def degree(topology: ProcessTopology, axes: Iterable[str]) -> int:
-    """The number of ranks in a group over these axes; an absent one has degree 1.
+    """Return the number of ranks in a group over these axes; an absent axis has degree 1.
 
     >>> degree(ProcessTopology.from_spec("pipe=2,data=3"), ["data", "pipe", "model"])
     6
@@ -78,10 +78,10 @@ def degree(topology: ProcessTopology, axes: Iterable[str]) -> int:
 
 
 def fold_extra_axes(topology: ProcessTopology) -> ProcessTopology:
-    """The topology as DeepSpeed understands it: extra axes folded into ``data``, ``pipe`` and ``data`` always there.
+    """Fold extra axes into ``data``, and add ``pipe`` and ``data`` where they are absent, as DeepSpeed needs them.
 
-    DeepSpeed's grid never reduces gradients over an axis that it does not know; folded, replicas along such an axis
-    are data-parallel peers and share checkpoint names.
+    DeepSpeed's grid never reduces gradients over an axis that it does not know. After folding, replicas along such an
+    axis are data parallel peers and share checkpoint names.
 
     >>> fold_extra_axes(ProcessTopology.from_spec("seq=2,pipe=2,data=2")).axes
     ['pipe', 'data']
@@ -98,7 +98,7 @@ def fold_extra_axes(topology: ProcessTopology) -> ProcessTopology:
 
 
 def grid_groups(topology: ProcessTopology, rank: int) -> list[RankGroup]:
-    """The groups of a training grid that ``rank`` belongs to: each axis, gradient replicas, model parallel.
+    """Return the groups of a grid that ``rank`` belongs to: each axis, gradient replicas, model parallel.
 
     >>> [(group.name, group.ranks) for group in grid_groups(ProcessTopology.from_spec("pipe=2,data=2,model=2"), 5)]
     [('pipe', (1, 5)), ('data', (5, 7)), ('model', (4, 5)), ('pipe+model', (0, 1, 4, 5))]
@@ -109,9 +109,9 @@ def grid_groups(topology: ProcessTopology, rank: int) -> list[RankGroup]:
 
 
 def created_groups(topology: ProcessTopology, rank: int) -> list[RankGroup]:
-    """Those of ``grid_groups`` that a grid creates at the start: each set of ranks once, several and not all of them.
+    """Return the groups of ``grid_groups`` that a grid creates at the start, each set of ranks once.
 
-    The world's own group is there already, and that of one rank is made when it is asked for.
+    The world's own group exists already, and groups of one rank are created on request.
 
     >>> [group.name for group in created_groups(ProcessTopology.from_spec("pipe=1,data=2,model=2"), 0)]
     ['data', 'model']
@@ -124,7 +124,7 @@ def created_groups(topology: ProcessTopology, rank: int) -> list[RankGroup]:
 
 
 def neighbor(topology: ProcessTopology, axis: str, rank: int, step: int) -> int:
-    """The rank ``step`` places further along ``axis``, wrapping around.
+    """Return the rank ``step`` places further along ``axis``, wrapping around.
 
     >>> neighbor(ProcessTopology.from_spec("pipe=4,data=2"), "pipe", rank=7, step=1)
     1
@@ -133,7 +133,7 @@ def neighbor(topology: ProcessTopology, axis: str, rank: int, step: int) -> int:
 
 
 def p2p_pairs(topology: ProcessTopology) -> list[list[int]]:
-    """``[rank, rank of the next stage]`` for every rank in order; the last stage wraps around to the first.
+    """Return ``[rank, rank of the next stage]`` for every rank; the last stage wraps around to the first.
 
     >>> p2p_pairs(ProcessTopology.from_spec("pipe=3,data=2"))
     [[0, 2], [1, 3], [2, 4], [3, 5], [4, 0], [5, 1]]
@@ -146,7 +146,7 @@ def p2p_pairs(topology: ProcessTopology) -> list[list[int]]:
 
 
 def has_two_levels(hosts: Mapping[int, str]) -> bool:
-    """Whether ranks, given with their hosts, span several hosts with equally many of them on each, more than one.
+    """Tell whether ranks are on several hosts, with the same number, above one, on each host.
 
     >>> has_two_levels({0: "a", 1: "a", 4: "b", 5: "b"}), has_two_levels({0: "a", 1: "a", 2: "b"})
     (True, False)
@@ -156,13 +156,13 @@ def has_two_levels(hosts: Mapping[int, str]) -> bool:
 
 
 def two_level_ranks(ranks: Sequence[int], hosts: Mapping[int, str], rank: int) -> tuple[list[int], list[int]]:
-    """A group in two levels: the peers of ``rank`` on its own host, and its counterparts, one on every host.
+    """Split a group into two levels: the peers of ``rank`` on its own host, and its counterparts, one on every host.
 
     >>> two_level_ranks([5, 1, 4, 0], {0: "a", 1: "a", 4: "b", 5: "b"}, rank=4)
     ([4, 5], [0, 4])
 
     Raises:
-        TopologyError: hosts with different numbers of the group's ranks.
+        TopologyError: hosts have different numbers of the group's ranks.
     """
     by_host: dict[str, list[int]] = {}
     for member in sorted(ranks):
@@ -171,14 +171,14 @@ def two_level_ranks(ranks: Sequence[int], hosts: Mapping[int, str], rank: int) -
     if len(set(counts.values())) > 1:
         raise TopologyError(
             f"ranks {list(ranks)} cannot be a two-level group: hosts hold unequal numbers of them, {counts}; "
-            "choose an order of axes or a degree that puts equally many on every host"
+            "choose an order of axes or a degree that puts the same number on every host"
         )
     local = by_host[hosts[rank]]
     return local, sorted(members[local.index(rank)] for members in by_host.values())
 
 
 def factorized_topology(world_size: int) -> ProcessTopology:
-    """DeepSpeed's default: prime factors, ascending, dealt to ``pipe`` and ``data`` in turn.
+    """Return DeepSpeed's default topology: ascending prime factors, assigned to ``pipe`` and ``data`` in turn.
 
     >>> factorized_topology(24)
     ProcessTopology('pipe=4,data=6')
@@ -188,13 +188,13 @@ def factorized_topology(world_size: int) -> ProcessTopology:
 
 
 def _prime_factors(number: int) -> list[int]:
-    """Prime factors, ascending, with multiplicity (``deepspeed.runtime.pipe.topology._prime_factors``).
+    """Return prime factors, ascending, with multiplicity (``deepspeed.runtime.pipe.topology._prime_factors``).
 
     >>> _prime_factors(60)
     [2, 2, 3, 5]
     """
     if number <= 0:
-        raise ValueError(f"prime factors of {number}: the number must be >= 1")
+        raise ValueError(f"prime factors of {number}: give a number >= 1")
     factors, divisor = [], 2
     while divisor * divisor <= number:
         while number % divisor == 0:

@@ -1,4 +1,4 @@
-"""Names of axes, and specs: text, lists, mappings or config files that give every axis its degree."""
+"""Parse and write specs: text, lists, mappings or config files that give the degree of every axis."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Spec: TypeAlias = "str | Mapping[str, int] | Iterable[tuple[str, int]]"
 
 MAX_AXES, MAX_DEGREE = 64, 2**31 - 1
 EXTRA_MARK = "+"
-"""Before a name in a spec: an axis that has no meaning for training, along which ranks are replicas."""
+"""The mark before an axis name in a spec that declares an axis of replicas without a meaning."""
 _SPEC_EXAMPLE = 'expected "axis=degree,axis=degree,...", outermost axis first, such as "pipe=2,data=4,model=2"'
 
 
 def whole_number(value: object) -> int | None:
-    """The integer that a value of any numeric type (NumPy's, a 0-d tensor, ``2.0``) equals, if it does.
+    """Return the integer that a value of any numeric type (NumPy's, a 0-d tensor, ``2.0``) equals, or None.
 
     >>> whole_number(True), whole_number(2.0), whole_number(2.5), whole_number("2")
     (1, 2, None, None)
@@ -41,8 +41,8 @@ def check_axes(
     """Validate axis names with their degrees; return both in canonical form.
 
     Raises:
-        TopologyError: names and degrees differ in number, a name is not an identifier or stands twice, a degree is
-            not a positive integer.
+        TopologyError: names and degrees differ in number, a name is not an identifier or is given twice, or a degree
+            is not a positive integer.
     """
     axes, degrees = list(axes), list(degrees)
     if len(axes) != len(degrees):
@@ -82,23 +82,23 @@ def _checked_degree(axis: str, degree: object) -> int:
 
 
 class ParsedSpec(NamedTuple):
-    """What a spec says."""
+    """The axes and degrees of a spec."""
 
     axes: list[str]
     degrees: list[int]
     extra_axes: frozenset[str]
-    """Those marked with ``+``."""
+    """The axes marked with ``+``."""
 
 
 def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
-    """Axes and degrees of a spec; one degree may be -1, "whatever is left of ``world_size``".
+    """Parse a spec; a degree of -1 is computed from the other degrees and ``world_size``.
 
     >>> parse_spec("PP=2, data=-1, tensor=2, +copy=2", world_size=16)
     ParsedSpec(axes=['pipe', 'data', 'model', 'copy'], degrees=[2, 2, 2, 2], extra_axes=frozenset({'copy'}))
 
     Raises:
-        TopologyError: a malformed spec, more than one degree of -1, or -1 without a world size.
-        WorldSizeError: the degrees do not make ``world_size``; the message names the nearest that do.
+        TopologyError: the spec is malformed, has more than one degree of -1, or has -1 without a world size.
+        WorldSizeError: the product of the degrees is not ``world_size``. The message gives the nearest degrees.
     """
     given, degrees = _split_spec(spec)
     left_out = [position for position, degree in enumerate(degrees) if degree == -1]
@@ -111,7 +111,7 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
     if left_out:
         known = [degree for degree in degrees if degree != -1]
         if world_size is None:
-            raise TopologyError(f"axis {given[left_out[0]]!r}: degree -1 needs world_size= to be computed from")
+            raise TopologyError(f"axis {given[left_out[0]]!r}: degree -1 needs world_size=: pass it, or a degree")
         if world_size % prod(known):
             others = [position for position in range(len(names)) if position != left_out[0]]
             nearest = _rounded_down(degrees, [left_out[0], *others], world_size)
@@ -131,7 +131,7 @@ def _is_marked(axis: object) -> bool:
 
 
 def _unmarked(axis: str) -> str:
-    """The canonical name of an axis as a spec writes it."""
+    """Return the canonical name of an axis in a spec."""
     return axis.removeprefix(EXTRA_MARK).strip() if _is_marked(axis) else axis_in_spec(axis)
 
 
@@ -142,23 +142,23 @@ def _marked(given: Sequence[str], names: Sequence[str]) -> frozenset[str]:
 
 
 def is_strided(spec: Spec) -> bool:
-    """Whether a spec gives strides, as a topology whose axes are interleaved writes itself."""
+    """Tell whether a spec has strides, as the spec of a topology with interleaved axes has."""
     return isinstance(spec, str) and ":" in spec
 
 
 def leaves_out_a_degree(spec: Spec) -> bool:
-    """Whether a degree of -1 is to be computed."""
+    """Tell whether a degree of the spec is -1."""
     return not is_strided(spec) and -1 in _split_spec(spec)[1]
 
 
 def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...], frozenset[str]]:
-    """Axes, their factors and which are extra: ``axis=size:stride*size:stride,...``, outermost factor first.
+    """Parse ``axis=size:stride*size:stride,...``, outermost factor first, into axes, factors and extra axes.
 
     >>> parse_strided_spec("pipe=2:2,data=2:4*2:1,model=1")
     (['pipe', 'data', 'model'], (((2, 2),), ((2, 4), (2, 1)), ()), frozenset())
 
     Raises:
-        TopologyError: a malformed spec.
+        TopologyError: the spec is malformed.
     """
     given: list[str] = []
     layouts: list[Factors] = []
@@ -183,7 +183,7 @@ def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...], froze
 
 
 def spec_text(axes: Sequence[str], degrees: Sequence[int], extra_axes: Collection[str] = ()) -> str:
-    """The inverse of ``parse_spec``.
+    """Write a spec that ``parse_spec`` parses.
 
     >>> spec_text(["pipe", "copy"], [2, 4], extra_axes={"copy"})
     'pipe=2,+copy=4'
@@ -192,7 +192,7 @@ def spec_text(axes: Sequence[str], degrees: Sequence[int], extra_axes: Collectio
 
 
 def strided_text(axes: Sequence[str], layouts: Sequence[Factors], extra_axes: Collection[str] = ()) -> str:
-    """The inverse of ``parse_strided_spec``."""
+    """Write a spec that ``parse_strided_spec`` parses."""
     texts = ["*".join(f"{size}:{stride}" for size, stride in factors) or "1" for factors in layouts]
     return _joined(axes, texts, extra_axes)
 
@@ -203,7 +203,7 @@ def _joined(axes: Sequence[str], values: Iterable[str], extra_axes: Collection[s
 
 
 def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> None:
-    """Raise ``WorldSizeError`` unless the product of the degrees is ``world_size``; name the nearest that is."""
+    """Raise ``WorldSizeError``, with the nearest valid degrees, unless the degrees' product is ``world_size``."""
     total = prod(degrees)
     if total == world_size:
         return
@@ -216,7 +216,7 @@ def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: in
 
 
 def read_config(config: str | Path | Mapping[str, object]) -> Spec:
-    """The ``topology`` section of a DeepSpeed config (a path or the loaded mapping): a spec in any form."""
+    """Return the ``topology`` section of a DeepSpeed config, given as a path or mapping: a spec in any form."""
     if not isinstance(config, (str, PathLike, Mapping)):
         raise TopologyError(f"config {abridged(config)}: give a path, or the loaded mapping")
     if isinstance(config, Mapping):
@@ -259,7 +259,7 @@ def _split_spec(spec: Spec) -> tuple[list[str], list[int]]:
 
 
 def _nearest_degrees(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> list[int]:
-    """Degrees that make ``world_size``: one changed if that is enough (``data`` first), or rounded down."""
+    """Return degrees with product ``world_size``: with one changed if possible (``data`` first), else rounded down."""
     order = sorted(range(len(axes)), key=lambda axis: (axes[axis] != "data", axis))
     nearest = list(degrees)
     for axis in order:
@@ -271,7 +271,7 @@ def _nearest_degrees(axes: Sequence[str], degrees: Sequence[int], world_size: in
 
 
 def _rounded_down(degrees: Sequence[int], order: Sequence[int], world_size: int) -> list[int]:
-    """Each degree as large as still divides what is left, in this order of axes; the first axis gets the rest."""
+    """Round each degree down to a divisor of what is left, in this order of axes; the first axis gets the rest."""
     nearest = list(degrees)
     remaining = world_size
     for axis in order[1:]:
@@ -282,7 +282,7 @@ def _rounded_down(degrees: Sequence[int], order: Sequence[int], world_size: int)
 
 
 def _largest_divisor(number: int, at_most: int) -> int:
-    """In steps of the square root of the number.
+    """Return the largest divisor of a number up to a limit, in time of the number's square root.
 
     >>> _largest_divisor(48, 13), _largest_divisor(7, 6), _largest_divisor(4, 10**9)
     (12, 1, 4)

@@ -1,4 +1,8 @@
-"""A rank that dies, stops or fails is named on every other one, in time; those that wait for it are ended."""
+"""Name a rank that dies, stops or fails on every other rank in time, and end the ranks that wait for it.
+
+Start with ``watch``, the public class and its judging thread. ``heartbeat`` exchanges beats and findings through the
+store, ``activity`` infers what a rank is doing, and ``witness`` answers for a rank that cannot.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The thread that tells the other ranks what this one does, and hears of its neighbor and of faults.
+"""Exchange heartbeats between ranks, report faults through the store, and agree on one verdict.
 
-Ranks form a ring. Each one writes its own beat and reads that of the next rank which has not ended, that of the first
-rank, and two words that are the same for all: two requests, whatever the number of ranks. Only in a fault is more read.
+Ranks form a ring. Each one writes its own beat, and reads the beat of the next rank that has not ended, the beat of
+rank 0, and two words that are the same for all. This takes two requests, for any number of ranks. Only after a fault
+is more read.
 """
 
 from __future__ import annotations
@@ -13,51 +14,153 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
-from ds_topo.launch.identity import COORDINATE
-from ds_topo.process_groups.torch_names import Store, append, get_several
-from ds_topo.watch.activity import MAX_RANKS, Activity, Wait
-from ds_topo.watch.findings import (
-    BLOCKED,
-    CONCLUSIVE,
-    ENDED,
-    GONE,
-    HANDLES,
-    STOPPED,
-    UNREACHABLE,
-    Finding,
-    Who,
-    blocked,
-    message,
-    read,
-)
-from ds_topo.watch.steps import StepComparison, Steps
+from ds_topo.errors import listed
+from ds_topo.launch.launchers import COORDINATE
+from ds_topo.torch_names import Store, append, get_several
+from ds_topo.watch.activity import MAX_RANKS, Activity, Steps, Wait
 from ds_topo.watch.witness import State, ask_all
 
 RUNS, HAS_ENDED, HAS_FAILED = "runs", "ended", "failed"
-WITNESS_SECONDS = 2.0
-"""How long an answer of a witness may take; it may have to wait for a processor."""
-_REPORTS = 16
-"""So many findings of each kind are kept: in a large job all ranks may have the same one."""
-_WINDOW = 64
-"""So many ranks behind a silent one are looked at, too: its whole host may be gone."""
-_CLOSURE = 256
-"""So many ranks that wait for each other are looked at."""
-_HASTE = 4
-"""So many times faster beats come in an alarm."""
-ASK_AT = 0.75
-"""Of the limit: so that the answer is known to all within it, or hardly later."""
-_ABOUT = 0.9 * ASK_AT
-"""Of the limit: ranks do not begin to wait at the same time."""
+FAILED, GONE, STOPPED, UNREACHABLE, HANDLES, ENDED, BLOCKED, TRANSPORT = range(8)
+"""Causes of faults, the most telling one first: findings of the first kind explain all others."""
+CONCLUSIVE = BLOCKED
+"""A finding of this kind or an earlier one ends the job."""
 _ABSENT = (GONE, STOPPED, UNREACHABLE, HANDLES)
 _KINDS = {State.GONE: GONE, State.STOPPED: STOPPED, State.UNREACHABLE: UNREACHABLE}
+_REMEDIES = {
+    FAILED: "Its own output has the traceback.",
+    GONE: "Its own output may say more, and the system's log of that host (out of memory? killed?).",
+    STOPPED: "SIGCONT lets it continue. A user, a scheduler or a debugger may have stopped it.",
+    UNREACHABLE: "Its host is down or cut off: look at its network and its system's log.",
+    HANDLES: "A handler of an exception must not keep a rank alive while others wait for it: let the rank end.",
+    ENDED: "It took fewer steps, or called fewer collectives, than the others: sys.exit(), return or a break?",
+    BLOCKED: "Ranks of one group have called other collectives, or in another order: compare the lines above.",
+    TRANSPORT: "All ranks are alive: look at the network between them.",
+}
+WITNESS_SECONDS = 2.0
+"""The timeout of a question to a witness, which may have to wait for a processor."""
+ASK_AT = 0.75
+"""The share of the limit after which a rank's witness is asked, so that all know the answer within about the limit."""
+_ABOUT = 0.9 * ASK_AT
+"""The share of the limit after which another rank's wait counts as long: ranks do not start to wait simultaneously."""
+_HASTE = 4
+"""The factor by which beats are more frequent during an alarm."""
+_REPORTS = 16
+"""The most findings of each kind that are kept: in a large job all ranks may report the same."""
+_WINDOW = 64
+"""The number of ranks after a silent one that are checked, too: its whole host may be gone."""
+_CLOSURE = 256
+"""The most ranks that are checked for waiting on each other."""
+_SHOWN = 6
+"""The most ranks that a message describes in full."""
+_KEPT = 64
+"""The number of step comparisons that stay in the store, since ranks come to them at different beats."""
+
+
+@dataclass(frozen=True)
+class Who:
+    """A rank with its host and coordinate."""
+
+    rank: int
+    host: str
+    coordinate: str = ""
+
+    def __str__(self) -> str:
+        """Describe the rank.
+
+        >>> str(Who(3, "node1", "data=1 model=1"))
+        'rank 3 (data=1 model=1) on node1'
+        """
+        coordinate = f" ({self.coordinate})" if self.coordinate else ""
+        return f"rank {self.rank}{coordinate} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault of one rank, as a rank found it."""
+
+    kind: int
+    who: Who
+    what: str
+    """The fault, as a predicate of the rank."""
+    doing: str
+    """The rank's last known activity, as a predicate of the rank."""
+    seen_by: Who
+    meanwhile: str
+    """The activity of the rank that found it."""
+
+    def to_line(self) -> str:
+        """Return a line for :func:`read`."""
+        return json.dumps(asdict(self)) + "\n"
+
+    def __str__(self) -> str:
+        if self.kind == BLOCKED:
+            return f"{self.who} {self.what}"
+        lines = [f"{self.who} {self.what}.", f"  It {self.doing}."]
+        if self.seen_by != self.who:
+            lines.append(f"  Noticed by {self.seen_by}, {self.meanwhile}.")
+        return "\n".join(lines)
+
+
+def read(text: str) -> list[Finding]:
+    """Read findings, one per line."""
+    entries = [json.loads(line) for line in text.splitlines() if line]
+    return [Finding(**{**entry, "who": Who(**entry["who"]), "seen_by": Who(**entry["seen_by"])}) for entry in entries]
+
+
+def headline(world_size: int) -> str:
+    """Return the first line of the message about a fault."""
+    return f"ds_topo watch: a fault in a job of {world_size} ranks."
+
+
+def message(findings: Iterable[Finding], world_size: int) -> str:
+    """Describe the cause: the findings of the most telling kind, each rank once, and the first few in full."""
+    by_rank: dict[int, Finding] = {}
+    for finding in sorted(findings, key=lambda finding: (finding.kind, finding.who.rank)):
+        by_rank.setdefault(finding.who.rank, finding)
+    first = min(finding.kind for finding in by_rank.values())
+    of_kind = [finding for finding in by_rank.values() if finding.kind == first]
+    shown = 1 if first == BLOCKED else _SHOWN
+    lines = [headline(world_size), *map(str, of_kind[:shown])]
+    if len(of_kind) > shown and first != BLOCKED:
+        lines.append(f"The same: ranks {listed([finding.who.rank for finding in of_kind[shown:]], 32)}.")
+    return "\n".join([*lines, _REMEDIES[first]])
+
+
+def blocked(waits: Sequence[tuple[int, str]]) -> str:
+    """Describe ranks that wait for each other, as a predicate of one of them."""
+    lines = [f"  rank {rank}: {doing}" for rank, doing in waits[:_SHOWN]]
+    lines += [f"  and {len(waits) - _SHOWN} more"] if len(waits) > _SHOWN else []
+    return "\n".join(["and others wait for each other, and no byte moves:", *lines])
+
+
+def different_steps(here: Who, other: Who, own: Steps, taken: int, calls: int) -> str:
+    """Warn that ranks called different numbers of collectives by the same step. This ends no job.
+
+    >>> print(different_steps(Who(1, "a"), Who(0, "a"), Steps("g/0/1", "data", 100, 203), 100, 201))
+    ds_topo watch: ranks are at different steps:
+      rank 1 on a has called 203 collectives of data by its step 100,
+      rank 0 on a has called 201 by its step 100.
+    The rank with more calls has left out engine.step(), or its program calls other collectives besides.
+    Replicas may differ: ds_topo.check_replicas(engine) compares them.
+    """
+    lines = [
+        "ds_topo watch: ranks are at different steps:",
+        f"  {here} has called {own.calls} collectives of {own.over} by its step {own.taken},",
+        f"  {other} has called {calls} by its step {taken}.",
+        "The rank with more calls has left out engine.step(), or its program calls other collectives besides.",
+        "Replicas may differ: ds_topo.check_replicas(engine) compares them.",
+    ]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself."""
+    """The state that a rank publishes."""
 
     number: int
     state: str
@@ -66,91 +169,100 @@ class Beat:
 
     @classmethod
     def read(cls, text: bytes) -> Beat:
-        """Of another rank."""
+        """Invert ``to_text``."""
         fields = json.loads(text)
         return cls(**{**fields, "doing": Activity.from_json(fields["doing"])})
 
     def to_text(self) -> str:
-        """What :meth:`read` takes."""
+        """Return the beat as JSON."""
         return json.dumps({**vars(self), "doing": self.doing.to_json()})
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks say of a fault."""
+    """The one message of all ranks about a fault."""
 
     text: str
     speaker: int
-    """The rank that writes it at once, for all; -1 where each has its own traceback."""
+    """The rank that writes it at once, for all; -1 where each rank has its own traceback."""
     absent: int = 0
-    """How many ranks will not say that they have ended."""
+    """The number of ranks that will not report that they have ended."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """What all ranks of a watch have in common, and which of them this one is."""
+    """The properties of a watch that all ranks share, and this rank."""
 
     token: str
-    """Where in the store."""
+    """The prefix of keys in the store."""
     rank: int
     world_size: int
     limit: float
-    """Seconds of silence until a rank is asked for."""
+    """The seconds of silence after which a rank is checked."""
     interval: float
-    """Seconds between beats."""
+    """The seconds between beats."""
 
     def key(self, name: str, which: object = "") -> str:
-        """Of the store."""
+        """Return a key of the store."""
         return f"{self.token}/{name}/{which}"
 
     def after(self, rank: int, steps: int = 1) -> int:
-        """The rank that follows."""
+        """Return the rank that follows in the ring."""
         return (rank + steps) % self.world_size
 
 
 class Heartbeat:
-    """Of one rank.
+    """The heartbeat of one rank, and the thread that exchanges it.
 
     Args:
-        store: a connection of its own; after the start it is used by this thread alone.
-        ring: see there.
-        look: what this rank is doing.
+        store: a connection of its own; once started, only the heartbeat's thread uses it.
+        ring: the ring of ranks.
+        look: returns this rank's activity.
         serves: whether the store ends with this process.
     """
 
     def __init__(self, store: Store, ring: Ring, look: Callable[[], Activity], *, serves: bool) -> None:
         self._store, self._ring, self._look, self._serves = store, ring, look, serves
+        # read by other threads
         self.state = RUNS
         self.verdict: Verdict | None = None
         self.lost: Exception | None = None
-        """Why the store can no longer be asked."""
+        """The error after which the store cannot be used."""
         self.asked_since: float | None = None
-        """When the request was made that has not been answered yet."""
+        """The time of the request to the store that has not been answered yet."""
         self.first_rank: Beat | None = None
-        """What the first rank said last: it may serve the store."""
+        """The last beat of rank 0, which may serve the store."""
         self.first_host = ""
+        # used by the thread alone
         self._number = 0
         self._beat_at = time.monotonic()
         self._neighbor = ring.after(ring.rank)
         self._heard = -1
         self._silence = self._alarmed = 0.0
-        """Seconds that this rank was awake for: while its process is stopped, it counts nothing."""
+        """Seconds during which this process ran: while it is stopped itself, it counts nothing."""
         self._blamed = self._asked_in_alarm = -1
-        """Neighbors that need not be asked for again."""
+        """Neighbors that need not be checked again."""
         self._passed: list[int] = []
         """Neighbors that have ended."""
         self._has_reported = False
         self._inquiries = 0
+        self._first_keys: deque[str] = deque()
+        """Keys of step comparisons to which this rank was the first to come."""
+        self._warned: set[str] = set()
+        """Groups for which different steps were reported."""
+        # written by other threads
         self._steps: queue.SimpleQueue[Steps] = queue.SimpleQueue()
-        self._comparison = StepComparison(ring.rank, lambda which: ring.key("steps", which))
         self._to_report: queue.SimpleQueue[tuple[Finding, Sequence[int]]] = queue.SimpleQueue()
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds_topo watch: beats", daemon=True)
 
-    # -- of all threads
+    # -- called by other threads ---------------------------------------------------------------------------------------
 
     def prepare(self, host: str, address: tuple[str, int]) -> tuple[str, int]:
-        """Before all ranks agree to start: what others find of this one. Where the first rank's witness answers."""
+        """Publish this rank's host and the address of its witness; return the address of rank 0's witness.
+
+        All ranks call this before they agree to start.
+        """
         ring = self._ring
         self._store.set(ring.key("who", ring.rank), json.dumps({"host": host, "address": address}))
         self._store.set(ring.key("beat", ring.rank), self._own(Activity()).to_text())
@@ -163,11 +275,11 @@ class Heartbeat:
         return first_host, port
 
     def start(self) -> None:
-        """Beat from now on."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, seconds: float) -> None:
-        """Say that this rank has ended, and end; but wait no longer than that for an answer."""
+        """Publish that this rank has ended, and stop; wait at most so many seconds for the thread."""
         if self.state == RUNS:
             self.state = HAS_ENDED
         self._stopping.set()
@@ -176,15 +288,15 @@ class Heartbeat:
             self._thread.join(seconds)
 
     def report(self, finding: Finding, suspects: Sequence[int] = ()) -> None:
-        """Tell the other ranks, at once; look whether one of the suspects has ended."""
+        """Report a finding to the other ranks at once, and any of the suspects that has ended."""
         self._to_report.put((finding, suspects))
         self._wake.set()
 
     def note(self, steps: Steps) -> None:
-        """Compare what this rank has done with what others of the group have, at some later beat."""
+        """Compare this rank's steps with those of other ranks of the group, at a later beat."""
         self._steps.put(steps)
 
-    # -- of its own thread
+    # -- beats ---------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -194,16 +306,17 @@ class Heartbeat:
                 self._wake.clear()
             self._beat()
             self._linger()
-        except RuntimeError as error:  # torch's, of a connection that has ended
+        except RuntimeError as error:  # torch's error for a connection that has ended
             self.lost = error
-        except Exception as error:  # of ours: no reason to end a training
+        except Exception as error:  # our own error must not end a training
             traceback.print_exc()
-            print(f"ds_topo watch: it goes on without rank {self._ring.rank}: {error}", file=sys.stderr, flush=True)
+            text = f"ds_topo watch: it continues without rank {self._ring.rank}, whose heartbeat failed: {error}"
+            print(text, file=sys.stderr, flush=True)
         finally:
             self.asked_since = None
 
     def _beat(self) -> bool:
-        """Tell and hear; whether there is an alarm."""
+        """Write this rank's beat and read the others'; return whether there is an alarm."""
         ring, doing = self._ring, self._look()
         self._number += 1
         self.asked_since = now = time.monotonic()
@@ -212,13 +325,12 @@ class Heartbeat:
         while not self._to_report.empty():
             self._tell(*self._to_report.get())
         while not self._steps.empty():
-            if told := self._comparison.difference(self._store, self._steps.get(), self._known):
-                print(told, file=sys.stderr, flush=True)
+            self._compare_steps(self._steps.get())
         keys = [ring.key("beat", self._neighbor), ring.key("beat", 0), ring.key("alarm"), ring.key("verdict")]
         neighbor, first, alarm, verdict = get_several(self._store, keys)
         self.first_rank = Beat.read(first)
         if verdict and self.verdict is None:
-            self._adopt(verdict)
+            self.verdict = Verdict(**json.loads(verdict))
         if self.verdict is None:
             self._consider_neighbor(Beat.read(neighbor), awake, is_alarm=bool(alarm))
             self._consider_own_wait(doing)
@@ -226,6 +338,32 @@ class Heartbeat:
                 self._consider_alarm(awake)
         self.asked_since = None
         return bool(alarm)
+
+    def _compare_steps(self, own: Steps) -> None:
+        """Compare with the first rank that came to the same comparison; warn once per group."""
+        key = self._ring.key("steps", own.which)
+        first = self._store.compare_set(key, "", f"{self._ring.rank} {own.taken} {own.calls}")
+        rank, taken, calls = map(int, first.split())
+        if rank == self._ring.rank:
+            self._first_keys.append(key)
+            if len(self._first_keys) > _KEPT:
+                self._store.delete_key(self._first_keys.popleft())
+        elif (taken, calls) != (own.taken, own.calls) and own.over not in self._warned:
+            self._warned.add(own.over)
+            here, other = (self._who(each, beat) for each, beat in self._beats([self._ring.rank, rank]).items())
+            print(different_steps(here, other, own, taken, calls), file=sys.stderr, flush=True)
+
+    def _linger(self) -> None:
+        """Keep the process that serves the store until the others have ended, but not for long."""
+        ring = self._ring
+        awaited = ring.world_size - (self.verdict.absent if self.verdict else 0)
+        ended = self._store.add(ring.key("ends"), 1)
+        until = time.monotonic() + 1.5 * ring.interval + 0.5  # all have beaten once more by then
+        while self._serves and ended < awaited and time.monotonic() < until:
+            time.sleep(ring.interval / 10)
+            ended = self._store.add(ring.key("ends"), 0)
+
+    # -- a silent neighbor ---------------------------------------------------------------------------------------------
 
     def _consider_neighbor(self, beat: Beat, awake: float, *, is_alarm: bool) -> None:
         ring, has_moved = self._ring, beat.number != self._heard
@@ -245,15 +383,19 @@ class Heartbeat:
             self._tell(finding)
 
     def _inquire(self, is_silent: bool) -> Iterator[Finding]:
-        """Ask for the neighbor, and if that is gone for those behind it, too: their host may be."""
+        """Ask the neighbor's witness, and if the neighbor is gone, also those behind it: their host may be gone."""
+
+        def is_evidence(state: State) -> bool:  # a process other than one that is gone must have been silent for long
+            return state is State.GONE or (is_silent and state is not State.ALIVE)
+
         ring = self._ring
         window = [ring.after(self._neighbor, steps) for steps in range(min(_WINDOW, ring.world_size - 1))]
         states = self._ask(window if is_silent else window[:1])
-        if not _is_evidence(states[self._neighbor], is_silent):
+        if not is_evidence(states[self._neighbor]):
             return
         states |= self._ask([rank for rank in window if rank not in states])
         for rank, beat in self._beats(window).items():
-            if beat.state == RUNS and _is_evidence(states[rank], is_silent):
+            if beat.state == RUNS and is_evidence(states[rank]):
                 yield self._finding(_KINDS[states[rank]], rank, states[rank].value, beat)
 
     def _ask(self, ranks: Sequence[int]) -> dict[int, State]:
@@ -265,8 +407,10 @@ class Heartbeat:
         finally:
             self.asked_since = time.monotonic()
 
+    # -- a long wait of this rank --------------------------------------------------------------------------------------
+
     def _consider_own_wait(self, doing: Activity) -> None:
-        """Whoever waits for long looks at those that it waits for; one of them, for all."""
+        """Check the ranks that this one has waited for, if it is long; one of the waiting ranks does so for all."""
         ring, wait = self._ring, doing.wait
         if wait is None or doing.seconds < ASK_AT * ring.limit:
             self._inquiries = 0
@@ -280,13 +424,13 @@ class Heartbeat:
                 self._tell(finding)
 
     def _awaited(self, wait: Wait) -> Sequence[int]:
-        """Ranks that may be waited for; none where that is not known."""
-        if not wait.name and self._ring.world_size <= MAX_RANKS:  # an agreement, or a call that is not known
+        """Return the ranks that a wait may be for; none where they are unknown."""
+        if not wait.name and self._ring.world_size <= MAX_RANKS:  # an agreement, or a call over an unknown group
             return range(self._ring.world_size)
         return wait.ranks
 
     def _held_up(self, doing: Activity, ranks: Sequence[int], *, are_waited_for: bool) -> list[Finding]:
-        """Why ranks do not come; nothing where one of them may still, or another one may be waited for."""
+        """Find out why ranks do not come; return nothing if one may still come, or another rank may be awaited."""
         asked: dict[int, Beat] = {}
         found: list[Finding] = []
         ahead, may_come = sorted(ranks), False
@@ -295,7 +439,7 @@ class Heartbeat:
             asked |= new
             for rank, beat in new.items():
                 if beat.state == HAS_ENDED:
-                    found.append(self._finding(ENDED, rank, "has ended while others wait for it", beat))
+                    found.append(self._has_ended(rank, beat))
                 elif beat.doing.handled >= self._ring.limit:
                     what = f"keeps others waiting while it handles {beat.doing.handling}"
                     found.append(self._finding(HANDLES, rank, what, beat))
@@ -308,16 +452,18 @@ class Heartbeat:
             return found if are_waited_for or not may_come else []
         if may_come:
             return []
-        told = blocked([(rank, str(beat.doing)) for rank, beat in sorted(asked.items())])
-        return [self._finding(BLOCKED, self._ring.rank, told, self._own(doing))]
+        what = blocked([(rank, str(beat.doing)) for rank, beat in sorted(asked.items())])
+        return [self._finding(BLOCKED, self._ring.rank, what, self._own(doing))]
+
+    # -- findings and the verdict --------------------------------------------------------------------------------------
 
     def _consider_alarm(self, awake: float) -> None:
-        """Write the verdict when all that matters is known: ranks that have reported do so, else any other one."""
+        """Write the verdict when enough is known; ranks that have reported do so first."""
         ring = self._ring
         self._alarmed += awake
         while self._passed:
             rank = self._passed.pop()
-            self._tell(self._finding(ENDED, rank, "has ended before the others", self._beats([rank])[rank]))
+            self._tell(self._has_ended(rank, self._beats([rank])[rank], "has ended before the others"))
         if not self._has_reported and self._alarmed < ring.limit + 2:
             return
         findings = read(self._store.get(ring.key("found")).decode())
@@ -327,13 +473,10 @@ class Heartbeat:
             speaker = next((rank for rank in range(ring.world_size) if rank not in named), -1)
             absent = len({finding.who.rank for finding in findings if finding.kind in _ABSENT})
             text = json.dumps(vars(Verdict(message(findings, ring.world_size), speaker, absent)))
-            self._adopt(self._store.compare_set(ring.key("verdict"), "", text))
-
-    def _adopt(self, text: bytes) -> None:
-        self.verdict = Verdict(**json.loads(text))
-        self._store.add(self._ring.key("read"), 1)
+            self.verdict = Verdict(**json.loads(self._store.compare_set(ring.key("verdict"), "", text)))
 
     def _tell(self, finding: Finding, suspects: Sequence[int] = ()) -> None:
+        """Add a finding to the store and raise the alarm."""
         self._has_reported = True
         ring = self._ring
         if self._store.add(ring.key("reports", finding.kind), 1) <= _REPORTS:
@@ -341,16 +484,15 @@ class Heartbeat:
             self._store.set(ring.key("alarm"), "!")
         for rank, beat in self._beats(suspects).items():
             if beat.state == HAS_ENDED:
-                self._tell(self._finding(ENDED, rank, "has ended while others wait for it", beat))
+                self._tell(self._has_ended(rank, beat))
+
+    def _has_ended(self, rank: int, beat: Beat, what: str = "has ended while others wait for it") -> Finding:
+        return self._finding(ENDED, rank, what, beat)
 
     def _finding(self, kind: int, rank: int, what: str, beat: Beat) -> Finding:
         own = self._own(self._look())
-        was = f"was, when last heard of, {beat.doing}"
         seen_by = self._who(self._ring.rank, own)
-        return Finding(kind, self._who(rank, beat), what, was, seen_by, str(own.doing))
-
-    def _known(self, rank: int) -> Who:
-        return self._who(rank, self._beats([rank])[rank])
+        return Finding(kind, self._who(rank, beat), what, f"was last seen {beat.doing}", seen_by, str(own.doing))
 
     def _who(self, rank: int, beat: Beat) -> Who:
         return Who(rank, json.loads(self._store.get(self._ring.key("who", rank)))["host"], beat.coordinate)
@@ -361,18 +503,3 @@ class Heartbeat:
     def _beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
         texts = get_several(self._store, [self._ring.key("beat", rank) for rank in ranks]) if ranks else []
         return {rank: Beat.read(text) for rank, text in zip(ranks, texts, strict=True)}
-
-    def _linger(self) -> None:
-        """The process that serves the store ends after those that it serves, unless they take long."""
-        ring = self._ring
-        awaited = ring.world_size - (self.verdict.absent if self.verdict else 0)
-        ended = self._store.add(ring.key("ends"), 1)
-        until = time.monotonic() + 1.5 * ring.interval + 0.5  # all have beaten once more by then
-        while self._serves and ended < awaited and time.monotonic() < until:
-            time.sleep(ring.interval / 10)
-            ended = self._store.add(ring.key("ends"), 0)
-
-
-def _is_evidence(state: State, is_silent: bool) -> bool:
-    """Whether a rank is to blame: a process that is gone is, others only if nothing was heard of them for long."""
-    return state is State.GONE or (is_silent and state is not State.ALIVE)

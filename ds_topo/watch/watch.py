@@ -1,13 +1,13 @@
-"""The watch of a job, as one rank keeps it: it begins, judges where the store cannot, and ends what is held up.
+"""The watch of a job on one rank: it starts, judges where the store cannot be used, and ends calls that are blocked.
 
-Three parties. The :class:`~ds_topo.watch.heartbeat.Heartbeat` thread talks to the store, and may hang in it when the
-store's server stops. The judging thread here makes no call that can hang. The witness, a small process, answers for
-this one while it holds the interpreter.
+There are three parts. The :class:`~ds_topo.watch.heartbeat.Heartbeat` thread uses the store, and may hang in it when
+the store's server stops. The judging thread here makes no call that can hang. The witness, a small process, answers
+for this one while it holds the interpreter.
 
-A verdict is written by one rank and adopted by all. Then connections of gloo are shut down, which ends a collective
-that is blocked: the main thread raises the transport's error, and the verdict is printed after it. A main thread that
-is still blocked some seconds later is ended with a dump of all stacks. One that computes, saves or evaluates is let go
-on: it will raise in its next collective.
+One rank writes a verdict, and all adopt it. The judging thread then shuts down gloo's connections, which ends a blocked
+collective: the main thread raises the transport's error, and the verdict is printed after it. A main thread that is
+still blocked some seconds later is ended with a dump of all stacks. One that computes, saves or evaluates may continue:
+it will raise in its next collective.
 """
 
 from __future__ import annotations
@@ -17,65 +17,72 @@ import faulthandler
 import os
 import re
 import socket
+import stat
+import struct
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
-from ds_topo.launch.identity import COORDINATE
-from ds_topo.process_groups.agreement import agree
+from ds_topo.launch.launchers import COORDINATE
+from ds_topo.process_groups.agreement import agree, within
 from ds_topo.process_groups.creation import require_initialized
-from ds_topo.process_groups.deadline import within
-from ds_topo.process_groups.torch_names import (
-    abort_nccl,
-    clone,
-    default_store,
-    job_timeout,
-    served_at,
+from ds_topo.torch_names import abort_nccl, clone, default_store, flight_record, job_timeout, served_at
+from ds_topo.watch.activity import OTHERWISE, Activity, Observer, StepCounts, first_line
+from ds_topo.watch.heartbeat import (
+    ASK_AT,
+    FAILED,
+    HAS_FAILED,
+    TRANSPORT,
+    WITNESS_SECONDS,
+    Finding,
+    Heartbeat,
+    Ring,
+    Verdict,
+    Who,
+    headline,
 )
-from ds_topo.watch.activity import OTHERWISE, Activity, Observer, first_line
-from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Who, headline
-from ds_topo.watch.flight_record import save_flight_record
-from ds_topo.watch.heartbeat import ASK_AT, HAS_FAILED, WITNESS_SECONDS, Heartbeat, Ring, Verdict
-from ds_topo.watch.steps import StepCounts
-from ds_topo.watch.transport import bytes_moved, ports_towards, shut_down
 from ds_topo.watch.witness import State, Witness, address_towards, ask
 
 DEFAULT_LIMIT = 30.0
 ENVIRONMENT = "DS_TOPO_WATCH"
 EXIT_CODE = 70
-"""Of a rank that had to be ended: ``EX_SOFTWARE``."""
+"""The exit code of a rank that had to be ended, ``EX_SOFTWARE``."""
 GRACE = 4.0
-"""Seconds for a blocked main thread to raise after its connections were shut down."""
+"""The seconds in which a blocked main thread must raise after its connections were shut down."""
 _SECONDS_TO_START = 5.0
-"""At least; more where the limit is larger."""
+"""The shortest time limit of the start."""
 _TICK = 0.2
+"""The seconds between two looks of the judging thread."""
 _STILL = 1.0
-"""Seconds at one instruction, inside an engine, after which a call is one that waits, whatever it is."""
+"""The seconds at one instruction inside an engine after which any call counts as waiting."""
 _UNTOUCHED = ("save", OTHERWISE)
-"""Phases in which a process is not ended unless it is known to wait for other ranks; its connections are."""
+"""Phases in which a process is ended only if it is known to wait for other ranks; its connections are shut down."""
 _RANKS_PER_SECOND = 2000
-"""Of which the store hears: in larger jobs beats are rarer."""
+"""The most beats per second that the store receives; beats of larger jobs are less frequent."""
 _OF_TRANSPORT = re.compile(
     r"gloo|NCCL|[Cc]onnection (closed|reset|refused|was)|no connection|Failed to recv|Timed out|wait timeout|"
     r"Broken pipe|[Ss]ocket|TCPStore|their own errors say why|did not answer within"
 )
-_HookOfExceptions = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def watch_limit(given: float | None) -> float | None:
-    """Seconds: what the environment says (``DS_TOPO_WATCH=60``, or ``off``), else what is given; None for no watch.
+    """Return the limit in seconds, or None for no watch.
+
+    The environment (``DS_TOPO_WATCH=60``, or ``off``) overrides the given limit.
 
     >>> watch_limit(20.0), watch_limit(None)
     (20.0, None)
 
     Raises:
-        ValueError: not a positive number.
+        ValueError: the limit is not a positive number.
     """
     text = os.environ.get(ENVIRONMENT, "")
     if text.lower() in ("off", "0", "no", "false"):
@@ -83,29 +90,29 @@ def watch_limit(given: float | None) -> float | None:
     try:
         limit = float(text) if text else given
     except ValueError:
-        raise ValueError(f"{ENVIRONMENT}={text!r}: give seconds above 0, or off") from None
+        raise ValueError(f"{ENVIRONMENT}={text!r} is not a number: give seconds above 0, or off") from None
     if limit is not None and not 0 < limit < float("inf"):
         raise ValueError(f"{ENVIRONMENT if text else 'watch'}={text or limit}: give seconds above 0")
     return limit
 
 
 class Watch:
-    """Names a rank that dies, stops, fails or does not come, on every other one, and ends those that wait for it.
+    """Names a rank that dies, stops, fails or does not come, on every other rank, and ends ranks that wait for it.
 
-    Collective over the job. It lasts until :meth:`stop`, or the end of the process. Programs get it by
-    ``ds_topo.init_distributed(watch=30)``.
+    Construction is collective over the job. The watch lasts until :meth:`stop`, or the end of the process. Programs
+    create it by ``ds_topo.init_distributed(watch=30)``.
 
-    What is slow is let be: a long computation, save, compilation, evaluation or collective, a debugger, a call that
+    A slow rank is no fault: a long computation, save, compilation, evaluation or collective, a debugger, or a call that
     holds the interpreter for minutes.
 
     Args:
-        limit: seconds without a sign of a rank after which its host and process are asked for. It may be much shorter
+        limit: the seconds without a beat of a rank after which its host and process are checked. It may be much shorter
             than the timeout of collectives.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
-        ValueError: a limit that is not positive.
-        DisagreementError: ranks came with other limits, or did not come.
+        ValueError: the limit is not positive.
+        DisagreementError: ranks passed other limits, or did not come.
 
     >>> import torch.distributed as dist
     >>> store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
@@ -123,41 +130,43 @@ class Watch:
         self.limit = limit
         self._rank, self._pid, self._host = dist.get_rank(), os.getpid(), socket.gethostname()
         world_size = dist.get_world_size()
-        interval = min(1.0, limit / 6) * max(1.0, world_size / _RANKS_PER_SECOND)
         self._job_store = default_store()
-        """Kept, since with it the store's server would end."""
+        """A reference that keeps the store's server alive."""
         place = served_at(self._job_store)
         if place is None:
-            raise RuntimeError("Watch: the store of this job is no TCPStore, so ranks cannot hear of each other")
+            raise RuntimeError("Watch: the store of this job is not a TCPStore, so ranks cannot exchange heartbeats")
         self._server_place = place
         self._is_served_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._serves = self._is_served_by_rank_0 and self._rank == 0
         self._observer = Observer()
         self._looking = threading.Lock()
         self._steps = StepCounts()
         self._local: Verdict | None = None
+        """The verdict of this rank alone, without the store."""
+        self._last_doing: Activity | None = None
+        """The activity when the program's last exception was raised."""
         self._is_told = self._has_spoken = self._is_ending = False
         self._stopped = threading.Event()
-        self._serves = self._is_served_by_rank_0 and self._rank == 0
         self._witness = Witness()
         self._ports = {place[1], self._witness.port}
-        """Of connections that are not the transport's: the store's server, the witness, the beats."""
+        """Ports of connections to the store and the witness, which are not part of the transport."""
         try:
             token = agree(f"watch, limit {limit}", range(world_size), job_timeout(), subject="the watch")
+            interval = min(1.0, limit / 6) * max(1.0, world_size / _RANKS_PER_SECOND)
             self._ring = Ring(f"{token}/watch", self._rank, world_size, limit, interval)
-            self._begin()
+            self._prepare()
         except BaseException:
             self._witness.end()
             raise
         self._heart.start()
         self._judge = threading.Thread(target=self._run, name="ds_topo watch: judge", daemon=True)
         self._judge.start()
-        self._hook_before = sys.excepthook
-        self._hook = self._on_exception
+        self._hook_before, self._hook = sys.excepthook, self._on_exception
         sys.excepthook = self._hook
         atexit.register(self._at_exit)
 
-    def _begin(self) -> None:
-        """Let the others find this rank, and find them; bounded, since all have come a moment ago."""
+    def _prepare(self) -> None:
+        """Publish this rank and find rank 0's witness, within a limit, since all ranks have come a moment ago."""
         bound = timedelta(seconds=max(self.limit, _SECONDS_TO_START))
         subject = "the start of the watch"
         others = ports_towards(self._server_place[1])
@@ -185,21 +194,21 @@ class Watch:
 
     @property
     def verdict(self) -> str | None:
-        """What is wrong, the same text on all ranks; None while nothing is."""
+        """The description of a fault, the same text on all ranks; None without a fault."""
         found = self._heart.verdict or self._local
         return found.text if found else None
 
     @property
     def is_of_this_job(self) -> bool:
-        """Whether it goes on, and ``torch.distributed`` is still what it began with."""
+        """Whether the watch is running, in the ``torch.distributed`` world in which it was started."""
         return not self._stopped.is_set() and dist.is_initialized() and default_store() is self._job_store
 
     def note_steps(self, owner: object, group: dist.ProcessGroup, taken: int) -> None:
-        """See :func:`compare_steps`."""
+        """Compare steps, see :func:`compare_steps`."""
         self._heart.note(self._steps.next(owner, group, taken))
 
     def stop(self) -> None:
-        """End it on this rank: others then know that it has ended. Idempotent."""
+        """Stop the watch on this rank; other ranks then know that this one has ended. Idempotent."""
         if self._stopped.is_set() or os.getpid() != self._pid:
             return
         self._is_ending = True
@@ -213,8 +222,6 @@ class Watch:
             sys.excepthook = self._hook_before
         atexit.unregister(self._at_exit)
 
-    # -- what this rank does
-
     def _look(self) -> Activity:
         with self._looking:
             return self._observer.look(lambda: bytes_moved(self._ports))
@@ -223,32 +230,29 @@ class Watch:
     def _who(self) -> Who:
         return Who(self._rank, self._host, os.environ.get(COORDINATE, ""))
 
-    # -- the judging thread
+    # -- the judging thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         unanswered, asked_since, before = 0.0, None, time.monotonic()
         while not self._stopped.wait(_TICK):
             now = time.monotonic()
-            awake, before = min(now - before, 5 * _TICK), now  # a process that was stopped itself blames nobody
+            awake, before = min(now - before, 5 * _TICK), now  # time in which this process was stopped does not count
             since = self._heart.asked_since
             unanswered = unanswered + awake if since is not None and since == asked_since else 0.0
             asked_since = since
             if self.verdict is None and unanswered >= ASK_AT * self.limit:
                 self._judge_store(f"has not answered for {unanswered:.0f} s")
                 unanswered = 0.0
-            elif self.verdict is None and self._heart.lost is not None and self._is_blocked():
-                self._judge_store(f"has closed its connections ({first_line(self._heart.lost)})")
+            elif self.verdict is None and self._heart.lost is not None:
+                doing = self._look()
+                if doing.wait is not None or (doing.still >= _STILL and doing.phase not in _UNTOUCHED):
+                    self._judge_store(f"has closed its connections ({first_line(self._heart.lost)})")
             if self.verdict is not None:
                 self._end_what_is_blocked()
                 return
 
-    def _is_blocked(self) -> bool:
-        """Whether the main thread waits for other ranks, as far as can be seen."""
-        doing = self._look()
-        return doing.wait is not None or (doing.still >= _STILL and doing.phase not in _UNTOUCHED)
-
     def _judge_store(self, what: str) -> None:
-        """Without the store every rank judges for itself: who serves it?"""
+        """Decide on this rank alone, without the store, whether the process that serves the store is at fault."""
         host, port = self._server_place
         lines = [f"the store of the job at {host}:{port} {what}."]
         if self._is_served_by_rank_0:
@@ -257,12 +261,13 @@ class Watch:
                 return
             first = Who(0, self._heart.first_host, last.coordinate if last else "")
             lines.append(f"{first}, which serves it, {state.value}.")
-            lines += [f"  It was, when last heard of, {last.doing}."] if last else []
+            lines += [f"  It was last seen {last.doing}."] if last else []
         else:
             lines.append("The launcher on that host serves it: it has ended or stopped, or its host is cut off.")
         self._local = Verdict("\n".join([headline(self._ring.world_size), *lines]), self._rank)
 
     def _end_what_is_blocked(self) -> None:
+        """Shut down connections while the main thread is blocked; end the process if it stays blocked."""
         verdict = self._heart.verdict or self._local
         assert verdict is not None
         if verdict.speaker == self._rank:
@@ -283,25 +288,24 @@ class Watch:
                 self._witness.end()
                 os._exit(EXIT_CODE)
 
-    # -- what is said
+    # -- output --------------------------------------------------------------------------------------------------------
 
     def _speak(self) -> None:
         if not self._has_spoken:
             self._has_spoken = True
-            _write(self.verdict or "")
+            print(self.verdict or "", file=sys.stderr, flush=True)
 
     def _tell(self) -> None:
-        """The verdict, and what this rank was doing; once."""
+        """Print the verdict and the activity of this rank, once."""
         if not self._is_told:
             self._is_told = True
             self._speak()
             record = save_flight_record(self._rank)
             collectives = f" Its last collectives, for torchfrtrace: {record}" if record else ""
-            _write(f"Here: {self._who}, {self._last_doing or self._look()}.{collectives}")
+            text = f"Here: {self._who}, {self._last_doing or self._look()}.{collectives}"
+            print(text, file=sys.stderr, flush=True)
 
-    _last_doing: Activity | None = None
-
-    # -- the end of the program
+    # -- the end of the program ----------------------------------------------------------------------------------------
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self._hook_before(kind, error, trace)
@@ -310,7 +314,7 @@ class Watch:
             self._limit_the_end()
 
     def _note_exception(self, error: BaseException, trace: TracebackType | None) -> None:
-        """Tell the others, and learn the cause if this is only a consequence of it."""
+        """Report this rank's exception to the others, or wait for the cause if it is only a consequence."""
         if self._last_doing is not None or self._stopped.is_set():
             return
         with self._looking:
@@ -335,7 +339,7 @@ class Watch:
             time.sleep(_TICK / 4)
 
     def _at_exit(self) -> None:
-        """After the last traceback: Python keeps an exception that nobody has caught."""
+        """Report an exception that was not caught, after its traceback: Python keeps it as ``sys.last_value``."""
         error = getattr(sys, "last_value", None)
         if isinstance(error, BaseException) and os.getpid() == self._pid:
             self._note_exception(error, error.__traceback__)
@@ -343,28 +347,16 @@ class Watch:
         self.stop()
 
     def _limit_the_end(self) -> None:
-        """After a fault, what torch and others do at the end of a process may wait for ranks that do not come."""
+        """End the process in time after a fault, since torch may wait for other ranks at the end of a process."""
         if self.verdict is not None:
             faulthandler.dump_traceback_later(GRACE, exit=True)
 
 
-def compare_steps(owner: object, group: dist.ProcessGroup, taken: int) -> None:
-    """Let the watch, if there is one, compare how far the ranks of a group are.
-
-    Of programs whose ranks call the same collectives, a rank that leaves out a step has called more by its next one.
-    What differs is told on standard error, once; nothing waits for it, and nothing is ended.
-
-    Args:
-        owner: what takes the steps; ranks compare their first ones of a group with each other, then their second ones.
-        group: over which it has collectives.
-        taken: steps.
-    """
-    if _current is not None and _current.is_of_this_job:
-        _current.note_steps(owner, group, taken)
+_current: Watch | None = None
 
 
 def start_watch(limit: float) -> Watch:
-    """The watch of the job; the one that there is, if it is of this job."""
+    """Return the watch of the job, and start it unless it is running."""
     global _current
     if _current is None or not _current.is_of_this_job:
         if _current is not None:
@@ -373,11 +365,23 @@ def start_watch(limit: float) -> Watch:
     return _current
 
 
-_current: Watch | None = None
+def compare_steps(owner: object, group: dist.ProcessGroup, taken: int) -> None:
+    """Let the watch, if it is running, compare the steps of the ranks of a group.
+
+    Where ranks call the same collectives in each step, a rank that leaves out a step has called more of them by its
+    next one. A difference is printed on standard error, once. Nothing waits for the comparison, and nothing is ended.
+
+    Args:
+        owner: the object that takes steps. The nth call for an owner is compared with the nth calls on other ranks.
+        group: the group of its collectives.
+        taken: the number of steps taken.
+    """
+    if _current is not None and _current.is_of_this_job:
+        _current.note_steps(owner, group, taken)
 
 
 def _is_of_transport(error: BaseException) -> bool:
-    """Whether an exception says no more than that another rank was not there."""
+    """Return whether an exception, or a cause of it, says only that another rank could not be reached."""
     chain: list[BaseException] = []
     each: BaseException | None = error
     while each is not None and each not in chain:
@@ -386,5 +390,74 @@ def _is_of_transport(error: BaseException) -> bool:
     return any(isinstance(each, (RuntimeError, OSError)) and _OF_TRANSPORT.search(str(each)) for each in chain)
 
 
-def _write(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def save_flight_record(rank: int) -> Path | None:
+    """Write what torch's flight recorder knows of this rank's last collectives; return None if there is nothing.
+
+    The file's name is ``TORCH_FR_DUMP_TEMP_FILE``, by default ``/tmp/comm_lib_trace_rank_``, followed by the rank, as
+    torch names it for NCCL. ``torchfrtrace -p comm_lib_trace_rank_ FOLDER`` compares the records of all ranks, once
+    they are in one folder. The recorder is on by default; ``TORCH_FR_BUFFER_SIZE=0`` switches it off.
+    """
+    record = flight_record()
+    if not record:
+        return None
+    prefix = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or Path(tempfile.gettempdir(), "comm_lib_trace_rank_")
+    path = Path(f"{prefix}{rank}")
+    try:
+        path.write_bytes(record)
+    except OSError:  # a full disk must not hide the fault
+        return None
+    return path
+
+
+# -- gloo's connections ------------------------------------------------------------------------------------------------
+#
+# abort() and shutdown() of a gloo group do not end a blocked collective. The end of its TCP connections does, at once.
+
+_BYTES_ACKED_AND_RECEIVED = 120
+"""Their offset in Linux's ``struct tcp_info``."""
+_WELL_KNOWN = 1024
+"""Ports below belong to services, not to ranks."""
+
+
+def connections() -> Iterator[tuple[socket.socket, int, int]]:
+    """Yield the established TCP connections of this process, with the ports of this end and of the other end.
+
+    Each is a duplicate, which is closed when the next one is requested.
+    """
+    if sys.platform != "linux":
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as each:
+                if each.family not in (socket.AF_INET, socket.AF_INET6) or each.type != socket.SOCK_STREAM:
+                    continue
+                own, other = each.getsockname()[1], each.getpeername()[1]
+                if min(own, other) >= _WELL_KNOWN:
+                    yield each, own, other
+
+
+def ports_towards(port: int) -> set[int]:
+    """Return this process's own ports of connections to a port."""
+    return {own for _, own, other in connections() if other == port}
+
+
+def bytes_moved(besides: Collection[int]) -> int | None:
+    """Return the bytes sent and received on connections without one of these ports; None where this is unknown."""
+    total, found = 0, False
+    for each, *ports in connections():
+        if not set(ports) & set(besides):
+            with suppress(OSError, struct.error):
+                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                total += sum(struct.unpack_from("=QQ", info, _BYTES_ACKED_AND_RECEIVED))
+                found = True
+    return total if found else None
+
+
+def shut_down(spared: Collection[int]) -> None:
+    """End all connections except those from one of these ports of this process; calls that wait in one raise."""
+    for each, own, _ in connections():
+        if own not in spared:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)

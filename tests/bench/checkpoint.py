@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m tests.bench.checkpoint [--width 1024] [--layers 12] [--zero 1] [--rounds 8] [--folder .]
 
-Sides alternate in the same two processes; medians and quartiles of the slower rank, and ratios. DeepSpeed's own leaves
-files in the system's cache; "flushed" is its own followed by an fsync of every file, by the rank that has written it.
+Sides alternate in the same two processes; the output has medians and quartiles of the slower rank, and ratios.
+DeepSpeed's own function leaves files in the system's cache. "flushed" is its own function followed by an fsync of every
+file, by the rank that has written it.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ import deepspeed
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, checkpoint
-from ds_topo.checkpoint_files.durable import flush
-from ds_topo.engine.checkpoints.saving import deepspeeds_part
+from ds_topo.checkpoint.folder import flush
+from ds_topo.checkpoint.saving import deepspeeds_part
 from tests.bench.linear_layers import engine_of_layers
 from tests.bench.sides import Times, alternate, ratios, table
 from tests.support.ranks import run_ranks
 
 
 def measure(width: int, layers: int, zero: int, rounds: int, folder: Path) -> tuple[Times, Times, int]:
-    """Seconds of saving (its call alone, in the background) and of loading, and bytes of a checkpoint."""
+    """Return seconds of saving (in the background: of the call alone) and of loading, and bytes of a checkpoint."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     with PipelineParallelGrid(f"data={dist.get_world_size()}") as grid:
@@ -49,7 +50,7 @@ def measure(width: int, layers: int, zero: int, rounds: int, folder: Path) -> tu
         started: list[checkpoint.BackgroundSave] = []
 
         def remove_others() -> None:
-            """Every save is a new checkpoint, and the one before is removed: memory of its files is free."""
+            """Save a new checkpoint each time and remove the previous one, which frees the memory of its files."""
             nonlocal tag
             while started:
                 started.pop().finish()
@@ -81,7 +82,7 @@ def measure(width: int, layers: int, zero: int, rounds: int, folder: Path) -> tu
         )
         remove_others()
         loading: Times = {}
-        if zero != 3:  # there DeepSpeed loads into engines that have not trained alone
+        if zero != 3:  # at this stage DeepSpeed loads only into engines that have not trained
             loading = alternate(
                 {
                     "load: DeepSpeed": load_theirs,

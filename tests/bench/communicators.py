@@ -1,10 +1,10 @@
-"""Communicators of one rank in published layouts: ours, DeviceMesh's, DeepSpeed's and Megatron-LM's.
+"""Count the communicators of one rank in published layouts: ours, DeviceMesh's, DeepSpeed's and Megatron-LM's.
 
     python -m tests.bench.communicators [--megatron FOLDER_OF_A_CHECKOUT]
 
-``new_group`` is counted, with torch's fake backend: how often one rank calls it, each time together with the whole job
-unless the groups are of members only, and how many groups of several ranks it is then in. ``sets`` are the different
-sets of ranks that an axis, data parallelism or a pipeline's replica makes, the whole job aside: nobody needs more.
+Counts, with torch's fake backend, how often one rank calls ``new_group``, and how many groups of several ranks it is
+then in. Each call is one of the whole job, unless only members create a group. ``sets`` is the number of different sets
+of ranks of the axes, of data parallelism and of a pipeline's replicas, without the whole job. No layout needs more.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ LAYOUTS = {
     "1,024 ranks with seq": ("pipe=4,data=8,seq=8,model=4", 1),
     "64 ranks": ("pipe=4,data=2,model=8", 1),
 }
-"""Topology, and ranks that share the experts of a layer."""
+"""Layouts: the topology, and the number of ranks that share the experts of a layer."""
 
 
 @dataclass
 class Count:
-    """What one rank did."""
+    """The calls of one rank, and the groups that it is in."""
 
     rank: int
     calls: int = 0
     held: int = 0
 
     def new_group(self, ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
-        """In place of ``torch.distributed.new_group``."""
+        """Count a call; replaces ``torch.distributed.new_group``."""
         self.calls += 1
         if ranks is not None and (len(ranks) == 1 or self.rank not in ranks):
             return mock.MagicMock()
@@ -57,7 +57,7 @@ class Count:
 
 
 def ours(spec: str, experts: int, rank: int) -> Count:
-    """A grid, and the groups of its experts."""
+    """Count a grid and the groups of its experts."""
     world_size = ProcessTopology.from_spec(spec).world_size()
     with fake_world(rank, world_size), _counted(rank) as count, PipelineParallelGrid(spec) as grid:
         if experts > 1:
@@ -66,7 +66,7 @@ def ours(spec: str, experts: int, rank: int) -> Count:
 
 
 def device_mesh(spec: str, experts: int, rank: int) -> Count:
-    """``init_device_mesh``, and a second one with the experts' axis, as torchtitan has it."""
+    """Count ``init_device_mesh``, and a second one with the experts' axis, as in torchtitan."""
     from torch.distributed.device_mesh import init_device_mesh
 
     topology = ProcessTopology.from_spec(spec)
@@ -79,7 +79,7 @@ def device_mesh(spec: str, experts: int, rank: int) -> Count:
 
 
 def deepspeed(spec: str, experts: int, rank: int) -> Count:
-    """DeepSpeed's grid in its own order, and its groups of experts."""
+    """Count DeepSpeed's grid in its own order, and its groups of experts."""
     from deepspeed.runtime.pipe import topology as module
     from deepspeed.utils import groups as deepspeed_groups
 
@@ -104,7 +104,7 @@ def deepspeed(spec: str, experts: int, rank: int) -> Count:
 
 
 def megatron(spec: str, experts: int, rank: int) -> Count:
-    """``initialize_model_parallel``, without gloo's copies of its groups."""
+    """Count ``initialize_model_parallel``, without gloo's copies of its groups."""
     from megatron.core import parallel_state
 
     topology = ProcessTopology.from_spec(spec)
@@ -123,7 +123,7 @@ def megatron(spec: str, experts: int, rank: int) -> Count:
 
 @contextmanager
 def _counted(rank: int, *, real: bool = False) -> Iterator[Count]:
-    """Calls of torch's ``new_group``, and the groups of several ranks that this rank is then in."""
+    """Count calls of torch's ``new_group``, and the groups of several ranks that this rank is then in."""
     count, make = Count(rank), dist.new_group
 
     def counted(ranks: Any = None, *args: Any, **options: Any) -> Any:
@@ -139,7 +139,7 @@ def _counted(rank: int, *, real: bool = False) -> Iterator[Count]:
 
 
 def needed(spec: str, experts: int, rank: int) -> int:
-    """The different sets of several ranks of a layout, the whole job aside."""
+    """Return the number of different sets of several ranks of a layout, without the whole job."""
     topology = ProcessTopology.from_spec(spec)
     sets = {group.ranks for group in grid_groups(topology, rank)}
     if experts > 1:
@@ -149,7 +149,7 @@ def needed(spec: str, experts: int, rank: int) -> int:
 
 
 def _import_from(checkout: Path) -> None:
-    """Let ``megatron.core.parallel_state`` be imported without all that the package imports besides."""
+    """Make ``megatron.core.parallel_state`` importable without the other imports of its package."""
     for name in ("megatron", "megatron.core"):
         package = types.ModuleType(name)
         package.__path__ = [str(checkout.joinpath(*name.split(".")))]
@@ -160,7 +160,7 @@ def _import_from(checkout: Path) -> None:
 
 
 def main() -> None:
-    """Count and print."""
+    """Count and print all layouts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM")
     arguments = parser.parse_args()

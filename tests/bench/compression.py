@@ -1,11 +1,11 @@
-"""Communication hooks of torch's DDP on two hosts: bf16 compression and PowerSGD, under DDP and in a DeepSpeed engine.
+"""Time DDP's communication hooks on two hosts: bf16 compression and PowerSGD, under DDP and in a DeepSpeed engine.
 
     OMP_NUM_THREADS=1 python -m tests.bench.compression [--rates 1gbit 400mbit] [--rounds 5]
 
-Training steps of a GPT of 10.7 M parameters, optimizer included, at ZeRO stages 0 and 1 with ``GradientReducer.attach``
-and ``register_comm_hook``. All sides run alternately in the same two processes; medians and quartiles of the slower
-rank. DDP itself runs PowerSGD on GPUs alone: on gloo its callbacks' collectives meet those of other buckets, and a rank
-is lost.
+Times training steps of a GPT of 10.7 M parameters, optimizer included, at ZeRO stages 0 and 1 with
+``GradientReducer.attach`` and ``register_comm_hook``. All sides run alternately in the same two processes; the output
+has medians and quartiles of the slower rank. DDP itself runs PowerSGD on GPUs only: on gloo the collectives of its
+callbacks mix with those of other buckets, and a rank fails.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ HOOKS = {"without", "bf16", "PowerSGD"}
 
 
 def compress(state: Any, bucket: Any) -> Any:
-    """To bf16; DDP takes the original on GPUs alone."""
+    """Compress to bf16; DDP accepts the original hook on GPUs only."""
     return bf16_compress_hook(state, bucket)
 
 
-compress.__annotations__.clear()  # which DDP compares with types, not with their names
+compress.__annotations__.clear()  # DDP compares annotations with types, not with the names of types
 
 
 def hook_of(name: str) -> tuple[object, Callable[..., Any]]:
-    """The state and the hook."""
+    """Return the state and the hook."""
     if name == "bf16":
         return dist.group.WORLD, compress
     return PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2), powerSGD_hook
 
 
 def measure(rounds: int) -> Times:
-    """Seconds a step."""
+    """Return the seconds of each step."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     grid = PipelineParallelGrid(f"data={dist.get_world_size()}")
@@ -86,7 +86,7 @@ def measure(rounds: int) -> Times:
 
 
 def ddp_step(model: torch.nn.Module, data: Any) -> Callable[[], object]:
-    """A step of torch's."""
+    """Return a training step in torch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -98,7 +98,7 @@ def ddp_step(model: torch.nn.Module, data: Any) -> Callable[[], object]:
 
 
 def engine_step(engine: Any, data: Any) -> Callable[[], object]:
-    """A step of DeepSpeed's."""
+    """Return a training step of a DeepSpeed engine."""
 
     def step() -> None:
         engine.backward(engine(*data))

@@ -1,10 +1,11 @@
-"""Time to convert a checkpoint, beside reading and writing as many bytes.
+"""Measure the time to convert a checkpoint, compared with reading and writing as many bytes.
 
     OMP_NUM_THREADS=1 python -m tests.bench.convert [--width 2048] [--layers 16] [--rounds 3] [--folder .]
 
-A checkpoint of ZeRO 1 on two ranks is converted to other replicas and to ZeRO 3; its files are copied and flushed, in
-turn. "digested" reads what was copied once more for its SHA-256, which every checkpoint's manifest has. Also told: the
-memory that a conversion takes beside the files that it maps, and the bytes of the largest parameter.
+A checkpoint of ZeRO 1 on two ranks is converted to other numbers of replicas and to ZeRO 3. In turn with that, its
+files are copied and flushed. "digested" reads the copies once more for their SHA-256, which every checkpoint's manifest
+has. The benchmark also prints the memory that a conversion takes beside the files that it maps, and the bytes of the
+largest parameter.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ import deepspeed
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, checkpoint
-from ds_topo.checkpoint_files.durable import flush
-from ds_topo.checkpoint_files.wholeness import digest_of
+from ds_topo.checkpoint.folder import digest_of, flush
 from tests.bench.linear_layers import engine_of_layers
 from tests.support.ranks import run_ranks
 
@@ -33,7 +33,7 @@ TAG = "saved"
 
 
 def save(width: int, layers: int, folder: Path) -> None:
-    """On one rank: a step, and its checkpoint."""
+    """Train a step and save a checkpoint, on one rank."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     with PipelineParallelGrid(f"data={dist.get_world_size()}") as grid:
@@ -43,7 +43,7 @@ def save(width: int, layers: int, folder: Path) -> None:
 
 
 def copied(source: Path, to: Path, *, digested: bool) -> None:
-    """Read and write all files, and let them reach the disk."""
+    """Copy all files and flush them to the disk."""
     shutil.copytree(source, to / TAG)
     for path in (to / TAG).iterdir():
         flush(path)
@@ -52,7 +52,7 @@ def copied(source: Path, to: Path, *, digested: bool) -> None:
 
 
 class OwnMemory:
-    """The most bytes of this process that are not of files, sampled."""
+    """Sample the peak of this process's memory that does not belong to files."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -69,7 +69,7 @@ class OwnMemory:
 
     @property
     def more(self) -> int:
-        """Than at first."""
+        """The peak in bytes, minus the memory at the start."""
         return self.most - self._first
 
     def _watch(self) -> None:
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured")
+    parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         source, to = Path(folder, "from"), Path(folder, "to")

@@ -1,9 +1,10 @@
-"""One step's gradients of a GPT of 10.7 M parameters on two hosts: our reducer, torch's DDP and DeepSpeed's stage 0.
+"""Time one step's gradients of a GPT of 10.7 M parameters on two hosts: our reducer, DDP and DeepSpeed's stage 0.
 
     OMP_NUM_THREADS=1 python -m tests.bench.gradient_overlap [--rate 1gbit] [--rounds 12] [--trace trace.json]
 
-Forward, backward and reduction, without the optimizer. All sides run alternately in the same two processes; medians and
-quartiles of the slower rank. The limit is forward + max(backward, all_reduce), each measured alone.
+A step is forward, backward and reduction, without the optimizer. All sides run alternately in the same two processes;
+the output has medians and quartiles of the slower rank. The limit is forward + max(backward, all_reduce), each measured
+alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MODEL = GPTConfig(context=128, width=384, heads=6, depth=6)
 
 
 def measure(rounds: int, samples: int) -> tuple[Times, str, dict[str, Any]]:
-    """Times, our report, and its trace."""
+    """Return times, our report and its trace."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     grid = PipelineParallelGrid(f"data={dist.get_world_size()}")
@@ -71,7 +72,7 @@ def measure(rounds: int, samples: int) -> tuple[Times, str, dict[str, Any]]:
 
 
 def with_limit(times: Times) -> Times:
-    """The limit as one more side."""
+    """Return the times with the limit as one more side."""
     limit = [
         forward + max(backward, all_reduce)
         for forward, backward, all_reduce in zip(times["forward"], times["backward"], times["all_reduce"], strict=True)

@@ -1,4 +1,4 @@
-"""An engine of equal linear layers that has taken a step: its checkpoints have as many bytes as is asked for."""
+"""Build an engine of equal linear layers that has taken a step; its checkpoints have a chosen number of bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ds_topo import PipelineParallelGrid, initialize
 
 
 def engine_of_layers(grid: PipelineParallelGrid, width: int, layers: int, zero: int) -> Any:
-    """With Adam, in fp32: 16 bytes and more for each of ``layers * width ** 2`` weights."""
+    """Return an engine with Adam in fp32; it has at least 16 bytes for each of ``layers * width ** 2`` weights."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,

@@ -1,13 +1,15 @@
-"""Training steps of a GPT of 10.7 M parameters in two stages, replicated over two hosts: our reducer in DeepSpeed's
-pipeline engine beside that engine's own reduction, at ZeRO stages 0 and 1.
+"""Time training steps of a GPT in two pipeline stages, replicated over two hosts, with and without our reducer.
 
     OMP_NUM_THREADS=1 python -m tests.bench.pipeline_overlap [--rate 1gbit] [--rounds 10] [--samples 4]
 
-``data=2,pipe=2`` on 2 hosts x 2 ranks: replicas on different hosts, the stages of a replica on one. All engines run
-alternately in the same four processes; medians and quartiles of the slowest rank.
+Compares our reducer in DeepSpeed's pipeline engine with that engine's own reduction, at ZeRO stages 0 and 1. The GPT
+has 10.7 M parameters. ``data=2,pipe=2`` on 2 hosts x 2 ranks places replicas on different hosts, and the stages of a
+replica on one. All engines run alternately in the same four processes; the output has medians and quartiles of the
+slowest rank.
 
-The limit, for ZeRO 0, is a step without reduction and what of the all_reduce (both stages at once, they share the link)
-outlasts the last micro-batch's backward of both stages: before it starts there is no whole gradient to send.
+The limit, for ZeRO 0, is a step without reduction plus the part of the all_reduce that backward cannot hide. Only the
+last micro-batch's backward of both stages can hide it, because no gradient is complete earlier. Both stages share the
+link.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ MICRO_BATCHES = 4
 
 
 def engine_of(grid: PipelineParallelGrid, samples: int, zero: int, **more: Any) -> Any:
-    """An engine with a model of its own."""
+    """Return an engine with its own model."""
     parallel = Parallel(grid.get_group("model"))
     module = PipelineModule(gpt_layers(MODEL, parallel), grid=grid, loss_fn=next_byte_loss(parallel))
     config = {
@@ -57,13 +59,13 @@ def engine_of(grid: PipelineParallelGrid, samples: int, zero: int, **more: Any) 
 
 
 def end_of_turn(engine: Any) -> None:
-    """Let arrive what is on its way."""
+    """Wait for parameters in flight."""
     if engine.gradient_reducer is not None:
         engine.gradient_reducer.wait()
 
 
 def measure(rounds: int, samples: int) -> tuple[Times, float, str]:
-    """Times, milliseconds of this stage's last backward, and the reports of our reducers."""
+    """Return times, milliseconds of this stage's last backward, and the reports of our reducers."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     grid = PipelineParallelGrid("data=2,pipe=2")

@@ -1,8 +1,9 @@
-"""The planner's constants against published runs: the one number per accelerator and precision that is fitted (the
-share of the peak that large products reach), the best value for it, and predictions of each row, and of each source, by
-constants that were fitted to the others alone.
+"""Fit the planner's constants to published runs, and print how well they predict the runs.
 
     python -m tests.bench.planner_constants tests/planner/published_runs.json [more.json ...]
+
+One number is fitted per accelerator and precision: the share of the peak that large products reach. The output has its
+best value, and predictions of each row, and of each source, by constants that were fitted to the others alone.
 """
 
 from __future__ import annotations
@@ -14,28 +15,28 @@ from dataclasses import replace
 from math import log
 from statistics import median
 
-from ds_topo.planner.accelerators import Accelerator, accelerator_of
-from ds_topo.planner.precision import precision_of
-from ds_topo.planner.runs import Row, judge, read_rows
+from ds_topo.planner.hardware import Accelerator, accelerator_of
+from ds_topo.planner.job import precision_of
+from ds_topo.planner.published_runs import Row, judge, read_rows
 
 SHARES = [share / 200 for share in range(80, 186)]
 Group = tuple[str, str]
 
 
 def group_of(row: Row) -> Group:
-    """Accelerator and format of products."""
+    """Return the accelerator and the number format of products."""
     accelerator = accelerator_of(row.text("accelerator"))
     products = precision_of(row.text("precision", "bf16")).products
     return accelerator.name, "bf16" if products == "fp16" else products
 
 
 def source_of(row: Row) -> str:
-    """Its first author or product."""
+    """Return the first author or the product of a row's source."""
     return row.text("source").split(",")[0].split(" et al")[0]
 
 
 def with_share(accelerator: Accelerator, number_format: str, share: float) -> Accelerator:
-    """The accelerator with another share of its peak for products."""
+    """Return the accelerator with another share of its peak for products."""
     efficiency = accelerator.efficiency
     names = ("bf16", "fp16") if number_format == "bf16" else (number_format,)
     products = {**efficiency.products, **dict.fromkeys(names, share)}
@@ -43,7 +44,7 @@ def with_share(accelerator: Accelerator, number_format: str, share: float) -> Ac
 
 
 def errors_by_share(row: Row) -> list[float]:
-    """The row's error for every share."""
+    """Return the row's error for every share."""
     name, number_format = group_of(row)
     accelerator = accelerator_of(name)
     return [
@@ -52,12 +53,12 @@ def errors_by_share(row: Row) -> list[float]:
 
 
 def best_share(errors: Sequence[Sequence[float]]) -> int:
-    """The index of the share with the smallest sum of squares of log errors."""
+    """Return the index of the share with the smallest sum of squared log errors."""
     return min(range(len(SHARES)), key=lambda index: sum(log(1 + row[index]) ** 2 for row in errors))
 
 
 def main() -> None:
-    """Fit and print."""
+    """Fit the constants and print the predictions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+")
     rows = [row for file in parser.parse_args().files for row in read_rows(file)]

@@ -1,11 +1,11 @@
-"""The planner against virtual hosts: seconds and bytes between hosts of every order of several sets of degrees.
+"""Compare the planner with virtual hosts: seconds and bytes between hosts for every order of several sets of degrees.
 
     OMP_NUM_THREADS=1 python -m tests.bench.planner_orders [--slots 2] [--rate 200mbit] [--model gradients] [--rounds 8]
 
 Every layout of the plan trains the example's GPT in DeepSpeed's pipeline engine, with the config that the plan writes.
-All engines live in the same processes and take turns of several steps; medians of the slowest rank. The machine is
-calibrated first, by the same ranks over the same links. ``noise`` is how far rounds of one layout lie apart: third
-quartile over first.
+All engines run in the same processes and take turns of several steps; the output has medians of the slowest rank. The
+machine is calibrated first, by the same ranks over the same links. ``noise`` is the spread of a layout's rounds: the
+third quartile divided by the first.
 """
 
 from __future__ import annotations
@@ -26,18 +26,13 @@ import torch.distributed as dist
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.measurement.calibrate import calibrate
-from ds_topo.planner.accelerators import accelerator_of
-from ds_topo.planner.candidates import Wanted
-from ds_topo.planner.cluster import cluster_of
 from ds_topo.planner.config_writer import deepspeed_config
 from ds_topo.planner.costs import Costs
-from ds_topo.planner.layout import Job
-from ds_topo.planner.machine import Machine
+from ds_topo.planner.explain import host_traffic
+from ds_topo.planner.hardware import Machine, accelerator_of, cluster_of
+from ds_topo.planner.job import DEEPSPEED_PIPELINE, FP32, Job, Recompute
 from ds_topo.planner.model import transformer
-from ds_topo.planner.precision import FP32
-from ds_topo.planner.search import Plan, orders_of, search
-from ds_topo.planner.software import DEEPSPEED_PIPELINE, Recompute
-from ds_topo.planner.traffic import host_traffic
+from ds_topo.planner.search import Plan, Wanted, orders_of, search
 from tests.bench.sides import turns
 from tests.cluster import Cluster
 
@@ -47,10 +42,10 @@ from parallel_layers import Parallel
 
 HOSTS, WARMUP = 2, 1
 STEPS = 3
-"""Of a layout's turn. The first, in caches and memory that others have left, is not timed."""
+"""The steps of a layout's turn. The first is not timed, because other layouts have used the caches and memory."""
 
 Config = tuple[dict[str, Any], bool]
-"""DeepSpeed's, and whether activations are split along the sequence."""
+"""A DeepSpeed config, and True if activations are split along the sequence."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ DEGREES = {
 
 
 def job_of(case: Case, slots: int, machine: Machine) -> Job:
-    """What the planner is asked."""
+    """Return the job that the planner gets."""
     shape = case.model
     model = transformer(
         layers=shape.depth, hidden=shape.width, heads=shape.heads, vocabulary=VOCABULARY, sequence=shape.context
@@ -82,7 +77,7 @@ def job_of(case: Case, slots: int, machine: Machine) -> Job:
 
 
 def plans_of(job: Job, slots: int) -> list[Plan]:
-    """Every order of the best plan of every set of degrees."""
+    """Return every order of the best plan of every set of degrees."""
     plans: list[Plan] = []
     for spec in DEGREES[slots]:
         degrees = {"pipe": 1, "data": 1, "model": 1} | {
@@ -94,14 +89,14 @@ def plans_of(job: Job, slots: int) -> list[Plan]:
 
 
 def calibrated() -> Machine:
-    """On every rank."""
+    """Calibrate the machine; call on every rank."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     return calibrate()
 
 
 def measure(name: str, configs: list[Config], rounds: int) -> tuple[list[list[float]], list[float]]:
-    """Seconds of every round, and bytes that this rank's host sends in a step, of every config."""
+    """Return, for every config, the seconds of each round and the bytes that this rank's host sends in a step."""
     import deepspeed
 
     warnings.simplefilter("ignore")
@@ -134,7 +129,7 @@ def _step(case: Case, config: dict[str, Any], sequence_parallel: bool) -> Callab
 
 
 def main() -> None:
-    """Calibrate, plan, measure, print; one line of JSON at the end for other programs."""
+    """Calibrate, plan, measure and print; the last line is JSON for other programs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, default=2, choices=list(DEGREES))
     parser.add_argument("--rate", default="200mbit")
@@ -159,7 +154,7 @@ def main() -> None:
     rows = []
     for plan, seconds, leaving in zip(plans, times, sent, strict=True):
         low, middle, high = statistics.quantiles(seconds, n=4)
-        counted = max(host.total for host in host_traffic(costs, plan.layout))
+        counted = max(sum(sent.values()) for sent in host_traffic(costs, plan.layout))
         rows.append((middle, min(seconds), plan.seconds))
         wrong = f"{counted / leaving - 1:+.1%}" if leaving > 1e5 else "-"
         print(

@@ -1,10 +1,10 @@
-"""What a reducer costs beside communication: microseconds per parameter, on one rank, where there is none.
+"""Measure the overhead of a reducer without communication: microseconds per parameter, on one rank.
 
     OMP_NUM_THREADS=1 python -m tests.bench.reducer_overhead [--device cuda] [--engines] [--layers 500] [--rounds 40]
 
-Backward of a chain of small layers, gradients set to None before each step: plain autograd, torch's DDP (bucket views)
-and ours, alternately in one process; medians. With ``--engines``: whole steps of DeepSpeed's engine at ZeRO stages 0, 1
-and 2, by its own reduction and by ours, beside the same loop of torch's.
+Times backward of a chain of small layers, with gradients set to None before each step, under plain autograd, torch's
+DDP (bucket views) and our reducer, alternately in one process; prints medians. With ``--engines``, times whole steps of
+DeepSpeed's engine at ZeRO stages 0, 1 and 2, with its own reduction and with ours, and the same loop in torch.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ WIDTH = 8
 
 
 def chain(layers: int) -> nn.Module:
-    """Two parameters a layer."""
+    """Build a chain of layers with two parameters each."""
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
 
 
 def measure(layers: int, rounds: int, device: str) -> Times:
-    """Times of a backward pass."""
+    """Return the times of a backward pass."""
     warnings.simplefilter("ignore")
     plain, ddp, ours = models = [chain(layers).to(device) for _ in range(3)]
     wrapped = DistributedDataParallel(ddp, gradient_as_bucket_view=True)
@@ -61,7 +61,7 @@ def measure(layers: int, rounds: int, device: str) -> Times:
 
 
 def measure_engines(layers: int, rounds: int) -> Times:
-    """Times of a whole step."""
+    """Return the times of a whole step."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     grid = PipelineParallelGrid("data=1")
@@ -105,8 +105,8 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--layers", type=int, default=500, help="of two parameters")
-    parser.add_argument("--engines", action="store_true", help="whole steps of DeepSpeed's engine, on a CPU")
+    parser.add_argument("--layers", type=int, default=500, help="number of layers, of two parameters each")
+    parser.add_argument("--engines", action="store_true", help="time whole steps of DeepSpeed's engine, on a CPU")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
     if arguments.engines:

@@ -1,14 +1,14 @@
-"""What grows with the job: agreements of many ranks, grids of a million, reducers of 100,000 parameters.
+"""Measure how costs grow with the job: agreements of many ranks, grids of a million, reducers of 100,000 parameters.
 
     OMP_NUM_THREADS=1 python -m tests.bench.scale agreement [--ranks 256 1024 4096 16384] [--cases ...]
     OMP_NUM_THREADS=1 python -m tests.bench.scale grid [--ranks 1024 16384 1048576]
     OMP_NUM_THREADS=1 python -m tests.bench.scale reducer [--parameters 1000 100000]
 
-``agreement``: every rank is a real client of one store, with a connection and a thread of its own; a few processes
-share them, as root, in a network namespace of their own. Printed are the time until the last rank knows the verdict
-(beside the timeout where ranks do not come), the processor time of the process that serves the store, what went over
-the loopback, and the longest message. ``grid``: construction and the slowest queries of one rank, with torch's fake
-backend. ``reducer``: two ranks; its construction, its first ``finish()`` and later ones.
+``agreement``: every rank is a real client of one store, with its own connection and thread. A few processes, as root in
+their own network namespace, run all of them. The output has the time until the last rank knows the verdict (and the
+timeout, if ranks are missing), the processor time of the store's process, the bytes over the loopback, and the longest
+message. ``grid``: construction and the slowest queries of one rank, with torch's fake backend. ``reducer``:
+construction on two ranks, the first ``finish()`` and later ones.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from tests.support.fake_world import fake_world
 from tests.support.ranks import run_ranks
 
 PATIENCE = 0.8
-"""The share of the timeout after which a missing rank is no longer waited for."""
+"""The share of the timeout after which ranks stop waiting for a missing rank."""
 CASES = ("all agree", "one differs", "all differ", "one list differs", "one does not come", "the first does not come")
 SPECS = {1024: "pipe=4,data=32,model=8", 16384: "pipe=16,data=128,model=8", 1048576: "pipe=32,data=4096,model=8"}
 LISTED = 20_000
-"""Lines of a list that ranks compare: a large model's parameters."""
+"""The number of lines in the list that ranks compare, as for the parameters of a large model."""
 PARAMETER = 4
 OWN_NETWORK = "DS_TOPO_BENCH_OWN_NETWORK"
 
@@ -50,7 +50,7 @@ OWN_NETWORK = "DS_TOPO_BENCH_OWN_NETWORK"
 
 
 def serve(pipe: Connection) -> None:
-    """Be the process with the store; say where, then how much processor time it took, whenever asked."""
+    """Serve the store; send its port, then its processor time at each request."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -61,7 +61,7 @@ def serve(pipe: Connection) -> None:
 
 
 def take_part(port: int, ranks: Sequence[int], world_size: int, case: str, seconds: float, pipe: Connection) -> None:
-    """Be some of the ranks."""
+    """Run some of the ranks, each in a thread."""
     from torch.distributed import TCPStore
 
     from ds_topo.process_groups.agreement import Round
@@ -97,7 +97,7 @@ def take_part(port: int, ranks: Sequence[int], world_size: int, case: str, secon
 
 
 def agreement(world_size: int, case: str, processes: int, seconds: float) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     context = multiprocessing.get_context("forkserver")
     to_server, of_server = context.Pipe()
     server = context.Process(target=serve, args=(of_server,), daemon=True)
@@ -131,7 +131,7 @@ def _loopback_bytes() -> int:
 
 
 def _enter_own_network() -> None:
-    """Go on in a network namespace: torch asks name servers about every connection, which answer late or never."""
+    """Enter a network namespace: torch queries name servers for every connection, and they may answer late or never."""
     if os.environ.get(OWN_NETWORK) == "1":
         return
     os.environ[OWN_NETWORK] = "1"
@@ -141,7 +141,7 @@ def _enter_own_network() -> None:
 
 
 def agreements(arguments: argparse.Namespace) -> None:
-    """The table."""
+    """Print the table of agreements."""
     _enter_own_network()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * max(arguments.ranks) + 512)), hard))
@@ -157,7 +157,7 @@ def agreements(arguments: argparse.Namespace) -> None:
 
 
 def queries(grid: Any) -> Iterator[tuple[str, Any]]:
-    """Every question to a grid that takes no argument or one, with an argument."""
+    """Yield every query of a grid that takes at most one argument, with that argument."""
     axis_or_index = {"axis": "data", "axes": ("data",), "axis_name": "data"}
     for name in dir(grid):
         method = getattr(grid, name, None)
@@ -174,7 +174,7 @@ def queries(grid: Any) -> Iterator[tuple[str, Any]]:
 
 
 def grid(world_size: int) -> None:
-    """Print what one grid takes."""
+    """Print the time and memory of one grid."""
     from ds_topo import PipelineParallelGrid
 
     with fake_world(world_size // 3, world_size):
@@ -186,7 +186,7 @@ def grid(world_size: int) -> None:
         for name, ask in queries(made):
             try:
                 answer = ask()
-            except RuntimeError:  # of a stage without embeddings
+            except RuntimeError:  # raised on a stage without embeddings
                 continue
             started, asked = time.perf_counter(), 0
             while time.perf_counter() - started < 0.01:
@@ -204,7 +204,7 @@ def grid(world_size: int) -> None:
 
 
 def reducer(parameters: int) -> list[float]:
-    """Seconds of the construction, of a first step's ``finish()`` and of later ones, and of their backwards."""
+    """Return seconds of the construction, of the first ``finish()``, of later ones, and of their backward passes."""
     from ds_topo import GradientReducer
 
     warnings.simplefilter("ignore")

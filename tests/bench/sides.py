@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 Times = dict[str, list[float]]
-"""Seconds of every round, by side."""
+"""The seconds of every round, by side."""
 
 
 def alternate(
     sides: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], object], warmup: int
 ) -> Times:
-    """Seconds of the slowest rank in every round after ``warmup`` ones; ``before`` is called before each round."""
+    """Return the slowest rank's seconds in every round after the warm-up; ``before`` is called before each round."""
     times: Times = {side: [] for side in sides}
     for _ in range(warmup + rounds):
         before()
@@ -34,16 +34,16 @@ def alternate(
 def turns(
     sides: Mapping[str, tuple[Callable[[], object], Callable[[], object]]], rounds: int, warmup: int, steps: int
 ) -> tuple[Times, dict[str, float]]:
-    """Of steps that hand work on to the next one: a side's turn is several of them, of which the first is not counted.
+    """Time steps that leave work to the next step: a side's turn is several of them, without counting the first.
 
     Args:
-        sides: the step of each, and what ends its turn.
-        rounds: turns of each side, after ``warmup`` ones.
-        warmup: so many.
-        steps: of a turn.
+        sides: for each side, its step and the end of its turn.
+        rounds: the number of turns of each side, after the warm-up.
+        warmup: the number of warm-up turns.
+        steps: the number of steps in a turn.
 
     Returns:
-        Seconds a step of the slowest rank, and MB that this rank's host sends in a step.
+        The slowest rank's seconds per step, and the MB that this rank's host sends per step.
     """
     times: Times = {side: [] for side in sides}
     sent: dict[str, float] = {}
@@ -64,19 +64,19 @@ def turns(
 
 
 def bytes_sent() -> int:
-    """By this host's interfaces, loopback aside."""
+    """Return the bytes sent by this host's interfaces, without the loopback."""
     lines = Path("/proc/net/dev").read_text().splitlines()[2:]
     counts = {name.strip(): int(numbers.split()[8]) for name, _, numbers in (line.partition(":") for line in lines)}
     return sum(count for name, count in counts.items() if name != "lo")
 
 
 def medians(times: Times) -> dict[str, float]:
-    """Milliseconds by side."""
+    """Return the medians in milliseconds, by side."""
     return {side: 1e3 * statistics.median(values) for side, values in times.items()}
 
 
 def table(times: Times) -> str:
-    """A line for every side."""
+    """Return a line of text for every side."""
     lines = []
     width = max(28, *map(len, times))
     for side, values in times.items():
@@ -86,6 +86,6 @@ def table(times: Times) -> str:
 
 
 def ratios(times: Times, pairs: Sequence[tuple[str, str]]) -> str:
-    """The first side's time over the second's, for every pair."""
+    """Return the first side's time divided by the second's, for every pair."""
     middle = medians(times)
     return ", ".join(f"{first} / {second} {middle[first] / middle[second]:.2f}" for first, second in pairs)

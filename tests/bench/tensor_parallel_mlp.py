@@ -1,8 +1,8 @@
-"""A tensor-parallel MLP, forward and backward: our collectives beside torch's ``parallelize_module``.
+"""Time a tensor-parallel MLP, forward and backward: our collectives and torch's ``parallelize_module``.
 
     OMP_NUM_THREADS=1 python -m tests.bench.tensor_parallel_mlp
 
-Both sides run alternately in the same two processes; medians and quartiles, and what each sends.
+Both sides run alternately in the same two processes; the output has medians, quartiles, and the bytes that each sends.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Build a topology of 1,048,576 ranks and ask it 1,000 random questions, beside DeepSpeed's in the same process.
+"""Time a topology of 1,048,576 ranks and 1,000 random queries of it, and DeepSpeed's in the same process.
 
     python -m tests.bench.topology_queries
 
-Each of the 1,000 draws asks for one rank all of ``get_coord``, ``get_rank``, ``get_rank_repr`` and ``filter_match``
-(of the complete coordinate). DeepSpeed's ``get_coord`` and ``filter_match`` walk its table, so it is asked
-a few draws only and its time is scaled to 1,000. Time and memory are measured in separate runs: ``tracemalloc`` slows
-Python down.
+Each of the 1,000 draws calls ``get_coord``, ``get_rank``, ``get_rank_repr`` and ``filter_match`` (of the complete
+coordinate) for one rank. DeepSpeed's ``get_coord`` and ``filter_match`` search its table, so it runs only a few draws,
+and its time is scaled to 1,000. Time and memory are measured in separate runs, because ``tracemalloc`` slows Python
+down.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANKS, DRAWS, DEEPSPEED_DRAWS, REPEATS = 1_048_576, 1000, 5, 3
 
 
 def answers(topology: Any, ranks: list[int]) -> list[Any]:
-    """Every answer for each of these ranks."""
+    """Return all answers for these ranks."""
     found = []
     for rank in ranks:
         coordinate = topology.get_coord(rank)
@@ -42,7 +42,7 @@ def answers(topology: Any, ranks: list[int]) -> list[Any]:
 
 
 def seconds(kind: Callable[..., Any], ranks: list[int]) -> tuple[float, float]:
-    """To build, and to answer."""
+    """Return the seconds to build a topology and to answer the queries."""
     gc.collect()
     start = time.perf_counter()
     topology = kind(axes=AXES, dims=DEGREES)
@@ -52,7 +52,7 @@ def seconds(kind: Callable[..., Any], ranks: list[int]) -> tuple[float, float]:
 
 
 def peak_bytes(kind: Callable[..., Any], ranks: list[int]) -> int:
-    """The most memory that building and answering hold at a time, the answers included."""
+    """Return the peak memory of building and answering, including the answers."""
     gc.collect()
     tracemalloc.start()
     try:

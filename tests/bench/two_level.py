@@ -1,9 +1,10 @@
-"""Reduction of 42 MB of gradients over 2 hosts x 4 ranks in buckets: two levels beside one flat all_reduce per bucket.
+"""Time the reduction of 42 MB of gradients over 2 hosts x 4 ranks: two levels and one flat all_reduce per bucket.
 
     OMP_NUM_THREADS=1 python -m tests.bench.two_level [--rate 400mbit] [--rounds 8]
 
-Both sides run alternately in the same eight processes; medians and quartiles of the slowest rank, and what each host
-sent. A flat ring sends 2 (n - 1) / n of the gradients through each host's link, two levels 2 (h - 1) / h of them.
+Both sides run alternately in the same eight processes; the output has medians and quartiles of the slowest rank, and
+the bytes that each host sent. A flat ring sends 2 (n - 1) / n of the gradients through each host's link; two levels
+send 2 (h - 1) / h of them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _setting() -> tuple[list[torch.Tensor], TwoLevelReduction]:
 
 
 def measure(rounds: int) -> Times:
-    """Times of both sides."""
+    """Return the times of both sides."""
     buckets, levels = _setting()
     sides = {
         "flat": lambda: _reduce_flat(buckets),
@@ -52,7 +53,7 @@ def measure(rounds: int) -> Times:
 
 
 def reduce_once(in_two_levels: bool) -> None:
-    """One round of one side, for the byte counters."""
+    """Run one round of one side, for the byte counters."""
     buckets, levels = _setting()
     if in_two_levels:
         _reduce_in_two_levels(buckets, levels)

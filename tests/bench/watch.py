@@ -1,11 +1,11 @@
-"""What a watch costs: a step of four ranks with and without one, and the store's work for many ranks.
+"""Measure the cost of a watch: a step of four ranks with and without one, and the store's work for many ranks.
 
     OMP_NUM_THREADS=1 python -m tests.bench.watch [--rounds 20] [--ranks 16384]
 
-Steps of a reducer over a GPT of 0.8 M parameters; turns of 4 seconds alternate in the same processes, and medians of a
-step of the slowest rank are compared. Beside it stands the processor time of the watch's own threads: what it takes
-from a step where processes do not wait for a core. The store's work is measured with real connections: each of several
-processes says and asks what a share of the ranks would in one interval, as fast as it can.
+Times steps of a reducer over a GPT of 0.8 M parameters. Turns of 4 seconds alternate in the same processes, and medians
+of the slowest rank are compared. The output also has the processor time of the watch's threads, which is its cost if
+processes do not wait for a core. The store's work is measured with real connections: each of several processes sends
+the requests of a share of the ranks in one interval, as fast as it can.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ds_topo import GradientReducer
-from ds_topo.process_groups.torch_names import clone, get_several
+from ds_topo.torch_names import clone, get_several
 from ds_topo.watch import Watch
 from ds_topo.watch.activity import Activity, Wait
 from ds_topo.watch.heartbeat import RUNS, Beat
@@ -34,7 +34,7 @@ CLIENTS = 4
 
 
 def steps(rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of a step, by whether there is a watch, and the share of a core that its threads take."""
+    """Return the seconds of steps with and without a watch, and the share of a core that its threads take."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(12)))
     reducer = GradientReducer(model)
@@ -64,13 +64,13 @@ def steps(rounds: int) -> tuple[dict[str, list[float]], float]:
 
 
 def watch_seconds() -> float:
-    """Processor time of the threads of this process that are a watch's."""
+    """Return the processor time of the watch's threads in this process."""
     threads = [thread.ident for thread in threading.enumerate() if thread.name.startswith("ds_topo watch")]
     return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in threads if ident)
 
 
 def serve(ranks: int, pipe: Connection) -> None:
-    """A store, and its processor time for the beats of so many ranks."""
+    """Serve a store; send its processor time for the beats of so many ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     pipe.recv()
@@ -81,7 +81,7 @@ def serve(ranks: int, pipe: Connection) -> None:
 
 
 def beats(port: int, first: int, count: int, repeat: int) -> None:
-    """Of some ranks: what :meth:`ds_topo.watch.heartbeat.Heartbeat` asks of the store in one interval."""
+    """Send the requests of :class:`ds_topo.watch.heartbeat.Heartbeat` in one interval, for some ranks."""
     store = clone(dist.TCPStore("127.0.0.1", port, timeout=timedelta(minutes=5)))
     doing = Activity(1234, "backward", "train.py:120 in train", Wait("all_reduce", "data", "name", tuple(range(8))))
     text = Beat(1, RUNS, "pipe=3 data=100 model=5", doing).to_text()
@@ -92,7 +92,7 @@ def beats(port: int, first: int, count: int, repeat: int) -> None:
 
 
 def store_seconds(ranks: int) -> float:
-    """Processor time of the store for one beat of so many ranks."""
+    """Return the processor time of the store for one beat of so many ranks."""
     context = get_context("spawn")
     pipe, other = context.Pipe()
     server = context.Process(target=serve, args=(ranks, other), daemon=True)

@@ -1,14 +1,15 @@
-"""Training steps of a GPT of 10.7 M parameters on two hosts at ZeRO stages 1 and 2, optimizer included: our reducer
-beside DeepSpeed's own, torch's DDP and FSDP2.
+"""Time training steps of a GPT of 10.7 M parameters on two hosts at ZeRO stages 1 and 2, optimizer included.
 
     OMP_NUM_THREADS=1 python -m tests.bench.zero_overlap [--rate 1gbit] [--rounds 8] [--sides ours] [--trace trace.json]
 
-A side's turn is several steps, of which the first is not counted: parameters that are still arriving when a step
-returns are part of the next one. Turns alternate in the same two processes; medians and quartiles of the slower rank.
-DeepSpeed runs at the better of its settings on this link: stage 1 by its defaults, stage 2 with ``overlap_comm``. A
-limit is max(forward, gather) + max(backward, reduce-scatter) and the optimizer, each measured alone: with torch's
-``all_to_all_single`` for both exchanges, two at a time of the size that serves it best, and with ours, which are
-faster. Bytes are those that the first rank's host sends in a step, by its interface.
+Compares our reducer with DeepSpeed's own reduction, torch's DDP and FSDP2. A side's turn is several steps. The first is
+not counted, because parameters that still arrive when a step returns are part of the next one. Turns alternate in the
+same two processes; the output has medians and quartiles of the slower rank. DeepSpeed runs with its faster setting on
+this link: stage 1 with its defaults, stage 2 with ``overlap_comm``.
+
+A limit is max(forward, gather) + max(backward, reduce-scatter) + optimizer, each measured alone. One limit uses torch's
+``all_to_all_single`` for both exchanges, two in flight at its best size; the other uses our exchanges, which are
+faster. Bytes are those that the first rank's host sends in a step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import PipelineParallelGrid, initialize
-from ds_topo.partition import exchange_of
+from ds_topo.zero import exchange_of
 from tests.bench.sides import Times, medians, ratios, table, turns
 from tests.cluster import Cluster
 from tests.support.ranks import run_ranks
@@ -41,21 +42,21 @@ from tests.support.gpt_training import PlainGPT, batch
 
 MODEL = GPTConfig(context=128, width=384, heads=6, depth=6)
 STEPS = 5
-"""Of a turn; the first one is not counted."""
+"""The steps of a turn; the first one is not counted."""
 TORCHS, OURS = "by all_to_all_single", "by ours"
-"""Exchanges that a limit is made of."""
+"""The names of the limits, by the exchanges that they use."""
 Step = Callable[[], object]
 
 
 def engine_step(engine: Any, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[Step, Step]:
-    """A step of a plain engine."""
+    """Return a step of a plain engine, and the end of its turn."""
 
     def step() -> None:
         engine.backward(engine(*data))
         engine.step()
 
     def end_turn() -> None:
-        """Let arrive what is on its way, and nothing of ours work beside the other sides."""
+        """Wait for parameters in flight and stop background work, which would disturb the other sides."""
         reducer = getattr(engine, "gradient_reducer", None)
         if reducer is not None:
             reducer.wait()
@@ -66,7 +67,7 @@ def engine_step(engine: Any, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[S
 
 
 def torch_step(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> tuple[Step, Step]:
-    """A step of a model of torch's."""
+    """Return a training step in torch, and the end of its turn."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -78,7 +79,7 @@ def torch_step(model: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) 
 
 
 def measure(rounds: int, samples: int, wanted: str) -> tuple[Times, str, dict[str, Any]]:
-    """Times, what our reducers report and others weigh, and a trace."""
+    """Return times, bytes and reports as text, and a trace."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     grid = PipelineParallelGrid(f"data={dist.get_world_size()}")
@@ -129,7 +130,7 @@ def measure(rounds: int, samples: int, wanted: str) -> tuple[Times, str, dict[st
 
 
 def parts(parallel: Parallel, data: Any) -> dict[str, tuple[Step, Step]]:
-    """What the limit is made of."""
+    """Return the operations that the limits are made of."""
     model = PlainGPT(parallel, MODEL)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     losses: list[torch.Tensor] = []
@@ -157,7 +158,7 @@ def parts(parallel: Parallel, data: Any) -> dict[str, tuple[Step, Step]]:
 
 
 def exchange_by_torch(flat: torch.Tensor, nbytes: int) -> None:
-    """As many bytes by ``all_to_all_single``, so many in each, two at a time; nothing is summed."""
+    """Exchange a tensor by ``all_to_all_single``, ``nbytes`` in each and two at a time; nothing is summed."""
     under_way: list[dist.Work] = []
     for piece in flat.split(nbytes // flat.itemsize):
         if len(under_way) == 2:
@@ -170,7 +171,7 @@ def exchange_by_torch(flat: torch.Tensor, nbytes: int) -> None:
 
 
 def limit(times: Times, exchanges: str) -> float:
-    """Milliseconds."""
+    """Return the limit in milliseconds."""
     middle = medians(times)
     backward = middle["forward and backward"] - middle["forward"]
     gather, reduce_scatter = middle[f"gather {exchanges}"], middle[f"reduce-scatter {exchanges}"]
@@ -180,11 +181,11 @@ def limit(times: Times, exchanges: str) -> float:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1gbit", help="of each host's link; 'none': all ranks on one host")
-    parser.add_argument("--ranks", type=int, default=2, help="on one host")
+    parser.add_argument("--rate", default="1gbit", help="rate of each host's link; 'none' runs all ranks on one host")
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks with --rate none")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=4, help="of 128 bytes, per rank")
-    parser.add_argument("--sides", default="", help="only those with this in their names")
+    parser.add_argument("--samples", type=int, default=4, help="samples of 128 bytes, per rank")
+    parser.add_argument("--sides", default="", help="run only the sides with this text in their names")
     parser.add_argument("--trace", help="write the timeline of our first side here, for https://ui.perfetto.dev")
     arguments = parser.parse_args()
     work = (measure, arguments.rounds, arguments.samples, arguments.sides)

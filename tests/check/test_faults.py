@@ -1,4 +1,4 @@
-"""What is wrong, from reports: versions, clocks, wrong results, slow links; each names host and rank."""
+"""Faults in versions, clocks, results and links are found in reports, and name hosts and ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 from ds_topo.check.faults import (
     Anomaly,
     RankReport,
+    Summary,
     disagreements,
+    link_summary,
     slow_hosts,
     slow_ranks,
     wrong_clocks,
     wrong_ranks,
 )
-from ds_topo.check.links import Hosts, PairTimes
-from ds_topo.check.results import pairs_of
-from ds_topo.check.summary import Summary, link_summary
-from ds_topo.check.tournament import opponent, order_of_rounds, rounds
-from ds_topo.cli.check import rate
+from ds_topo.check.probes import Hosts, PairTime, opponent, order_of_rounds, pack, pairs_of, rounds, unpack
+from ds_topo.cli.check_command import rate
 from ds_topo.errors import TopologyError
 from ds_topo.topology import ProcessTopology
 
@@ -41,7 +40,7 @@ def reports(hosts: int = 3, slots: int = 2) -> list[RankReport]:
 
 @settings(deadline=None)
 @given(st.integers(0, 70))
-def test_everybody_meets_everybody_once_and_nobody_twice_at_a_time(players: int) -> None:
+def test_all_pairs_meet_once_and_every_round_is_a_matching(players: int) -> None:
     met = set()
     for number in range(rounds(players)):
         for player in range(players):
@@ -54,7 +53,7 @@ def test_everybody_meets_everybody_once_and_nobody_twice_at_a_time(players: int)
     assert sorted(order_of_rounds(players)) == list(range(rounds(players)))
 
 
-def test_2048_hosts_meet_in_2047_rounds() -> None:
+def test_2048_hosts_need_2047_rounds() -> None:
     assert rounds(2048) == 2047
     assert sorted(opponent(player, 1000, 2048) or 0 for player in range(2048)) == list(range(2048))
 
@@ -62,11 +61,11 @@ def test_2048_hosts_meet_in_2047_rounds() -> None:
 # -- versions and hosts ------------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_agree_have_no_fault() -> None:
+def test_equal_reports_have_no_fault() -> None:
     assert disagreements(reports()) == []
 
 
-def test_another_version_is_named_with_its_host_and_ranks() -> None:
+def test_a_different_version_is_reported_with_its_host_and_ranks() -> None:
     given_reports = reports()
     for rank in (2, 3):
         given_reports[rank] = replace(given_reports[rank], versions={"torch": "2.12"})
@@ -83,17 +82,17 @@ def test_rank_0_decides_a_tie() -> None:
     assert (fault.kind, fault.ranks) == ("topology", (2, 3))
 
 
-def test_a_package_that_is_missing_is_named() -> None:
+def test_a_missing_package_is_reported() -> None:
     given_reports = [replace(report, versions={**report.versions, "deepspeed": "0.19"}) for report in reports()]
     given_reports[5] = replace(given_reports[5], versions={"torch": "2.13"})
     [fault] = disagreements(given_reports)
     assert "deepspeed is 0.19 on most ranks, but not installed on h2 (rank 5)" in fault.message
 
 
-def test_mixed_up_hosts_are_named() -> None:
+def test_hosts_with_equal_names_or_wrong_local_ranks_are_reported() -> None:
     twins = [replace(report, host="localhost") for report in reports()]
     [fault] = disagreements(twins)
-    assert "3 machines call themselves localhost" in fault.message
+    assert "3 machines have the name localhost" in fault.message
     doubled = [replace(report, local_rank=0) if report.rank == 3 else report for report in reports()]
     [fault] = disagreements(doubled)
     assert (fault.hosts, fault.ranks) == (("h1",), (2, 3))
@@ -106,10 +105,10 @@ def test_mixed_up_hosts_are_named() -> None:
 # -- clocks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_clock_that_is_off_is_named() -> None:
+def test_a_wrong_clock_is_reported() -> None:
     [fault] = wrong_clocks({"a": 0.0, "b": 0.002, "c": -300.2}, tolerance=1.0)
     assert (fault.hosts, fault.message) == (("c",), "c's clock is 300.2 s behind the others'")
-    # even if it is rank 0's, which all others are compared with
+    # also that of rank 0's host, which the others are compared with
     [fault] = wrong_clocks({"a": 0.0, "b": 300.0, "c": 300.1}, tolerance=1.0)
     assert fault.hosts == ("a",)
     [fault] = wrong_clocks({"a": 0.0, "b": 300.0}, tolerance=1.0)
@@ -122,7 +121,7 @@ def test_a_clock_that_is_off_is_named() -> None:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[ProcessTopology, int]:
-    """A topology whose every axis has two ranks or more, two axes at least, and a rank."""
+    """Draw a topology of two or more axes with two or more ranks each, and one of its ranks."""
     dims = draw(st.lists(st.integers(2, 4), min_size=2, max_size=3))
     topology = ProcessTopology(["pipe", "data", "model"][: len(dims)], dims)
     return topology, draw(st.integers(0, topology.world_size() - 1))
@@ -130,7 +129,7 @@ def worlds(draw: st.DrawFn) -> tuple[ProcessTopology, int]:
 
 @settings(deadline=None)
 @given(worlds(), st.sampled_from(["sends", "receives", "adds", "adds for all"]))
-def test_the_rank_behind_wrong_results_is_found(world: tuple[ProcessTopology, int], does: str) -> None:
+def test_the_rank_that_causes_wrong_results_is_found(world: tuple[ProcessTopology, int], does: str) -> None:
     topology, wrong = world
     anomalies = []
     for axis in topology.axes:
@@ -151,7 +150,7 @@ def test_the_rank_behind_wrong_results_is_found(world: tuple[ProcessTopology, in
     assert f"rank {wrong} on h{wrong // 2} gives wrong results" in fault.message
 
 
-def test_of_two_ranks_both_are_named() -> None:
+def test_both_ranks_of_a_pair_are_suspected() -> None:
     [fault] = wrong_ranks([Anomaly(0, "all_gather over data", (0, 1))], {0: "a", 1: "b"})
     assert fault.ranks == (0, 1)
     assert "rank 0 on a or rank 1 on b" in fault.message
@@ -160,7 +159,7 @@ def test_of_two_ranks_both_are_named() -> None:
 
 @settings(deadline=None)
 @given(st.integers(3, 12), st.data())
-def test_pairs_tell_who_of_a_group_is_wrong(size: int, data: st.DataObject) -> None:
+def test_pairs_identify_the_faulty_member_of_a_group(size: int, data: st.DataObject) -> None:
     ranks = tuple(range(0, 2 * size, 2))
     wrong = data.draw(st.sampled_from(ranks))
     of_group = [Anomaly(rank, "all_reduce over data", ranks) for rank in ranks]
@@ -187,7 +186,7 @@ def rates_of(hosts: int, slow: dict[tuple[str, str], float] | None = None) -> di
 
 @settings(deadline=None)
 @given(st.integers(3, 9), st.data())
-def test_a_host_with_a_slow_link_is_named(hosts: int, data: st.DataObject) -> None:
+def test_a_host_with_a_slow_link_is_reported(hosts: int, data: st.DataObject) -> None:
     bad = f"h{data.draw(st.integers(0, hosts - 1))}"
     ends = data.draw(st.sampled_from([(0,), (1,), (0, 1)]))
     rates = {
@@ -200,7 +199,7 @@ def test_a_host_with_a_slow_link_is_named(hosts: int, data: st.DataObject) -> No
     assert fault.message.startswith(f"{bad}'s {verb} at most 10.0 MB/s, 0.")
 
 
-def test_a_slow_pair_of_good_hosts_is_named() -> None:
+def test_a_slow_pair_of_fast_hosts_is_reported() -> None:
     [fault] = slow_hosts(rates_of(4, {("h1", "h3"): 10e6}), slow=0.5)
     assert fault.hosts == ("h1", "h3")
     assert fault.message == "h1 -> h3 carries 10.0 MB/s, 0.10 of what both reach with others"
@@ -213,12 +212,12 @@ def test_many_slow_pairs_are_counted() -> None:
     assert faults[-1].message == "20 more pairs of hosts are slow"
 
 
-def test_equal_links_are_no_fault() -> None:
+def test_equal_links_have_no_fault() -> None:
     for hosts in (2, 3, 8):
         assert slow_hosts(rates_of(hosts), slow=0.5) == []
 
 
-def test_of_two_hosts_one_way_is_compared_with_the_other_or_with_what_is_expected() -> None:
+def test_the_directions_of_two_hosts_are_compared_with_each_other_and_the_expectation() -> None:
     [fault] = slow_hosts(rates_of(2, {("h0", "h1"): 10e6}), slow=0.5)
     assert fault.message == "h0 -> h1 carries 10.0 MB/s, 0.10 of the other way (100.0 MB/s)"
     both = rates_of(2, {("h0", "h1"): 10e6, ("h1", "h0"): 10e6})
@@ -228,7 +227,7 @@ def test_of_two_hosts_one_way_is_compared_with_the_other_or_with_what_is_expecte
     assert faults[0].message == "h0's link carries 10.0 MB/s, 0.10 of the expected 100.0 MB/s"
 
 
-def test_a_slow_rank_is_named_unless_its_host_is() -> None:
+def test_a_slow_rank_is_reported_unless_its_host_is() -> None:
     host_of = {rank: f"h{rank // 2}" for rank in range(6)}
     rates = {rank: 10.0 if rank == 3 else 100.0 for rank in range(6)}
     [fault] = slow_ranks("receives", rates, 0.25, host_of)
@@ -236,12 +235,12 @@ def test_a_slow_rank_is_named_unless_its_host_is() -> None:
     assert slow_ranks("receives", rates, 0.25, host_of, ignored_hosts=["h1"]) == []
 
 
-# -- what travels, and what is written ---------------------------------------------------------------------------------
+# -- serialisation and parsing ----------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.booleans())
-def test_hosts_travel_unchanged(counts: list[int], shuffled: bool) -> None:
+def test_hosts_survive_json(counts: list[int], shuffled: bool) -> None:
     order = [host for host, count in enumerate(counts) for _ in range(count)]
     if shuffled:
         order = order[::-1]
@@ -253,14 +252,13 @@ def test_hosts_travel_unchanged(counts: list[int], shuffled: bool) -> None:
         assert hosts.ranks[host][place] == rank
 
 
-def test_times_travel_unchanged() -> None:
-    times = PairTimes()
-    times.add(3, 0.5, 100.0, 200.0)
-    times.add(1, 0.25, 1.0, 2.0)
-    assert PairTimes.from_json(times.as_json()) == times
+def test_packed_measurements_are_unpacked_unchanged() -> None:
+    times = [PairTime(3, 0.5, 100.0, 200.0), PairTime(1, 0.25, 1.0, 2.0)]
+    assert unpack(pack(times)) == times
+    assert unpack(pack([])) == []
 
 
-def test_json_is_in_the_planner_s_units() -> None:
+def test_summaries_have_the_planners_units() -> None:
     summary = Summary("data=2", "gloo", 2, {"a": (0,), "b": (1,)})
     rates = {("a", "b"): 1e6, ("b", "a"): 3e6}
     summary.across = link_summary(dict.fromkeys(rates, 1e-4), rates)
@@ -276,11 +274,11 @@ def test_json_is_in_the_planner_s_units() -> None:
     ("text", "bytes_per_second"),
     [("1gbit", 125e6), ("200mbit", 25e6), ("25GB/s", 25e9), ("1.5 Gb/s", 187.5e6), ("800 kbps", 1e5), ("7B", 7.0)],
 )
-def test_rates_are_read(text: str, bytes_per_second: float) -> None:
+def test_rates_are_parsed(text: str, bytes_per_second: float) -> None:
     assert rate(text) == pytest.approx(bytes_per_second)
 
 
 @pytest.mark.parametrize("text", ["", "fast", "10", "gbit", "-1gbit", "1 xbit", "1e9bit"])
-def test_other_rates_are_refused(text: str) -> None:
+def test_malformed_rates_are_refused(text: str) -> None:
     with pytest.raises(TopologyError, match="expected a number with a unit"):
         rate(text)

@@ -1,9 +1,9 @@
-"""Break off saves at any moment, and see that every job goes on as if nothing had happened.
+"""Interrupt saves at any moment, and check that every job continues as if nothing had happened.
 
     python -m tests.checkpoint --kills 200
 
-Kills of all ranks, of one, of rank 0, a full disk, files cut off and bytes changed, in turn, for ZeRO 1 and 3, a
-pipeline and a mixture of experts; some four seconds each on two cores.
+The faults are kills of all ranks, of one and of rank 0, a full disk, truncated files and changed bytes. They run in
+turn for ZeRO 1 and 3, a pipeline and a mixture of experts. Each takes about four seconds on two cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.checkpoint.kills import FAULTS, Rounds
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=24, help="saves that are broken off")
+    parser.add_argument("--kills", type=int, default=24, help="the number of saves to interrupt")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--seed", type=int, default=0)
@@ -42,8 +42,8 @@ def main() -> None:
             counts[fault, played.loaded] += 1
             print(f"{number + 1:4}  {played}  ({played.seconds:.1f} s)", flush=True)
     for fault in arguments.faults:
-        print(f"{fault:8} went on from step 2: {counts[fault, 2]}, from step 4: {counts[fault, 4]}")
-    print(f"{arguments.kills - failed} of {arguments.kills} went on bit for bit from a whole checkpoint")
+        print(f"{fault:8} continued from step 2: {counts[fault, 2]}, from step 4: {counts[fault, 4]}")
+    print(f"{arguments.kills - failed} of {arguments.kills} continued bit for bit from a complete checkpoint")
     raise SystemExit(failed > 0)
 
 

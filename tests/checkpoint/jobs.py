@@ -1,4 +1,4 @@
-"""Small jobs that draw random numbers while they train, each of another kind, and digests of what they have learnt."""
+"""Train small jobs of several kinds that draw random numbers, and compute digests of their state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
 
 @dataclass(frozen=True)
 class Kind:
-    """What trains, and where."""
+    """The model, layout and settings of a job."""
 
     topology: str
     zero: int = 0
@@ -52,18 +52,18 @@ KINDS = {
     "pipeline": Kind("pipe=2", is_pipeline=True),
     "moe": Kind("data=2", zero=1, experts=2),
 }
-"""Those whose saves are broken off, on two ranks."""
+"""The kinds whose saves are interrupted, on two ranks."""
 
 
 class Own:
-    """A type of a program, in its ``client_state``."""
+    """A program's own type in its ``client_state``."""
 
     def __init__(self, value: int) -> None:
         self.value = value
 
 
 class Layer(nn.Module):
-    """A linear layer that drops some of what it computes."""
+    """A linear layer with dropout."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -86,13 +86,13 @@ class Mixture(nn.Module):
 
 
 def batch(step: int, width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of a step, over all samples."""
+    """Return inputs and targets of all samples of a step."""
     inputs = torch.randn(SAMPLES, width, generator=torch.Generator().manual_seed(step))
     return inputs, inputs.roll(1, dims=1).sin()
 
 
 class Job:
-    """One rank of a kind."""
+    """One rank of a job."""
 
     def __init__(self, kind: Kind, **settings: Any) -> None:
         start()
@@ -133,7 +133,7 @@ class Job:
         random.seed(own)
 
     def train(self, steps: range) -> list[float]:
-        """Losses of this rank; samples follow from the step, and what is dropped from random states."""
+        """Return losses of this rank. Samples depend on the step, and dropout on random states."""
         return [self._step(step) for step in steps]
 
     def _step(self, step: int) -> float:
@@ -151,7 +151,7 @@ class Job:
         return float(loss.detach()) + random.random() + float(np.random.rand())
 
     def state(self) -> dict[str, str]:
-        """A digest of every parameter, optimizer state and random state of this rank."""
+        """Return a digest of every parameter, optimizer state and random state of this rank."""
         states = _digest(torch.get_rng_state()) + hashlib.sha1(pickle.dumps(random.getstate())).hexdigest()
         return {**state_of(self.engine), "random": states}
 
@@ -161,7 +161,7 @@ class Job:
 
 
 def state_of(engine: Any) -> dict[str, str]:
-    """A digest of every parameter and optimizer state of this rank."""
+    """Return a digest of every parameter and optimizer state of this rank."""
     module, optimizer = engine.module, engine.optimizer
     found = {f"parameter {name}": _digest(_own(value)) for name, value in module.named_parameters()}
     while getattr(optimizer, "optimizer", optimizer) is not optimizer:
@@ -187,7 +187,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 @contextmanager
 def job(kind: Kind, **settings: Any) -> Iterator[Job]:
-    """A job until the caller is done with it."""
+    """Provide a job until the caller is done with it."""
     made = Job(kind, **settings)
     yield made
     made.destroy()

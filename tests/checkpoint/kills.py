@@ -1,8 +1,8 @@
-"""Break off saves at any moment: kill ranks, fill the disk, damage files afterwards; go on, and compare bit by bit.
+"""Interrupt saves at any moment by kills, full disks and damaged files; continue, and compare bit by bit.
 
-Every round starts a job of two ranks on a folder with a whole checkpoint of step 2, lets it save step 4 with slowed
-ranks, and breaks that off. A second job goes on from what is there; it must be step 2 or step 4 as a whole, with the
-parameters, optimizer and random states and the losses of a job that was never broken off. It saves again over the rest.
+Every round starts a job of two ranks on a folder with a complete checkpoint of step 2, lets it save step 4 with slowed
+ranks, and interrupts that. A second job loads step 2 or step 4 completely. Its parameters, optimizer states, random
+states and losses must be those of an uninterrupted job. Then it saves into the same folder again.
 """
 
 from __future__ import annotations
@@ -25,48 +25,47 @@ from unittest import mock
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-from ds_topo import CheckpointError, checkpoint
-from ds_topo.checkpoint_files import durable
-from ds_topo.checkpoint_files.folder import checkpoints_in, look_at, named_latest
-from ds_topo.engine.checkpoints import saving as checkpoint_saving
-from ds_topo.engine.checkpoints import written_files
+from ds_topo import checkpoint
+from ds_topo.checkpoint import folder as folders
+from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
+from ds_topo.errors import CheckpointError
 from tests.checkpoint.jobs import KINDS, Kind, job
 from tests.support.ranks import RankFailure, Ranks
 
 RANKS = 2
-FAULTS = ("all", "one", "first", "full", "cut off", "byte")
-"""SIGKILL of all ranks, of the last one, of rank 0; no room on the disk; afterwards a file cut off, a byte changed."""
+FAULTS = ("all", "one", "first", "full", "truncated", "byte")
+"""SIGKILL of all ranks, of the last, or of rank 0; a full disk; after the save, a truncated file or a changed byte."""
 _SLOW = 0.05
-"""Seconds by which each step of a save is slowed on a rank, at most."""
+"""The most seconds by which each step of a save is delayed on a rank."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One save that is broken off, and what came of it."""
+    """One interrupted save, and the result of the job that continued."""
 
     kind: str
     fault: str
     moment: float
-    """Which part of a save's time had passed; or where in a file."""
+    """The part of a save's time that had passed, or of a file's bytes."""
     loaded: int
-    """The step that the second job went on from."""
+    """The step from which the second job continued."""
     warned: str
     seconds: float
 
     def __str__(self) -> str:
         told = self.warned.partition(": ")[2][:110]
-        return f"{self.kind:9} {self.fault:8} at {self.moment:4.2f}: went on from step {self.loaded}  {told}"
+        return f"{self.kind:9} {self.fault:8} at {self.moment:4.2f}: continued from step {self.loaded}  {told}"
 
 
 class Rounds:
-    """One kind of job, with the run that is never broken off."""
+    """One kind of job, with its uninterrupted run."""
 
     def __init__(self, name: str, folder: Path, draw: random.Random) -> None:
         self.name, self.kind, self.folder, self.draw = name, KINDS[name], folder, draw
         self.before = folder / "before"
-        self.wanted, self.save_seconds = self._unbroken()
+        self.wanted, self.save_seconds = self._uninterrupted()
 
-    def _unbroken(self) -> tuple[list[dict[int, Any]], float]:
+    def _uninterrupted(self) -> tuple[list[dict[int, Any]], float]:
         with Ranks(RANKS) as ranks:
             results = ranks.call(
                 _train_through, (self.kind, self.before, self.folder / "slow"), deadline=120, timeout=60
@@ -74,10 +73,10 @@ class Rounds:
         return [states for states, _ in results], max(seconds for _, seconds in results)
 
     def play(self, fault: str) -> Round:
-        """One round.
+        """Run one round.
 
         Raises:
-            AssertionError: nothing whole was left, or the second job is not as the one that was never broken off.
+            AssertionError: no complete checkpoint was left, or the second job differs from the uninterrupted one.
         """
         started = time.monotonic()
         folder = self.folder / "now"
@@ -91,8 +90,8 @@ class Rounds:
         else:
             self._damage(folder, fault, moment)
         whole = {one.tag for one in checkpoints_in(folder, digests=True) if one.is_whole}
-        assert whole, f"{self.name}, {fault} at {moment}: nothing whole is left"
-        assert not _is_damaged(folder) or fault in ("cut off", "byte"), "what has its name is whole"
+        assert whole, f"{self.name}, {fault} at {moment}: no complete checkpoint is left"
+        assert not _is_damaged(folder) or fault in ("truncated", "byte"), "a checkpoint under its own name is complete"
         with Ranks(RANKS) as ranks:
             results = ranks.call(_go_on, (self.kind, folder), deadline=120, timeout=60)
         step, warned = results[0][0], results[0][2]
@@ -100,9 +99,9 @@ class Rounds:
             assert loaded == step
             wanted = {done: self.wanted[rank][done] for done in states}
             assert states.pop(step)[0] == wanted.pop(step)[0], f"rank {rank} has another state, {fault} at {moment}"
-            assert states == wanted, f"rank {rank} goes on in another way, {fault} at {moment}"
-        if fault in ("cut off", "byte"):
-            assert re.search(r"'step4' is damaged: \S+ (has [\d,]+ bytes|is missing|is not as it was)", warned), warned
+            assert states == wanted, f"rank {rank} continues differently, {fault} at {moment}"
+        if fault in ("truncated", "byte"):
+            assert re.search(r"'step4' is damaged: \S+ (has [\d,]+ bytes|is missing|was changed)", warned), warned
             assert step == 2
         return Round(self.name, fault, moment, step, warned, time.monotonic() - started)
 
@@ -130,7 +129,7 @@ class Rounds:
     def _fill(self, folder: Path, moment: float) -> None:
         rank = self.draw.randrange(RANKS)
         with Ranks(RANKS) as ranks:
-            errors = ranks.call(_save_without_room, (self.kind, folder, rank, moment), deadline=60, timeout=30)
+            errors = ranks.call(_save_on_full_disk, (self.kind, folder, rank, moment), deadline=60, timeout=30)
         assert len(set(errors)) == 1, "the same error on all ranks"
         assert "No space left on device" in errors[0], errors[0]
         assert f"[{rank}] on " in errors[0] or "rank 0: " in errors[0], errors[0]
@@ -156,7 +155,7 @@ def _is_damaged(folder: Path) -> bool:
 
 
 def _train_through(kind: Kind, before: Path, slow: Path) -> tuple[dict[int, Any], float]:
-    """States and losses after every step from 2 on, with the checkpoint of step 2, and seconds of a slowed save."""
+    """Save step 2; return states and losses after every step from 2 on, and the seconds of a slowed save."""
     states = {}
     with job(kind) as here:
         here.train(range(2))
@@ -173,7 +172,7 @@ def _train_through(kind: Kind, before: Path, slow: Path) -> tuple[dict[int, Any]
 
 
 def _go_on(kind: Kind, folder: Path) -> tuple[int, dict[int, Any], str]:
-    """The step that was loaded, states and losses from there up to step 6, and what rank 0 warned of."""
+    """Return the step that was loaded, states and losses from there up to step 6, and the warning of rank 0."""
     with job(kind) as here, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("always", message="checkpoints in")
@@ -208,18 +207,18 @@ def _save_slowly(kind: Kind, folder: Path, mark: Path, seed: float) -> None:
             checkpoint.save(here.engine, folder, "step4", {"step": 4})
 
 
-def _save_without_room(kind: Kind, folder: Path, rank: int, moment: float) -> str:
-    """The error of a save in which a rank finds no room at some moment; on rank 0 also for the manifest and latest."""
+def _save_on_full_disk(kind: Kind, folder: Path, rank: int, moment: float) -> str:
+    """Return the error of a save in which a rank's disk is full; on rank 0 also for the manifest and latest."""
     with job(kind) as here:
         checkpoint.load(here.engine, folder)
         here.train(range(2, 4))
-        with _no_room(rank, moment):
+        with _full_disk(rank, moment):
             try:
                 checkpoint.save(here.engine, folder, "step4", {"step": 4})
             except CheckpointError as error:
                 text = str(error)
             else:
-                raise AssertionError("there was room")
+                raise AssertionError("the disk was not full")
         dist.barrier()
         left = {path.name for path in folder.iterdir() if not path.name.endswith(".py")}
         assert left in ({"latest", "step2"}, {"latest", "step2", "step4"}), left
@@ -227,7 +226,7 @@ def _save_without_room(kind: Kind, folder: Path, rank: int, moment: float) -> st
 
 
 def _slow(real: Callable[..., Any], draw: random.Random) -> Callable[..., Any]:
-    """It takes its time before and after."""
+    """Delay a function before and after."""
 
     def work_slowly(*arguments: Any, **options: Any) -> Any:
         time.sleep(draw.uniform(0, _SLOW))
@@ -239,20 +238,18 @@ def _slow(real: Callable[..., Any], draw: random.Random) -> Callable[..., Any]:
 
 
 def _slowed(seed: float) -> Any:
-    """Every step of a save takes longer, and on each rank differently: writing, flushing, renaming, replacing."""
+    """Delay every step of a save, on each rank differently: writing, flushing, renaming, replacing."""
     draw = random.Random(f"{seed} {dist.get_rank()}")
     return _patched(lambda real: _slow(real, draw))
 
 
 _STEPS: Sequence[tuple[Any, str]] = (
     (TorchCheckpointEngine, "save"),
-    (written_files, "flush"),
-    (written_files, "digest_of"),
-    (checkpoint_saving, "replace_text"),
-    (checkpoint_saving, "put_in_place"),
-    (checkpoint_saving, "discard"),
-    (checkpoint_saving, "flush"),
-    (durable, "flush"),
+    (folders, "flush"),
+    (folders, "digest_of"),
+    (folders, "replace_text"),
+    (folders, "put_in_place"),
+    (folders, "discard"),
 )
 
 
@@ -263,19 +260,19 @@ def _patched(make: Callable[[Callable[..., Any]], Callable[..., Any]], steps: An
         return stack.pop_all()
 
 
-def _no_room(rank: int, moment: float) -> Any:
-    """From some write of this rank on there is none."""
-    steps = [(written_files, "flush"), (checkpoint_saving, "replace_text")] if rank == 0 else [(written_files, "flush")]
+def _full_disk(rank: int, moment: float) -> Any:
+    """Make the disk full from some write of a file of this rank on."""
+    steps = [(folders, "flush"), (folders, "replace_text")] if rank == 0 else [(folders, "flush")]
     first = 0 if moment < 0.5 or rank else 1  # of the kinds of steps
     left = [int(moment * 2)]
 
     def full(real: Callable[..., Any]) -> Callable[..., Any]:
-        def write(*arguments: Any, **options: Any) -> Any:
-            if dist.get_rank() == rank:
+        def write(path: Path, *arguments: Any) -> Any:
+            if dist.get_rank() == rank and not path.is_dir():
                 if left[0] == 0:
                     raise OSError(28, "No space left on device")
                 left[0] -= 1
-            return real(*arguments, **options)
+            return real(path, *arguments)
 
         return write
 

@@ -1,7 +1,7 @@
-"""A program without DeepSpeed and without ds_topo: FSDP2 on any number of processes, or one process alone.
+"""Train without DeepSpeed and without ds_topo: FSDP2 on any number of processes, or one process alone.
 
-It reads and writes by ``torch.distributed.checkpoint`` as torch's guides do, and prints its losses as JSON. Tests
-import its model, too; as a program it is started by ``python plain_torch.py load|save FOLDER FORM FIRST LAST`` with the
+The program reads and writes by ``torch.distributed.checkpoint`` as torch's guides do, and prints its losses as JSON.
+Tests import its model, too. It is started by ``python plain_torch.py load|save FOLDER FORM FIRST LAST`` with the
 variables of ``torchrun``, or without them.
 """
 
@@ -27,12 +27,12 @@ Same = Callable[[torch.Tensor], torch.Tensor]
 
 
 def same(tensor: torch.Tensor) -> torch.Tensor:
-    """What a process alone does where slices exchange something."""
+    """Return the tensor unchanged, because a single process has no peers."""
     return tensor
 
 
 class Block(nn.Module):
-    """A gated layer whose halves, gate and values, are split over slices, each of them."""
+    """A gated layer whose two halves, gate and values, are each split over slices."""
 
     def __init__(self, slices: int = 1, copy: Same = same, total: Same = same) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between an embedding and the same as the last layer, and a buffer."""
+    """Blocks between an embedding and a last layer that shares its weight, and a buffer."""
 
     def __init__(self, slices: int = 1, copy: Same = same, total: Same = same) -> None:
         super().__init__()
@@ -69,17 +69,17 @@ class Model(nn.Module):
 
 
 def batch(step: int) -> torch.Tensor:
-    """All samples of a step, ``[SAMPLES, LENGTH]``."""
+    """Return all samples of a step, ``[SAMPLES, LENGTH]``."""
     return torch.randint(TOKENS, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
-    """As every program here has it."""
+    """Return the optimizer of every program here."""
     return torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
 
 
 class App:
-    """Model and optimizer as torch's guide makes a ``Stateful`` of them."""
+    """A ``Stateful`` with a model and an optimizer, as in torch's guide."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, is_flat: bool) -> None:
         self.model, self.optimizer = model, optimizer
@@ -100,7 +100,7 @@ class App:
 
 
 class Program:
-    """FSDP2 where there are several processes."""
+    """The program's training; it uses FSDP2 if there are several processes."""
 
     def __init__(self) -> None:
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -112,7 +112,7 @@ class Program:
         self.optimizer = adam(self.model.parameters())
 
     def train(self, steps: range) -> list[float]:
-        """Losses over all samples."""
+        """Return losses over all samples."""
         losses = []
         for step in steps:
             place = dist.get_rank() if self.ranks > 1 else 0
@@ -127,7 +127,7 @@ class Program:
         return losses
 
     def state(self, form: str) -> dict[str, Any]:
-        """What it saves or loads: as ``"app"``, or as torchtitan has it, weights at the top."""
+        """Return the state to save or load: under ``"app"``, or as torchtitan has it, with weights at the top."""
         app = App(self.model, self.optimizer, is_flat=form == "titan")
         if form == "app":
             return {"app": app}
@@ -135,7 +135,7 @@ class Program:
         return {**state["model"], "optimizer": state["optim"]}
 
     def load(self, folder: str, form: str) -> None:
-        """In place, by torch alone."""
+        """Load in place, by torch alone."""
         state = self.state(form)
         dcp.load(state, checkpoint_id=folder)
         if form != "app":
@@ -143,7 +143,7 @@ class Program:
             App(self.model, self.optimizer, is_flat=True).load_state_dict({"model": state, "optim": optim})
 
     def save(self, folder: str, form: str) -> None:
-        """By torch alone."""
+        """Save by torch alone."""
         dcp.save(self.state(form), checkpoint_id=folder)
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint that is written while training goes on has the state at which it was begun."""
+"""A save in the background has the state at its start, although training continues."""
 
 from __future__ import annotations
 
@@ -12,35 +12,37 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ds_topo import CheckpointError, checkpoint
-from ds_topo.checkpoint_files.folder import look_at, named_latest
-from ds_topo.engine.checkpoints import host_copies, written_files
+from ds_topo import checkpoint
+from ds_topo.checkpoint import folder as folders
+from ds_topo.checkpoint import saving
+from ds_topo.checkpoint.folder import look_at, named_latest
+from ds_topo.errors import CheckpointError
 from tests.checkpoint.jobs import KINDS, Kind, job
 from tests.support.world import Worlds
 
 
 def _save(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float]]:
-    """State when the save began, and losses after it; nothing is on the disk until the job has gone on."""
+    """Return the state at the start of the save, and losses after it. Files are flushed only after further steps."""
     may_write = threading.Event()
-    flush = written_files.flush
+    flush = folders.flush
 
     def waiting_flush(path: Path) -> None:
-        assert may_write.wait(60)
+        assert path.is_dir() or may_write.wait(60)
         flush(path)
 
-    with job(kind) as here, mock.patch.object(host_copies, "_LARGE", 0):
+    with job(kind) as here, mock.patch.object(saving, "_LARGE", 0):
         here.train(range(1))
-        checkpoint.save_in_background(here.engine, folder, "one").finish()  # its memory is used again
+        checkpoint.save_in_background(here.engine, folder, "one").finish()  # the next save reuses its memory
         here.train(range(1, 2))
         state = here.state()
-        with mock.patch.object(written_files, "flush", waiting_flush):
-            saving = checkpoint.save_in_background(here.engine, folder, "two", {"step": 2})
-            assert not saving.is_written
+        with mock.patch.object(folders, "flush", waiting_flush):
+            started = checkpoint.save_in_background(here.engine, folder, "two", {"step": 2})
+            assert not started.is_written
             losses = here.train(range(2, 4))
             assert named_latest(folder) == "one"
             may_write.set()
-            assert saving.finish() == saving.finish() == folder / "two"
-        assert saving.is_written
+            assert started.finish() == started.finish() == folder / "two"
+        assert started.is_written
         assert look_at(folder, "two", digests=True).is_whole
         return state, losses
 
@@ -52,7 +54,7 @@ def _load(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float]]:
 
 
 @pytest.mark.parametrize("kind", [*KINDS.values(), Kind("data=2", zero=2, reduced=True)], ids=str)
-def test_it_has_the_state_at_which_it_began(world: Worlds, other_world: Worlds, kind: Kind, tmp_path: Path) -> None:
+def test_background_save_has_state_at_its_start(world: Worlds, other_world: Worlds, kind: Kind, tmp_path: Path) -> None:
     assert world(2).run(_save, kind, tmp_path) == other_world(2).run(_load, kind, tmp_path)
 
 
@@ -66,7 +68,7 @@ def _next_one_finishes(folder: Path) -> None:
         assert named_latest(folder) == "two"
 
 
-def test_the_next_call_finishes_it(world: Worlds, tmp_path: Path) -> None:
+def test_next_save_or_load_finishes_background_save(world: Worlds, tmp_path: Path) -> None:
     world(2).run(_next_one_finishes, tmp_path)
 
 
@@ -76,18 +78,18 @@ def _full(folder: Path) -> str:
 
     with job(KINDS["zero1"]) as here:
         here.train(range(1))
-        with mock.patch.object(written_files, "flush", full if dist.get_rank() else written_files.flush):
-            saving = checkpoint.save_in_background(here.engine, folder, "one")
+        with mock.patch.object(folders, "flush", full if dist.get_rank() else folders.flush):
+            started = checkpoint.save_in_background(here.engine, folder, "one")
             with pytest.raises(CheckpointError) as raised:
-                saving.finish()
+                started.finish()
         with pytest.raises(CheckpointError, match="was not saved"):
-            saving.finish()
+            started.finish()
         dist.barrier()
         assert [path.name for path in folder.iterdir()] == []
         return str(raised.value)
 
 
-def test_a_full_disk_is_told_in_the_end(world: Worlds, tmp_path: Path) -> None:
+def test_finish_raises_if_disk_was_full(world: Worlds, tmp_path: Path) -> None:
     first, second = world(2).run(_full, tmp_path)
     assert first == second
     assert "ranks [1] on" in first

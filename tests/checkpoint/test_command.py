@@ -1,4 +1,4 @@
-"""``ds-topo checkpoint``: what is in a folder, in a table and as JSON."""
+"""``ds-topo checkpoint`` prints the checkpoints of a folder in a table and as JSON."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from ds_topo.cli import main
-from tests.checkpoint.made import make
+from tests.checkpoint.handmade import make
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two checkpoints of ours, the newer one damaged, and one of DeepSpeed alone."""
+    """A folder with two checkpoints of ours, the newer one damaged, and one of DeepSpeed alone."""
     monkeypatch.setenv("COLUMNS", "120")
     make(tmp_path, "step3", 3)
     make(tmp_path, "step6", 6)
@@ -25,32 +25,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_table_has_newest_first_and_what_is_wrong(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_shows_newest_first_and_problems(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", str(folder)]) == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines[1].startswith("step6 pipe=2,data=2, ZeRO 1, fp32 DAMAGED 6 12 ")
-    assert lines[2].startswith("step3 pipe=2,data=2, ZeRO 1, fp32 whole 3 12 ")
-    assert lines[3] == "own no manifest seems whole ? ? 8 bytes"
+    assert lines[2].startswith("step3 pipe=2,data=2, ZeRO 1, fp32 complete 3 12 ")
+    assert lines[3] == "own no manifest seems complete ? ? 8 bytes"
     assert lines[5:] == ["step6: mp_rank_00_model_states.pt is missing", "latest: step6"]
 
 
-def test_digests_are_compared_if_wanted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_compares_digests(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "step3/mp_rank_00_model_states.pt").write_bytes(b"model 1")
     assert main(["checkpoint", str(folder / "step3")]) == 0
     capsys.readouterr()
     assert main(["checkpoint", str(folder / "step3"), "--verify"]) == 1
-    assert "mp_rank_00_model_states.pt is not as it was written" in capsys.readouterr().out
+    assert "mp_rank_00_model_states.pt was changed after it was written" in capsys.readouterr().out
 
 
-def test_one_checkpoint_is_shown_with_its_parameters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_checkpoint_is_shown_with_parameters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", str(folder / "step3"), "--verify"]) == 0
     text = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert text[0] == "step3: whole, digests agree"
+    assert text[0] == "step3: complete, digests agree"
     assert "layout pipe=2,data=2 (4 ranks), ZeRO 1, fp32" in text
     assert text[-2:] == ["0.weight [4, 2] float32 0", "1.weight [2, 2] float32 1 dimension 0"]
 
 
-def test_json_has_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_is_complete(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", str(folder), "--json"]) == 1
     content = json.loads(capsys.readouterr().out)
     assert (content["latest"], [one["tag"] for one in content["checkpoints"]]) == ("step6", ["step6", "step3", "own"])
@@ -59,7 +59,9 @@ def test_json_has_everything(folder: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(("name", "said"), [("empty", "no checkpoint in"), ("absent", "is not a folder")])
-def test_nothing_is_there(tmp_path: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_without_checkpoint_is_an_error(
+    tmp_path: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     assert main(["checkpoint", str(tmp_path / name)]) == 2
     assert said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What is converted has the same values in other places, goes on alike, and is refused where that cannot be."""
+"""Conversions keep every value, jobs continue alike after them, and impossible ones are refused."""
 
 from __future__ import annotations
 
@@ -18,27 +18,19 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from parallel_layers import Parallel
 from torch import nn
 
-from ds_topo import (
-    CheckpointError,
-    CheckpointLayoutError,
-    CheckpointModelError,
-    PipelineParallelGrid,
-    TopologyError,
-    checkpoint,
-    cli,
-    initialize,
-)
-from ds_topo.checkpoint_files import manifest as manifests
-from ds_topo.checkpoint_files.structure import SavedSplit
-from ds_topo.conversion import converting, filling, to_single_file
-from ds_topo.conversion.converting import Conversion, convert
-from ds_topo.conversion.model import model_of
-from ds_topo.conversion.optimizer_files import OptimizerWriter
-from ds_topo.conversion.reading import Source
-from ds_topo.conversion.slices import elements_of_slice
-from ds_topo.conversion.target import target_of
+from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
+from ds_topo.checkpoint import conversion, file_filling
+from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.conversion import Conversion, convert, to_single_file
+from ds_topo.checkpoint.deepspeed_reader import Source
+from ds_topo.checkpoint.deepspeed_writer import Writer
+from ds_topo.checkpoint.manifest import Place, SavedSplit
+from ds_topo.checkpoint.saved_model import model_of
+from ds_topo.checkpoint.shards import Slice, elements_of_slice
+from ds_topo.checkpoint.target import target_of
+from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError, TopologyError
 from tests.checkpoint.conversions.layouts import AFTER, BEFORE, TAG, TOLERANCE, Layout, go_on, greatest_difference, save
-from tests.checkpoint.made import slice_of
+from tests.checkpoint.handmade import slice_of
 from tests.support import gpt_training
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
@@ -57,7 +49,7 @@ Saved = Callable[[Layout], tuple[checkpoint.Checkpoint, list[float]]]
 
 @pytest.fixture(scope="module")
 def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """The checkpoint of a job in a layout, and the losses with which that goes on."""
+    """Return the checkpoint of a job in a layout, and the losses with which that job continues."""
     made: dict[Layout, tuple[Path, list[float]]] = {}
 
     def of(layout: Layout) -> tuple[checkpoint.Checkpoint, list[float]]:
@@ -70,11 +62,8 @@ def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return of
 
 
-# -- the same values -------------------------------------------------------------------------------------------------
-
-
 def _same(one: Any, other: Any, where: str) -> None:
-    """Every value of ``one`` is in ``other``, bit by bit."""
+    """Assert that every value of ``one`` is in ``other``, bit by bit."""
     if torch.is_tensor(one):
         assert one.dtype == other.dtype, where
         assert torch.equal(one, other), where
@@ -115,7 +104,7 @@ def _same_checkpoint(one: Path, other: Path, without: tuple[str, ...] = ()) -> N
         (HALF_PIPELINE, "pipe=3,model=2,data=5", 1),
     ],
 )
-def test_there_and_back_every_bit_is_the_same(
+def test_conversion_there_and_back_keeps_every_bit(
     saved: Saved, layout: Layout, spec: str, zero: int, tmp_path: Path
 ) -> None:
     found, _ = saved(layout)
@@ -130,7 +119,7 @@ def test_there_and_back_every_bit_is_the_same(
     assert not [path for path in (tmp_path / "back").iterdir() if path.name.startswith(".")]
 
 
-def test_what_deepspeed_cannot_load_itself_is_converted(saved: Saved, tmp_path: Path) -> None:
+def test_zero_0_with_bf16_optimizer_converts_to_zero_1(saved: Saved, tmp_path: Path) -> None:
     sums = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
     found, _ = saved(Layout("pipe=2,data=2", 0, settings=sums))
     convert(found, tmp_path, "pipe=2,data=2", zero=1)
@@ -148,7 +137,7 @@ def test_what_deepspeed_cannot_load_itself_is_converted(saved: Saved, tmp_path: 
         convert(found, tmp_path / "no", "data=4")
 
 
-def test_several_workers_write_what_one_does(saved: Saved, tmp_path: Path) -> None:
+def test_several_workers_write_the_same_as_one(saved: Saved, tmp_path: Path) -> None:
     found, _ = saved(PLAIN)
     convert(found, tmp_path / "one", "data=4", zero=3)
     assert found.manifest is not None
@@ -164,7 +153,7 @@ def test_several_workers_write_what_one_does(saved: Saved, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("split", [SavedSplit(0), SavedSplit(1), SavedSplit(0, stride=3), SavedSplit(1, stride=2)])
 @pytest.mark.parametrize(("before", "slices"), [(1, 4), (4, 1), (2, 4), (4, 2), (2, 3), (3, 2), (4, 4)])
-def test_slices_are_those_of_the_whole(split: SavedSplit, before: int, slices: int) -> None:
+def test_elements_of_slice_reads_no_more_than_needed(split: SavedSplit, before: int, slices: int) -> None:
     full = torch.arange(72 * 48).view(72, 48)
     there = [slice_of(full, split, place, before) for place in range(before)]
     read: list[int] = []
@@ -174,27 +163,29 @@ def test_slices_are_those_of_the_whole(split: SavedSplit, before: int, slices: i
         return there[number].flatten()[start:stop]
 
     for place in range(slices):
+        shape = slice_of(full, split, place, slices).shape
         expected = slice_of(full, split, place, slices).flatten()
         for first, last in ((0, len(expected)), (0, 1), (7, 500), (len(expected) // 2, len(expected))):
             read.clear()
-            found = elements_of_slice(elements, there[0].shape, split, before, place, slices, first, last)
+            wanted = Slice(shape, split.dim, slices, place, split.stride)
+            found = elements_of_slice(elements, wanted, before, first, last)
             assert torch.equal(found, expected[first:last])
-            wanted = last - first if split.dim == 0 else 4 * (last - first + 2 * 48)  # of rows, which others share
-            assert sum(read) <= wanted, "no more than is needed"
+            wanted = last - first if split.dim == 0 else 4 * (last - first + 2 * 48)  # read with other ranks' rows
+            assert sum(read) <= wanted
 
 
-def test_all_weights_in_one_file(saved: Saved, tmp_path: Path) -> None:
+def test_single_file_has_all_weights_of_a_pipeline(saved: Saved, tmp_path: Path) -> None:
     found, _ = saved(PIPELINE)
     plain = convert(found, tmp_path / "one", "pipe=1", zero=0)
     weights = torch.load(to_single_file(found, tmp_path / "weights.pt"), weights_only=True)
     states = torch.load(plain / "layer_02-model_states.pt", weights_only=False)
     assert torch.equal(weights["2.qkv.weight"], states["qkv.weight"])
     assert [name for name in weights if name.startswith("tied")] == ["tied_modules.embedding.weight"]
-    assert weights["tied_modules.embedding.weight"].shape == (256, 32), "once, and as a whole"
+    assert weights["tied_modules.embedding.weight"].shape == (256, 32), "one entry, with all slices"
 
 
 @pytest.mark.parametrize(("spec", "zero"), [("data=3", 1), ("data=3", 2), ("data=3", 3), ("data=1", 2)])
-def test_deepspeeds_own_script_reads_what_was_converted(saved: Saved, spec: str, zero: int, tmp_path: Path) -> None:
+def test_zero_to_fp32_reads_converted_checkpoint(saved: Saved, spec: str, zero: int, tmp_path: Path) -> None:
     found, _ = saved(PLAIN)
     convert(found, tmp_path / "to", spec, zero=zero)
     weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "to"), TAG)
@@ -204,7 +195,7 @@ def test_deepspeeds_own_script_reads_what_was_converted(saved: Saved, spec: str,
 
 
 def _with_deepspeed_alone(folder: Path, zero: int) -> list[float]:
-    """Load without a grid, by DeepSpeed's own call, and go on."""
+    """Load without a grid, by DeepSpeed's own call, and continue training."""
     deepspeed.init_distributed(verbose=False)
     config = gpt_training.engine_config(2, gpt_training.MICRO_BATCHES, gpt_training.CLIP)
     module = gpt_training.PlainGPT(Parallel(dist.new_group([dist.get_rank()], use_local_synchronization=True)))
@@ -230,20 +221,20 @@ def _with_deepspeed_alone(folder: Path, zero: int) -> list[float]:
     return losses
 
 
-def test_deepspeed_alone_goes_on_with_what_was_converted(world: Worlds, saved: Saved, tmp_path: Path) -> None:
+def test_deepspeed_alone_continues_from_converted_checkpoint(world: Worlds, saved: Saved, tmp_path: Path) -> None:
     found, expected = saved(PLAIN)
     convert(found, tmp_path, "data=2", zero=2)
     losses = world(2).run(_with_deepspeed_alone, tmp_path, 2)[0]
     assert greatest_difference(losses, expected) < TOLERANCE
 
 
-def test_safetensors_is_asked_for_by_name(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_safetensors_package_is_named(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match="needs the package safetensors"):
         to_single_file(saved(PIPELINE)[0], tmp_path / "weights", "safetensors")
 
 
-def test_all_weights_as_safetensors(saved: Saved, tmp_path: Path) -> None:
+def test_safetensors_file_equals_torch_file(saved: Saved, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     found, _ = saved(PLAIN)
     weights = safetensors.load_file(to_single_file(found, tmp_path / "weights.safetensors", "safetensors"))
@@ -251,7 +242,7 @@ def test_all_weights_as_safetensors(saved: Saved, tmp_path: Path) -> None:
 
 
 class Various(nn.Module):
-    """A tied parameter, a frozen one, a buffer, and parameters of two groups."""
+    """A model with a tied parameter, a frozen one, a buffer, and parameters of two groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +261,7 @@ class Various(nn.Module):
 
 
 def _various(zero: int, folder: Path, options: dict[str, Any] | None) -> list[float]:
-    """Train and save, or load; then two more steps: their losses."""
+    """Train two steps and save, or load; return the losses of the two steps after that."""
     start()
     with PipelineParallelGrid(f"data={dist.get_world_size()}") as grid:
         module = Various()
@@ -303,7 +294,7 @@ def _various(zero: int, folder: Path, options: dict[str, Any] | None) -> list[fl
         return losses[2:]
 
 
-def test_groups_frozen_parameters_buffers_and_other_names(world: Worlds, tmp_path: Path) -> None:
+def test_groups_frozen_and_tied_parameters_and_buffers_are_converted(world: Worlds, tmp_path: Path) -> None:
     expected = world(2).run(_various, 1, tmp_path / "saved", None)[0]
     found = checkpoint.look_at(tmp_path / "saved", TAG)
     for number, (spec, zero) in enumerate((("data=3", 3), ("data=4", 2), ("data=2", 3))):
@@ -320,15 +311,14 @@ def test_groups_frozen_parameters_buffers_and_other_names(world: Worlds, tmp_pat
         convert(found, tmp_path / "no", "data=2", zero=0)
 
 
-# -- going on --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("layout", "now"),
     [(PIPELINE, Layout("data=1,model=2", 0)), (PLAIN, Layout("data=2", 3, is_pipeline=False))],
     ids=["pipeline", "plain"],
 )
-def test_a_job_of_other_degrees_goes_on_alike(world: Worlds, saved: Saved, layout: Layout, now: Layout) -> None:
+def test_job_of_other_degrees_continues_with_the_same_losses(
+    world: Worlds, saved: Saved, layout: Layout, now: Layout
+) -> None:
     found, expected = saved(layout)
     with pytest.raises(AssertionError, match="CheckpointLayoutError"):
         world(2).run(go_on, now, found.path.parent, {})
@@ -345,12 +335,9 @@ def _other_model(folder: Path) -> str:
     return str(raised.value)
 
 
-def test_another_model_is_named(world: Worlds, saved: Saved) -> None:
+def test_load_names_first_parameter_of_another_model(world: Worlds, saved: Saved) -> None:
     found, _ = saved(PLAIN)
     assert "it has no parameter '0.linear.weight' [8, 8]" in world(2).run(_other_model, found.path.parent)[0]
-
-
-# -- refused before anything is written --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -359,14 +346,14 @@ def test_another_model_is_named(world: Worlds, saved: Saved) -> None:
         (PIPELINE, "data=4", {"zero": 2}, "ZeRO 2 with a PipelineModule"),
         (PIPELINE, "pipe=7", {}, "pipe=7: the pipeline has 6 layers"),
         (PIPELINE, "pipe=2", {"bounds": (0, 6)}, "give 3 rising numbers of layers, from 0 to 6"),
-        (PIPELINE, "pipe=3", {"method": "size"}, "'size' is no way to share out layers"),
-        (PLAIN, "pipe=2,data=2", {}, "whose model has no layers to share out"),
+        (PIPELINE, "pipe=3", {"method": "size"}, "'size' cannot divide layers into stages"),
+        (PLAIN, "pipe=2,data=2", {}, "whose model has no layers to divide into stages"),
         (PLAIN, "model=3", {}, "which must be a multiple of 3"),
-        (PLAIN, "data=4", {"zero": 4}, "ZeRO 4 is none of"),
+        (PLAIN, "data=4", {"zero": 4}, "ZeRO 4 is not a stage"),
         (PLAIN, "data=two", {}, "data"),
     ],
 )
-def test_what_cannot_be_reached_is_refused(
+def test_unreachable_layout_is_refused_before_writing(
     saved: Saved, layout: Layout, spec: str, options: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises((TopologyError, CheckpointLayoutError), match=said):
@@ -375,25 +362,24 @@ def test_what_cannot_be_reached_is_refused(
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_what_all_replicas_share_is_computed_once(
+def test_vectors_are_laid_out_once_for_all_replicas(
     saved: Saved, zero: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, _ = saved(PLAIN)
-    calls: list[str] = []
-    for name in ("_laid_out", "_divided"):
-        method = getattr(OptimizerWriter, name)
+    calls: list[Place] = []
+    laid_out = Writer._laid_out
 
-        def counted(self: OptimizerWriter, of: Any, name: str = name, method: Any = method) -> Any:
-            calls.append(name)
-            return method(self, of)
+    def counted(self: Writer, place: Place) -> Any:
+        calls.append(place)
+        return laid_out(self, place)
 
-        monkeypatch.setattr(OptimizerWriter, name, counted)
+    monkeypatch.setattr(Writer, "_laid_out", counted)
     path = convert(found, tmp_path, "data=48", zero=zero)
     assert len(list(path.glob("*optim_states.pt"))) == 48
-    assert calls == ["_laid_out" if zero == 1 else "_divided"]
+    assert len(calls) == 1
 
 
-def test_slices_that_do_not_say_how_they_are_split_are_named(saved: Saved, tmp_path: Path) -> None:
+def test_undeclared_splits_are_refused_and_named(saved: Saved, tmp_path: Path) -> None:
     found, _ = saved(PLAIN)
     assert found.manifest is not None
     assert found.manifest.structure is not None
@@ -401,38 +387,35 @@ def test_slices_that_do_not_say_how_they_are_split_are_named(saved: Saved, tmp_p
     undeclared = replace(found, manifest=replace(found.manifest, structure=structure))
     with pytest.raises(CheckpointLayoutError, match=r"\['embedding.weight'\] are marked as slices"):
         convert(undeclared, tmp_path, "data=4")
-    convert(undeclared, tmp_path, "data=3,model=2")  # as many slices: nothing is put together
+    convert(undeclared, tmp_path, "data=3,model=2")  # the same number of slices
     assert checkpoint.look_at(tmp_path, TAG).is_whole
 
 
-def test_without_a_structure_it_is_refused(saved: Saved, tmp_path: Path) -> None:
+def test_checkpoint_without_structure_is_refused(saved: Saved, tmp_path: Path) -> None:
     found, _ = saved(PLAIN)
     assert found.manifest is not None
-    with pytest.raises(CheckpointLayoutError, match="does not say how the model is put together"):
+    with pytest.raises(CheckpointLayoutError, match="does not describe the model"):
         convert(replace(found, manifest=replace(found.manifest, structure=None)), tmp_path, "data=4")
     with pytest.raises(CheckpointLayoutError, match="DeepSpeed alone saved it"):
         convert(replace(found, manifest=None), tmp_path, "data=4")
 
 
-def test_a_full_disk_is_found_before(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(converting, "free_bytes", lambda folder: 1000)
+def test_full_disk_is_found_before_writing(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "free_bytes", lambda folder: 1000)
     with pytest.raises(CheckpointError, match=r"takes [\d,]+ bytes, and the disk .* has 1,000"):
         convert(saved(PLAIN)[0], tmp_path / "to", "data=4")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_never_takes_its_own_place(saved: Saved) -> None:
+def test_conversion_never_replaces_its_source(saved: Saved) -> None:
     found, _ = saved(PLAIN)
-    with pytest.raises(CheckpointError, match="would be replaced by what is made of it"):
+    with pytest.raises(CheckpointError, match="would be replaced by its own conversion"):
         convert(found, found.path.parent, "data=4")
 
 
-# -- killed in the middle ----------------------------------------------------------------------------------------------
-
-
-def test_it_goes_on_where_it_was_killed(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_conversion_is_resumed(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, _ = saved(PIPELINE)
-    monkeypatch.setattr(filling, "_NOTED", 1)
+    monkeypatch.setattr(file_filling, "_NOTED", 1)
     read: list[tuple[object, ...]] = []
     elements = Source.elements
 
@@ -446,17 +429,19 @@ def test_it_goes_on_where_it_was_killed(saved: Saved, tmp_path: Path, monkeypatc
     most = 50
     with pytest.raises(KeyboardInterrupt):
         convert(found, tmp_path, "data=4")
-    assert [path.name for path in tmp_path.iterdir()] == [f".{TAG}.converting"], "nothing has its name yet"
+    assert [path.name for path in tmp_path.iterdir()] == [f".{TAG}.converting"], "the new checkpoint has no name yet"
     assert len(read) == 50
     most = 10_000
     convert(found, tmp_path, "data=4")
-    assert 100 < len(read) == len(set(read)), "none of them twice"
+    assert 100 < len(read) == len(set(read)), "no span is read twice"
     monkeypatch.undo()
     convert(found, tmp_path / "at once", "data=4")
     _same_checkpoint(tmp_path / "at once" / TAG, tmp_path / TAG)
 
 
-def test_another_plan_begins_anew(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_to_another_layout_discards_the_files_of_a_killed_one(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found, _ = saved(PIPELINE)
     with monkeypatch.context() as patch:
         patch.setattr(Source, "elements", lambda self, *piece: 1 // 0)
@@ -467,10 +452,9 @@ def test_another_plan_begins_anew(saved: Saved, tmp_path: Path, monkeypatch: pyt
     _same_checkpoint(tmp_path / "at once" / TAG, tmp_path / TAG)
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
-def test_the_command(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_converts_by_folder_and_by_checkpoint(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found, _ = saved(PIPELINE)
     folder, to = str(found.path.parent), str(tmp_path / "to")
     assert cli.main(["convert", folder, to, "--topology", "data=4", "--new-tag", "new"]) == 0
@@ -492,7 +476,7 @@ def test_the_command(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture
         (["FROM", "to", "--topology", "pipe=-1"], "give all degrees"),
     ],
 )
-def test_the_command_says_what_is_wrong(
+def test_command_explains_wrong_arguments(
     saved: Saved, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = str(saved(PIPELINE)[0].path.parent)
@@ -508,7 +492,7 @@ def test_the_command_says_what_is_wrong(
     ],
     ids=["damaged", "newer"],
 )
-def test_the_command_refuses_what_it_cannot_read(
+def test_command_refuses_damaged_and_newer_checkpoints(
     saved: Saved, change: Callable[[Path], None], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(saved(PIPELINE)[0].path, tmp_path / "from" / TAG)

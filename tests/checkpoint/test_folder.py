@@ -1,4 +1,4 @@
-"""A folder has a whole checkpoint at every moment, and says which one is damaged and why."""
+"""Check, replace and remove the checkpoints of a folder; a kill at any moment leaves complete checkpoints."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from ds_topo.checkpoint_files import folder as folders
-from ds_topo.checkpoint_files.durable import discard, exchange, replace_text
-from ds_topo.checkpoint_files.folder import (
+from ds_topo.checkpoint import folder as folders
+from ds_topo.checkpoint.folder import (
     candidates,
     check_tag,
     checkpoints_in,
+    discard,
     draft_of,
+    exchange,
     look_at,
     put_in_place,
     remove_old,
+    replace_text,
     take_back_replaced,
     tidy,
 )
-from ds_topo.checkpoint_files.wholeness import Places
-from tests.checkpoint.made import FILES, make
+from tests.checkpoint.handmade import LAYOUT, make
 
 
 class Killed(BaseException):
-    """In the middle of something."""
+    """Raised in the place of a kill during a change of the folder."""
 
 
 def _whole(folder: Path, *, digests: bool = True) -> dict[str, int]:
@@ -47,24 +48,24 @@ def _whole(folder: Path, *, digests: bool = True) -> dict[str, int]:
         (lambda path: (path / "manifest.json").write_text("{}"), 'manifest.json: "format" must be'),
         (lambda path: (path / "manifest.json").write_bytes(b"\xff\xfe"), "can't decode"),
     ],
-    ids=["missing", "cut off", "manifest", "not text"],
+    ids=["missing", "truncated", "manifest", "not text"],
 )
-def test_damage_is_named(damage: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+def test_look_at_names_damaged_file(damage: Callable[[Path], None], said: str, tmp_path: Path) -> None:
     make(tmp_path, "last", 7)
     assert look_at(tmp_path, "last").is_whole
     damage(tmp_path / "last")
     assert said in "; ".join(look_at(tmp_path, "last").problems)
 
 
-def test_a_changed_byte_is_found_by_digests_alone(tmp_path: Path) -> None:
+def test_only_digests_find_changed_byte(tmp_path: Path) -> None:
     make(tmp_path, "last", 7)
     (tmp_path / "last/mp_rank_00_model_states.pt").write_bytes(b"model 1")
     assert look_at(tmp_path, "last").is_whole
     (problem,) = look_at(tmp_path, "last", digests=True).problems
-    assert problem.startswith("mp_rank_00_model_states.pt is not as it was written")
+    assert problem.startswith("mp_rank_00_model_states.pt was changed after it was written")
 
 
-def test_what_latest_names_comes_first_then_the_newest(tmp_path: Path) -> None:
+def test_candidates_start_with_latest_then_newest(tmp_path: Path) -> None:
     for step in (3, 12, 6):
         make(tmp_path, f"step{step}", step)
     (tmp_path / "latest").write_text("step6\n")
@@ -74,16 +75,16 @@ def test_what_latest_names_comes_first_then_the_newest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tag", ["", ".hidden", "a/b", "..", " a", "a\0"])
-def test_a_tag_is_the_name_of_a_folder(tag: str) -> None:
+def test_check_tag_refuses_names_that_are_no_folder(tag: str) -> None:
     with pytest.raises(ValueError, match="a tag is the name of a folder"):
         check_tag(tag)
 
 
-# -- killed in the middle ----------------------------------------------------------------------------------------------
+# -- kills during changes ----------------------------------------------------------------------------------------------
 
 
-def _kill_at(step: int, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Let the so-many-th change of the folder not happen."""
+def _kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise ``Killed`` in place of change number ``step`` of the folder and all later ones."""
     left = [step]
 
     def counted(owner: object, name: str) -> None:
@@ -102,9 +103,9 @@ def _kill_at(step: int, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     counted(shutil, "rmtree")
 
 
-@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchanged", "one after the other"])
+@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
 @pytest.mark.parametrize("step", range(8))
-def test_a_tag_is_replaced_and_never_gone(
+def test_kill_during_replacement_leaves_one_complete_checkpoint(
     step: int, can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path, "same", 1)
@@ -126,16 +127,18 @@ def test_a_tag_is_replaced_and_never_gone(
     assert [path.name for path in tmp_path.iterdir()] == ["same"]
 
 
-def test_two_folders_change_places(tmp_path: Path) -> None:
+def test_exchange_swaps_two_folders(tmp_path: Path) -> None:
     make(tmp_path, "one", 1)
     make(tmp_path, "two", 2)
     if not exchange(tmp_path / "one", tmp_path / "two"):
-        pytest.skip("this file system cannot")
+        pytest.skip("this file system cannot exchange names")
     assert _whole(tmp_path) == {"one": 2, "two": 1}
 
 
 @pytest.mark.parametrize("step", range(6))
-def test_old_ones_go_as_a_whole(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_during_removal_leaves_no_partial_checkpoint(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(1, 5):
         make(tmp_path, f"step{number}", number)
     with monkeypatch.context() as patch:
@@ -143,31 +146,31 @@ def test_old_ones_go_as_a_whole(step: int, tmp_path: Path, monkeypatch: pytest.M
         with contextlib.suppress(Killed):
             remove_old(tmp_path, 2, "step4")
     left = {one.tag: one.is_whole for one in checkpoints_in(tmp_path)}
-    assert set(left.values()) == {True}, "none of them is half gone"
+    assert set(left.values()) == {True}, "none of them is removed in part"
     assert {"step3", "step4"} <= left.keys()
     tidy(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == left.keys()
 
 
-def test_damaged_ones_do_not_count_among_those_kept(tmp_path: Path) -> None:
+def test_remove_old_counts_only_complete_checkpoints(tmp_path: Path) -> None:
     for number in range(1, 6):
         make(tmp_path, f"step{number}", number)
     (tmp_path / "step4/mp_rank_00_model_states.pt").unlink()
     (tmp_path / "step1/mp_rank_00_model_states.pt").unlink()
     (tmp_path / "other").mkdir()
-    (tmp_path / "other/mp_rank_00_model_states.pt").write_bytes(b"of DeepSpeed alone")
+    (tmp_path / "other/mp_rank_00_model_states.pt").write_bytes(b"saved by DeepSpeed alone")
     assert sorted(remove_old(tmp_path, 2, "step5")) == ["step1", "step2"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step3", "step4", "step5"]
 
 
-def test_the_newest_is_the_one_just_saved(tmp_path: Path) -> None:
+def test_remove_old_treats_last_saved_as_newest(tmp_path: Path) -> None:
     for number in (5, 9):
         make(tmp_path, f"step{number}", number)
     make(tmp_path, "again", 2)
     assert sorted(remove_old(tmp_path, 1, "again")) == ["step5", "step9"]
 
 
-def test_latest_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_text(tmp_path / "latest", "one")
     with monkeypatch.context() as patch:
         _kill_at(0, patch)
@@ -188,7 +191,7 @@ def _archive(path: Path) -> None:
 
 
 @pytest.fixture
-def of_deepspeed(tmp_path: Path) -> Path:
+def deepspeed_folder(tmp_path: Path) -> Path:
     for model in (0, 1):
         _archive(tmp_path / f"last/mp_rank_{model:02d}_model_states.pt")
         for replica in (0, 1):
@@ -196,29 +199,28 @@ def of_deepspeed(tmp_path: Path) -> Path:
     return tmp_path / "last"
 
 
-def test_deepspeeds_own_seems_whole(of_deepspeed: Path) -> None:
-    assert look_at(of_deepspeed.parent, "last", expected=Places(2, 2)).problems == ()
+def test_complete_checkpoint_of_deepspeed_has_no_problems(deepspeed_folder: Path) -> None:
+    assert look_at(deepspeed_folder.parent, "last", expected=LAYOUT).problems == ()
 
 
 @pytest.mark.parametrize(
     "name",
     ["mp_rank_00_model_states.pt", *(f"zero_pp_rank_{i}_mp_rank_0{j}_optim_states.pt" for i in "01" for j in "01")],
 )
-def test_a_missing_file_of_deepspeeds_is_named(of_deepspeed: Path, name: str) -> None:
-    (of_deepspeed / name).unlink()
-    assert f"{name} is missing" in look_at(of_deepspeed.parent, "last", expected=Places(2, 2)).problems
+def test_missing_file_of_deepspeed_is_named(deepspeed_folder: Path, name: str) -> None:
+    (deepspeed_folder / name).unlink()
+    assert f"{name} is missing" in look_at(deepspeed_folder.parent, "last", expected=LAYOUT).problems
 
 
-def test_a_cut_off_file_of_deepspeeds_is_named(of_deepspeed: Path) -> None:
-    file = of_deepspeed / "mp_rank_01_model_states.pt"
+def test_truncated_file_of_deepspeed_is_named(deepspeed_folder: Path) -> None:
+    file = deepspeed_folder / "mp_rank_01_model_states.pt"
     file.write_bytes(file.read_bytes()[:-30])
-    assert look_at(of_deepspeed.parent, "last").problems == ("mp_rank_01_model_states.pt is cut off or damaged",)
+    assert look_at(deepspeed_folder.parent, "last").problems == ("mp_rank_01_model_states.pt is truncated or damaged",)
     file.write_bytes(b"")
-    assert look_at(of_deepspeed.parent, "last").problems == ("mp_rank_01_model_states.pt is empty",)
+    assert look_at(deepspeed_folder.parent, "last").problems == ("mp_rank_01_model_states.pt is empty",)
 
 
-def test_files_without_states_are_no_checkpoint(tmp_path: Path) -> None:
+def test_folder_without_states_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     assert checkpoints_in(tmp_path) == []
     assert checkpoints_in(tmp_path / "absent") == []
-    assert set(FILES) == {"mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"}

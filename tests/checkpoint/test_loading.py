@@ -1,4 +1,4 @@
-"""What is loaded is whole, of this model and readable in this layout, or every rank says why not."""
+"""Loading takes a complete checkpoint of this model and layout, or raises the same error on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_topo import (
+from ds_topo import checkpoint
+from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
     CheckpointModelError,
@@ -23,7 +24,6 @@ from ds_topo import (
     DamagedCheckpointError,
     MissingCheckpointError,
     UnsafeCheckpointError,
-    checkpoint,
 )
 from tests.checkpoint.jobs import KINDS, Kind, Own, job
 from tests.support.world import Worlds
@@ -33,7 +33,7 @@ MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_opti
 
 
 def _save_three(kind: Kind, folder: Path) -> list[tuple[dict[str, str], list[float]]]:
-    """Checkpoints after steps 1, 2 and 3, and how the job goes on from each."""
+    """Save after steps 1, 2 and 3; return the state at each, and the losses of the two steps after it."""
     states = []
     with job(kind) as here:
         losses = []
@@ -50,7 +50,7 @@ Saved = Callable[[str], tuple[Path, list[list[tuple[dict[str, str], list[float]]
 
 @pytest.fixture(scope="module")
 def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A fresh copy of the folder of a kind, and what every rank has seen."""
+    """Return a function for a fresh copy of a kind's folder, and the states and losses of every rank."""
     made: dict[str, tuple[Path, Any]] = {}
 
     def copy_of(name: str) -> tuple[Path, Any]:
@@ -65,7 +65,7 @@ def saved(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def _load(kind: Kind, folder: Path, options: dict[str, Any]) -> tuple[dict[str, str], list[float], int, list[str]]:
-    """State, losses of two steps, the step it was saved at, and warnings."""
+    """Return the state, losses of two steps, the step of the checkpoint, and warnings."""
     with job(kind) as here, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("always", message="checkpoints in")
@@ -75,26 +75,28 @@ def _load(kind: Kind, folder: Path, options: dict[str, Any]) -> tuple[dict[str, 
 
 
 def _change_byte(path: Path) -> None:
-    """In the middle, where tensors are."""
+    """Change a byte in the middle, where tensors are."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
 
 
-def _cut_off(path: Path) -> None:
+def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "cut off": (_cut_off, r" has [\d,]+ bytes instead of [\d,]+"),
-    "gone": (Path.unlink, " is missing"),
-    "a byte changed": (_change_byte, r" is not as it was written \(its SHA-256 differs\)"),
+    "truncated": (_truncate, r" has [\d,]+ bytes instead of [\d,]+"),
+    "missing": (Path.unlink, " is missing"),
+    "changed": (_change_byte, r" was changed after it was written \(its SHA-256 differs\)"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", KINDS)
-def test_the_newest_whole_one_is_loaded(world: Worlds, saved: Saved, name: str, damage: str, tmp_path: Path) -> None:
+def test_load_falls_back_to_newest_complete(
+    world: Worlds, saved: Saved, name: str, damage: str, tmp_path: Path
+) -> None:
     folder, states = saved(name)
     change, said = DAMAGES[damage]
     file = sorted((folder / "step3").glob("*_states.pt"))[-1]
@@ -102,30 +104,30 @@ def test_the_newest_whole_one_is_loaded(world: Worlds, saved: Saved, name: str, 
     found = world(2).run(_load, KINDS[name], folder, {"verify": "digests"})
     for rank, (state, losses, step, told) in enumerate(found):
         assert (step, state, losses) == (2, *states[rank][1])
-        assert len(told) == (1 if rank == 0 else 0), "said once"
+        assert len(told) == (1 if rank == 0 else 0), "one warning, on rank 0"
     assert re.search(
-        rf"'step3' is damaged: {file.name}{said}\. Going on from the newest whole one, 'step2'", found[0][3][0]
+        rf"'step3' is damaged: {file.name}{said}\. Continuing from the newest complete one, 'step2'", found[0][3][0]
     )
 
 
-def test_a_leftover_draft_is_ignored(world: Worlds, saved: Saved) -> None:
+def test_draft_of_killed_save_is_ignored(world: Worlds, saved: Saved) -> None:
     folder, _ = saved("zero1")
     shutil.copytree(folder / "step3", folder / ".step4.saving" / "step4")
     assert [step for _, _, step, _ in world(2).run(_load, KIND, folder, {})] == [3, 3]
 
 
-def test_one_that_was_being_replaced_is_found(world: Worlds, saved: Saved) -> None:
+def test_checkpoint_that_was_being_replaced_is_found(world: Worlds, saved: Saved) -> None:
     folder, _ = saved("zero1")
     (folder / "step3").rename(folder / ".step3.former")
     assert [(step, told) for _, _, step, told in world(2).run(_load, KIND, folder, {})] == [(3, []), (3, [])]
 
 
-def test_without_latest_the_newest_is_loaded(world: Worlds, saved: Saved) -> None:
+def test_newest_is_loaded_without_latest(world: Worlds, saved: Saved) -> None:
     folder, _ = saved("zero1")
     (folder / "latest").unlink()
     found = world(2).run(_load, KIND, folder, {})
     assert [step for _, _, step, _ in found] == [3, 3]
-    assert "there is no file 'latest'. Going on from" in found[0][3][0]
+    assert "there is no file 'latest'. Continuing from" in found[0][3][0]
 
 
 def _errors(kind: Kind, folder: Path, options: dict[str, Any], settings: dict[str, Any]) -> tuple[type[Exception], str]:
@@ -137,17 +139,17 @@ def _errors(kind: Kind, folder: Path, options: dict[str, Any], settings: dict[st
 def _raised(
     world: Worlds, folder: Path, kind: Kind = KIND, size: int = 2, options: Any = None, **settings: Any
 ) -> tuple[type[Exception], str]:
-    """What every rank raises."""
+    """Return the error that every rank raises."""
     errors = world(size).run(_errors, kind, folder, options or {}, settings)
     assert len(set(errors)) == 1, "the same on all ranks"
     return errors[0]
 
 
-def test_there_is_no_checkpoint(world: Worlds, tmp_path: Path) -> None:
+def test_empty_folder_is_an_error(world: Worlds, tmp_path: Path) -> None:
     assert _raised(world, tmp_path) == (MissingCheckpointError, f"no checkpoint in {tmp_path}")
 
 
-def test_there_is_none_of_that_tag(world: Worlds, saved: Saved) -> None:
+def test_unknown_tag_is_refused_with_known_tags(world: Worlds, saved: Saved) -> None:
     folder, _ = saved("zero1")
     error, text = _raised(world, folder, options={"tag": "step9"})
     assert (error, text) == (
@@ -156,15 +158,15 @@ def test_there_is_none_of_that_tag(world: Worlds, saved: Saved) -> None:
     )
 
 
-def test_the_one_that_is_wanted_is_damaged(world: Worlds, saved: Saved) -> None:
+def test_damaged_tag_is_refused(world: Worlds, saved: Saved) -> None:
     folder, _ = saved("zero1")
     (folder / "step3" / OPTIMIZER).unlink()
     error, text = _raised(world, folder, options={"tag": "step3"})
     assert error is DamagedCheckpointError
-    assert text.endswith(f"'step3' of {folder} is damaged: {OPTIMIZER} is missing; the newest whole one is 'step2'")
+    assert text.endswith(f"'step3' of {folder} is damaged: {OPTIMIZER} is missing; the newest complete one is 'step2'")
 
 
-def test_all_are_damaged(world: Worlds, saved: Saved) -> None:
+def test_error_names_all_damaged_checkpoints(world: Worlds, saved: Saved) -> None:
     folder, _ = saved("zero1")
     for step in (1, 2, 3):
         (folder / f"step{step}" / MODEL).unlink()
@@ -173,33 +175,33 @@ def test_all_are_damaged(world: Worlds, saved: Saved) -> None:
     assert text.count(f"{MODEL} is missing") == 3
 
 
-def test_a_later_version_is_not_passed_over(world: Worlds, saved: Saved) -> None:
+def test_later_version_is_refused(world: Worlds, saved: Saved) -> None:
     folder, _ = saved("zero1")
     file = folder / "step3/manifest.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "version": 2}))
     error, text = _raised(world, folder)
     assert error is CheckpointVersionError
-    assert "version 2 of the manifest, and this ds_topo reads versions up to 1" in text
+    assert "version 2 of the manifest, but this ds_topo reads versions up to 1" in text
 
 
-def test_another_model_is_named_by_its_first_parameter(world: Worlds, saved: Saved) -> None:
+def test_other_model_is_refused_with_first_parameter(world: Worlds, saved: Saved) -> None:
     folder, _ = saved("zero1")
     error, text = _raised(world, folder, Kind("data=2", zero=1, width=16))
     assert error is CheckpointModelError
-    assert "parameter '0.linear.weight' is [8, 8] there and [16, 16] in the model" in text
+    assert "parameter '0.linear.weight' is [8, 8] in the checkpoint and [16, 16] in the model" in text
 
 
 @pytest.mark.parametrize(
     ("kind", "size", "reason"),
     [
-        (Kind("data=4", zero=1), 4, "2 replicas became 4: ZeRO's partitions are one for each replica"),
+        (Kind("data=4", zero=1), 4, "2 replicas became 4: ZeRO writes one partition for each replica"),
         (Kind("data=2", zero=3), 2, "DeepSpeedZeroOptimizer at ZeRO 1 became DeepSpeedZeroOptimizer_Stage3 at ZeRO 3"),
         (Kind("pipe=2", zero=1, is_pipeline=True), 2, "pipe=1 became pipe=2"),
         (KINDS["moe"], 2, r"experts over (ranks, tensor parallel) [] became [(2, False)]"),
     ],
     ids=["replicas", "ZeRO", "pipe", "experts"],
 )
-def test_another_layout_is_told_with_both(world: Worlds, saved: Saved, kind: Kind, size: int, reason: str) -> None:
+def test_other_layout_is_refused_with_both(world: Worlds, saved: Saved, kind: Kind, size: int, reason: str) -> None:
     folder, _ = saved("zero1")
     error, text = _raised(world, folder, kind, size)
     assert error is CheckpointLayoutError
@@ -237,7 +239,7 @@ def _place(here: Any) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("before", "after"), [*permutations(ORDERS), *permutations(SLICED)], ids=str)
-def test_another_order_goes_on_bit_for_bit(
+def test_other_order_of_axes_continues_bit_for_bit(
     world: Worlds, other_world: Worlds, before: str, after: str, zero: int, tmp_path: Path
 ) -> None:
     is_pipeline = "pipe" in before
@@ -280,7 +282,7 @@ def test_types_that_may_run_code_are_refused(world: Worlds, tmp_path: Path) -> N
 def _by_methods(folder: Path) -> None:
     with job(KIND) as here, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert here.engine.load_checkpoint(folder) == (None, None), "as DeepSpeed says it"
+        assert here.engine.load_checkpoint(folder) == (None, None), "as DeepSpeed returns it"
         here.train(range(2))
         here.engine.save_checkpoint(folder, client_state={"more": 1})
         here.engine.save_checkpoint(folder, tag="unnamed", save_latest=False)
@@ -290,12 +292,12 @@ def _by_methods(folder: Path) -> None:
         assert state["more"] == 1
         before = torch.get_rng_state()
         assert here.engine.load_checkpoint(folder, "unnamed", load_module_only=True)[0] is not None
-        assert torch.equal(torch.get_rng_state(), before), "random states are the program's"
+        assert torch.equal(torch.get_rng_state(), before), "the engine's method restores no random states"
         with pytest.raises(MissingCheckpointError):
             here.engine.load_checkpoint(folder, "absent")
 
 
-def test_arguments_keep_their_meaning(world: Worlds, tmp_path: Path) -> None:
+def test_methods_of_engine_keep_deepspeeds_arguments(world: Worlds, tmp_path: Path) -> None:
     world(2).run(_by_methods, tmp_path)
 
 
@@ -317,6 +319,6 @@ def _parameters(state: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in state.items() if name.startswith("parameter")}
 
 
-def test_zero_3_without_states_reads_the_tag_that_is_wanted(world: Worlds, tmp_path: Path) -> None:
+def test_zero_3_without_optimizer_states_reads_requested_tag(world: Worlds, tmp_path: Path) -> None:
     for saved, loaded in world(2).run(_without_states, tmp_path):
         assert saved == loaded

@@ -1,4 +1,4 @@
-"""What a manifest says is what was written, or an error that says why not."""
+"""A manifest reads back as it was written; anything else raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from ds_topo import CheckpointVersionError, DamagedCheckpointError, ProcessTopology
-from ds_topo.checkpoint_files.manifest import Manifest, SavedLayout, from_text, to_text
-from tests.checkpoint.made import LAYOUT, make
+from ds_topo import ProcessTopology
+from ds_topo.checkpoint.manifest import Manifest, SavedLayout, from_text, to_text
+from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError
+from tests.checkpoint.handmade import LAYOUT, make
 from tests.support.topologies import topologies
 
 
-def test_it_reads_what_it_has_written(tmp_path: Path) -> None:
+def test_manifest_round_trip(tmp_path: Path) -> None:
     manifest = make(tmp_path, "last", 7)
     assert from_text((tmp_path / "last/manifest.json").read_text(), "manifest.json") == manifest
     assert (manifest.bytes, manifest.numel()) == (16, 12)
@@ -24,7 +25,7 @@ def test_it_reads_what_it_has_written(tmp_path: Path) -> None:
 
 @settings(deadline=None)
 @given(topologies())
-def test_every_topology_is_written_with_its_coordinates(topology: ProcessTopology) -> None:
+def test_coordinates_match_topology(topology: ProcessTopology) -> None:
     size = topology.world_size()
     manifest = Manifest("a", 0, "", SavedLayout(topology.spec, size, 1, size, 0, None, "fp32"), (), ())
     text = to_text(manifest)
@@ -39,7 +40,7 @@ def test_every_topology_is_written_with_its_coordinates(topology: ProcessTopolog
         assert index == topology.get_coord(rank)._asdict()
 
 
-def test_every_changed_byte_is_found(tmp_path: Path) -> None:
+def test_changed_byte_is_refused(tmp_path: Path) -> None:
     make(tmp_path, "last", 7)
     whole = (tmp_path / "last/manifest.json").read_bytes()
     found = json.loads(whole)
@@ -60,7 +61,7 @@ def test_every_changed_byte_is_found(tmp_path: Path) -> None:
             from_text(text, "manifest.json")
 
 
-def test_a_later_version_is_named() -> None:
+def test_later_version_is_refused_with_its_release() -> None:
     text = json.dumps({"format": "ds_topo checkpoint", "version": 2, "versions": {"ds_topo": "9.9"}})
     with pytest.raises(CheckpointVersionError, match=r"last: version 2 .* reads versions up to 1: install .*\(9\.9\)"):
         from_text(text, "last")
@@ -69,12 +70,12 @@ def test_a_later_version_is_named() -> None:
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"format": "another"}', '{"format": "ds_topo checkpoint", "version": 1}']
 )
-def test_anything_else_is_damaged(text: str) -> None:
+def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(DamagedCheckpointError, match="last: "):
         from_text(text, "last")
 
 
-def test_missing_entries_are_damage(tmp_path: Path) -> None:
+def test_missing_entry_is_refused(tmp_path: Path) -> None:
     manifest = Manifest("a", 0, "", LAYOUT, (), ())
     content = json.loads(to_text(manifest))
     del content["layout"]["world_size"]
@@ -82,10 +83,12 @@ def test_missing_entries_are_damage(tmp_path: Path) -> None:
         from_text(json.dumps(content), "a")
 
 
-def test_reading_needs_neither_torch_nor_pickle() -> None:
+def test_reading_imports_neither_torch_nor_pickle() -> None:
     code = (
-        "import sys, ds_topo.cli, ds_topo.checkpoint_files.folder, ds_topo.checkpoint_files.reach\n"
-        "print([name for name in ('torch', 'deepspeed', 'numpy', 'pickle') if name in sys.modules])"
+        "import sys, ds_topo.checkpoint.folder, ds_topo.checkpoint.manifest\n"
+        "assert 'pickle' not in sys.modules\n"
+        "import ds_topo.cli\n"
+        "print([name for name in ('torch', 'deepspeed', 'numpy') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (result.stdout.strip(), result.stderr) == ("[]", "")

@@ -1,4 +1,4 @@
-"""A checkpoint is there as a whole or not at all, and goes on bit for bit."""
+"""Saving is atomic, and a job that loads continues bit for bit; failures are the same error on every rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_topo import CheckpointError, CheckpointSpaceError, DisagreementError, checkpoint
-from ds_topo.checkpoint_files.folder import checkpoints_in, look_at, named_latest, tidy
-from ds_topo.engine.checkpoints import facts as checkpoint_facts
-from ds_topo.engine.checkpoints import saving as checkpoint_saving
-from ds_topo.engine.checkpoints import written_files
+from ds_topo import checkpoint
+from ds_topo.checkpoint import engine_facts, saving
+from ds_topo.checkpoint import folder as folders
+from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest, tidy
+from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError
 from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, job, state_of
 from tests.support.ranks import Ranks
 from tests.support.small_engines import start
@@ -49,7 +48,7 @@ def _save(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float], dict[s
 
 def _load(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float], dict[str, str]]:
     with job(kind) as here:
-        if kind.zero != 3:  # DeepSpeed wants a pristine model there
+        if kind.zero != 3:  # DeepSpeed requires an untrained model there
             here.train(range(7, 8))
         path, state = checkpoint.load(here.engine, folder, verify="digests")
         assert (path, state["step"]) == (str(folder / "global_step2"), 2)
@@ -58,7 +57,7 @@ def _load(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float], dict[s
 
 
 @pytest.mark.parametrize("kind", CASES, ids=str)
-def test_goes_on_bit_for_bit(world: Worlds, other_world: Worlds, kind: Kind, tmp_path: Path) -> None:
+def test_loaded_job_continues_bit_for_bit(world: Worlds, other_world: Worlds, kind: Kind, tmp_path: Path) -> None:
     without_stop = world(2).run(_save, kind, tmp_path)
     continued = other_world(2).run(_load, kind, tmp_path)
     for wanted, found in zip(without_stop, continued, strict=True):
@@ -70,7 +69,7 @@ def test_goes_on_bit_for_bit(world: Worlds, other_world: Worlds, kind: Kind, tmp
 
 
 def _alone(kind: Kind) -> Any:
-    """DeepSpeed's own engine of the same model, without a grid."""
+    """Return DeepSpeed's own engine of the same model, without a grid."""
     start()
     module = torch.nn.Sequential(*(Layer(kind.width) for _ in range(3)))
     config = {
@@ -85,7 +84,7 @@ def _alone(kind: Kind) -> Any:
 
 
 def _state_alone(kind: Kind, folder: Path) -> dict[str, str]:
-    """Loaded and saved by DeepSpeed alone."""
+    """Load our checkpoint with DeepSpeed alone, and save another one with it."""
     engine = _alone(kind)
     assert type(engine).load_checkpoint.__module__ == "deepspeed.runtime.engine"
     assert engine.load_checkpoint(folder)[0] is not None
@@ -103,7 +102,7 @@ def _load_theirs(kind: Kind, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", [KINDS["zero1"], KINDS["zero3"]], ids=str)
-def test_deepspeed_alone_reads_ours_and_we_read_its(
+def test_deepspeed_alone_reads_ours_and_we_read_deepspeeds(
     world: Worlds, other_world: Worlds, kind: Kind, tmp_path: Path
 ) -> None:
     saved = [state for state, *_ in world(2).run(_save, kind, tmp_path)]
@@ -121,7 +120,7 @@ def _weights(kind: Kind, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", [KINDS["zero1"], KINDS["zero3"]], ids=str)
-def test_zero_to_fp32_reads_ours(world: Worlds, kind: Kind, tmp_path: Path) -> None:
+def test_zero_to_fp32_reads_our_checkpoint(world: Worlds, kind: Kind, tmp_path: Path) -> None:
     weights, _ = world(2).run(_weights, kind, tmp_path)
     script, out = tmp_path / "zero_to_fp32.py", tmp_path / "out"
     command = [sys.executable, str(script), str(tmp_path), str(out)]
@@ -132,27 +131,26 @@ def test_zero_to_fp32_reads_ours(world: Worlds, kind: Kind, tmp_path: Path) -> N
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-# -- what goes wrong ---------------------------------------------------------------------------------------------------
+# -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def _refused_write(kind: Kind, folder: Path, where: str, number: int) -> tuple[str, str, list[str]]:
-    """The error of a save in which rank 1's so-many-th write finds no room, and what the folder has then."""
+def _refused_write(kind: Kind, folder: Path, where: str) -> tuple[str, str, list[str]]:
+    """Return the error of a save in which the disk of rank 1 is full, and the content of the folder then."""
     with job(kind) as here:
         here.train(range(1))
         checkpoint.save(here.engine, folder, "before")
         here.train(range(1, 2))
-        owner: Any = {"save": type(here.engine.checkpoint_engine), "flush": written_files}[where]
-        real, left = getattr(owner, where), [number]
+        owner: Any = {"save": type(here.engine.checkpoint_engine), "flush": folders}[where]
+        real = getattr(owner, where)
 
         def full(*arguments: Any, **options: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0 and here.grid.global_rank == 1:
+            if here.grid.global_rank == 1:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(*arguments, **options)
 
         with mock.patch.object(owner, where, full), pytest.raises(CheckpointError) as raised:
             checkpoint.save(here.engine, folder, "after")
-        dist.barrier()  # rank 0 takes the draft away after it has heard of the failure
+        dist.barrier()  # rank 0 removes the draft after the ranks agreed on the failure
         left_behind = sorted(path.name for path in folder.iterdir() if not path.name.endswith(".py"))
         here.train(range(2, 3))
         checkpoint.save(here.engine, folder, "again")
@@ -162,8 +160,8 @@ def _refused_write(kind: Kind, folder: Path, where: str, number: int) -> tuple[s
 
 @pytest.mark.parametrize("where", ["save", "flush"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=str)
-def test_a_full_disk_is_named_on_every_rank(world: Worlds, kind: Kind, where: str, tmp_path: Path) -> None:
-    errors = world(2).run(_refused_write, kind, tmp_path, where, 0)
+def test_full_disk_raises_same_error_on_every_rank(world: Worlds, kind: Kind, where: str, tmp_path: Path) -> None:
+    errors = world(2).run(_refused_write, kind, tmp_path, where)
     assert errors[0] == errors[1], "the same on all ranks"
     name, text, left_behind = errors[0]
     assert (name, left_behind) == ("CheckpointError", ["before", "latest"])
@@ -176,7 +174,7 @@ def test_a_full_disk_is_named_on_every_rank(world: Worlds, kind: Kind, where: st
 
 
 def _two_jobs(folder: Path) -> str:
-    """Another job begins to save into the same folder while this one writes."""
+    """Save while another job starts to save into the same folder."""
     with job(KINDS["zero1"]) as here:
         here.train(range(1))
         checkpoint.save(here.engine, folder, "before")
@@ -187,7 +185,7 @@ def _two_jobs(folder: Path) -> str:
             if here.grid.global_rank == 1:
                 end = time.monotonic() + 10
                 while not any(folder.glob(".after*/after/mp_rank_00*")) and time.monotonic() < end:
-                    time.sleep(0.01)  # before rank 0 writes, it makes a folder that is not there
+                    time.sleep(0.01)  # otherwise rank 0 would create the folder again before its first file
                 tidy(folder)
             return real(*arguments, **options)
 
@@ -199,31 +197,31 @@ def _two_jobs(folder: Path) -> str:
         return str(raised.value)
 
 
-def test_a_second_job_in_the_same_folder_is_guessed(world: Worlds, tmp_path: Path) -> None:
+def test_error_names_second_job_in_same_folder(world: Worlds, tmp_path: Path) -> None:
     errors = world(2).run(_two_jobs, tmp_path)
     assert errors[0] == errors[1]
-    assert "its folder was removed meanwhile, as a second job does that saves into the same place" in errors[0]
+    assert "its folder was removed meanwhile: does a second job save into the same folder?" in errors[0]
 
 
-def _too_little_room(kind: Kind, folder: Path) -> str:
+def _too_little_space(kind: Kind, folder: Path) -> str:
     with job(kind) as here:
         here.train(range(1))
         with (
-            mock.patch.object(checkpoint_saving, "free_bytes", return_value=1000),
+            mock.patch.object(saving, "free_bytes", return_value=1000),
             pytest.raises(CheckpointSpaceError) as raised,
         ):
             checkpoint.save(here.engine, folder, "first")
         assert list(folder.iterdir()) == []
         checkpoint.save(here.engine, folder, "second")
         (found,) = checkpoint.checkpoints_in(folder)
-        estimate = checkpoint_facts.bytes_of_checkpoint(here.engine)
-        assert estimate <= found.bytes, "no save that would fit is refused"
+        estimate = engine_facts.bytes_of_checkpoint(here.engine)
+        assert estimate <= found.bytes, "the estimate refuses no save that fits"
         return str(raised.value)
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=str)
-def test_too_little_room_is_said_before_anything_is_written(world: Worlds, kind: Kind, tmp_path: Path) -> None:
-    errors = world(2).run(_too_little_room, kind, tmp_path)
+def test_too_little_space_is_refused_before_writing(world: Worlds, kind: Kind, tmp_path: Path) -> None:
+    errors = world(2).run(_too_little_space, kind, tmp_path)
     assert errors[0] == errors[1]
     assert re.search(r"'first' takes about [\d,]+ bytes, and the disk of \S+ has 1,000: make room", errors[0])
 
@@ -240,12 +238,12 @@ def _several(folder: Path) -> list[str]:
         assert named_latest(folder) == "step3"
         manifest = look_at(folder, "step2").manifest
         assert manifest is not None
-        assert manifest.step == 4, "the one before was replaced"
+        assert manifest.step == 4, "the former checkpoint was replaced"
         assert {file.rank for file in manifest.files} == {0, 1}
         return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".py"))
 
 
-def test_so_many_are_kept_and_nothing_else_stays(world: Worlds, tmp_path: Path) -> None:
+def test_keep_last_removes_older_checkpoints_and_drafts(world: Worlds, tmp_path: Path) -> None:
     assert world(2).run(_several, tmp_path)[0] == ["latest", "step2", "step3"]
 
 
@@ -256,7 +254,7 @@ def _different(folder: Path) -> str:
         return str(raised.value)
 
 
-def test_ranks_that_save_different_tags_are_named(world: Worlds, tmp_path: Path) -> None:
+def test_error_names_ranks_with_different_tags(world: Worlds, tmp_path: Path) -> None:
     first, second = world(2).run(_different, tmp_path)
     assert "ranks [0] on" in first
     assert "'of rank 1'" in first
@@ -268,12 +266,12 @@ def test_ranks_that_save_different_tags_are_named(world: Worlds, tmp_path: Path)
     ("options", "error", "message"),
     [
         ({"tag": "a/b"}, ValueError, "a tag is the name of a folder"),
-        ({"keep_last": 0}, ValueError, "keep_last=0: give a number of checkpoints from 1 on"),
+        ({"keep_last": 0}, ValueError, "keep_last=0: give a number of checkpoints >= 1"),
         ({"keep_last": True}, ValueError, "keep_last=True"),
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused(
+def test_invalid_arguments_are_refused(
     world: Worlds, options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     world(2).run(_refused, options, error, message, tmp_path)
@@ -284,19 +282,23 @@ def _refused(options: dict[str, Any], error: type[Exception], message: str, fold
         checkpoint.save(here.engine, folder, **options)
 
 
-def test_the_method_of_a_plain_engine_is_put_back(world: Worlds) -> None:
-    world(2).run(_put_back)
+def test_methods_are_restored_without_grid(world: Worlds) -> None:
+    world(2).run(_restored)
 
 
-def _put_back() -> None:
-    before = vars(DeepSpeedEngine)["save_checkpoint"], vars(DeepSpeedEngine)["load_checkpoint"], torch.load
-    with job(KINDS["zero1"]):
-        assert vars(DeepSpeedEngine)["save_checkpoint"] is not before[0]
-    assert (vars(DeepSpeedEngine)["save_checkpoint"], vars(DeepSpeedEngine)["load_checkpoint"], torch.load) == before
+def _restored() -> None:
+    before = torch.load
+    with job(KINDS["zero1"]) as here:
+        assert {"save_checkpoint", "load_checkpoint"} <= vars(here.engine).keys()
+        engine = here.engine
+        engine.destroy()
+        here.grid.destroy()
+    assert not {"save_checkpoint", "load_checkpoint"} & vars(engine).keys()
+    assert torch.load is before
 
 
 def _interrupted(folder: Path) -> str:
-    """Rank 1 leaves DeepSpeed's function early, before the others can."""
+    """Save while rank 1 leaves DeepSpeed's function early."""
     with job(KINDS["zero1"]) as here:
         here.train(range(1))
         failing = mock.patch.object(here.engine, "_save_zero_checkpoint", side_effect=KeyError("no such state"))
@@ -305,7 +307,7 @@ def _interrupted(folder: Path) -> str:
         return str(raised.value)
 
 
-def test_a_rank_that_leaves_early_is_named_in_time(tmp_path: Path) -> None:
+def test_rank_that_fails_early_is_named_in_time(tmp_path: Path) -> None:
     with Ranks(2) as ranks:
         first, second = ranks.call(_interrupted, (tmp_path,), deadline=60, timeout=6)
     for text in (first, second):

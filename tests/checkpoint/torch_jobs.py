@@ -1,4 +1,4 @@
-"""The model of ``plain_torch`` in engines of any layout."""
+"""Train the model of ``plain_torch`` in engines of any layout."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, ProcessTopology, collectives, initialize
-from ds_topo.checkpoint_files.structure import SavedSplit
-from tests.checkpoint.made import slice_of
+from ds_topo.checkpoint.manifest import SavedSplit
+from tests.checkpoint.handmade import slice_of
 from tests.checkpoint.plain_torch import DEPTH, SAMPLES, TOKENS, WIDTH, Block, Model, adam, batch
 from tests.support.reduced_model import SMALL
 from tests.support.small_engines import settings, start
@@ -29,7 +29,7 @@ SPLITS = {"up": SavedSplit(0, stride=2), "down": SavedSplit(1)}
 
 @dataclass(frozen=True)
 class Layout:
-    """What an engine trains in."""
+    """The layout and settings of an engine."""
 
     topology: str
     zero: int = 0
@@ -44,11 +44,11 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many it takes."""
+        """The number of ranks."""
         return ProcessTopology.from_spec(self.topology).world_size()
 
     def rename(self, name: str) -> str | tuple[str, ...]:
-        """From names of its module to those of the model."""
+        """Return the model's name, or names, for a name of the engine's module."""
         if not self.is_pipeline:
             return name
         if name.startswith("tied_modules."):
@@ -102,7 +102,7 @@ class Job:
             self.engine, *_ = initialize(model=module, config=config, optimizer=adam(module.parameters()), **options)
 
     def _exchanges(self) -> tuple[Any, ...]:
-        """What slices do with what goes into a block, and with what comes out."""
+        """Return what slices do to the input and to the output of a block."""
         if "model" not in self.layout.topology:
             return ()
         group = self.grid.get_group("model")
@@ -133,7 +133,7 @@ class Job:
                 parameter.partition_dim, parameter.partition_stride = split.dim, split.stride  # type: ignore[attr-defined]
 
     def train(self, steps: range) -> list[float]:
-        """Losses over all samples."""
+        """Return losses over all samples."""
         return [self._step(batch(step)) for step in steps]
 
     def _step(self, tokens: torch.Tensor) -> float:
@@ -157,7 +157,7 @@ class Job:
 
 @contextmanager
 def job(layout: Layout, **options: Any) -> Iterator[Job]:
-    """A job until the caller is done with it."""
+    """Provide a job until the caller is done with it."""
     deepspeed.utils.logger.setLevel("ERROR")
     made = Job(layout, **options)
     yield made

@@ -1,4 +1,4 @@
-"""``ds-topo show``: what it prints, in terminals of any width, and what it refuses."""
+"""``ds-topo show`` prints layouts in terminals of any width, draws them, and refuses malformed arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ds_topo import ProcessTopology
 from ds_topo.cli import main
 from ds_topo.cli.layout_picture import draw
 from ds_topo.cli.layout_view import LayoutView
-from ds_topo.placement import Host, HostMap, Hosts
+from ds_topo.hosts import Host, HostMap, Hosts
 
 SEED = {
     *(f"group pipe, ranks: [{rank}, {rank + 8}]" for rank in range(8)),
@@ -28,7 +28,7 @@ SEED = {
     *(f"group data, ranks: [{rank}, {rank + 1}, {rank + 2}, {rank + 3}]" for rank in (0, 4, 8, 12)),
     *(f"group model, ranks: [{rank}, {rank + 4}, {rank + 8}, {rank + 12}]" for rank in range(4)),
 }
-"""What TorchDistPackage's README prints for this layout."""
+"""The groups that TorchDistPackage's README prints for this layout."""
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -50,14 +50,14 @@ def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_the_groups_of_the_seed_s_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_match_those_of_torchdistpackage(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run(capsys, "pipe=2,tensor=2,data=4", "--groups").splitlines()
     printed = [line for line in lines if line.startswith("group ") and "ranks: [" in line]
     assert len(printed) == len(SEED) == 24
     assert set(printed) == SEED
 
 
-def test_hosts_slots_and_coordinates(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hosts_slots_and_coordinates_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         line.rstrip() for line in run(capsys, "pipe=2,data=2,model=2", "--hosts", "2", "--slots", "4").splitlines()
     ]
@@ -69,7 +69,7 @@ def test_hosts_slots_and_coordinates(capsys: pytest.CaptureFixture[str]) -> None
     assert cells["data"] == ["4", "2", "1", "none", "none"]
 
 
-def test_a_hostfile_with_filters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_hostfile_is_filtered(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\nb slots=4  # the big one\n")
     out = run(capsys, "data=-1", "--hostfile", str(hostfile), "--include", "b:1,3@a")
@@ -80,7 +80,7 @@ def test_a_hostfile_with_filters(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert run(capsys, "data=-1", "-H", str(hostfile), "--num-nodes", "1").startswith("data=2: 2 ranks on 1 host (")
 
 
-def test_a_slurm_job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_of_a_slurm_job_are_used(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not inside a Slurm job" in fail(capsys, "data=-1", "--slurm")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     assert "the Slurm job has no tasks" in fail(capsys, "data=-1", "--slurm")
@@ -90,24 +90,24 @@ def test_a_slurm_job(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert [entry["host"] for entry in content["ranks"]] == ["n1", "n2", "n1"]
 
 
-def test_a_config_says_its_topology(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_topology_is_read_from_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     for section in ("data=2,pipe=2", {"data": 2, "pipe": 2}):
         config.write_text(json.dumps({"train_batch_size": 8, "topology": section}))
         assert run(capsys, str(config)).startswith("data=2,pipe=2: 4 ranks")
 
 
-def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_rank_is_shown_with_its_groups_and_neighbors(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "pipe=2,data=2,model=2", "--hosts", "2", "--slots", "4", "--rank", "5")
     assert out.startswith("rank 5: pipe=1, data=0, model=1 on host1, slot 1\n")
     assert re.search(r"pipe x model +\[0, 1, 4, 5\] +host0, host1 +3", out)
     assert "along pipe: previous rank 1, next rank 1" in out
     assert "It creates 4 process groups besides the world's: pipe, data, model, pipe x model." in out
-    # the one axis is the whole world
+    # the only axis spans the whole world
     assert "It creates 0 process groups besides the world's." in run(capsys, "data=4", "--rank", "1")
 
 
-def test_two_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_layouts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "pipe=2,data=4", "data=4,pipe=2", "--hosts", "2", "--slots", "4")
     assert "6 of 8 ranks change their coordinate, 2 keep it." in out
     assert "4 of 8 coordinates, and the shards stored there, move to another host." in out
@@ -160,7 +160,7 @@ def test_no_table_is_wider_than_the_terminal(degrees: list[int], slots: int, wid
 
     from rich.console import Console
 
-    from ds_topo.cli import layout_text
+    from ds_topo.cli import layout_view
 
     axes = ["pipe", "data", "model"][: len(degrees)]
     topology = ProcessTopology(axes, degrees)
@@ -170,10 +170,10 @@ def test_no_table_is_wider_than_the_terminal(degrees: list[int], slots: int, wid
     view = LayoutView.of(topology.spec, HostMap.block(hosts))
     out = StringIO()
     console = Console(file=out, width=width, color_system=None)
-    layout_text.print_layout(console, view)
+    layout_view.print_layout(console, view)
     table = out.getvalue().split("\n\n")[1].splitlines()[1:-1]
-    if layout_text.is_large(view):
-        assert len(table) < layout_text.MOST_ROWS + 4
+    if view.is_large:
+        assert len(table) < layout_view.MOST_ROWS + 4
         return
     assert all(len(line) <= width for line in table)
     shown = re.findall(r"(\d+) ([\d,]+)", "\n".join(re.sub(r"^h\d+ ", "", line) for line in table))
@@ -181,7 +181,7 @@ def test_no_table_is_wider_than_the_terminal(degrees: list[int], slots: int, wid
 
 
 def in_terminal(*arguments: str, **variables: str) -> str:
-    """What the command writes to a terminal of 80 columns."""
+    """Return what the command writes to a terminal of 80 columns."""
     controller, terminal = pty.openpty()
     environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color", **variables}
     environment = {name: value for name, value in environment.items() if value}
@@ -202,7 +202,7 @@ def in_terminal(*arguments: str, **variables: str) -> str:
     return written.decode()
 
 
-def test_colours_are_for_terminals_that_want_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_colours_are_used_in_terminals_unless_disabled(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("pipe=2,data=2", "--hosts", "2", "--slots", "2")
     colourful = in_terminal(*arguments, NO_COLOR="")
     assert "\x1b[36m0 0,0" in colourful  # stage 0
@@ -215,7 +215,7 @@ def test_colours_are_for_terminals_that_want_them(capsys: pytest.CaptureFixture[
     assert without_codes == [piped.replace("pipe,data.", "pipe,data; a colour for each pipe."), piped]
 
 
-def test_a_closed_pipe_ends_it_quietly(tmp_path: Path) -> None:
+def test_a_closed_pipe_causes_no_error(tmp_path: Path) -> None:
     picture = tmp_path / "layout.png"
     command = f"{sys.executable} -m ds_topo show data=64,pipe=2 --groups --png {picture} | head -1"
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
@@ -224,7 +224,7 @@ def test_a_closed_pipe_ends_it_quietly(tmp_path: Path) -> None:
     assert picture.exists()
 
 
-def test_it_needs_no_torch() -> None:
+def test_show_does_not_import_torch() -> None:
     code = (
         "import sys; from ds_topo.cli import main\n"
         "main(['show', 'pipe=2,data=-1', '--hosts', '2', '--slots', '4', '--groups'])\n"
@@ -235,7 +235,7 @@ def test_it_needs_no_torch() -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_help_imports_next_to_nothing() -> None:
+def test_help_does_not_import_heavy_packages() -> None:
     code = (
         "import sys; from ds_topo.cli import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
@@ -249,7 +249,7 @@ def test_help_imports_next_to_nothing() -> None:
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
-def test_pictures_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_pictures_are_written_and_reproducible(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     svg, png = tmp_path / "a.svg", tmp_path / "a.png"
     where = ("--hosts", "2", "--slots", "4")
     run(capsys, "pipe=2,data=4", *where, "--svg", str(svg), "--png", str(png), "--links", "pipe")
@@ -268,11 +268,11 @@ def test_pictures_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path
         ("pipe=2,data=4", 2, 4, "pipe", 0, 4),
         ("pipe=2,data=4", 2, 4, "data", 6, 0),
         ("data=4,pipe=2", 2, 4, "data", 4, 2),
-        # with many ranks rank 0's group alone
+        # with many ranks, only rank 0's group
         ("pipe=4,data=128", 64, 8, "pipe", 0, 3),
     ],
 )
-def test_the_links_of_an_axis_are_drawn(spec: str, hosts: int, slots: int, axis: str, inside: int, across: int) -> None:
+def test_links_of_an_axis_are_drawn(spec: str, hosts: int, slots: int, axis: str, inside: int, across: int) -> None:
     from matplotlib.collections import LineCollection
 
     view = LayoutView.of(spec, HostMap.block(Hosts.uniform(hosts, slots)))
@@ -291,7 +291,7 @@ def test_ranks_are_coloured_by_stage() -> None:
     assert tuple(colors[0]) != tuple(colors[1])
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- refused arguments -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -316,17 +316,20 @@ def test_ranks_are_coloured_by_stage() -> None:
         (["pip=2,data=2"], "axis 'pip' has no meaning here: did you mean 'pipe'?"),
         (["data=2", "--links", "expert"], "axis 'expert' is not in the topology"),
         (["data=2", "--links", "pipe"], "axis 'pipe' is not in the topology"),
-        (["data=2", "pipe=4"], "only layouts of as many ranks can be compared: data=2 has 2, pipe=4 has 4"),
-        (["data=2", "data=2", "data=2"], "one is shown, two are compared"),
+        (
+            ["data=2", "pipe=4"],
+            "same number of ranks can be compared: data=2 has 2, pipe=4 has 4",
+        ),
+        (["data=2", "data=2", "data=2"], "give one to show it, or two to compare them"),
         (["data=2", "--png", "/nowhere/a.png"], "picture '/nowhere/a.png' cannot be written"),
         (["nowhere.json"], "config 'nowhere.json' cannot be read"),
     ],
 )
-def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_malformed_arguments_raise(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert message in fail(capsys, *arguments)
 
 
-def test_pictures_say_what_they_need(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_need_matplotlib(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: :class:`Cluster`, for tests and benchmarks that need a real link between ranks.
+"""Simulate several hosts on one machine, for tests and benchmarks that need a real link between ranks.
 
 with Cluster(hosts=2, rate="1gbit") as cluster:
     times = cluster.run_ranks(measure, ranks_per_host=1)

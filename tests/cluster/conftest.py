@@ -1,4 +1,4 @@
-"""The fixture of virtual hosts, which skips where there can be none."""
+"""The fixture that starts virtual hosts, and skips a test if this machine cannot run them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from tests.cluster import Cluster, missing_requirement
 
 REQUIRE = "DS_TOPO_REQUIRE_CLUSTER"
-"""Set to 1, this environment variable makes a missing requirement a failure."""
+"""An environment variable: if it is 1, a missing requirement is a failure instead of a skip."""
 
 
 @pytest.fixture
 def start_cluster() -> Iterator[Callable[..., Cluster]]:
-    """``start_cluster(hosts=2, rate="1gbit", tools=["srun"])``: a running cluster, which ends with the test."""
+    """``start_cluster(hosts=2, rate="1gbit", tools=["srun"])`` starts a cluster that ends with the test."""
     with ExitStack() as stack:
 
         def start(hosts: int = 2, rate: str | None = None, tools: tuple[str, ...] = ("pdsh",)) -> Cluster:

@@ -1,4 +1,4 @@
-"""``ds-topo`` on a rank with something wrong in it: ``python -m tests.cluster.faulty_rank FAULT check SPEC ...``."""
+"""Run ``ds-topo`` on a rank with a fault: ``python -m tests.cluster.faulty_rank FAULT check SPEC ...``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ds_topo.cli import main
 
 
 def other_version() -> None:
-    """Another version of torch."""
+    """Report another version of torch."""
     torch.__version__ = "2.12.0"
 
 
 def wrong_sums() -> None:
-    """Sums that are wrong on this rank alone."""
+    """Make sums wrong on this rank alone."""
     right = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -32,7 +32,7 @@ def wrong_sums() -> None:
 
 
 def wrong_parts() -> None:
-    """Something wrong in what this rank adds to sums, which all see."""
+    """Make this rank's contribution to sums wrong; every rank receives the wrong sum."""
     right = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
@@ -44,7 +44,7 @@ def wrong_parts() -> None:
 
 
 def wrong_products() -> None:
-    """A multiplication that is wrong once in a while."""
+    """Make every fifth matrix product wrong."""
     right = torch.Tensor.__matmul__
     calls: list[int] = []
 
@@ -57,12 +57,12 @@ def wrong_products() -> None:
 
 
 def dies() -> None:
-    """Ends in the middle of the check."""
+    """Exit in the middle of the check."""
     _instead_of_all_reduce(sys.exit)
 
 
 def hangs() -> None:
-    """Does not go on in the middle of the check."""
+    """Hang in the middle of the check."""
     _instead_of_all_reduce(lambda: time.sleep(600))
 
 

@@ -1,4 +1,4 @@
-"""A rank that joins its job through ds_topo and says how."""
+"""Join a job through ds_topo, and print the rank and the network interface."""
 
 from __future__ import annotations
 

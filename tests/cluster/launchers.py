@@ -13,10 +13,10 @@ from typing import Any
 from tests.cluster.virtual_hosts import Cluster, Host
 
 LAUNCHERS = ("pdsh", "no_ssh", "torchrun", "srun", "openmpi", "slurm")
-"""``pdsh``, ``openmpi``, ``slurm`` are DeepSpeed's ``--launcher``, ``no_ssh`` is its option; the others stand alone."""
+"""``pdsh``, ``openmpi``, ``slurm`` are values of DeepSpeed's ``--launcher``, ``no_ssh`` is its option."""
 SLURM_LAUNCHERS = ("srun", "slurm")
 VARIABLES = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-"""What every rank needs on a CPU; ``GLOO_SOCKET_IFNAME`` is not among it."""
+"""The variables that every rank needs on a CPU; ``GLOO_SOCKET_IFNAME`` is left for ds_topo to set."""
 _FORWARDED = ("PATH", "HOME", "PYTHONPATH", "TORCH_EXTENSIONS_DIR")
 _AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
@@ -33,8 +33,8 @@ def start_job(
 ) -> list[subprocess.Popen[Any]]:
     """Start ``python *job`` in ``folder`` on ``slots`` ranks of every host; return the launcher's processes.
 
-    A launcher that is started on each host has one process for each, the others have one. ``options`` are the
-    launcher's own.
+    A launcher that must be started on each host returns one process per host; the others return one process.
+    ``options`` are passed to the launcher.
     """
     hosts, count = cluster.hosts, len(cluster.hosts)
     _write_files(hosts, folder, slots, env or {})
@@ -69,7 +69,7 @@ def start_job(
 
 
 def finish(processes: Sequence[subprocess.Popen[Any]], timeout: float = 240.0) -> str:
-    """Wait for the end of a job; return what it wrote. RuntimeError with that if it failed or did not end."""
+    """Wait for the end of a job; return its output. Raise RuntimeError with the output if it failed or did not end."""
     end = time.monotonic() + timeout
     output = "".join(_output_until(end, process) for process in processes)
     codes = [process.returncode for process in processes]
@@ -79,7 +79,7 @@ def finish(processes: Sequence[subprocess.Popen[Any]], timeout: float = 240.0) -
 
 
 def _output_until(end: float, process: subprocess.Popen[Any]) -> str:
-    """What it wrote until it ended, or until then: ranks may outlive a launcher and keep its output open."""
+    """Return the output until the process or the time ends: ranks may outlive a launcher and keep its output open."""
     try:
         return str(process.communicate(timeout=max(0.1, end - time.monotonic()))[0])
     except subprocess.TimeoutExpired as late:
@@ -90,7 +90,7 @@ def _output_until(end: float, process: subprocess.Popen[Any]) -> str:
 
 def _write_files(hosts: Sequence[Host], folder: Path, slots: int, env: Mapping[str, str]) -> None:
     (folder / "hosts").write_text("".join(f"{host.name} slots={slots}\n" for host in hosts))
-    # pdsh forwards few variables; DeepSpeed exports those of this file on every host.
+    # pdsh forwards few variables; DeepSpeed exports the variables in this file on every host.
     paths = {name: os.environ[name] for name in _FORWARDED if name in os.environ}
     exports = {**VARIABLES, **paths, **env}
     (folder / ".deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in exports.items()))

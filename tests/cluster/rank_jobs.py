@@ -1,4 +1,4 @@
-"""Start ranks on the hosts of a cluster, as torchrun would, and collect what they return."""
+"""Start ranks on the hosts of a cluster, as torchrun would, and collect their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MASTER_PORT = 29500
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "eth0"}
 OUTPUT_TAIL = 6000
-"""Characters of a rank's output that an error shows."""
+"""The number of characters of a rank's output that an error shows."""
 
 
 def call_on_ranks(
@@ -37,7 +37,7 @@ def call_on_ranks(
         call = Path(folder, "call")
         call.write_bytes(pickle.dumps((_module_name(function), function.__qualname__, list(args))))
         command = [sys.executable, "-m", "tests.cluster.rank_main", str(call), str(time.monotonic() + timeout)]
-        # A rank that hangs ends itself then and shows where it was; the grace leaves time for that.
+        # A rank that hangs prints its stack at the deadline and exits; the grace period leaves time for that.
         environment = {**env, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         command_on_ranks(hosts, command, ranks_per_host, environment, timeout + GRACE_SECONDS)
         world = range(len(hosts) * ranks_per_host)
@@ -49,7 +49,7 @@ def command_on_ranks(
 ) -> list[str]:
     """Run one command per rank; return each rank's output, standard error included."""
     if ranks_per_host < 1:
-        raise ValueError(f"ranks_per_host={ranks_per_host}: at least one rank per host")
+        raise ValueError(f"ranks_per_host={ranks_per_host}: give at least one rank per host")
     if not hosts:
         raise RuntimeError("the cluster is not running: use it in a with statement")
     world_size = len(hosts) * ranks_per_host
@@ -86,7 +86,7 @@ def command_on_ranks(
 
 
 def rank_environment(rank: int, world_size: int, ranks_per_host: int, master_address: str) -> dict[str, str]:
-    """The variables that torchrun, and DeepSpeed's launcher with LOCAL_SIZE, set for a rank."""
+    """Return the variables that torchrun sets for a rank, and LOCAL_SIZE, which DeepSpeed's launcher sets."""
     local_size = str(ranks_per_host)
     return {
         "RANK": str(rank),
@@ -101,7 +101,7 @@ def rank_environment(rank: int, world_size: int, ranks_per_host: int, master_add
 
 
 def _wait_for_all(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> list[int | None]:
-    """Exit codes, None for a rank that still ran at the end; after a failure the others have only the grace left."""
+    """Return exit codes, None for a running rank. After the first failure, wait only for the grace period."""
     end = time.monotonic() + timeout
     running = {os.pidfd_open(process.pid): process for process in processes}
     try:
@@ -119,7 +119,7 @@ def _wait_for_all(processes: Sequence[subprocess.Popen[Any]], timeout: float) ->
 
 
 def _module_name(function: Callable[..., Any]) -> str:
-    """The name to import ``function`` by, also where its module runs as ``python -m name``."""
+    """Return the name of the function's module, also if the module runs as ``python -m name``."""
     if "<" in function.__qualname__:
         raise ValueError(f"function={function.__qualname__}: ranks import it by name; define it at module level")
     if function.__module__ != "__main__":

@@ -1,4 +1,4 @@
-"""One rank of ``Cluster.run_ranks``: join the process group, call the function, leave the result in a file."""
+"""Run one rank of ``Cluster.run_ranks``: join the process group, call the function, write the result to a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def main(call: Path, end: float) -> None:
-    """Call the function that the file names; ``end`` is a time of the clock that all processes of the machine share."""
+    """Call the function that the file names, until the time ``end`` of the machine's monotonic clock."""
     timeout = max(0.1, end - time.monotonic())
     faulthandler.dump_traceback_later(timeout, exit=True)
     import torch
@@ -31,7 +31,7 @@ def main(call: Path, end: float) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
     result = function(*args)
     call.with_name(f"result{os.environ['RANK']}").write_bytes(pickle.dumps(result))
-    # No rank takes its process group or the store away while another still needs them.
+    # No rank destroys its process group or the store while another rank still needs them.
     dist.barrier()
     dist.destroy_process_group()
 

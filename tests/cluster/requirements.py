@@ -1,4 +1,4 @@
-"""Whether this machine can hold a cluster of virtual hosts, and what it lacks."""
+"""Check what this machine lacks to run virtual hosts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,9 @@ import sys
 from collections.abc import Iterable
 from functools import lru_cache
 
-import pytest
-
 TOOLS = ("hostname", "ip", "mount", "nsenter", "setpriv", "ssh", "ssh-keygen", "sshd", "tc", "unshare")
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"])
-"""Where the tools are looked for: sshd, ip and tc are often in folders that a user's PATH leaves out."""
-
-ON_DEMAND = "DS_TOPO_EVERY_LAUNCHER"
-"""Set to 1, this environment variable adds every launcher, signal and fault to the few that always run."""
-on_demand = pytest.mark.skipif(os.environ.get(ON_DEMAND) != "1", reason=f"on demand: {ON_DEMAND}=1")
+"""The path for the tools: a user's PATH often lacks the folders of sshd, ip and tc."""
 
 _PROBE = """set -e
 ip link add bridge type bridge
@@ -27,7 +21,7 @@ tc qdisc add dev port0 root tbf rate 1gbit burst 256kb latency 50ms
 
 
 def missing_requirement(more_tools: Iterable[str] = ()) -> str | None:
-    """Why a cluster cannot run here, or None if it can."""
+    """Return the reason why a cluster cannot run here, or None if it can."""
     absent = [tool for tool in (*TOOLS, *more_tools) if shutil.which(tool, path=SEARCH_PATH) is None]
     if absent:
         packages = "iproute2 openssh-server pdsh util-linux; for some tests slurm-wlm, faketime, openmpi-bin"

@@ -1,6 +1,6 @@
-"""A real Slurm over the virtual hosts: slurmctld on the first, slurmd on each, up in a second or two.
+"""Start a real Slurm on the virtual hosts: slurmctld on the first and slurmd on each, in a second or two.
 
-It needs neither munge nor cgroups; all of its state is in the hosts' own ``/run``, so that it ends with the cluster.
+It needs neither munge nor cgroups. All of its state is in the hosts' own ``/run`` and ends with the cluster.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.cluster.virtual_hosts import Cluster
 
 SLURM_TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "sinfo")
-READY_SECONDS = 30.0
+READY_SECONDS = 60.0
 
 _CONFIGURATION = """
 ClusterName=virtual
@@ -47,7 +47,7 @@ def start_slurm(cluster: Cluster, folder: Path) -> dict[str, str]:
     (folder / "slurm.conf").write_text(configuration)
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     variables = {"SLURM_CONF": str(folder / "slurm.conf")}
-    # forked by their hosts' own processes: they outlive nsenter, and end with the host
+    # the daemons survive nsenter and end with the host
     cluster.hosts[0].run(["sh", "-c", "mkdir -p /run/slurmctld && slurmctld -c"], env=variables)
     for host in cluster.hosts:
         host.run(["sh", "-c", "mkdir -p /run/slurmd && slurmd -c"], env=variables)

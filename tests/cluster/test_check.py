@@ -1,4 +1,4 @@
-"""``ds-topo check`` on virtual hosts: it finds what is wrong with them, and names host and rank."""
+"""``ds-topo check`` finds faults of virtual hosts, and names the host and rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from tests.cluster import Cluster
 from tests.cluster.launchers import VARIABLES, finish, start_job
 from tests.cluster.rank_jobs import rank_environment
-from tests.cluster.requirements import on_demand
 from tests.cluster.slurm import SLURM_TOOLS, start_slurm
 
 StartCluster = Callable[..., Cluster]
@@ -32,7 +31,7 @@ def check(
     env_of: Mapping[int, Mapping[str, str]] | None = None,
     missing: Sequence[int] = (),
 ) -> tuple[int, str, dict[str, Any]]:
-    """Run it on all ranks; return rank 0's exit code, output and JSON. Single ranks may differ from the others."""
+    """Run the check on all ranks, some with other settings; return rank 0's exit code, output and JSON."""
     world = len(cluster.hosts) * ranks_per_host
     processes: list[subprocess.Popen[Any]] = []
     for rank in range(world):
@@ -41,7 +40,7 @@ def check(
         start = ["-m", "tests.cluster.faulty_rank", faulty[rank]] if rank in (faulty or {}) else ["-m", "ds_topo"]
         own = (spec_of or {}).get(rank, spec)
         variables = rank_environment(rank, world, ranks_per_host, cluster.hosts[0].address)
-        # set on the host: libfaketime leaves a file in /dev/shm of whatever it is preloaded to
+        # set on the host: libfaketime leaves a file in /dev/shm for each process that preloads it
         own_variables = [f"{name}={value}" for name, value in (env_of or {}).get(rank, {}).items()]
         command = [sys.executable, *start, "check", own, "--json", str(folder / f"{rank}.json"), *options]
         processes.append(
@@ -67,8 +66,8 @@ def only_fault(content: Mapping[str, Any]) -> dict[str, Any]:
     return dict(fault)
 
 
-@on_demand
-def test_a_healthy_cluster_has_no_fault(
+@pytest.mark.exhaustive
+def test_check_of_healthy_hosts_reports_no_fault(
     start_cluster: StartCluster, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     cluster = start_cluster(hosts=2, rate="200mbit", tools=())
@@ -82,12 +81,12 @@ def test_a_healthy_cluster_has_no_fault(
     assert content["axes"]["pipe"]["hosts"] == [2, 2]
     assert content["axes"]["data"]["hosts"] == [1, 1]
     assert content["rounds"] == {"played": 1, "all": 1}
-    # what tc lets through is a limit; how close it comes is reported
+    # the rate of tc is an upper limit; the report shows how close the link comes to it
     assert content["across"]["bandwidth"] * 8 < 1.1 * 200e6
     record_property("share of tc's rate", content["across"]["bandwidth"] * 8 / 200e6)
 
 
-def test_a_link_at_a_tenth_is_found(start_cluster: StartCluster, tmp_path: Path) -> None:
+def test_check_finds_a_slow_link(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=3, rate="200mbit", tools=())
     cluster.set_rate_of(2, "20mbit")
     code, output, content = check(cluster, tmp_path, "data=-1")
@@ -98,15 +97,15 @@ def test_a_link_at_a_tenth_is_found(start_cluster: StartCluster, tmp_path: Path)
     assert content["rounds"] == {"played": 3, "all": 3}
 
 
-@on_demand
-def test_both_of_two_slow_links_are_found_by_what_is_expected(start_cluster: StartCluster, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_check_finds_two_slow_links_by_the_expected_rate(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, rate="20mbit", tools=())
     code, output, content = check(cluster, tmp_path, "data=-1", "--expect", "200mbit")
     assert code == 1, output
     assert [fault["hosts"] for fault in content["faults"]] == [["host0"], ["host1"]]
 
 
-def test_a_clock_that_is_off_is_found(start_cluster: StartCluster, tmp_path: Path) -> None:
+def test_check_finds_a_wrong_clock(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=("faketime",))
     ahead = {"LD_PRELOAD": str(LIBFAKETIME), "FAKETIME": "+300s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
     code, output, content = check(cluster, tmp_path, "data=-1", "--slow", "0.01", env_of={1: ahead})
@@ -116,8 +115,8 @@ def test_a_clock_that_is_off_is_found(start_cluster: StartCluster, tmp_path: Pat
     assert content["clocks"]["host1"] == pytest.approx(300, abs=30)
 
 
-@on_demand
-def test_another_version_is_found(start_cluster: StartCluster, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_check_finds_a_different_version(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=3, tools=())
     code, output, content = check(cluster, tmp_path, "data=-1", "--slow", "0.01", faulty={1: "other_version"})
     assert code == 1, output
@@ -126,7 +125,7 @@ def test_another_version_is_found(start_cluster: StartCluster, tmp_path: Path) -
     assert "but 2.12.0 on host1 (rank 1)" in output
 
 
-def test_another_topology_is_found_before_anything_hangs(start_cluster: StartCluster, tmp_path: Path) -> None:
+def test_check_finds_a_different_topology_without_a_hang(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=())
     other = {2: "data=2,pipe=2", 3: "data=2,pipe=2"}
     code, output, content = check(cluster, tmp_path, "pipe=2,data=2", ranks_per_host=2, spec_of=other)
@@ -141,11 +140,13 @@ def test_another_topology_is_found_before_anything_hangs(start_cluster: StartClu
     ("fault", "spec"),
     [
         ("wrong_parts", "data=4"),
-        pytest.param("wrong_sums", "pipe=2,data=2", marks=on_demand),
-        pytest.param("wrong_products", "pipe=2,data=2", marks=on_demand),
+        pytest.param("wrong_sums", "pipe=2,data=2", marks=pytest.mark.exhaustive),
+        pytest.param("wrong_products", "pipe=2,data=2", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_rank_with_wrong_results_is_found(fault: str, spec: str, start_cluster: StartCluster, tmp_path: Path) -> None:
+def test_check_finds_a_rank_with_wrong_results(
+    fault: str, spec: str, start_cluster: StartCluster, tmp_path: Path
+) -> None:
     cluster = start_cluster(hosts=2, tools=())
     code, output, content = check(cluster, tmp_path, spec, "--slow", "0.01", ranks_per_host=2, faulty={3: fault})
     assert code == 1, output
@@ -154,9 +155,9 @@ def test_a_rank_with_wrong_results_is_found(fault: str, spec: str, start_cluster
     assert "result: rank 3 on host1 gives wrong results" in output
 
 
-@on_demand
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", ["dies", "hangs"])
-def test_a_rank_that_does_not_go_on_is_found(fault: str, start_cluster: StartCluster, tmp_path: Path) -> None:
+def test_check_finds_a_rank_that_dies_or_hangs(fault: str, start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=())
     code, output, content = check(cluster, tmp_path, "data=-1", "--timeout", "8", faulty={1: fault})
     assert code == 1, output
@@ -166,16 +167,16 @@ def test_a_rank_that_does_not_go_on_is_found(fault: str, start_cluster: StartClu
     assert named[0]["hosts"] == ["host1"]
 
 
-@on_demand
-def test_a_rank_that_does_not_come_is_found(start_cluster: StartCluster, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_check_finds_a_missing_rank(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=3, tools=())
     code, output, _ = check(cluster, tmp_path, "data=-1", "--timeout", "6", missing=[1])
     assert code == 1
     assert "1 of 3 ranks did not come within 0:00:05.400000: 1. These came, host0: 0; host2: 2" in output
 
 
-@on_demand
-def test_under_launchers_and_against_their_hosts(start_cluster: StartCluster, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_check_runs_under_launchers_and_compares_hosts(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=("pdsh", *SLURM_TOOLS))
     variables = start_slurm(cluster, tmp_path)
     job = ["-m", "ds_topo", "check", "pipe=2,data=-1", "--slow", "0.01"]

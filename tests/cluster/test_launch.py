@@ -1,4 +1,4 @@
-"""A job over two hosts, launched as a user would: it trains as on one host, and ends with its launcher."""
+"""Jobs over two hosts train as on one host under every launcher, and end with their launcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,49 +18,36 @@ import pytest
 
 from tests.cluster import Cluster
 from tests.cluster.launchers import LAUNCHERS, SLURM_LAUNCHERS, VARIABLES, finish, start_job
-from tests.cluster.requirements import on_demand
 from tests.cluster.slurm import SLURM_TOOLS, start_slurm
+from tests.support.example_jobs import SMALL, record_in, run_main
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 
 StartCluster = Callable[..., Cluster]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 WAITING_RANK = Path(__file__).with_name("waiting_rank.py")
 JOINING_RANK = Path(__file__).with_name("joining_rank.py")
-OPTIONS = ["--topology", "pipe=2,data=2", "--steps", "3", "--continuation", "12"]
-OPTIONS += ["--batch-size", "16", "--context", "16", "--width", "32", "--depth", "2"]
+OPTIONS = [*SMALL, "--topology", "pipe=2,data=2", "--steps", "3", "--continuation", "12"]
 TOOLS = {"pdsh": ("pdsh",), "openmpi": ("mpirun", "ompi_info"), "srun": SLURM_TOOLS, "slurm": SLURM_TOOLS}
 START_SECONDS, END_SECONDS = 180.0, 60.0
 
 
-def _always_first(cases: Sequence[Any], always: Sequence[Any]) -> list[Any]:
-    """All cases; those besides ``always`` on demand."""
-    others = [case if isinstance(case, tuple) else (case,) for case in cases if case not in always]
-    return [*always, *(pytest.param(*case, marks=on_demand) for case in others)]
-
-
-def _train_gpt(out: str) -> None:
-    import train_gpt
-
-    sys.argv = [str(EXAMPLE), *OPTIONS, "--out", out]
-    train_gpt.main()
-
-
 def _losses(out: Path) -> list[float]:
-    record = json.loads((out / "history.json").read_text())
+    record = record_in(out)
     return [*(row["loss"] for row in record["history"]), record["validation_loss"]]
 
 
 @pytest.fixture(scope="module")
 def losses_on_one_host(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The reference; it also compiles DeepSpeed's extension, once, before ranks of two hosts would wait for it."""
+    """Train on one host, for the reference; this also compiles DeepSpeed's extension before two hosts need it."""
     out = tmp_path_factory.mktemp("alone")
-    run_ranks(4, _train_gpt, str(out))
+    run_ranks(4, run_main, EXAMPLE.stem, *OPTIONS, "--out", str(out))
     return _losses(out)
 
 
 @pytest.fixture
 def start_hosts(start_cluster: StartCluster, tmp_path: Path) -> Callable[[str], tuple[Cluster, dict[str, str]]]:
-    """Two hosts with what a launcher needs, and its variables."""
+    """Start two hosts with the tools of a launcher; return them and the launcher's variables."""
 
     def start(launcher: str) -> tuple[Cluster, dict[str, str]]:
         cluster = start_cluster(hosts=2, tools=TOOLS.get(launcher, ()))
@@ -68,8 +56,8 @@ def start_hosts(start_cluster: StartCluster, tmp_path: Path) -> Callable[[str], 
     return start
 
 
-@pytest.mark.parametrize("launcher", _always_first(LAUNCHERS, always=["pdsh", "torchrun", "srun"]))
-def test_two_hosts_train_as_one_does(
+@pytest.mark.parametrize("launcher", mark_exhaustive(LAUNCHERS, lambda _, launcher: launcher == "pdsh"))
+def test_two_hosts_train_as_one_host(
     launcher: str, start_hosts: Callable[..., Any], losses_on_one_host: list[float], tmp_path: Path
 ) -> None:
     cluster, variables = start_hosts(launcher)
@@ -87,12 +75,12 @@ def test_two_hosts_train_as_one_does(
 
 
 def _processes_with(marker: str) -> dict[int, str]:
-    """Processes whose command line has this text, this one aside."""
+    """Find the other processes whose command line has this text."""
     found: dict[int, str] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         if marker in command and int(entry.name) != os.getpid():
             found[int(entry.name)] = command
@@ -100,7 +88,7 @@ def _processes_with(marker: str) -> dict[int, str]:
 
 
 def _launcher_pid(process: subprocess.Popen[Any]) -> int:
-    """The launcher itself, below the ``nsenter`` that put it on its host."""
+    """Return the launcher's process, a child of the ``nsenter`` that put it on its host."""
     return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
 
 
@@ -113,16 +101,13 @@ def _wait_for_ranks(folder: Path, count: int, processes: list[subprocess.Popen[A
         time.sleep(0.1)
 
 
-KILLED = [
-    (launcher, number)
-    for launcher in ("one host", "pdsh", "no_ssh", "torchrun", "srun", "openmpi")
-    for number in (signal.SIGTERM, signal.SIGINT)
-]
-
-
-@pytest.mark.parametrize(
-    ("launcher", "number"), _always_first(KILLED, always=[("one host", signal.SIGTERM), ("pdsh", signal.SIGTERM)])
+KILLED = mark_exhaustive(
+    product(("one host", "pdsh", "no_ssh", "torchrun", "srun", "openmpi"), (signal.SIGTERM, signal.SIGINT)),
+    default=lambda _, case: case in (("one host", signal.SIGINT), ("pdsh", signal.SIGTERM)),
 )
+
+
+@pytest.mark.parametrize(("launcher", "number"), KILLED)
 def test_a_killed_launcher_leaves_no_rank(
     launcher: str, number: signal.Signals, start_hosts: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -136,10 +121,10 @@ def test_a_killed_launcher_leaves_no_rank(
         processes = start_job(cluster, launcher, job, tmp_path, env=variables)
     _wait_for_ranks(tmp_path, 2 if launcher == "one host" else 4, processes)
 
-    # Of launchers that are started on every host one is killed: its ranks, and with them the others', must end.
+    # One launcher is killed, even if each host has its own: its ranks and those of the other host must end.
     launcher_pid = _launcher_pid(processes[0])
     os.kill(launcher_pid, number)
-    if launcher == "srun" and number == signal.SIGINT:  # the first makes it report; it goes on
+    if launcher == "srun" and number == signal.SIGINT:  # the first SIGINT only makes srun print its state
         time.sleep(0.3)
         os.kill(launcher_pid, number)
     end = time.monotonic() + END_SECONDS
@@ -154,8 +139,15 @@ def test_a_killed_launcher_leaves_no_rank(
 # -- joining -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
+def test_ranks_of_two_hosts_join(launcher: str, start_hosts: Callable[..., Any], tmp_path: Path) -> None:
+    cluster, variables = start_hosts(launcher)
+    output = finish(start_job(cluster, launcher, [str(JOINING_RANK)], tmp_path, env=variables))
+    assert sorted(re.findall(r"joined 4 as (\d)", output)) == ["0", "1", "2", "3"]
+
+
 def _join(cluster: Cluster, folder: Path) -> list[tuple[int, str]]:
-    """Join one rank on each of two hosts by torchrun; exit code and output of each."""
+    """Join one rank on each of two hosts by torchrun; return the exit code and output of each."""
     torchrun = str(Path(sys.executable).with_name("torchrun"))
     parts = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "host0"]
     processes = [
@@ -173,8 +165,8 @@ def _join(cluster: Cluster, folder: Path) -> list[tuple[int, str]]:
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
-def test_hosts_whose_names_mean_themselves_can_join(start_cluster: StartCluster, tmp_path: Path) -> None:
-    """Debian's ``127.0.1.1 host1`` makes gloo bind to the loopback address, where nobody else reaches it."""
+def test_hosts_whose_names_resolve_to_loopback_join(start_cluster: StartCluster, tmp_path: Path) -> None:
+    """Debian's ``127.0.1.1 host1`` makes gloo bind to the loopback address, which other hosts cannot reach."""
     cluster = start_cluster(hosts=2, tools=())
     for host in cluster.hosts:
         change = f"grep -v {host.name} /etc/hosts > /run/hosts; echo 127.0.1.1 {host.name} >> /run/hosts"
@@ -184,15 +176,15 @@ def test_hosts_whose_names_mean_themselves_can_join(start_cluster: StartCluster,
         assert re.search("joined 2 as [01], interface eth0", output)
 
 
-def test_an_unresolvable_master_is_named(start_cluster: StartCluster, tmp_path: Path) -> None:
+def test_error_names_unresolvable_master(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=1, tools=())
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere", "MASTER_PORT": "29500"}
     with pytest.raises(RuntimeError, match=r"MASTER_ADDR='nowhere' \(rank 1 on host0.* cannot be resolved"):
         cluster.hosts[0].run([sys.executable, str(JOINING_RANK)], env={**VARIABLES, **variables})
 
 
-@on_demand
-def test_a_rank_that_does_not_come_is_named(start_cluster: StartCluster, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_error_names_missing_rank(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=())
     variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "host0", "MASTER_PORT": "29500", **VARIABLES}
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -214,8 +206,8 @@ def test_a_rank_that_does_not_come_is_named(start_cluster: StartCluster, tmp_pat
         )
 
 
-@on_demand
-def test_a_slurm_job_without_srun_says_how_to_start(start_cluster: StartCluster, tmp_path: Path) -> None:
+@pytest.mark.exhaustive
+def test_slurm_job_without_srun_raises_with_commands(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=SLURM_TOOLS)
     variables = start_slurm(cluster, tmp_path)
     command = ["salloc", "-N", "2", sys.executable, str(JOINING_RANK)]

@@ -1,4 +1,4 @@
-"""Virtual hosts are apart, reach each other by name, have links of the asked speed, and vanish."""
+"""Virtual hosts are isolated, reach each other by name, have links of a given rate, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -58,17 +59,19 @@ def test_ranks_are_numbered_host_by_host_and_join_one_group(start_cluster: Start
     ]
 
 
-def test_a_failure_and_a_hang_show_every_rank(start_cluster: StartCluster) -> None:
+def test_failures_and_hangs_show_output_of_every_rank(start_cluster: StartCluster) -> None:
     cluster = start_cluster(hosts=2)
+    started = time.monotonic()
     accounts = r"(?s)rank 0 on host0.*rank 1 on host1.*assert \[1\] == \[7\].*the last rank is unhappy"
     with pytest.raises(RankFailure, match=accounts):
         cluster.run_ranks(_fail_on_last)
+    seconds = time.monotonic() - started  # includes the start of ranks, which is slow on a busy machine
     with pytest.raises(RankFailure, match=r"(?s)rank 0 on host0.*Timeout.*in _wait_for_nobody"):
-        cluster.run_ranks(_wait_for_nobody, timeout=6)
+        cluster.run_ranks(_wait_for_nobody, timeout=max(6.0, 2 * seconds))
     assert "_wait_for_nobody" not in cluster.hosts[0].run(["ps", "ax"])
 
 
-def test_hosts_reach_each_other_over_ssh_and_share_neither_names_nor_memory(start_cluster: StartCluster) -> None:
+def test_hosts_connect_by_ssh_and_have_separate_names_and_memory(start_cluster: StartCluster) -> None:
     cluster = start_cluster(hosts=3)
     first = cluster.hosts[0]
     for host in cluster.hosts:
@@ -79,9 +82,7 @@ def test_hosts_reach_each_other_over_ssh_and_share_neither_names_nor_memory(star
     assert set(first.run(["cat", "/proc/net/dev"]).split()) >= {"eth0:", "lo:"}
 
 
-def test_a_shaped_link_carries_the_payload_at_its_rate(
-    start_cluster: StartCluster, record_property: Callable[[str, object], None]
-) -> None:
+def test_limited_link_has_its_rate(start_cluster: StartCluster, record_property: Callable[[str, object], None]) -> None:
     cluster = start_cluster(hosts=2, rate="50mbit")
     receive = "import socket; server = socket.create_server(('host1', 5000)); print('ready', flush=True)\n"
     receive += "c, _ = server.accept()\n"
@@ -127,8 +128,8 @@ def _watched(pids: list[int]) -> Iterator[list[int]]:
             os.close(descriptor)
 
 
-def test_nothing_survives_a_killed_owner(start_cluster: StartCluster, tmp_path: Path) -> None:
-    start_cluster(hosts=1)  # skips where there can be none
+def test_killed_owner_leaves_no_process(start_cluster: StartCluster, tmp_path: Path) -> None:
+    start_cluster(hosts=1)  # skips where virtual hosts cannot run
     source = """if True:
         import signal
         from tests.cluster import Cluster
@@ -144,7 +145,7 @@ def test_nothing_survives_a_killed_owner(start_cluster: StartCluster, tmp_path: 
             assert len(alive) == 4
             owner.kill()
             while alive:
-                gone = wait(alive, timeout=20)
+                gone = wait(alive, timeout=60)
                 assert gone, "processes of the cluster outlived the process that made it"
                 for descriptor in gone:
                     assert isinstance(descriptor, int)

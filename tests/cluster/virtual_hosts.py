@@ -1,10 +1,10 @@
-"""Virtual hosts: one process tree each, in namespaces of its own, joined by links whose speed can be set.
+"""Create virtual hosts: process trees in their own namespaces, joined by links of a given speed.
 
 Every host has its own network (``eth0`` and ``lo``), host name, mounts, processes and System V memory; ``/etc/hosts``,
-``/etc/ssh``, ``/dev/shm`` and ``/run`` are private, all other files are shared. Its first process is sshd, so that
-hosts reach each other by name over ssh without a password. The links meet in a bridge in one more network namespace.
-Nothing of the machine's own network is touched, and no process remains: the kernel kills a host's processes with its
-first one, and that one with the process that made the cluster, however it ended.
+``/etc/ssh``, ``/dev/shm`` and ``/run`` are private; all other files are shared. Its first process is sshd, so that
+hosts reach each other by name over ssh without a password. A bridge in another network namespace connects the links.
+The machine's own network stays unchanged, and no process remains: when the process that created the cluster ends, the
+kernel kills the first process of each host, and with it all others of the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.cluster.rank_jobs import call_on_ranks, command_on_ranks
 from tests.cluster.requirements import SEARCH_PATH
 
 BURST, LATENCY = "256kb", "50ms"
-READY_SECONDS = 20.0
+READY_SECONDS = 60.0
 ADDRESS = "10.77.0.{}"
 _NAMESPACES = ["--net", "--uts", "--mount", "--pid", "--ipc"]
 _DIE_WITH_PARENT = ["setpriv", "--pdeathsig", "KILL", "--"]
@@ -78,7 +78,7 @@ Host *
 
 
 class Host:
-    """One virtual host: its ``name``, its ``address``, and ``pid``, the machine's number of its first process."""
+    """A virtual host with its ``name``, ``address``, and ``pid``, the machine's ID of its first process."""
 
     def __init__(self, folder: Path, name: str, address: str) -> None:
         self.name, self.address, self.pid = name, address, 0
@@ -104,8 +104,8 @@ class Host:
     ) -> subprocess.Popen[Any]:
         """Start a command on this host; killing the returned process kills the command too.
 
-        ``env`` is added to the caller's environment, but for its ``GLOO_SOCKET_IFNAME``, which is of another host;
-        ``cwd`` is the caller's folder unless given, and ``options`` are Popen's.
+        ``env`` is added to the caller's environment without its ``GLOO_SOCKET_IFNAME``, which names an interface of
+        another host. ``cwd`` defaults to the caller's folder, and ``options`` are passed to Popen.
         """
         enter = ["nsenter", "--target", str(self.pid), *_NAMESPACES, "--", *_DIE_WITH_PARENT]
         folder = ["env", "-C", str(cwd or Path.cwd())]
@@ -145,13 +145,13 @@ class Host:
         return str(output)
 
     def bytes_sent(self) -> int:
-        """Bytes that left through ``eth0`` so far, from the kernel's own counter."""
+        """Return the bytes that left through ``eth0`` so far, from the kernel's counter."""
         lines = Path(f"/proc/{self.pid}/net/dev").read_text().splitlines()
         [counters] = [line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:")]
         return int(counters[8])
 
     def wait_until_isolated(self) -> None:
-        """Block until the first process is in its namespaces, and note its number."""
+        """Block until the first process is in its namespaces, and store its process ID."""
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
             raise self._failure("its namespaces could not be set up")
@@ -159,7 +159,7 @@ class Host:
         self.pid = int(children)
 
     def connect(self) -> None:
-        """Let the first process go on to bring up ``eth0``, which now exists, and become sshd."""
+        """Signal to the first process that ``eth0`` exists; it brings the interface up and becomes sshd."""
         assert self._process.stdin is not None
         self._process.stdin.write("connected\n")
         self._process.stdin.flush()
@@ -185,11 +185,11 @@ class Host:
 
 
 class Cluster:
-    """Virtual hosts ``host0``, ``host1``, ..., for the time of a ``with`` statement.
+    """Virtual hosts ``host0``, ``host1``, ... that exist while a ``with`` statement runs.
 
-    ``rate`` is the speed of every host's link in either direction, in tc's words (``"1gbit"``, ``"400mbit"``); None
-    leaves the links unshaped. Ranks of one host talk over ``lo``, which is never shaped. Enter and leave the cluster
-    in one thread: the hosts die with the thread that made them.
+    ``rate`` limits every host's link in each direction, in tc's notation (``"1gbit"``, ``"400mbit"``); None sets no
+    limit. Ranks of one host communicate over ``lo``, which has no limit. Enter and leave the cluster in one thread: the
+    hosts end with the thread that created them.
     """
 
     def __init__(self, hosts: int = 2, rate: str | None = None) -> None:
@@ -221,28 +221,28 @@ class Cluster:
         self._tear_down()
 
     def set_rate(self, rate: str | None) -> None:
-        """Shape both ends of every host's link to ``rate``, or take the limit away."""
+        """Limit both ends of every host's link to ``rate``; None removes the limit."""
         for index in range(len(self.hosts)):
             self.set_rate_of(index, rate)
         self.rate = rate
 
     def set_rate_of(self, index: int, rate: str | None) -> None:
-        """Shape both ends of one host's link."""
+        """Limit both ends of one host's link."""
         discipline = ["tbf", "rate", rate, "burst", BURST, "latency", LATENCY] if rate else ["noqueue"]
         shape = ["tc", "qdisc", "replace", "dev"]
         self._in_network_of(self.hosts[index].pid, *shape, "eth0", "root", *discipline)
         self._in_network_of(self._switch_pid, *shape, f"port{index}", "root", *discipline)
 
     def unplug(self, index: int) -> None:
-        """Cut the cable of one host; its processes go on."""
+        """Take down the link of one host; its processes continue."""
         self._in_network_of(self._switch_pid, "ip", "link", "set", f"port{index}", "down")
 
     def plug_in(self, index: int) -> None:
-        """Join the cable of one host again. Idempotent."""
+        """Bring the link of one host up again. Idempotent."""
         self._in_network_of(self._switch_pid, "ip", "link", "set", f"port{index}", "up")
 
     def bytes_sent(self) -> list[int]:
-        """Bytes that each host has sent to others so far."""
+        """Return the bytes that each host has sent to other hosts so far."""
         return [host.bytes_sent() for host in self.hosts]
 
     def run_ranks(

@@ -1,4 +1,4 @@
-"""A rank that joins its job through ds_topo, says so in a file, and then works until it is killed."""
+"""Join a job through ds_topo, touch a file, and communicate until killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the collectives refuse, with the dimension and what would do; ranks that disagree in debug mode."""
+"""Collectives refuse invalid arguments with the dimension and a remedy; debug mode names ranks that disagree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_topo import DisagreementError, collectives
+from ds_topo import collectives
+from ds_topo.errors import DisagreementError
 from tests.support.world import Worlds
 
 REFUSED: dict[str, tuple[str, Callable[[torch.Tensor, Any], Any]]] = {
@@ -30,7 +31,7 @@ def _refuse(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_errors_name_the_dimension_and_what_would_do(world: Worlds, case: str) -> None:
+def test_invalid_arguments_raise_with_a_remedy(world: Worlds, case: str) -> None:
     world(2).run(_refuse, case)
 
 
@@ -46,5 +47,5 @@ def _disagree() -> None:
         collectives.gather(torch.zeros(2, dtype=torch.float32 if rank else torch.float64), group)
 
 
-def test_ranks_that_disagree_are_named_in_debug_mode(world: Worlds) -> None:
+def test_debug_mode_names_ranks_that_disagree(world: Worlds) -> None:
     world(2).run(_disagree)

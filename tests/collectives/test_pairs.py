@@ -1,4 +1,4 @@
-"""Collectives with gradients: against one process that holds all ranks' tensors, and by numerical differentiation."""
+"""Collectives and their gradients equal one process that holds all ranks' tensors, and numerical derivatives."""
 
 from __future__ import annotations
 
@@ -64,10 +64,11 @@ DUALS = {
 }
 
 
-def _compare_with_one_process(topology: str, dtype: torch.dtype, name: str) -> None:
+def _compare_with_one_process(topology: str, dtype: torch.dtype) -> None:
     with PipelineParallelGrid(topology) as grid:
-        for dims in DIMS[name]:
-            _compare(grid.get_group("model"), grid.get_ranks("model"), dtype, name, dims)
+        for name, calls in DIMS.items():
+            for dims in calls:
+                _compare(grid.get_group("model"), grid.get_ranks("model"), dtype, name, dims)
 
 
 def _compare(group: Group, ranks: list[int], dtype: torch.dtype, name: str, dims: tuple[int, ...]) -> None:
@@ -88,13 +89,12 @@ def _compare(group: Group, ranks: list[int], dtype: torch.dtype, name: str, dims
     assert torch.equal(x.detach(), inputs[me])
 
 
-@pytest.mark.parametrize("name", DIMS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize(("world_size", "topology"), GRIDS)
 def test_forward_and_backward_equal_one_process(
-    world: Worlds, world_size: int, topology: str, dtype: torch.dtype, name: str
+    world: Worlds, world_size: int, topology: str, dtype: torch.dtype
 ) -> None:
-    world(world_size).run(_compare_with_one_process, topology, dtype, name)
+    world(world_size).run(_compare_with_one_process, topology, dtype)
 
 
 def _scatter_and_gather(dim: int, own: Callable[[Tensor], Tensor], x: Tensor, group: Group) -> Tensor:
@@ -120,7 +120,7 @@ WAYS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor, Group], Tensor]] =
 """From one replicated tensor to another, through every collective, with work of each rank's own between."""
 
 
-def _differentiate(topology: str, way: str, dtype: torch.dtype) -> None:
+def _differentiate(topology: str, dtype: torch.dtype) -> None:
     """All ranks perturb the same element at the same time, so that differences of values are true derivatives."""
     weight = torch.randn(64, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
 
@@ -128,21 +128,21 @@ def _differentiate(topology: str, way: str, dtype: torch.dtype) -> None:
         return torch.sin(x * weight.reshape(-1)[: x.numel()].view(x.shape))
 
     with PipelineParallelGrid(topology) as grid:
-        function = partial(WAYS[way], own, group=grid.get_group("model"))
-        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
-        assert gradcheck(function, (x.clone().requires_grad_(),))
-        if not dtype.is_complex:
-            x = x.clone().requires_grad_()
-            assert gradgradcheck(function, (x,), fast_mode=True, gen_non_contig_grad_outputs=False)
+        for way in WAYS:
+            function = partial(WAYS[way], own, group=grid.get_group("model"))
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(dtype)
+            assert gradcheck(function, (x.clone().requires_grad_(),)), way
+            if not dtype.is_complex:
+                x = x.clone().requires_grad_()
+                assert gradgradcheck(function, (x,), fast_mode=True, gen_non_contig_grad_outputs=False), way
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("world_size", "topology", "dtype"),
     [(*grid, torch.float64) for grid in GRIDS] + [(*GRIDS[0], torch.complex128)],
 )
-def test_numerical_derivatives(world: Worlds, world_size: int, topology: str, dtype: torch.dtype, way: str) -> None:
-    world(world_size).run(_differentiate, topology, way, dtype)
+def test_numerical_derivatives(world: Worlds, world_size: int, topology: str, dtype: torch.dtype) -> None:
+    world(world_size).run(_differentiate, topology, dtype)
 
 
 def _run(function: Callable[[Tensor], Any], **autocast: Any) -> tuple[Tensor, Tensor | None]:
@@ -182,7 +182,7 @@ def _in_torchs_mode(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_compile_checkpointing_and_autocast(world: Worlds, mode: str) -> None:
+def test_works_under_compile_checkpointing_and_autocast(world: Worlds, mode: str) -> None:
     world(2).run(_in_torchs_mode, mode)
 
 
@@ -196,5 +196,5 @@ def _count_in_a_group_of_one() -> None:
                 assert not counter.calls
 
 
-def test_a_group_of_one_is_free(world: Worlds) -> None:
+def test_group_of_one_returns_the_input_without_communication(world: Worlds) -> None:
     world(2).run(_count_in_a_group_of_one)

@@ -1,4 +1,4 @@
-"""References that the tests of engines share: trained by one process, once per session."""
+"""Fixtures of reference results: one process trains each model, once per session."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grid as every rank of big worlds sees it, over the ``fake`` backend, against DeepSpeed's grid and brute force."""
+"""Query grids on every rank of big worlds, over the ``fake`` backend; compare with DeepSpeed's grid and brute force."""
 
 from itertools import permutations
 from typing import Any
@@ -8,9 +8,10 @@ import pytest
 import torch.distributed as dist
 from deepspeed.runtime.pipe import topology as deepspeed_topology
 
-from ds_topo import ModelParallelUnit, PipelineParallelGrid, ProcessTopology
+from ds_topo import PipelineParallelGrid, ProcessTopology
 from ds_topo.engine.grid import SEQUENCE_QUERIES
 from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError, WorldSizeError
+from ds_topo.mpu.mpu import ModelParallelUnit
 from tests.support.fake_world import fake_world
 
 DENSE_ORDERS = list(permutations(("pipe", "data", "model")))
@@ -30,7 +31,7 @@ SPECS_OF_64_RANKS = [
 
 
 def peers(topology: ProcessTopology, rank: int, *axes: str) -> list[int]:
-    """Brute force: ranks, ascending, that differ from ``rank`` along these axes alone."""
+    """Return the ranks that differ from ``rank`` along these axes alone, ascending, by brute force."""
     own = topology.get_coord(rank)._asdict()
     return topology.filter_match(**{axis: index for axis, index in own.items() if axis not in axes})
 
@@ -174,7 +175,7 @@ SHARED_GROUPS = [
 
 
 def deepspeeds_grid(topology: Any) -> Any:
-    """DeepSpeed's grid over the process group that exists, without its own initialisation of one."""
+    """Return DeepSpeed's grid over the existing process group; it does not initialize another one."""
     with mock.patch.object(deepspeed_topology, "dist", dist), mock.patch("builtins.print"):
         return deepspeed_topology.PipelineParallelGrid(topology=topology)
 
@@ -203,7 +204,7 @@ def assert_grid_is_deepspeeds(ours: PipelineParallelGrid, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("axes", DENSE_ORDERS, ids="-".join)
-def test_dense_orders_answer_as_deepspeeds_grid(axes: tuple[str, ...]) -> None:
+def test_grid_answers_as_deepspeeds_grid(axes: tuple[str, ...]) -> None:
     topology = deepspeed_topology.ProcessTopology(
         list(axes), [{"pipe": 3, "data": 4, "model": 2}[axis] for axis in axes]
     )
@@ -218,15 +219,15 @@ def test_dense_orders_answer_as_deepspeeds_grid(axes: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 6, 7, 16])
-def test_no_topology_factorises_the_world_as_deepspeed_does(world_size: int) -> None:
+def test_grid_without_topology_has_deepspeeds_degrees(world_size: int) -> None:
     for rank in range(world_size):
         with fake_world(rank, world_size), PipelineParallelGrid() as ours:
             assert_grid_is_deepspeeds(ours, deepspeeds_grid(None))
             assert not hasattr(ours, "get_sequence_parallel_group")
 
 
-def test_deepspeeds_own_expectations() -> None:
-    """The values that DeepSpeed's unit tests of the grid ask for."""
+def test_grid_passes_deepspeeds_unit_tests() -> None:
+    """The expected values are those of DeepSpeed's unit tests of its grid."""
     with fake_world(0, 4):
         grid = PipelineParallelGrid(topology=ProcessTopology(["pipe", "data"], [2, 2]))
         assert grid._is_grid_valid()
@@ -280,7 +281,7 @@ def test_missing_axes_have_degree_one() -> None:
 
 
 def test_a_folded_topology_keeps_group_ranks_ascending() -> None:
-    """torch sorts the ranks of a group: index, group rank and equal rank sets rely on it."""
+    """torch sorts the ranks of a group; indices, group ranks and equal sets of ranks rely on this order."""
     topology = ProcessTopology.from_spec("data=2,pipe=2,seq=2,model=1")
     with pytest.raises(TopologyError, match=r"must name the axes .* outermost first"):
         topology.fold({"pipe": ["pipe"], "model": ["model"], "data": ["seq", "data"]})
@@ -292,7 +293,7 @@ def test_a_folded_topology_keeps_group_ranks_ascending() -> None:
             assert grid.get_ranks(("pipe", "data")) == list(range(8))
 
 
-def test_several_axes_share_a_group_with_their_equals() -> None:
+def test_axes_with_equal_ranks_share_one_group() -> None:
     with fake_world(5, 16):
         grid = PipelineParallelGrid("pipe=2,data=4,model=2")
         assert_group_is(grid.get_group(("model", "data")), [0, 1, 2, 3, 4, 5, 6, 7])
@@ -306,7 +307,7 @@ def test_several_axes_share_a_group_with_their_equals() -> None:
 # -- a part of the job ---------------------------------------------------------------------------------------------
 
 
-def test_a_grid_over_a_part_of_the_job() -> None:
+def test_grid_over_a_part_of_the_job_has_its_ranks_only() -> None:
     with fake_world(6, 8):
         part = dist.new_group([1, 3, 4, 6])
         grid = PipelineParallelGrid(topology=ProcessTopology(["pipe", "data"], [2, 2]), process_group=part)
@@ -333,7 +334,7 @@ def test_a_grid_over_a_part_of_the_job() -> None:
     ],
 )
 def test_a_rank_creates_only_its_own_groups(spec: str, calls: int) -> None:
-    """At 8,192 ranks; DeepSpeed's grid makes 2,240 calls for pipe 8, model 8."""
+    """Count the calls at 8,192 ranks; DeepSpeed's grid makes 2,240 calls for pipe 8, model 8."""
     for rank in (0, 5000, 8191):
         with fake_world(rank, 8192), mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
             grid = PipelineParallelGrid(spec)
@@ -347,7 +348,7 @@ def test_a_rank_creates_only_its_own_groups(spec: str, calls: int) -> None:
 # -- errors --------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_moment_is_a_runtime_error() -> None:
+def test_calls_before_creation_or_after_destruction_raise() -> None:
     with pytest.raises(RuntimeError, match=r"needs torch\.distributed: call deepspeed\.init_distributed\(\)"):
         PipelineParallelGrid("data=1")
     with fake_world(0, 8):
@@ -383,7 +384,7 @@ def test_a_wrong_topology_creates_no_group() -> None:
 
 
 @pytest.mark.parametrize("name", ["context", "cp", "sp"])
-def test_context_is_a_name_of_seq(name: str) -> None:
+def test_context_names_the_seq_axis(name: str) -> None:
     topology = ProcessTopology(axes=["data", name], dims=[2, 2])
     assert topology == ProcessTopology(axes=["data", "seq"], dims=[2, 2])
     with fake_world(3, 4), PipelineParallelGrid(topology) as grid:
@@ -392,8 +393,8 @@ def test_context_is_a_name_of_seq(name: str) -> None:
         assert (grid.get_context_parallel_rank(), grid.get_context_parallel_world_size()) == (1, 2)
 
 
-def test_without_a_seq_axis_each_rank_is_a_context_of_its_own() -> None:
+def test_context_groups_have_one_rank_without_a_seq_axis() -> None:
     with fake_world(3, 4), PipelineParallelGrid("data=4") as grid:
         assert dist.get_process_group_ranks(grid.get_context_parallel_group()) == [3]
         assert (grid.get_context_parallel_rank(), grid.get_context_parallel_world_size()) == (0, 1)
-        assert not hasattr(grid, "get_sequence_parallel_group")  # which DeepSpeed would see
+        assert not hasattr(grid, "get_sequence_parallel_group")  # DeepSpeed checks for this name

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
 
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.moe_training import Case, assert_trains_as_one_process
 from tests.support.world import Worlds
 
 STEPS = 2
 CLIP = 0.05
-"""Far below the norm of gradients in every step."""
+"""A limit far below the gradient norm of every step."""
 ORDERS = [
     "pipe=2,data=2,model=2",
     "pipe=2,model=2,data=2",
@@ -24,31 +24,32 @@ ORDERS = [
 
 
 def _sizes(topology: str) -> Iterator[tuple[int, bool]]:
-    """Expert parallel sizes that four ranks of a stage can have, and whether experts are tensor parallel."""
+    """The expert parallel sizes that four ranks of a stage can have, each with and without tensor-parallel experts."""
     yield from ((size, False) for size in (1, 2, 4))
     if "model" in topology:
         yield from ((size, True) for size in (1, 2))
 
 
-def _in_ci(cases: Iterable[Case]) -> list[Case]:
-    """One of two, or all of them on demand."""
-    return [case for number, case in enumerate(cases) if number % 2 or os.environ.get("DS_TOPO_EVERY_WAY")]
-
-
 PIPELINES = [
-    *_in_ci(
-        Case(topology, (0, size, size, 0), zero, tensor_parallel)
-        for topology, zero in product(ORDERS, (0, 1))
-        for size, tensor_parallel in _sizes(topology)
+    *mark_exhaustive(
+        (
+            Case(topology, (0, size, size, 0), zero, tensor_parallel)
+            for topology, zero in product(ORDERS, (0, 1))
+            for size, tensor_parallel in _sizes(topology)
+        ),
+        default=lambda number, _: number % 7 == 0,  # every order, size and stage
     ),
     Case(ORDERS[1], (0, 2, 2, 0), data_first=True),
     Case(ORDERS[4], (2, 1, 2, 1)),
 ]
 PLAIN_ENGINES = [
-    *_in_ci(
-        Case(topology, (0, size, size), zero, tensor_parallel, pipeline=False)
-        for topology, zero in product(("data=4", "data=2,model=2", "model=2,data=2"), (0, 1, 2))
-        for size, tensor_parallel in _sizes(topology)
+    *mark_exhaustive(
+        (
+            Case(topology, (0, size, size), zero, tensor_parallel, pipeline=False)
+            for topology, zero in product(("data=4", "data=2,model=2", "model=2,data=2"), (0, 1, 2))
+            for size, tensor_parallel in _sizes(topology)
+        ),
+        default=lambda number, _: number % 4 == 0,  # every order with each stage of ZeRO, and every size
     ),
     Case("model=2,data=2", (0, 2), drop_tokens=True, pipeline=False),
 ]
@@ -103,35 +104,37 @@ def _check(world: Worlds, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", PIPELINES)
-def test_pipelines(world: Worlds, case: Case) -> None:
+def test_pipelines_with_experts_train_as_one_process(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
 @pytest.mark.parametrize("case", PLAIN_ENGINES)
-def test_plain_engines(world: Worlds, case: Case) -> None:
+def test_plain_engines_with_experts_train_as_one_process(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
-@pytest.mark.parametrize("case", CLIPPED_PIPELINES)
+@pytest.mark.parametrize("case", mark_exhaustive(CLIPPED_PIPELINES, lambda number, _: number in (0, 3, 5)))
 def test_pipelines_clip_by_the_norm_of_the_whole_model(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
-@pytest.mark.parametrize("case", SOME_STAGES)
-def test_experts_in_some_stages_only(world: Worlds, case: Case) -> None:
+@pytest.mark.parametrize("case", mark_exhaustive(SOME_STAGES, lambda number, _: number in (0, 2, 4)))
+def test_pipelines_with_experts_in_some_stages_train(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
-@pytest.mark.parametrize("case", CLIPPED_PLAIN_ENGINES)
+@pytest.mark.parametrize(
+    "case", mark_exhaustive(CLIPPED_PLAIN_ENGINES, lambda number, _: number in (2, 3, 4, 6, 8, 10))
+)
 def test_plain_engines_clip_by_the_norm_of_the_whole_model(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
-@pytest.mark.parametrize("case", REDUCED_PIPELINES)
-def test_our_reducer_in_pipelines(world: Worlds, case: Case) -> None:
+@pytest.mark.parametrize("case", mark_exhaustive(REDUCED_PIPELINES, lambda number, _: number in (0, 5, 7, 9, 13)))
+def test_pipelines_with_experts_and_reducer_train_as_one_process(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
-@pytest.mark.parametrize("case", REDUCED_PLAIN_ENGINES)
-def test_our_reducer_in_plain_engines(world: Worlds, case: Case) -> None:
+@pytest.mark.parametrize("case", mark_exhaustive(REDUCED_PLAIN_ENGINES, lambda number, _: number in (0, 3, 5, 6, 8)))
+def test_plain_engines_with_experts_and_reducer_train_as_one_process(world: Worlds, case: Case) -> None:
     _check(world, case)

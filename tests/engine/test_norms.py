@@ -1,4 +1,4 @@
-"""The norm of gradients on a grid: what each rank counts, against the norm of the whole model."""
+"""The gradient norm of a grid's ranks equals the norm of the whole model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, groups, mark_tensor_parallel_gradients
-from ds_topo.engine import changes, norms
-from ds_topo.engine.mpu import MpuGrid
+from ds_topo.engine import norms
 from ds_topo.errors import ExpertGroupError
+from ds_topo.mpu import patches
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
 
 def parameter(value: float, **marks: Any) -> nn.Parameter:
-    """Four elements whose gradient has the given norm."""
+    """Return a parameter of four elements whose gradient has the given norm."""
     made = nn.Parameter(torch.zeros(4))
     made.grad = torch.full((4,), value / 2)
     for name, mark in marks.items():
@@ -33,7 +33,7 @@ def parameter(value: float, **marks: Any) -> nn.Parameter:
 
 
 def _parameters(grid: PipelineParallelGrid, name: str, sliced: bool) -> list[nn.Parameter]:
-    """Replicated, sharded, tied and expert parameters; gradients of replicas are equal, others have their own value."""
+    """A model of replicated, sharded, tied and expert parameters; only gradients of replicas are equal."""
     stage, slice_rank = grid.get_stage_id(), grid.get_slice_parallel_rank()
     place = dist.get_rank(groups._get_expert_parallel_group(name))
     expert = {"allreduce": False, "group_name": name}
@@ -97,7 +97,7 @@ def _norm(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
 
 
 def _replicas(p: nn.Parameter, grid: PipelineParallelGrid) -> list[int]:
-    """The ranks between which ZeRO deals a parameter."""
+    """Return the ranks over which ZeRO partitions a parameter."""
     if getattr(p, "allreduce", True):
         return grid.dp_group
     return list(dist.get_process_group_ranks(groups._get_expert_data_parallel_group(p.group_name)))  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ def test_every_parameter_counts_once(world: Worlds, topology: str, size: int, sl
     world(4).run(_norm, topology, size, sliced, partitioned)
 
 
-def test_marks_for_another_mpu_are_taken_back() -> None:
+def test_marks_on_gradients_are_removed() -> None:
     module = nn.Linear(3, 3)
     module.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
     remove = mark_tensor_parallel_gradients(module)
@@ -132,7 +132,7 @@ def test_marks_for_another_mpu_are_taken_back() -> None:
     assert not hasattr(module.weight.grad, "model_parallel")
 
 
-def test_frozen_shards_and_gradients_that_were_taken_need_no_mark() -> None:
+def test_marks_skip_frozen_parameters_and_missing_gradients() -> None:
     module = nn.Linear(3, 3)
     for parameter in module.parameters():
         parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -143,16 +143,16 @@ def test_frozen_shards_and_gradients_that_were_taken_need_no_mark() -> None:
     assert module.weight.grad is None
 
 
-# -- what each rank marks and adds, without any other ----------------------------------------------------------------
+# -- marks and norms of a single rank --------------------------------------------------------------------------------
 
 
 def make(change: Any, original: Any) -> Any:
-    """What takes the place of one of DeepSpeed's functions."""
-    return dict((*norms.WHILE_A_GRID_EXISTS, *norms.WHILE_EXPERTS_EXIST))[change](original)
+    """Return the replacement of one of DeepSpeed's functions."""
+    return dict((*norms.OF_OPTIMIZERS, *norms.WITH_EXPERTS))[change](original)
 
 
 @pytest.mark.parametrize("slice_rank", [0, 1])
-def test_a_stage_marks_what_it_counts(slice_rank: int) -> None:
+def test_stage_marks_the_parameters_that_it_counts(slice_rank: int) -> None:
     names = ("replicated", "shard", "tied", "tied_shard", "copy", "copied_shard")
     made = {name: nn.Parameter(torch.zeros(1)) for name in names}
     for name in ("shard", "tied_shard", "copied_shard"):
@@ -176,38 +176,17 @@ def test_an_unfused_optimizer_gets_gradients_with_their_parameters_marks() -> No
         return [parameter(1.0), parameter(1.0, model_parallel=True), parameter(1.0, ds_pipe_replicated=True), without]
 
     steps: list[object] = []
-    step = make(changes.UNFUSED_STEP, lambda _, closure: steps.append(closure))
-    optimizer = SimpleNamespace(mpu=mock.Mock(spec=MpuGrid), fp16_groups=[made(), made()])
+    step = make(patches.UNFUSED_STEP, lambda _, closure: steps.append(closure))
+    optimizer = SimpleNamespace(fp16_groups=[made(), made()])
     step(optimizer)
     step(optimizer, "closure")
     assert steps == [None, "closure"]
     for group in optimizer.fp16_groups:
         marks = [(one.grad.model_parallel, one.grad.ds_pipe_replicated) for one in group[:3]]
         assert marks == [(False, False), (True, False), (False, True)]
-    other = SimpleNamespace(mpu=object(), fp16_groups=[made()])
-    step(other)
-    assert not any(hasattr(one.grad, "model_parallel") for one in other.fp16_groups[0])
 
 
-@pytest.mark.parametrize("of_experts", [False, True])
-def test_engines_without_experts_keep_deepspeeds_norms(monkeypatch: pytest.MonkeyPatch, of_experts: bool) -> None:
-    monkeypatch.setattr(norms, "registry", mock.Mock(**{"of.return_value": ["groups"] if of_experts else []}))
-    monkeypatch.setattr(norms, "clip_gradients", mock.Mock(return_value="our norm"))
-    monkeypatch.setattr(norms, "zero_gradient_norm", mock.Mock(return_value="our norm"))
-    engine, theirs = mock.Mock(_global_grad_norm="their norm"), mock.Mock(return_value="their norm")
-    make(changes.CLIP_FP32, theirs)(engine)
-    assert engine._global_grad_norm == ("our norm" if of_experts else "their norm")
-    assert theirs.called is not of_experts
-    optimizer = SimpleNamespace(mpu="mpu")
-    norm = make(changes.ZERO_NORM, theirs)
-    assert norm(optimizer) == ("our norm" if of_experts else "their norm")
-    if not of_experts:
-        theirs.assert_called_with(optimizer, 2)
-        norm(optimizer, norm_type=1)
-        theirs.assert_called_with(optimizer, 1)
-
-
-def test_the_norm_without_gradients_is_zero_and_small_gradients_are_left_alone() -> None:
+def test_norm_without_gradients_is_zero_and_small_gradients_are_not_clipped() -> None:
     with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
         frozen = nn.Parameter(torch.zeros(4))
         assert torch.equal(norms.clip_gradients([frozen], 1.0, grid), torch.tensor(0.0))
@@ -222,7 +201,7 @@ def test_the_norm_without_gradients_is_zero_and_small_gradients_are_left_alone()
         assert float(zero.grad.norm()) == 0.0
 
 
-def test_the_only_slice_counts_what_slices_of_experts_replicate() -> None:
+def test_single_slice_counts_replicated_parameters_of_experts() -> None:
     with fake_world(0, 1), PipelineParallelGrid("data=1") as grid:
         name = groups.create_expert_groups(grid, 1, True).plan.name
         bias = parameter(3.0, allreduce=False, group_name=name, tensor_model_parallel=False)
@@ -231,7 +210,7 @@ def test_the_only_slice_counts_what_slices_of_experts_replicate() -> None:
 
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
-def test_a_partitions_norm_counts_what_this_slice_has(cpu_offload: bool) -> None:
+def test_partition_norm_counts_parameters_of_its_slice(cpu_offload: bool) -> None:
     with fake_world(1, 2), PipelineParallelGrid("model=2") as grid:
         shards = [parameter(value, model_parallel=True) for value in (3.0, 4.0, 12.0)]
         replicated, padding = parameter(100.0), torch.full((4,), 1000.0)
@@ -248,11 +227,11 @@ def test_a_partitions_norm_counts_what_this_slice_has(cpu_offload: bool) -> None
         assert float(norms.zero_gradient_norm(optimizer, grid)) == pytest.approx(13.0)
 
 
-# -- norms that cannot be mended -------------------------------------------------------------------------------------
+# -- norms that cannot be corrected ----------------------------------------------------------------------------------
 
 
 def _engine(**differences: Any) -> Any:
-    """An engine in bf16 without ZeRO, with one MoE layer, on the second slice of the first stage."""
+    """Return an engine in bf16 without ZeRO, with one MoE layer, on the second slice of the first stage."""
     given = {
         "optimizer": object(),
         "clipping": 0.0,
@@ -284,7 +263,7 @@ def _engine(**differences: Any) -> Any:
 
 
 def _check(engine: Any, *others: tuple[int, list[str], bool]) -> tuple[int, list[str], bool] | None:
-    """What this rank shows two others while its engine is checked, if it does."""
+    """Return the value that this rank sends to two others during the check of its engine; None if it sends nothing."""
     shown: list[Any] = []
 
     def gather(everyone: list[Any], own: Any, group: object) -> None:
@@ -299,7 +278,7 @@ def _check(engine: Any, *others: tuple[int, list[str], bool]) -> tuple[int, list
 EQUAL = ((0, ["ep_size_2"], True), (1, ["ep_size_2"], True))
 
 
-def test_optimizers_that_are_mended_or_right_are_not_checked() -> None:
+def test_optimizers_with_correct_norms_are_not_checked() -> None:
     assert _check(_engine(bf16=False), *EQUAL) is None
     assert _check(_engine(optimizer=mock.Mock(spec=DeepSpeedZeroOptimizer)), *EQUAL) is None
     for half in ({}, {"fp16": True}, {"fp16": True, "bf16": False}):

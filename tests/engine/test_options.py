@@ -1,4 +1,4 @@
-"""Options of DeepSpeed's config that assume an order of ranks: refused in others, accepted in theirs."""
+"""Options of DeepSpeed's config that assume an order of ranks are accepted in that order and refused in others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
-from ds_topo import EngineOptionError, PipelineParallelGrid, groups
-from ds_topo.engine.options import check_engine
+from ds_topo import PipelineParallelGrid, groups
+from ds_topo.engine.checks import check_engine
+from ds_topo.errors import EngineOptionError
 from tests.support.training import engine_config
 from tests.support.world import Worlds
 
@@ -65,29 +66,29 @@ def _initialize(grid: PipelineParallelGrid, options: dict[str, Any]) -> Any:
 
 def _refuse(topology: str, options: dict[str, Any], message: str) -> None:
     _join()
-    untouched = DeepSpeedEngine._do_sanity_check
+    untouched = DeepSpeedEngine.__init__
     with PipelineParallelGrid(topology) as grid, pytest.raises(EngineOptionError, match=re.compile(message, re.S)):
         _initialize(grid, options)
-    assert DeepSpeedEngine._do_sanity_check is untouched
+    assert DeepSpeedEngine.__init__ is untouched
 
 
 @pytest.mark.parametrize(("topology", "options", "message"), REFUSED)
-def test_what_assumes_another_order_is_refused(
+def test_options_that_assume_another_order_are_refused(
     world: Worlds, topology: str, options: dict[str, Any], message: str
 ) -> None:
     world(4).run(_refuse, topology, options, message)
 
 
 def _refuse_long_sequence_training() -> None:
-    """Whose groups are made before there is an engine."""
+    """Create the groups of long sequence training before the engine, as programs do."""
     _join()
-    untouched = DeepSpeedEngine._do_sanity_check
+    untouched = DeepSpeedEngine.__init__
     parallel_state_sp.initialize_sequence_parallel(2)
     with PipelineParallelGrid("seq=2,data=2") as grid, pytest.raises(EngineOptionError, match="ALST"):
         _initialize(grid, {})
     with PipelineParallelGrid("data=2,seq=2") as grid:
         _initialize(grid, {}).destroy()
-    assert DeepSpeedEngine._do_sanity_check is untouched
+    assert DeepSpeedEngine.__init__ is untouched
 
 
 def test_long_sequence_training_is_refused_in_another_order(world: Worlds) -> None:
@@ -104,7 +105,7 @@ def _accept(topology: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("topology", "options"), ACCEPTED)
-def test_what_assumes_this_order_is_accepted(world: Worlds, topology: str, options: dict[str, Any]) -> None:
+def test_options_that_assume_this_order_are_accepted(world: Worlds, topology: str, options: dict[str, Any]) -> None:
     world(4).run(_accept, topology, options)
 
 

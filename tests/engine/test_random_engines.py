@@ -1,13 +1,11 @@
-"""Random small models in random engines: trained with our reducer as with DeepSpeed's own reduction, or refused.
+"""Random small models in random engines train with our reducer as with DeepSpeed's own reduction, or are refused.
 
-pytest tests/engine/test_random_engines.py                                # 20 cases
-DS_TOPO_RANDOM_ENGINES=200 pytest tests/engine/test_random_engines.py     # as many as you like, other ones each time
+The default set tries the same few engines each time; ``pytest -m exhaustive`` tries 200 others.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 import tempfile
 import warnings
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -30,7 +29,6 @@ from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from tests.support.failing import FailsInBackward
 from tests.support.world import Worlds
 
-EXAMPLES = int(os.environ.get("DS_TOPO_RANDOM_ENGINES", "12"))
 WIDTH = 8
 STEPS = 5
 TIED = ["linear.weight", "linear.bias", "other.weight", "other.bias"]
@@ -38,7 +36,7 @@ TIED = ["linear.weight", "linear.bias", "other.weight", "other.bias"]
 
 @dataclass(frozen=True)
 class Engine:
-    """One way to train."""
+    """The model, engine and options of one case."""
 
     topology: str
     layers: tuple[str, ...]
@@ -54,7 +52,7 @@ class Engine:
     evaluates: bool = False
     resumes: bool = False
     crosses: bool = False
-    """Whether it resumes with the other side's reduction: checkpoints are the same."""
+    """If True, the case resumes from a checkpoint of the other reduction; both have the same format."""
     overlap_parameters: bool = False
     fails: bool = False
 
@@ -64,7 +62,7 @@ class Engine:
 
 
 class Layer(nn.Module):
-    """``[b, WIDTH] -> [b, WIDTH]`` in one of several ways, which may depend on the step."""
+    """A layer ``[b, WIDTH] -> [b, WIDTH]`` of one of several kinds; its computation may depend on the step."""
 
     step = 0
 
@@ -115,7 +113,7 @@ KINDS = ["plain", "frozen", "unused", "sometimes", "twice", "scalar", "large", "
 
 
 class Model(nn.Module):
-    """The layers in a row; a tied one is the first one's again."""
+    """A chain of layers; a tied layer shares the weight of the first."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
@@ -136,7 +134,7 @@ def scale_gradient(parameter: nn.Parameter) -> None:
 
 
 def hook(parameter: nn.Parameter, kind: str) -> None:
-    """A hook of the user's."""
+    """Register a hook of the given kind, as a user would."""
     if kind == "tensor":
         parameter.register_hook(lambda gradient: gradient * 0.5)
     elif kind == "accumulated":
@@ -165,7 +163,7 @@ def config_of(engine: Engine, reduced: bool) -> dict[str, Any]:
 
 
 def build(engine: Engine, grid: PipelineParallelGrid, reduced: bool) -> Any:
-    """An engine; only our own refusals may come out, before the first step."""
+    """Create an engine; only our own errors may be raised before the first step."""
     if engine.is_pipeline:
         torch.manual_seed(0)
         tied = [
@@ -198,7 +196,7 @@ def samples(step: int, micro_batch: int, grid: PipelineParallelGrid, bf16: bool)
 
 
 def train_step(made: Any, engine: Engine, grid: PipelineParallelGrid, step: int) -> float:
-    """One step; its loss on this rank."""
+    """Train one step; return its loss on this rank."""
     Layer.step = step
     batches = [samples(step, micro_batch, grid, engine.bf16) for micro_batch in range(engine.accumulation)]
     if engine.is_pipeline:
@@ -232,7 +230,7 @@ def evaluate(made: Any, engine: Engine, grid: PipelineParallelGrid) -> float:
 
 @contextmanager
 def shared_folder() -> Iterator[str]:
-    """A folder that all ranks know."""
+    """Return a temporary folder that all ranks share."""
     name = [tempfile.mkdtemp(prefix="engines-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)
     try:
@@ -244,7 +242,7 @@ def shared_folder() -> Iterator[str]:
 
 
 def train(engine: Engine, reduced: bool) -> dict[str, Any]:
-    """Losses and parameters, or what was refused before the first step."""
+    """Return losses and parameters, or the error before the first step."""
     with PipelineParallelGrid(engine.topology) as grid:
         try:
             made = build(engine, grid, reduced)
@@ -267,7 +265,7 @@ def train(engine: Engine, reduced: bool) -> dict[str, Any]:
 
 
 def both_ways(engine: Engine) -> str:
-    """Why ours refused to train, if it did."""
+    """Return the reason why our reducer refused to train; None if it trained."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     theirs, ours = train(copy.deepcopy(engine), False), train(engine, True)
@@ -291,7 +289,7 @@ def both_ways(engine: Engine) -> str:
 
 @st.composite
 def engines(draw: st.DrawFn) -> Engine:
-    """Any combination that DeepSpeed itself trains."""
+    """Draw a combination that DeepSpeed itself trains."""
     topology = draw(
         st.sampled_from(
             ["data=4", "data=2,model=2", "model=2,data=2", "data=2,seq=2", "pipe=2,data=2", "data=2,pipe=2", "pipe=4"]
@@ -303,31 +301,39 @@ def engines(draw: st.DrawFn) -> Engine:
     stages = [0, 1] if is_pipeline or "twice" in layers else [0, 1, 2]  # DeepSpeed's stage 2 fails there itself
     zero = 0 if "embedding" in layers else draw(st.sampled_from(stages))
     bf16 = not NOT_IN_BF16.intersection(layers) and draw(st.booleans())
+    accumulation = draw(st.integers(1, 3))
+    # with ZeRO 1 such a hook sees the sum of earlier micro-batches in DeepSpeed, and one gradient with our reducer
+    hooks = ["", "tensor"] if zero == 1 and accumulation > 1 else ["", "tensor", "accumulated"]
     return Engine(
         topology,
         layers,
         zero,
         bf16,
         wide_sums=bf16 and zero == 1 and draw(st.booleans()),
-        accumulation=draw(st.integers(1, 3)),
+        accumulation=accumulation,
         clip=draw(st.sampled_from([0.0, 0.1])),
         bucket_bytes=draw(st.sampled_from([300, 2000, 10**6])),
         overlap=draw(st.sampled_from([None, True, False])),
-        hook_before=draw(st.sampled_from(["", "tensor", "accumulated"])),
-        hook_after=draw(st.sampled_from(["", "tensor", "accumulated"])),
+        hook_before=draw(st.sampled_from(hooks)),
+        hook_after=draw(st.sampled_from(hooks)),
         evaluates=draw(st.booleans()),
         resumes=not (bf16 and topology == "pipe=4") and draw(st.booleans()),  # DeepSpeed cannot load its own file
         crosses=draw(st.booleans()),
         overlap_parameters=draw(st.booleans()),
-        fails=not is_pipeline and zero < 2 and draw(st.booleans()),  # after it DeepSpeed's stage 2 does not go on
+        fails=not is_pipeline and zero < 2 and draw(st.booleans()),  # DeepSpeed's stage 2 cannot continue after it
     )
 
 
-def test_our_reduction_is_deepspeeds_own(world: Worlds) -> None:
+@pytest.mark.parametrize(
+    ("examples", "derandomize"),
+    [(12, True), pytest.param(200, False, marks=pytest.mark.exhaustive)],
+    ids=["few", "many"],
+)
+def test_random_engines_train_as_with_deepspeeds_reduction(world: Worlds, examples: int, derandomize: bool) -> None:
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         deadline=None,
-        derandomize=EXAMPLES <= 20,
+        derandomize=derandomize,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],
     )

@@ -1,4 +1,4 @@
-"""Releases that were not run are named once, and every file that says which were says the same."""
+"""Releases that were not run cause one warning, and all files list the same supported releases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from ds_topo.engine.releases import DEEPSPEED, TORCH, Supported, warn_of_releases
+from ds_topo.mpu.releases import DEEPSPEED, TORCH, Supported, warn_of_releases
 
 ROOT = Path(__file__).parents[2]
 RUN = (str(DEEPSPEED.newest), str(TORCH.newest))
@@ -26,7 +26,7 @@ RUN = (str(DEEPSPEED.newest), str(TORCH.newest))
     ],
     ids=["old DeepSpeed", "new DeepSpeed", "old torch", "new torch"],
 )
-def test_a_release_that_was_not_run_is_named_once(releases: tuple[str, str], said: str) -> None:
+def test_release_that_was_not_run_warns_once(releases: tuple[str, str], said: str) -> None:
     with pytest.warns(RuntimeWarning, match=said):
         warn_of_releases(*releases)
     with warnings.catch_warnings():
@@ -35,7 +35,7 @@ def test_a_release_that_was_not_run_is_named_once(releases: tuple[str, str], sai
 
 
 @pytest.mark.parametrize("end", ["oldest", "newest"])
-def test_releases_that_were_run_are_not_named(end: str) -> None:
+def test_releases_that_were_run_do_not_warn(end: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn_of_releases(str(getattr(DEEPSPEED, end)), f"{getattr(TORCH, end)}+cu128")
@@ -45,7 +45,7 @@ def test_releases_that_were_run_are_not_named(end: str) -> None:
 
 
 def _project(key: str) -> str:
-    """A value of ``pyproject.toml``; ``tomllib`` needs Python 3.11."""
+    """Return a value of ``pyproject.toml``; ``tomllib`` needs Python 3.11."""
     found = re.search(rf"^{key} = (.*)$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert found is not None
     return found[1]
@@ -56,7 +56,7 @@ def _supported_line() -> str:
 
 
 @pytest.mark.parametrize("library", [DEEPSPEED, TORCH], ids=lambda library: library.name)
-def test_every_file_says_the_same_releases(library: Supported) -> None:
+def test_all_files_have_the_same_releases(library: Supported) -> None:
     wanted = [Requirement(text) for text in re.findall(r'"([^"]+)"', _project("dependencies"))]
     (requirement,) = (one for one in wanted if one.name == library.name.lower())
     assert str(requirement.specifier) == f">={library.oldest}"
@@ -70,7 +70,7 @@ def test_every_file_says_the_same_releases(library: Supported) -> None:
     assert Version(default[1]) == library.oldest
 
 
-def test_every_file_says_the_same_pythons() -> None:
+def test_all_files_have_the_same_versions_of_python() -> None:
     said = re.search(r"Python >= ([\d.]+\d)", _supported_line())
     assert said is not None
     assert _project("requires-python") == f'">={said[1]}"'

@@ -1,4 +1,4 @@
-"""``check_replicas``: finds what differs between ranks that must be alike, in every engine, and nothing else."""
+"""``check_replicas`` finds differences between replicas in every engine, and reports nothing else."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_topo import PipelineParallelGrid, ReplicaError, check_replicas, initialize
-from ds_topo.check import replicas
-from ds_topo.errors import DisagreementError
+from ds_topo import PipelineParallelGrid, check_replicas, initialize
+from ds_topo.engine import replicas
+from ds_topo.errors import DisagreementError, ReplicaError
 from tests.support import small_engines
 from tests.support.gpt_training import pipeline, plain_engine, train
 from tests.support.moe_training import Case, trainer
@@ -60,28 +60,29 @@ KINDS = {
 
 def _agrees(kind: str) -> None:
     with KINDS[kind]() as (engine, step):
+        before = {name: vars(engine).get(name) for name in ("step", "train_batch", "destroy")}
         check = check_replicas(engine, every=1, slices=kind != "pipeline of slices")
         for number in range(3):
             step(number)
         check.now()
         check.remove()
         check.remove()
-        assert not {"step", "train_batch"} & vars(engine).keys()
+        assert {name: vars(engine).get(name) for name in before} == before
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replicas_of_right_engines_are_alike(world: Worlds, kind: str) -> None:
+def test_replicas_of_correct_engines_are_equal(world: Worlds, kind: str) -> None:
     world(4).run(_agrees, kind)
 
 
 def _change_a_bit(parameter: torch.Tensor) -> None:
-    """One that a step does not round off."""
+    """Change a bit that a step does not round off."""
     integers, bit = (torch.int16, 4) if parameter.itemsize == 2 else (torch.int32, 16)
     parameter.data.view(integers).view(-1)[0] ^= 1 << bit
 
 
 def _finds(kind: str, changed_rank: int, change: Callable[[Any], str], every: int = 2) -> tuple[str, str, int]:
-    """The name of what one rank has changed, the error of this rank, and after which step it came."""
+    """Return the name of the changed tensor, the error of this rank, and the step after which it was raised."""
     with KINDS[kind]() as (engine, step):
         check_replicas(engine, every=every)
         step(0)
@@ -113,7 +114,7 @@ def _a_state(engine: Any) -> str:
 
 
 def _a_tied_weight(engine: Any) -> str:
-    """Of the last stage, which has a copy of it."""
+    """Change the last stage's copy of a tied weight."""
     weight, _ = engine.module.get_tied_weights_and_groups()[0]
     _change_a_bit(weight)
     return "tied weight 0"
@@ -133,23 +134,23 @@ def _an_expert(engine: Any) -> str:
         ("experts", 2, _an_expert, (0, 2)),
     ],
 )
-def test_a_changed_bit_is_named_on_every_rank(
+def test_a_changed_bit_raises_on_every_rank_at_the_next_compared_step(
     world: Worlds, kind: str, changed_rank: int, change: Callable[[Any], str], alike: tuple[int, int]
 ) -> None:
-    """At the next step that is compared, with the name of the tensor, and the ranks that have each value."""
+    """The error has the name of the tensor, and the ranks that have each value."""
     found = world(4).run(_finds, kind, changed_rank, change)
     name = next(name for name, _, _ in found if name)
     errors = {error for _, error, _ in found}
     assert len(errors) == 1
     (error,) = errors
     assert name in error
-    assert "replicas differ after step 2, as 2 of 4 ranks see" in error
+    assert "replicas differ after step 2, on 2 of 4 ranks" in error
     assert all(f"ranks [{rank}] on " in error for rank in alike)
     assert {steps for _, _, steps in found} == {2}
 
 
 def _asked(kind: str, changed_rank: int, change: Callable[[Any], str]) -> tuple[str, str]:
-    """What one rank has changed, and the error of this one when it is asked at once."""
+    """Return the name of the changed tensor, and the error of an immediate comparison."""
     with KINDS[kind]() as (engine, step):
         check = check_replicas(engine)
         step(0)
@@ -169,10 +170,10 @@ def _asked(kind: str, changed_rank: int, change: Callable[[Any], str]) -> tuple[
         ("bf16 1", 1, _a_parameter, ([0, 2, 3], [1])),
     ],
 )
-def test_it_is_asked_at_any_time(
+def test_now_compares_at_once(
     world: Worlds, kind: str, changed_rank: int, change: Callable[[Any], str], alike: tuple[list[int], list[int]]
 ) -> None:
-    """States differ before parameters do; at ZeRO 1 owners put right what one rank has changed in its parameters."""
+    """States differ before parameters do. At ZeRO 1, the next gather would overwrite a changed parameter."""
     found = world(4).run(_asked, kind, changed_rank, change)
     name = next(name for name, _ in found if name)
     (error,) = {error for _, error in found}
@@ -204,9 +205,9 @@ def _one_slice_has_more() -> str:
         return str(caught.value)
 
 
-def test_slices_with_other_parameters_are_named(world: Worlds) -> None:
+def test_slices_with_different_parameters_raise(world: Worlds) -> None:
     (error,) = set(world(4).run(_one_slice_has_more))
-    assert "ranks along model have not the same tensors" in error
+    assert "ranks along model do not have the same tensors" in error
 
 
 def _other_arguments() -> None:
@@ -222,7 +223,7 @@ def _other_arguments() -> None:
         step(0)
 
 
-def test_ranks_compare_together_or_not_at_all(world: Worlds) -> None:
+def test_different_arguments_raise_on_all_ranks(world: Worlds) -> None:
     world(4).run(_other_arguments)
 
 
@@ -234,12 +235,12 @@ def _cannot_be_read() -> None:
             check_replicas(engine)
 
 
-def test_a_rank_that_cannot_read_a_tensor_holds_nobody_up(world: Worlds) -> None:
+def test_an_unreadable_tensor_raises_on_all_ranks(world: Worlds) -> None:
     world(4).run(_cannot_be_read)
 
 
 @pytest.mark.parametrize(("what", "named"), [("random", "random state of the CPU"), ("norm", "norm")])
-def test_slices_are_compared_where_they_are_not_slices(world: Worlds, what: str, named: str) -> None:
+def test_replicated_parameters_and_random_states_of_slices_are_compared(world: Worlds, what: str, named: str) -> None:
     (error,) = set(world(4).run(_slices_differ, what))
     assert named in error
     assert "along model" in error
@@ -252,17 +253,20 @@ def _beside_a_reducer() -> None:
             engine, *_ = initialize(
                 model=torch.nn.Linear(4, 2), mpu=grid, config=small_engines.settings(gradient_reducer=True)
             )
+            step = vars(engine)["step"]
             check = check_replicas(engine, every=1)
             ends = [engine.gradient_reducer.detach, check.remove]
             for end in ends if reducer_goes_first else ends[::-1]:
                 end()
-            assert not {"step", "_take_model_step"} & vars(engine).keys()
+            assert not {"destroy", "_take_model_step"} & vars(engine).keys()
+            assert vars(engine)["step"] is step, "the grid's"
             check_replicas(engine, every=1)
+            engine.destroy()
+            assert vars(engine)["step"] is step, "the check ends with the engine"
             destroy_engine(engine)
-            assert "step" not in vars(engine), "it ends with the engine"
 
 
-def test_it_comes_and_goes_beside_a_reducer(world: Worlds) -> None:
+def test_remove_and_detach_work_in_any_order(world: Worlds) -> None:
     world(2).run(_beside_a_reducer)
 
 
@@ -274,11 +278,11 @@ def _refusals() -> None:
         with pytest.raises(ValueError, match="ZeRO stage 3 partitions parameters"):
             check_replicas(engine)
         destroy_engine(engine)
-    with pytest.raises(TypeError, match="Linear is not what deepspeed"):
+    with pytest.raises(TypeError, match="Linear is not an engine"):
         check_replicas(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_compared_is_said(world: Worlds) -> None:
+def test_check_replicas_refuses_zero_3_and_other_objects(world: Worlds) -> None:
     world(2).run(_refusals)
 
 
@@ -291,7 +295,7 @@ def _counts() -> None:
     destroy_engine(engine)
 
 
-def test_a_number_of_steps_is_wanted(world: Worlds) -> None:
+def test_check_replicas_refuses_invalid_numbers_of_steps(world: Worlds) -> None:
     world(2).run(_counts)
 
 
@@ -311,14 +315,14 @@ def test_any_single_bit_changes_a_digest(dtype: torch.dtype, numel: int, data: s
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:1] + DTYPES[2:3] + DTYPES[5:6], ids=str)
-def test_signs_and_places_change_a_digest(dtype: torch.dtype) -> None:
+def test_signs_and_positions_change_a_digest(dtype: torch.dtype) -> None:
     tensor = torch.randn(1000, dtype=dtype)
     for other in (-tensor, tensor.flip(0), tensor.roll(2), torch.cat([-tensor[:2], tensor[2:]])):
         one, two = replicas.digests([tensor, other])
         assert not torch.equal(one, two)
 
 
-def test_digests_do_not_depend_on_what_is_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digests_do_not_depend_on_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randint(0, 2, (numel,)).to(dtype) for dtype in DTYPES for numel in (0, 1, 5, 16, 17, 40)]
     whole = [replicas.digests([tensor])[0] for tensor in tensors]
     monkeypatch.setattr(replicas, "_AT_A_TIME", 16)

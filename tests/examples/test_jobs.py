@@ -1,8 +1,7 @@
-"""The main job and the mixture of experts run as they stand, each in fresh processes, as a user starts them."""
+"""The training examples train, save and resume, each on fresh ranks."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -13,21 +12,16 @@ from typing import Any
 
 import pytest
 
+from tests.support.example_jobs import SMALL, record_in, run_main
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
 
-def _run_main(name: str, *options: str) -> None:
-    sys.argv = [name, "--batch-size", "16", "--context", "16", "--width", "32", "--depth", "2", *options]
-    importlib.import_module(name).main()
-
-
 def _train(name: str, out: Path, *options: str) -> dict[str, Any]:
     """Run a job on four ranks; return its record."""
-    run_ranks(4, _run_main, name, "--out", str(out), *options)
-    record: dict[str, Any] = json.loads((out / "history.json").read_text())
-    return record
+    run_ranks(4, run_main, name, *SMALL, "--out", str(out), *options)
+    return record_in(out)
 
 
 # -- the main job ----------------------------------------------------------------------------------------------------
@@ -37,46 +31,44 @@ STEPS = ("--topology", "data=2,pipe=2", "--steps", "4", "--continuation", "12")
 
 @pytest.fixture(scope="module")
 def through(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Folder and record of the main job without a stop."""
+    """The folder and record of the main job without an interruption."""
     out = tmp_path_factory.mktemp("through") / "out"
     return out, _train("train_gpt", out, *STEPS, "--save-every", "2", "--resume", "auto")
 
 
-def test_the_main_job_saves_and_draws(through: tuple[Path, dict[str, Any]]) -> None:
+def test_main_job_writes_history_and_plot(through: tuple[Path, dict[str, Any]]) -> None:
     out, record = through
     assert (out / "loss.png").stat().st_size > 1000
     assert [row["step"] for row in record["history"]] == [1, 2, 3, 4]
 
 
-def test_the_main_job_resumes(through: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_main_job_resumes_with_equal_losses(through: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out, whole = through
     (tmp_path / "global_step2").symlink_to(out / "global_step2")
     (tmp_path / "latest").write_text("global_step2")
     resumed = _train("train_gpt", tmp_path, *STEPS, "--resume")
-    assert resumed["history"][:2] == whole["history"][:2], "the checkpoint has the steps before it"
+    assert resumed["history"][:2] == whole["history"][:2], "the checkpoint has the earlier steps"
     assert [row["step"] for row in resumed["history"]] == [1, 2, 3, 4]
     assert [row["loss"] for row in resumed["history"]] == [row["loss"] for row in whole["history"]]
     assert resumed["validation_loss"] == whole["validation_loss"]
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_its_record(
-    through: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_resume_skips_damaged_checkpoint_and_its_record(through: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(through[0], out)
     for path in (out / "global_step4").glob("layer_*"):
         path.write_bytes(path.read_bytes()[:100])
     again = _train("train_gpt", out, *STEPS, "--resume", "auto")
-    assert again["history"][:2] == through[1]["history"][:2], "what was written before"
+    assert again["history"][:2] == through[1]["history"][:2], "the earlier steps"
     assert [row["step"] for row in again["history"]] == [1, 2, 3, 4]
     assert [row["loss"] for row in again["history"]] == [row["loss"] for row in through[1]["history"]]
     done = _train("train_gpt", out, *STEPS, "--resume")
-    assert done["history"] == again["history"], "nothing was left to do"
+    assert done["history"] == again["history"], "the job was already complete"
 
 
-def test_a_job_without_a_checkpoint_cannot_resume(tmp_path: Path) -> None:
-    options = ("--out", str(tmp_path), *STEPS, "--resume")
-    errors = run_ranks(4, _run_main, "train_gpt", *options, expect_failure=True)
+def test_resume_without_checkpoint_raises(tmp_path: Path) -> None:
+    options = (*SMALL, "--out", str(tmp_path), *STEPS, "--resume")
+    errors = run_ranks(4, run_main, "train_gpt", *options, expect_failure=True)
     assert {str(error) for error in errors} == {f"no checkpoint in {tmp_path}"}
 
 
@@ -84,25 +76,25 @@ def test_a_job_without_a_checkpoint_cannot_resume(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--topology", "pip=2"), "did you mean 'pipe'?"),
-        (("--heads", "3"), "--heads 3 must divide --width"),
+        pytest.param(("--heads", "3"), "--heads 3 must divide --width", marks=pytest.mark.exhaustive),
     ],
-    ids=" ".join,
+    ids=["topology", "heads"],
 )
-def test_a_mistake_is_told_once(options: tuple[str, ...], message: str) -> None:
+def test_error_is_printed_once(options: tuple[str, ...], message: str) -> None:
     launcher = Path(sys.executable).with_name("torchrun")
     command = [launcher, "--nproc-per-node", "2", ROOT / "examples/train_gpt.py", "--steps", "1", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         list(map(str, command)), env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    told = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    printed = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert result.returncode != 0
-    assert len(told) == 1, result.stderr
-    assert message in told[0]
+    assert len(printed) == 1, result.stderr
+    assert message in printed[0]
     assert 'Traceback (most recent call last):\n  File "' + str(ROOT) not in result.stderr
 
 
-def test_the_main_job_reduces_during_backward(through: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_main_job_reduces_during_backward(through: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     reduced = _train("train_gpt", tmp_path, *STEPS, "--overlap")
     assert reduced["validation_loss"] == pytest.approx(through[1]["validation_loss"], rel=1e-5)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -117,11 +109,11 @@ def _train_moe(out: Path, topology: str, *options: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def first_order(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The record in one order of axes."""
+    """The record of one order of axes."""
     return _train_moe(tmp_path_factory.mktemp("moe"), "pipe=2,data=2")
 
 
-def test_the_mixture_of_experts_trains(first_order: dict[str, Any]) -> None:
+def test_mixture_of_experts_trains(first_order: dict[str, Any]) -> None:
     losses = [row["loss"] for row in first_order["history"]]
     assert losses[-1] < losses[0] - 0.2
     assert [len(shares) for shares in first_order["expert_load"]] == [4, 4]
@@ -129,7 +121,7 @@ def test_the_mixture_of_experts_trains(first_order: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [("data=2,model=2",), ("model=2,data=2", "--expert-tensor-parallel")], ids="".join)
-def test_the_mixture_of_experts_trains_alike_in_every_order(
+def test_mixture_of_experts_trains_equally_in_every_order(
     first_order: dict[str, Any], options: tuple[str, ...], tmp_path: Path
 ) -> None:
     other = _train_moe(tmp_path, *options)

@@ -1,4 +1,4 @@
-"""The example's tensor-parallel block sends what the theory says, and nothing else."""
+"""The example's tensor-parallel block sends exactly the bytes that the theory predicts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _count_collectives(sequence: bool) -> None:
     if sequence:
         assert forward.calls == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
         assert forward.sent_bytes == {"all_gather_into_tensor": 2 * whole // 2, "reduce_scatter_tensor": 2 * whole}
-        # the gradients of two norms and two row-parallel biases are summed besides, each of h numbers
+        # the gradients of two norms and two row-parallel biases, each of h numbers, are summed too
         assert backward.calls == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_reduce": 6}
         assert backward.sent_bytes["all_reduce"] == 6 * 4 * h
     else:
@@ -32,5 +32,5 @@ def _count_collectives(sequence: bool) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence_parallel"])
-def test_collectives_of_a_block_are_those_of_the_theory(world: Worlds, sequence: bool) -> None:
+def test_collectives_of_a_block_match_the_theory(world: Worlds, sequence: bool) -> None:
     world(4).run(_count_collectives, sequence)

@@ -1,4 +1,4 @@
-"""The whole matrix, or parts of it; prints a table."""
+"""Run the whole matrix of faults or parts of it, and print a table."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.faults.matrix import ENGINES, FAULTS, PHASES, Case, Outcome, Rig
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
-    """Those that are asked for; with ``--in-turn`` a phase and a victim for every engine and fault."""
+    """Yield the requested cases; with ``--in-turn`` one phase and victim for every engine and fault."""
     phases, victims = itertools.cycle(arguments.phases), itertools.cycle(arguments.victims)
     for fault in arguments.faults:
         limit = max(arguments.limit, 8.0) if fault == "flap" else arguments.limit
-        has_phases = not fault.startswith("skip")  # a skip is between phases
+        has_phases = not fault.startswith("skip")  # a skipped call has no phase
         for engine in arguments.engines:
             if arguments.in_turn:
                 yield Case(engine, fault, next(phases) if has_phases else "forward", next(victims), limit)
@@ -29,7 +29,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def main() -> int:
-    """Run and print."""
+    """Run the requested cases and print the results."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--engines", nargs="+", default=ENGINES, choices=ENGINES)
     parser.add_argument("--faults", nargs="+", default=FAULTS, choices=FAULTS)
@@ -63,7 +63,7 @@ def _row(outcome: Outcome, problems: list[str]) -> str:
 
 
 _of_thread = threading.local()
-"""Every thread of the pool has a rig, whose hosts end with the thread."""
+"""The virtual hosts of each thread of the pool; they end with the thread."""
 
 
 def _start_rig() -> None:

@@ -1,4 +1,4 @@
-"""A rank of a small training in which one breaks: ``python -m tests.faults.job ENGINE FAULT PHASE VICTIM LIMIT``."""
+"""Run a rank of a small training with a broken rank: ``python -m tests.faults.job ENGINE FAULT PHASE VICTIM LIMIT``."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ JOB_TIMEOUT = 90.0
 
 
 class Fault:
-    """What happens to the victim, once, in a phase of a step."""
+    """The fault that happens to the victim once, in a phase of a step."""
 
     def __init__(self, kind: str, phase: str, is_victim: bool) -> None:
         self._kind, self._phase, self._is_due = kind, phase, is_victim
         self.step = 0
 
     def may_happen(self, phase: str) -> None:
-        """The rank has come to this phase."""
+        """Cause the fault if the rank is the victim and this is the phase."""
         if self._is_due and phase == self._phase and (self.step == BROKEN_STEP or phase == "start"):
             self._is_due = False
             self._happen()
 
     def skips(self, kind: str) -> bool:
-        """Whether the victim leaves something out now."""
+        """Check that the victim must skip this call."""
         skips = self._is_due and self._kind == kind and self.step == BROKEN_STEP
         if skips:
             self._is_due = False
@@ -73,11 +73,11 @@ class Fault:
             except ValueError:
                 time.sleep(1000)
         elif self._kind in ("cut", "gone"):
-            time.sleep(1 if self._kind == "cut" else 1000)  # what starts the ranks does the rest
+            time.sleep(1 if self._kind == "cut" else 1000)  # the process that starts the ranks cuts the link
 
 
 class Model(nn.Module):
-    """Two layers, or one and a mixture of experts."""
+    """A model of two layers, or of one layer and a mixture of experts."""
 
     def __init__(self, experts: bool) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Model(nn.Module):
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The loss."""
+        """Return the loss of a forward pass."""
         hidden = self.first(inputs)
         if self.experts is not None:
             hidden = self.experts(hidden)[0]
@@ -95,11 +95,11 @@ class Model(nn.Module):
 
 
 Loop = tuple[Callable[[], object], Callable[[], object], Callable[[str], object]]
-"""A step, an evaluation, and a save into a folder."""
+"""A job: functions that train a step, evaluate, and save to a folder."""
 
 
 def plain(engine_kind: str, fault: Fault) -> Loop:
-    """``plain0`` to ``plain3``, ``plain1-reducer``, ``moe``."""
+    """Create the engines ``plain0`` to ``plain3``, ``plain1-reducer`` and ``moe``."""
     grid = PipelineParallelGrid("data=4" if engine_kind == "moe" else "data=2,model=2")
     model = watched(Model(engine_kind == "moe"), fault)
     stage = int(engine_kind[5]) if engine_kind != "moe" else 0
@@ -124,7 +124,7 @@ def plain(engine_kind: str, fault: Fault) -> Loop:
 
 
 def pipeline(engine_kind: str, fault: Fault) -> Loop:
-    """``pipe0``, ``pipe1``, ``pipe1-reducer``."""
+    """Create the engines ``pipe0``, ``pipe1`` and ``pipe1-reducer``."""
     grid = PipelineParallelGrid("pipe=2,data=2")
     layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
     module = PipelineModule(layers, grid=grid, loss_fn=lambda outputs, _: outputs.square().mean())
@@ -143,7 +143,7 @@ def pipeline(engine_kind: str, fault: Fault) -> Loop:
 
 
 def alone(engine_kind: str, fault: Fault) -> Loop:
-    """``reducer``, ``reducer-two-level``: without an engine."""
+    """Create the jobs ``reducer`` and ``reducer-two-level``, which have no engine."""
     grid = PipelineParallelGrid("data=4")
     model = watched(Model(False), fault)
     reducer = GradientReducer(model, grid=grid, two_level=engine_kind.endswith("two-level"))
@@ -172,7 +172,7 @@ def alone(engine_kind: str, fault: Fault) -> Loop:
 
 
 def watched(model: Any, fault: Fault) -> Any:
-    """With hooks in the phases."""
+    """Add hooks that cause the fault in forward and backward."""
     layer = next(module for module in model.modules() if isinstance(module, nn.Linear))
     layer.register_forward_pre_hook(lambda module, _: fault.may_happen("forward" if module.training else "evaluation"))
     layer.weight.register_hook(lambda _: fault.may_happen("backward"))
@@ -180,7 +180,7 @@ def watched(model: Any, fault: Fault) -> Any:
 
 
 def main() -> None:
-    """Train."""
+    """Train until the fault or the end of the job."""
     engine_kind, kind, phase, victim, limit = sys.argv[1:]
     warnings.simplefilter("ignore")
     deepspeed.utils.logger.setLevel(logging.ERROR)
@@ -209,7 +209,7 @@ def main() -> None:
             if fault.step == BROKEN_STEP:
                 evaluate()
                 save(folder)
-                fault.may_happen("save")  # to ranks that write nothing
+                fault.may_happen("save")  # also on ranks that write no file
     print("trained", flush=True)
 
 

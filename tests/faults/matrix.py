@@ -1,4 +1,4 @@
-"""Run a case of the matrix on virtual hosts, and judge what its ranks have said."""
+"""Run cases of the matrix on virtual hosts, and check the output of their ranks."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ FAULTS = ("kill", "stop", "gone", "cut", "exception", "handler", "skip-step", "s
 PHASES = ("start", "forward", "backward", "step", "save", "evaluation")
 RANKS_PER_HOST, HOSTS = 2, 2
 ALLOWED_SECONDS = 5.0
-"""After the watch's limit."""
+"""Seconds that a rank has to end after the watch's limit."""
 START_SECONDS, POLL_SECONDS = 120.0, 0.05
 
 
 @dataclass(frozen=True)
 class Case:
-    """One fault."""
+    """A fault in one phase of one engine."""
 
     engine: str
     fault: str
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def broken(self) -> set[int]:
-        """Ranks of which nothing is asked."""
+        """The ranks whose output is not checked."""
         if self.fault == "gone":
             return {rank for rank in range(4) if rank // RANKS_PER_HOST == self.victim // RANKS_PER_HOST}
         return {self.victim}
@@ -57,19 +57,19 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What came of it."""
+    """The result of a case."""
 
     case: Case
     codes: dict[int, int | None] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
-    """From the fault to the rank's end."""
+    """Seconds from the fault to the end of each rank."""
     outputs: dict[int, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
-    """Processes that remain."""
+    """Processes and shared memory that remain."""
     has_happened: bool = False
 
     def problems(self, timed: bool = True) -> list[str]:
-        """What is not as it should be."""
+        """Return the problems of the outcome, as sentences."""
         case, found = self.case, []
         if not self.has_happened:
             return ["the fault did not happen"]
@@ -86,7 +86,7 @@ class Outcome:
             if timed and rank in self.seconds and self.seconds[rank] > case.limit + ALLOWED_SECONDS:
                 found.append(f"rank {rank}: ended after {self.seconds[rank]:.1f} s")
             if case.fault == "skip-collective" and self.codes[rank] == -signal.SIGABRT:
-                continue  # by gloo, which has found messages of other sizes than it waits for
+                continue  # gloo aborts if a message has another size than it expects
             found += [f"rank {rank}: {problem}" for problem in self._problems_of_message(rank, output)]
         return found + [f"left: {line}" for line in self.left]
 
@@ -108,20 +108,20 @@ class Outcome:
             found.append("does not say what it waited for")
         is_cut = case.fault == "cut" and rank // RANKS_PER_HOST == case.victim // RANKS_PER_HOST
         if case.fault == "skip-collective" or is_cut:
-            return found  # nobody is to blame alone; on the side that is cut off, others are silent
+            return found  # no single rank is at fault; each side of the cut sees the other as silent
         of_host = {each for each in self.outputs if each // RANKS_PER_HOST == case.victim // RANKS_PER_HOST}
         named = "|".join(map(str, sorted(of_host if case.fault == "cut" else case.broken)))
         if "wait for each other" in text and case.fault == "skip-step":
             return found if f"  rank {case.victim}: " in text else [*found, "does not say what the rank does"]
         if not re.search(rf"rank ({named})\b[^\n]*on host{case.victim // RANKS_PER_HOST}", text):
             found.append("does not name the rank and its host")
-        if not re.search(r"It was,? (when last heard of, )?(before the first step|after \d+ steps?)", text):
+        if not re.search(r"It was (last seen )?(before the first step|after \d+ steps?)", text):
             found.append("does not say which step")
         return found
 
 
 class Rig:
-    """Virtual hosts on which one case after the other runs, for the time of a ``with`` statement."""
+    """Virtual hosts that run one case after the other, while a ``with`` statement runs."""
 
     def __init__(self) -> None:
         self._cluster = Cluster(HOSTS)
@@ -152,7 +152,7 @@ class Rig:
         self._cluster.__exit__(kind, error, trace)
 
     def run(self, case: Case) -> Outcome:
-        """Run one, and leave the hosts as they were."""
+        """Run a case, and restore the hosts."""
         outcome = Outcome(case)
         with tempfile.TemporaryDirectory() as folder:
             logs = {rank: Path(folder, f"rank{rank}") for rank in range(HOSTS * RANKS_PER_HOST)}
@@ -173,7 +173,7 @@ class Rig:
         for rank, log in logs.items():
             log.touch()
             variables = rank_environment(rank, len(logs), RANKS_PER_HOST, self._cluster.hosts[0].address)
-            variables["MASTER_PORT"] = str(MASTER_PORT + self._cases)  # connections of the case before may linger
+            variables["MASTER_PORT"] = str(MASTER_PORT + self._cases)  # the old port may still be in use
             start = {"arguments": arguments, "variables": variables, "log": str(log)}
             self._ask(rank // RANKS_PER_HOST, {"start": start})
 
@@ -184,7 +184,7 @@ class Rig:
         server.stdin.flush()
 
     def _await_fault(self, case: Case, logs: dict[int, Path]) -> float | None:
-        """When it happened."""
+        """Wait for the fault; return its time, or None if it did not happen."""
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and any(_exit_code(log) is None for log in logs.values()):
             if HAPPENED in logs[case.victim].read_text(errors="replace"):
@@ -198,7 +198,7 @@ class Rig:
         return None
 
     def _await_ends(self, case: Case, logs: dict[int, Path], outcome: Outcome, happened: float) -> None:
-        """Of all ranks; the victims' need not come."""
+        """Wait for the end of all ranks except victims that do not end."""
         end = happened + case.limit + ALLOWED_SECONDS + 30
         waiting = set(logs)
         stays = case.broken if case.fault in ("stop", "handler", "gone") else set()
@@ -222,16 +222,16 @@ def _exit_code(log: Path) -> int | None:
 
 
 def _left(cluster: Cluster, case: Case) -> list[str]:
-    """Processes and shared memory that remain where no rank is meant to."""
+    """Find processes and shared memory that remain on hosts where every rank has ended."""
     time.sleep(0.5)
     found = []
     for index, host in enumerate(cluster.hosts):
         if case.fault in ("stop", "handler") and case.victim // RANKS_PER_HOST == index:
-            continue  # the victim is still there
+            continue  # the victim is still running
         root = Path(f"/proc/{host.pid}/root")
         commands = [_command(entry) for entry in Path(root, "proc").iterdir() if entry.name.isdigit()]
         ours = [command for command in commands if "python" in command]
-        found += [f"{host.name}: {command}" for command in sorted(ours)[1:]]  # one is the server
+        found += [f"{host.name}: {command}" for command in sorted(ours)[1:]]  # one process is the server
         found += [f"{host.name}: /dev/shm/{file.name}" for file in Path(root, "dev/shm").iterdir()]
     return found
 
@@ -240,4 +240,4 @@ def _command(process: Path) -> str:
     try:
         return Path(process, "cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
-        return ""  # ended meanwhile
+        return ""  # the process has just ended

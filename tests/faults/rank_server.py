@@ -1,8 +1,8 @@
-"""The process that a host's ranks are forks of: it has imported what they need, so that they start at once.
+"""Fork the ranks of a host: this process has imported what they need, so they start at once.
 
-``python -m tests.faults.rank_server`` reads JSON from its standard input, a request a line: ``{"start": {...}}`` of a
-rank's ``arguments``, ``variables`` and ``log``, beside which its exit code is written when it has ended; and ``{"kill":
-true}``, which kills all that ranks have left behind.
+``python -m tests.faults.rank_server`` reads requests from its standard input, one line of JSON each. A request
+``{"start": {...}}`` starts a rank with ``arguments``, ``variables`` and a ``log``; its exit code is written beside the
+log. ``{"kill": true}`` kills all processes that ranks have left.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _WAKE_SECONDS = 0.02
 
 
 def exit_code_of(log: Path) -> Path:
-    """Where a rank's exit code is found when it has ended."""
+    """Return the file with a rank's exit code; it exists after the rank has ended."""
     return log.with_suffix(".exit-code")
 
 
 def _become_rank(request: dict[str, Any]) -> None:
-    """In a fork; what follows is as in any other process, its end included."""
+    """Give a fork the variables, arguments and output of a rank."""
     with open(os.devnull, "rb") as nothing, open(request["log"], "ab") as log:
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source.fileno(), target)
@@ -38,7 +38,7 @@ def _become_rank(request: dict[str, Any]) -> None:
 
 
 def _kill_others() -> None:
-    """All processes of this host but the first one and this one; a stopped one, too."""
+    """Kill all processes of this host, also stopped ones, except the first process and this one."""
     own = {1, os.getpid()}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) not in own:
@@ -49,7 +49,7 @@ def _kill_others() -> None:
 
 
 def main() -> None:
-    """Serve, until standard input ends; in a fork, be a rank."""
+    """Serve requests until standard input ends; in a fork, run a rank."""
     importlib.import_module("tests.support.fork_server")
     ranks: dict[int, Path] = {}
     unread = b""

@@ -1,4 +1,4 @@
-"""A lock that a killed build left is removed; one that is held, by whomever, is not."""
+"""A lock of a killed build is removed; a lock that any process holds is not."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ds_topo.launch.extension_locks import OLD_SECONDS, remove_abandoned_locks
 linux = pytest.mark.skipif(sys.platform != "linux", reason="leases are Linux's")
 BUILD = "from torch.utils.file_baton import FileBaton; import sys, time; assert FileBaton(sys.argv[1]).try_acquire(); "
 OTHER_PROCESSES = ["unshare", "--pid", "--mount", "--fork", "--kill-child=KILL", "--mount-proc"]
-"""Of a container: this process sees none of them."""
+"""Start a process in its own namespaces, as in a container."""
 
 
 @linux
-def test_the_lock_of_a_killed_build_is_removed_and_the_next_build_goes_on(tmp_path: Path) -> None:
+def test_the_lock_of_a_killed_build_is_removed(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     subprocess.run([sys.executable, "-c", f"{BUILD} import os; os.kill(os.getpid(), 9)", str(lock)], check=False)
     assert lock.exists()
@@ -35,7 +35,7 @@ def test_the_lock_of_a_killed_build_is_removed_and_the_next_build_goes_on(tmp_pa
 
 @linux
 @pytest.mark.parametrize("namespaces", [[], OTHER_PROCESSES])
-def test_a_lock_that_is_held_stays(namespaces: list[str], tmp_path: Path) -> None:
+def test_held_lock_is_kept(namespaces: list[str], tmp_path: Path) -> None:
     if namespaces and os.geteuid() != 0:
         pytest.skip("namespaces need root")
     lock = tmp_path / "lock"
@@ -52,7 +52,7 @@ def test_a_lock_that_is_held_stays(namespaces: list[str], tmp_path: Path) -> Non
 
 
 @linux
-def test_ranks_that_look_at_the_same_time_remove_it_once(tmp_path: Path) -> None:
+def test_concurrent_ranks_remove_a_lock_once(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     look = "from ds_topo.launch.extension_locks import remove_abandoned_locks; import sys; "
     script = f"{look} print(len(remove_abandoned_locks(sys.argv[1:])))"
@@ -65,8 +65,8 @@ def test_ranks_that_look_at_the_same_time_remove_it_once(tmp_path: Path) -> None
     assert sum(int(rank.communicate(timeout=60)[0]) for rank in ranks) == 1
 
 
-def test_an_old_lock_of_which_nobody_knows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extension_locks, "_is_held", lambda _: None)
+def test_old_lock_of_unknown_state_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension_locks, "_remove_unless_held", lambda _: None)
     lock = tmp_path / "lock"
     lock.touch()
     with warnings.catch_warnings():
@@ -79,7 +79,7 @@ def test_an_old_lock_of_which_nobody_knows_is_named(tmp_path: Path, monkeypatch:
     assert lock.exists()
 
 
-def test_torchs_own_folder_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_own_folder_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     (tmp_path / "fused_adam").mkdir()
     (tmp_path / "fused_adam" / "lock").touch()

@@ -1,4 +1,4 @@
-"""A job of one rank, in a process of its own: what joining leaves behind, and what it refuses."""
+"""Joining sets one timeout for all groups, exports variables, and raises errors that name the cause of a failure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_rank(program: str, **variables: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_one_timeout_for_every_group_deepspeed_s_included() -> None:
+def test_all_groups_have_one_timeout_also_deepspeeds() -> None:
     result = run_rank(
         "import torch, torch.distributed as dist, ds_topo\n"
         "def timeout(group): return group._get_backend(torch.device('cpu')).options._timeout\n"
@@ -48,10 +48,10 @@ def test_one_timeout_for_every_group_deepspeed_s_included() -> None:
     assert "ds_topo: 1 rank, by variables of the environment, master 127.0.0.1:" in result.stderr
 
 
-def test_a_grid_says_who_this_rank_is() -> None:
+def test_a_grid_exports_coordinates() -> None:
     result = run_rank(
         "import os, warnings; from ds_topo.launch.joining import join\n"
-        "from ds_topo.process_groups.grid import ProcessGrid\n"
+        "from ds_topo.process_groups.process_grid import ProcessGrid\n"
         "join(timeout=60, backend='gloo', verbose=False)\n"
         "said = lambda: sorted(name for name in os.environ if name.startswith('DS_TOPO_'))\n"
         "[os.environ.pop(name) for name in said()]\n"
@@ -60,22 +60,22 @@ def test_a_grid_says_who_this_rank_is() -> None:
         "grid.destroy()\n"
         "print(*said())\n"
     )
-    said = [line for line in result.stdout.splitlines() if not line.startswith("[Gloo]")]  # as some releases tell
+    said = [line for line in result.stdout.splitlines() if not line.startswith("[Gloo]")]  # some releases print this
     assert said == ["DS_TOPO_COORDINATE DS_TOPO_DATA DS_TOPO_PIPE", ""], result.stderr[-3000:]
 
 
-def test_a_port_that_is_taken_is_named() -> None:
+def test_error_names_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         result = run_rank("from ds_topo.launch.joining import join; join(timeout=10, backend='gloo')", MASTER_PORT=port)
     assert result.returncode == 1
-    assert f"LaunchError: port {port} is taken on {socket.gethostname()}: another job runs there" in result.stderr
+    assert f"LaunchError: port {port} is in use on {socket.gethostname()}, probably by another job" in result.stderr
 
 
 @pytest.mark.parametrize(("timeout", "variable"), [(0, "10"), (-1.0, "10"), (None, "0"), (None, "ten")])
-def test_timeouts_are_positive(timeout: float | None, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeouts_must_be_positive(timeout: float | None, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", variable)
     with pytest.raises(ValueError, match=r"timeout=|DEEPSPEED_TIMEOUT="):
         as_timeout(timeout)
@@ -94,7 +94,7 @@ RESTARTING = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS
     ],
     ids=["two hosts", "one host", "no restarts", "a new store each time"],
 )
-def test_hosts_that_count_their_restarts_separately_are_warned_of(
+def test_separate_counts_of_restarts_warn(
     hosts: int, variables: dict[str, str], warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {**RESTARTING, **variables}.items():
@@ -106,8 +106,8 @@ def test_hosts_that_count_their_restarts_separately_are_warned_of(
     assert ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(warning.message) for warning in caught] == [True] * warns
 
 
-def test_ranks_meet_though_their_hosts_count_restarts_differently() -> None:
-    """Two hosts under ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, where rank 0 serves a new store after each restart."""
+def test_ranks_join_if_their_hosts_count_restarts_differently() -> None:
+    """Join on two hosts with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: rank 0 serves a new store after each restart."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What a rank is, by the variables of whatever started it; and what is said where they are missing or contradict."""
+"""A launch is detected from a launcher's variables; errors name missing or contradictory ones."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def of(launch: Launch) -> tuple[object, ...]:
     ],
     ids=["variables", "torchrun", "deepspeed", "openmpi", "hydra", "srun", "torchrun in srun", "mpi in srun", "own"],
 )
-def test_each_launcher_is_found(environ: dict[str, str], expected: tuple[object, ...], master: str) -> None:
+def test_each_launcher_is_detected(environ: dict[str, str], expected: tuple[object, ...], master: str) -> None:
     launch = detect_launch(environ, ["train.py"])
     assert of(launch) == expected
     assert launch.master_addr == master
 
 
-def test_what_a_launcher_says_is_found_again_in_torch_s_variables() -> None:
+def test_exported_variables_describe_the_same_launch() -> None:
     launch = detect_launch(SRUN, ["train.py"])
     again = detect_launch(launch.variables, ["train.py"])
     assert (again.launcher, *of(again)[1:]) == ("deepspeed", *of(launch)[1:])
     assert (again.master_addr, again.master_port) == (launch.master_addr, launch.master_port)
 
 
-def test_slurm_s_local_ranks_on_uneven_nodes_and_in_any_order() -> None:
+def test_slurm_tasks_on_uneven_nodes_get_local_ranks_in_any_order() -> None:
     nodes = {"SLURM_STEP_NODELIST": "n[01-03]", "SLURM_STEP_TASKS_PER_NODE": "3,1,2", "SLURM_STEP_NUM_TASKS": "6"}
     of_rank_4 = {**SRUN, **nodes, "SLURM_PROCID": "4", "SLURM_LOCALID": "0"}
     launch = detect_launch(of_rank_4, [])
@@ -79,7 +79,7 @@ def test_slurm_s_local_ranks_on_uneven_nodes_and_in_any_order() -> None:
     assert (cyclic.node, cyclic.local_world_size) == ((2, 3), 2)
 
 
-def test_a_slurm_job_has_a_port_of_its_own() -> None:
+def test_slurm_jobs_have_different_ports() -> None:
     ports = {detect_launch({**SRUN, "SLURM_JOB_ID": str(job)}, []).master_port for job in range(50)}
     assert len(ports) > 45
     assert all(20000 <= port < 30000 for port in ports)
@@ -109,7 +109,7 @@ def test_a_slurm_job_has_a_port_of_its_own() -> None:
         ({**HYDRA, "WORLD_SIZE": "8"}, r"WORLD_SIZE=8 is set, but mpiexec \(hydra\) says 2"),
     ],
 )
-def test_what_is_missing_or_wrong_is_named(environ: dict[str, str], message: str) -> None:
+def test_error_names_missing_or_wrong_variables(environ: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError, match=f"(?s){message}"):
         detect_launch(environ, ["train.py"])
 
@@ -122,7 +122,7 @@ variables = st.dictionaries(
 
 @settings(deadline=None)
 @given(variables, st.sampled_from([{}, TORCH, TORCHRUN, DEEPSPEED, SRUN]))
-def test_no_variables_give_an_undocumented_error(changed: dict[str, str], start: dict[str, str]) -> None:
+def test_any_variables_raise_only_documented_errors(changed: dict[str, str], start: dict[str, str]) -> None:
     try:
         launch = detect_launch({**start, **changed}, ["train.py"])
     except LaunchError:

@@ -1,4 +1,4 @@
-"""A rank watches its launcher, and nobody else above it."""
+"""A rank watches its launcher, and no other ancestor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SSHD = "sshd: root@notty"
         ([], "other"),
     ],
 )
-def test_command_lines_are_told_apart(argv: list[str], kind: str) -> None:
+def test_ancestors_are_classified_by_their_command_line(argv: list[str], kind: str) -> None:
     assert kind_of(argv) == kind
 
 
@@ -56,12 +56,12 @@ def test_the_launcher_and_its_session_are_watched(kinds: list[str], watched: lis
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_the_processes_above_are_found() -> None:
+def test_ancestors_are_found() -> None:
     assert ancestors_of(os.getpid())[0].pid == os.getppid()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pidfds")
-def test_a_process_ends_when_the_one_it_watches_has_ended() -> None:
+def test_a_rank_ends_when_its_launcher_has_ended() -> None:
     program = (
         "import sys, time; from ds_topo.launch.launchers import Launch; from ds_topo.launch import lifeline\n"
         "launch = Launch('torchrun', 3, 4, 1, 'a', 29500)\n"

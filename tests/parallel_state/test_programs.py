@@ -1,4 +1,4 @@
-"""Programs' questions are answered with the programs' meanings, on every rank and in every order of axes."""
+"""Each program's questions are answered with its own meanings, on every rank and for every order of axes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_topo import PipelineParallelGrid, ProcessTopology, TopologyError, groups, parallel_state
+from ds_topo import PipelineParallelGrid, ProcessTopology, groups, parallel_state
+from ds_topo.errors import TopologyError
 from ds_topo.parallel_state.__main__ import main, rows
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
@@ -38,7 +39,7 @@ def _ranks(group: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("spec", ORDERS)
-def test_every_program_gets_its_own_meaning_in_every_order(spec: str) -> None:
+def test_model_parallel_has_each_programs_meaning_in_every_order(spec: str) -> None:
     topology = ProcessTopology.from_spec(spec)
     for rank in RANKS:
         with fake_world(rank, 8), PipelineParallelGrid(spec) as grid:
@@ -72,7 +73,7 @@ def test_every_program_gets_its_own_meaning_in_every_order(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["pipe=2,data=2,seq=2,model=2", "model=2,seq=2,data=2,pipe=2"])
-def test_sequences_are_split_over_seq_under_either_name(spec: str) -> None:
+def test_sequence_and_context_parallel_groups_span_the_seq_axis(spec: str) -> None:
     topology = ProcessTopology.from_spec(spec)
     for rank in range(16):
         with fake_world(rank, 16), PipelineParallelGrid(spec) as grid:
@@ -96,7 +97,7 @@ def test_sequences_are_split_over_seq_under_either_name(spec: str) -> None:
             assert megatron.get_tensor_and_context_parallel_rank() == slices.index(rank)
 
 
-def test_without_a_seq_axis_a_sequence_is_on_one_rank_and_deepspeed_does_not_see_it() -> None:
+def test_without_seq_axis_the_sequence_group_is_one_rank() -> None:
     with fake_world(1, 4), PipelineParallelGrid("data=2,model=2") as grid:
         state: Any = parallel_state.of(grid, "megatron-deepspeed")
         assert _ranks(state.get_sequence_parallel_group()) == [1]
@@ -104,7 +105,7 @@ def test_without_a_seq_axis_a_sequence_is_on_one_rank_and_deepspeed_does_not_see
         assert not hasattr(grid, "get_sequence_parallel_group")
 
 
-def test_experts_are_those_of_the_grid() -> None:
+def test_expert_groups_come_from_the_grid() -> None:
     for rank in range(4):
         with fake_world(rank, 4), PipelineParallelGrid("data=4") as grid:
             state: Any = parallel_state.of(grid)
@@ -121,7 +122,7 @@ def test_experts_are_those_of_the_grid() -> None:
 
 @pytest.mark.parametrize("is_sliced", [False, True])
 @pytest.mark.parametrize("spec", ORDERS)
-def test_slices_of_experts_are_those_of_the_layers_unless_experts_are_whole(spec: str, is_sliced: bool) -> None:
+def test_expert_tensor_parallel_follows_layers_unless_experts_are_whole(spec: str, is_sliced: bool) -> None:
     topology = ProcessTopology.from_spec(spec)
     for rank in RANKS:
         with fake_world(rank, 8), PipelineParallelGrid(spec) as grid:
@@ -148,7 +149,7 @@ def test_slices_of_experts_are_those_of_the_layers_unless_experts_are_whole(spec
                 state.initialize_model_parallel(2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=4)
 
 
-def test_what_a_grid_has_one_of_is_answered_as_megatron_answers_one_of_it() -> None:
+def test_partial_groups_and_weight_rematerialisation_have_one_instance() -> None:
     with fake_world(1, 4), PipelineParallelGrid("data=2,model=2") as grid:
         state: Any = parallel_state.of(grid)
         replicas = state.get_data_parallel_group(with_context_parallel=True)
@@ -173,7 +174,7 @@ def test_what_a_grid_has_one_of_is_answered_as_megatron_answers_one_of_it() -> N
 
 
 @pytest.mark.parametrize(("spec", "own"), [("model=2", 1), ("data=2", 0)])
-def test_tokens_are_those_of_the_experts_of_a_slice(spec: str, own: int) -> None:
+def test_neox_expert_tokens_are_split_over_slices(spec: str, own: int) -> None:
     with fake_world(1, 2), PipelineParallelGrid(spec) as grid:
         state: Any = parallel_state.of(grid, "gpt-neox")
         counts = torch.tensor([1, 2, 0, 3])
@@ -187,7 +188,7 @@ def test_tokens_are_those_of_the_experts_of_a_slice(spec: str, own: int) -> None
         assert _ranks(state.get_io_parallel_group()) == _ranks(state.get_data_parallel_group())
 
 
-def test_virtual_and_split_stages_are_as_the_program_says() -> None:
+def test_virtual_and_split_stages_follow_the_program() -> None:
     with fake_world(3, 4), PipelineParallelGrid("pipe=4") as grid:
         state: Any = parallel_state.of(grid, "megatron-deepspeed")
         state.initialize_model_parallel(1, 4, 1, 2, 2)
@@ -204,7 +205,7 @@ def test_virtual_and_split_stages_are_as_the_program_says() -> None:
         assert not megatron.is_pipeline_last_stage(ignore_virtual=False, vp_stage=0)
 
 
-def test_memory_is_used_again() -> None:
+def test_global_memory_buffer_is_reused() -> None:
     with fake_world(0, 1), PipelineParallelGrid("data=1") as grid:
         buffer = parallel_state.of(grid).get_global_memory_buffer()
         large = buffer.get_tensor((4, 4), torch.float32, "mpu")
@@ -220,7 +221,7 @@ def test_memory_is_used_again() -> None:
         ("megatron-lm", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, "along 'pipe'"),
     ],
 )
-def test_two_layouts_in_one_job_are_refused(program: str, arguments: dict[str, int], message: str) -> None:
+def test_other_degrees_are_refused(program: str, arguments: dict[str, int], message: str) -> None:
     with fake_world(0, 4), PipelineParallelGrid("model=2,data=2") as grid:
         state: Any = parallel_state.of(grid, program)
         with pytest.raises(TopologyError, match=message):
@@ -229,7 +230,7 @@ def test_two_layouts_in_one_job_are_refused(program: str, arguments: dict[str, i
             state.set_tensor_model_parallel_rank(1)
 
 
-def test_another_placement_is_refused() -> None:
+def test_neox_refuses_topology_in_another_order() -> None:
     with fake_world(0, 4), PipelineParallelGrid("model=2,data=2") as grid:
         state: Any = parallel_state.of(grid, "gpt-neox")
         state.initialize_model_parallel(2, topology=ProcessTopology.from_spec("model=2,data=2"))
@@ -263,7 +264,7 @@ def program() -> Iterator[ModuleType]:
         del sys.modules[name]
 
 
-def test_a_programs_module_answers_from_the_grid_until_it_is_destroyed(program: ModuleType) -> None:
+def test_installed_module_answers_until_the_grid_is_destroyed(program: ModuleType) -> None:
     before = {name: dict(vars(sys.modules[name])) for name in ("someones", "someones.state", "someones.layers")}
     with fake_world(5, 8), PipelineParallelGrid("model=2,pipe=2,data=2") as grid:
         parallel_state.install(grid, program)
@@ -277,7 +278,7 @@ def test_a_programs_module_answers_from_the_grid_until_it_is_destroyed(program: 
         program.get_model_parallel_group()
 
 
-def test_modules_that_are_imported_meanwhile_get_the_programs_functions_back(program: ModuleType) -> None:
+def test_modules_imported_after_install_get_their_functions_back(program: ModuleType) -> None:
     late = ModuleType("someones.late")
     with fake_world(5, 8):
         with PipelineParallelGrid("model=2,pipe=2,data=2") as grid:
@@ -294,7 +295,7 @@ def test_modules_that_are_imported_meanwhile_get_the_programs_functions_back(pro
             del sys.modules["someones.late"]
 
 
-def test_a_module_answers_from_one_grid(program: ModuleType) -> None:
+def test_install_refuses_a_second_grid(program: ModuleType) -> None:
     with fake_world(5, 8), PipelineParallelGrid("model=2,data=4") as grid, PipelineParallelGrid("data=8") as other:
         parallel_state.install(grid, program)
         parallel_state.install(grid, program)
@@ -302,7 +303,7 @@ def test_a_module_answers_from_one_grid(program: ModuleType) -> None:
             parallel_state.install(other, program)
 
 
-def test_another_module_is_refused() -> None:
+def test_install_and_of_refuse_unknown_modules_and_programs() -> None:
     with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
         with pytest.raises(ValueError, match="module 'sys' has none of"):
             parallel_state.install(grid, sys)
@@ -312,7 +313,7 @@ def test_another_module_is_refused() -> None:
             parallel_state.of("data=2")  # type: ignore[arg-type]
 
 
-def test_what_a_grid_cannot_answer_says_why() -> None:
+def test_refused_functions_raise_with_the_reason() -> None:
     state = ModuleType("theirs")
     for name in ("get_context_parallel_group", "get_hybrid_data_context_parallel_groups", "create_all_gather_groups"):
         exec(f"def {name}(): return None", vars(state))
@@ -339,7 +340,7 @@ def _sum_over_groups() -> list[float]:
         return sums
 
 
-def test_the_groups_talk(world: Worlds) -> None:
+def test_groups_can_all_reduce(world: Worlds) -> None:
     assert world(4).run(_sum_over_groups) == [[2, 1], [4, 1], [2, 5], [4, 5]]
 
 
@@ -359,7 +360,7 @@ def _ask_in_an_order_of_its_own() -> list[list[int]]:
         return [asked[ask.__name__] for ask in questions]
 
 
-def test_after_the_start_ranks_may_ask_megatron_in_any_order(world: Worlds) -> None:
+def test_ranks_may_ask_for_megatron_groups_in_any_order_after_initialize(world: Worlds) -> None:
     topology = ProcessTopology.from_spec("seq=2,data=2,model=2")
     spans = [["model", "data"], ["model", "seq"], ["model"], topology.axes, ["model"]]
     expected = [[_members(topology, rank, *span) for span in spans] for rank in RANKS]
@@ -374,7 +375,7 @@ def test_the_table_names_every_answer_once() -> None:
     assert len(table) == len(rows()) > 90
 
 
-def test_the_guide_has_the_table_as_it_is() -> None:
+def test_guide_contains_the_printed_table() -> None:
     printed = io.StringIO()
     with redirect_stdout(printed):
         main()

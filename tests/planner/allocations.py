@@ -1,4 +1,4 @@
-"""Bytes of tensors as they come and go on a CPU: :class:`Allocations`."""
+"""Count the bytes of live tensors on a CPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """Inside ``with``, counts the storages of all tensors that operators return, until each is freed.
+    """A context that counts the storages of all tensors that operators return, until each is freed.
 
-    What libraries allocate for themselves (a backend's copies of messages, an operator's scratch) is not counted.
+    Internal allocations of libraries (a backend's copies of messages, an operator's scratch) are not counted.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Jobs and layouts for tests."""
+"""Make jobs and layouts for tests."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from ds_topo.planner.accelerators import accelerator_of
-from ds_topo.planner.candidates import Wanted, orders, possible_degrees, schedules, zero_stages
-from ds_topo.planner.cluster import cluster_of
-from ds_topo.planner.layout import Job, Layout, layout_problem
-from ds_topo.planner.machine import Speeds
+from ds_topo.planner.hardware import Speeds, accelerator_of, cluster_of
+from ds_topo.planner.job import BF16, DEEPSPEED, Job, Layout, Precision, Software, layout_problem
 from ds_topo.planner.model import transformer
-from ds_topo.planner.precision import BF16, Precision
-from ds_topo.planner.software import DEEPSPEED, Software
+from ds_topo.planner.search import Wanted, orders, possible_degrees, schedules, zero_stages
 
 CPU_SPEEDS = Speeds(
     "CPU",
@@ -30,7 +26,7 @@ CPU_SPEEDS = Speeds(
     memory_bytes=8e9,
     processors=4.0,
 )
-"""As ``plan --calibrate`` measures them."""
+"""Speeds such as ``plan --calibrate`` measures."""
 
 
 def job(
@@ -43,28 +39,28 @@ def job(
     accelerator: str = "A100",
     **model: Any,
 ) -> Job:
-    """A small GPT on a small cluster, but for what is said otherwise."""
+    """Return a job of a small GPT on a small cluster, with changes."""
     shape = {"layers": 8, "hidden": 512, "heads": 8, "vocabulary": 1024, "sequence": 256} | model
     cluster = cluster_of(accelerator_of(accelerator), hosts, slots)
     return Job(transformer(**shape), cluster, batch, shape["sequence"], precision, software)
 
 
 def every_layout(job: Job, wanted: Wanted | None = None) -> list[Layout]:
-    """All layouts that a search may look at, in every order of their axes."""
+    """Return all layouts that a search may visit, in every order of their axes."""
     wanted = wanted or Wanted()
     return [
         candidate
         for degrees in possible_degrees(job, wanted, Counter())
         for layout in schedules(job, degrees, wanted)
         for topology in orders(layout.topology)
-        for zero in zero_stages(job, layout)
+        for zero in zero_stages(job, layout, wanted)
         if layout_problem(job, candidate := replace(layout, topology=topology, zero=zero)) is None
     ]
 
 
 @st.composite
 def jobs_and_layouts(draw: st.DrawFn, software: Software = DEEPSPEED) -> tuple[Job, Layout]:
-    """Any layout of a job on 1 to 4 hosts."""
+    """Draw any layout of a job on 1 to 4 hosts."""
     hosts, slots = draw(st.sampled_from([(1, 4), (2, 2), (2, 4), (4, 2), (3, 2)]))
     experts = draw(st.sampled_from([0, 0, 4]))
     made = job(
@@ -79,6 +75,6 @@ def jobs_and_layouts(draw: st.DrawFn, software: Software = DEEPSPEED) -> tuple[J
     degrees = draw(st.sampled_from(list(possible_degrees(made, Wanted(), Counter()))))
     layout = draw(st.sampled_from(list(schedules(made, degrees, Wanted()))))
     topology = draw(st.sampled_from(list(orders(layout.topology))))
-    layout = replace(layout, topology=topology, zero=draw(st.sampled_from(zero_stages(made, layout))))
+    layout = replace(layout, topology=topology, zero=draw(st.sampled_from(zero_stages(made, layout, Wanted()))))
     assume(layout_problem(made, layout) is None)
     return made, layout

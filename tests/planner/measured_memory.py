@@ -1,4 +1,4 @@
-"""The example's GPT trained by DeepSpeed for a few steps, with every byte of its tensors counted."""
+"""Train the example's GPT with DeepSpeed for a few steps, and count every byte of its tensors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MODEL = GPTConfig(context=64, width=128, heads=4, depth=4)
 class Case:
     """One training job of the example's model.
 
-    ``experts``: of every block, dealt to all replicas; 0 for none. A topology with a ``pipe`` axis runs in DeepSpeed's
-    pipeline engine, any other in its plain one.
+    ``experts`` are those of every block, distributed over all replicas; 0 for none. A topology with a ``pipe`` axis
+    runs in DeepSpeed's pipeline engine, any other in its plain one.
     """
 
     topology: str
@@ -50,7 +50,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes of one rank.
+    """The bytes of one rank.
 
     ``states``: live between steps, without what a pipeline has ``kept`` of its last micro-batches; ``peak``: of a step;
     ``load``: the fullest expert's share over the mean.
@@ -63,7 +63,7 @@ class Counted:
 
 
 def count_memory(case: Case, bucket: int) -> Counted:
-    """Train, and count one step after the first ones; ``bucket`` is ZeRO's, in elements."""
+    """Train, and count one step after the first ones; ``bucket`` is the size of ZeRO's buckets, in elements."""
     import deepspeed
 
     warnings.simplefilter("ignore")
@@ -87,7 +87,7 @@ def count_memory(case: Case, bucket: int) -> Counted:
 
 
 def config(case: Case, bucket: int) -> dict[str, Any]:
-    """What a plan of this case writes."""
+    """Return the config that a plan of this case writes."""
     zero = {"stage": case.zero, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket}
     return {
         "train_micro_batch_size_per_gpu": case.micro_batch,
@@ -121,8 +121,10 @@ def _pipeline(case: Case, grid: PipelineParallelGrid, bucket: int) -> tuple[Any,
 
 
 def _release_kept(engine: Any) -> None:
-    """Let go what DeepSpeed's pipeline engine keeps between steps: where it receives, and on the last stage outputs,
-    with the inputs and their gradients at the ends of their graphs."""
+    """Release the tensors that DeepSpeed's pipeline engine keeps between steps.
+
+    They are its receive buffers, and on the last stage outputs, with the inputs and gradients of their graphs.
+    """
     engine.reset_activation_shape()
     for kept in engine.pipe_buffers.values():
         kept[:] = [None] * len(kept)
@@ -157,7 +159,7 @@ def _plain(case: Case, grid: PipelineParallelGrid, bucket: int) -> tuple[Any, Ca
 
 
 def _feed_forward(case: Case, grid: PipelineParallelGrid) -> list[Callable[..., nn.Module]]:
-    """What a block has in place of its feed-forward layer, if anything."""
+    """Return what a block has in place of its feed-forward layer."""
     if not case.experts:
         return []
     groups = create_expert_groups(grid, grid.get_data_parallel_world_size())
@@ -175,12 +177,12 @@ def _samples(case: Case, own: torch.Generator) -> tuple[torch.Tensor, torch.Tens
 
 
 def _of_replica(grid: PipelineParallelGrid) -> torch.Generator:
-    """What all ranks of a replica draw alike."""
+    """Return a generator that draws the same samples on all ranks of a replica."""
     return torch.Generator().manual_seed(grid.get_sample_rank())
 
 
 def _load(engine: Any) -> float:
-    """Tokens of the fullest expert over the mean, averaged over layers."""
+    """Return the tokens of the fullest expert over the mean, averaged over layers."""
     loads = [
         float(module.exp_counts.max() / module.exp_counts.float().mean())
         for module in engine.module.modules()

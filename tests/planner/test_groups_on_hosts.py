@@ -1,4 +1,4 @@
-"""Which hosts groups span, and what leaves a host, against groups that are listed one by one."""
+"""Compare the hosts that groups span, and the bytes that leave a host, with groups that are listed one by one."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_topo.planner.communication import factors_of, layout_spans, shares_of_turns, span_of
 from ds_topo.planner.costs import Costs
-from ds_topo.planner.group_spans import layout_spans, shares_of_turns
-from ds_topo.planner.layout import Job, Layout
-from ds_topo.planner.machine import Machine
-from ds_topo.planner.precision import FP32
-from ds_topo.planner.replicas import gradient_messages
-from ds_topo.planner.software import DEEPSPEED
-from ds_topo.planner.spans import span_of
-from ds_topo.planner.step_time import shared_spans
-from ds_topo.planner.traffic import host_traffic
+from ds_topo.planner.explain import host_traffic
+from ds_topo.planner.hardware import Machine
+from ds_topo.planner.job import DEEPSPEED, FP32, Job, Layout
+from ds_topo.planner.step_time import gradient_messages, shared_spans
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.planner.jobs import CPU_SPEEDS, job, jobs_and_layouts
 
 
 @st.composite
 def placements(draw: st.DrawFn) -> tuple[ProcessTopology, list[str], int]:
-    """A topology, some of its axes, and slots."""
+    """Draw a topology, some of its axes, and slots."""
     axes = draw(st.permutations(["pipe", "data", "model"]))
     topology = ProcessTopology(axes, [draw(st.integers(1, 4)) for _ in axes])
     chosen = draw(st.lists(st.sampled_from(axes), min_size=1, unique=True))
@@ -34,7 +30,7 @@ def placements(draw: st.DrawFn) -> tuple[ProcessTopology, list[str], int]:
 
 @settings(deadline=None, max_examples=200)
 @given(placements())
-def test_spans_are_those_of_listed_groups(placement: tuple[ProcessTopology, list[str], int]) -> None:
+def test_spans_match_groups_listed_rank_by_rank(placement: tuple[ProcessTopology, list[str], int]) -> None:
     topology, axes, slots = placement
     world = topology.world_size()
     groups = {tuple(topology.get_axis_ranks(axes, rank)) for rank in range(world)}
@@ -45,7 +41,7 @@ def test_spans_are_those_of_listed_groups(placement: tuple[ProcessTopology, list
         touching.append(sum(any(on) for on in here))
         pairs.append(sum(sum(on) * (len(on) - sum(on)) for on in here))
         edges.append(sum(on[index] and not on[(index + 1) % len(on)] for on in here for index in range(len(on))))
-    span = span_of(topology, axes, slots)
+    span = span_of(factors_of(topology, axes), world, slots)
     size = len(next(iter(groups)))
     assert span.size == size
     if size > 1:
@@ -59,7 +55,7 @@ def test_spans_are_those_of_listed_groups(placement: tuple[ProcessTopology, list
 
 
 def ring_bytes(layout: Layout, axes: list[str], size: float, slots: int, passes: int) -> list[float]:
-    """Bytes that each host sends for a ring over every group, edge by edge."""
+    """Return the bytes that each host sends for a ring over every group, edge by edge."""
     topology = layout.topology
     world = topology.world_size()
     sent = [0.0] * (world // slots)
@@ -71,41 +67,41 @@ def ring_bytes(layout: Layout, axes: list[str], size: float, slots: int, passes:
 
 
 @pytest.mark.parametrize("spec", ["data=2,model=4", "model=4,data=2", "data=4,model=2", "model=2,data=4"])
-def test_gradients_and_activations_leave_a_host_edge_by_edge(spec: str) -> None:
+def test_host_traffic_matches_rings_counted_edge_by_edge(spec: str) -> None:
     made = job(precision=FP32, tied=False)
     layout = Layout(ProcessTopology.from_spec(spec), micro_batch=2)
-    [traffic, *_] = sorted(host_traffic(Costs(made), layout), key=lambda host: -host.total)
+    [traffic, *_] = sorted(host_traffic(Costs(made), layout), key=lambda sent: -sum(sent.values()))
     costs = Costs(made)
     [kind] = costs.stage_kinds(layout)
     [(_, gradients, _, times)] = gradient_messages(costs, layout, kind)
     flat = max(ring_bytes(layout, ["data"], gradients, 4, passes=2))
     assert times == 1
-    if flat and traffic.bytes_by_axis["gradients"] != pytest.approx(flat):
+    if flat and traffic["gradients"] != pytest.approx(flat):
         # in two levels: each of 4 ranks sends 2 (h - 1) / h of a part, one of as many as there are peers on its host
         local = layout.data // 2
-        assert traffic.bytes_by_axis["gradients"] == pytest.approx(4 * gradients / local)
-        assert traffic.bytes_by_axis["gradients"] < flat
+        assert traffic["gradients"] == pytest.approx(4 * gradients / local)
+        assert traffic["gradients"] < flat
     # two all_reduces per layer and pass; embedding and output layer one each, and three of one value per token
     tokens = 2 * 256
     whole = tokens * 512 * 4
     messages = (8 * 4 + 2) * whole + 3 * tokens * 4
     expected = max(ring_bytes(layout, ["model"], messages, 4, passes=2)) * layout.micro_batches(made.batch)
-    assert traffic.bytes_by_axis.get("model", 0.0) == pytest.approx(expected)
+    assert traffic.get("model", 0.0) == pytest.approx(expected)
 
 
 @settings(deadline=None, max_examples=60)
 @given(jobs_and_layouts())
-def test_what_leaves_a_host_belongs_to_axes_that_cross_hosts(made: tuple[Job, Layout]) -> None:
+def test_only_axes_that_cross_hosts_have_host_traffic(made: tuple[Job, Layout]) -> None:
     task, layout = made
     costs = Costs(task)
     spans = layout_spans(costs, layout)
     for host in host_traffic(costs, layout):
-        for axis, sent in host.bytes_by_axis.items():
+        for axis, sent in host.items():
             assert sent >= 0
             assert spans[axis].crosses or (axis == "gradients" and task.model.tied)
 
 
-def test_stages_on_one_host_take_turns_with_one_micro_batch() -> None:
+def test_stages_on_one_cpu_host_share_its_link() -> None:
     topology = ProcessTopology.from_spec("model=2,pipe=4")
     on_gpus = job(batch=32, precision=FP32, software=DEEPSPEED)
     on_cpus = replace(on_gpus, cluster=Machine(2, 4, CPU_SPEEDS).applied_to(on_gpus.cluster))
@@ -119,8 +115,8 @@ def test_stages_on_one_host_take_turns_with_one_micro_batch() -> None:
 
 
 @pytest.mark.parametrize(("computing", "sending"), [(1.0, 1.0), (3.0, 1.0), (1.0, 5.0)])
-def test_replicas_share_a_link_as_they_do_in_a_simulation(computing: float, sending: float) -> None:
-    """Two replicas that compute and send in turn, for times that vary as a queueing network's do."""
+def test_shares_of_replicas_on_one_link_match_a_simulation(computing: float, sending: float) -> None:
+    """Two replicas compute and send in turn, for times that vary as in a queueing network."""
     random = Random(0)
     clock, left, done = 0.0, [(False, random.expovariate(1 / computing))] * 2, 0
     while done < 40_000:
@@ -143,7 +139,7 @@ def test_replicas_share_a_link_as_they_do_in_a_simulation(computing: float, send
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 @pytest.mark.parametrize("replicas", [1, 2, 8])
 @pytest.mark.parametrize("passes", [8, 12, 100])
-def test_a_link_that_is_always_busy_carries_all_passes(stages: int, replicas: int, passes: int) -> None:
+def test_shares_of_a_busy_link_add_up_to_all_passes(stages: int, replicas: int, passes: int) -> None:
     own, waited_for = shares_of_turns(stages, replicas, 0.0, 1.0, passes)
     senders = stages * replicas
     assert senders * (passes * own + (stages - 1) * waited_for) == pytest.approx(senders * passes)

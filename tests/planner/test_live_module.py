@@ -1,4 +1,4 @@
-"""The size of a live module on the meta device, against the same model by formula."""
+"""Compare the measured size of a live module with the same model by formula."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from torch import nn
 from torch.nn import functional
 
 from ds_topo.errors import TopologyError
-from ds_topo.measurement.module import model_from_module
-from ds_topo.planner.candidates import Wanted
-from ds_topo.planner.layers import MeasuredLayer
-from ds_topo.planner.model import transformer
-from ds_topo.planner.search import evaluate, search
+from ds_topo.measurement.live_module import model_from_module
+from ds_topo.planner.model import MeasuredLayer, transformer
+from ds_topo.planner.search import Wanted, evaluate, search
 from tests.planner.jobs import job
 
 HIDDEN, HEADS, POSITIONS, VOCABULARY, DEPTH = 64, 4, 32, 96, 3
 
 
 class Block(nn.Module):
-    """GPT-2's."""
+    """GPT-2's block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +35,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embedding, blocks, output tied to the embedding."""
+    """A GPT whose output is tied to the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +55,7 @@ def gpt() -> nn.Module:
         return GPT()
 
 
-def test_a_gpt_is_measured_as_its_formula_says() -> None:
+def test_measured_gpt_has_the_size_of_its_formula() -> None:
     measured = model_from_module(gpt(), torch.zeros(1, POSITIONS, dtype=torch.int64))
     formula = transformer(layers=DEPTH, hidden=HIDDEN, heads=HEADS, vocabulary=VOCABULARY, sequence=POSITIONS)
     assert measured.parameters == formula.parameters
@@ -67,7 +65,7 @@ def test_a_gpt_is_measured_as_its_formula_says() -> None:
     ]
 
 
-def test_it_is_planned_like_its_formula() -> None:
+def test_measured_gpt_is_planned_like_its_formula() -> None:
     formula = job(layers=DEPTH, hidden=HIDDEN, heads=HEADS, vocabulary=VOCABULARY, sequence=POSITIONS)
     measured = type(formula)(
         **{**vars(formula), "model": model_from_module(gpt(), torch.zeros(1, POSITIONS, dtype=torch.int64))}
@@ -86,6 +84,6 @@ def test_it_is_planned_like_its_formula() -> None:
         (nn.Sequential(nn.Linear(2, 2, device="meta")), torch.zeros(1), "give one sequence"),
     ],
 )
-def test_modules_that_cannot_be_measured(module: nn.Module, sample: torch.Tensor, text: str) -> None:
+def test_model_from_module_refuses_bad_input(module: nn.Module, sample: torch.Tensor, text: str) -> None:
     with pytest.raises(TopologyError, match=text):
         model_from_module(module, sample)

@@ -1,4 +1,4 @@
-"""Files of measurements: of ``plan --calibrate``, and of ``check --json``."""
+"""Test machine files of ``plan --calibrate`` and of ``check --json``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ds_topo.cli import main
 from ds_topo.measurement.calibrate import calibrate
-from ds_topo.planner.machine import Machine, machine_from_json, read_machine
+from ds_topo.planner.hardware import Machine, machine_from_json, read_machine
 from tests.planner.jobs import CPU_SPEEDS
 from tests.support.world import Worlds
 
@@ -35,7 +35,7 @@ def _plan(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     return content
 
 
-def test_links_of_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_uses_the_links_of_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = {}
     for name, across in (("slow", 12.5e6), ("fast", 12.5e9)):
         path = tmp_path / f"{name}.json"
@@ -46,7 +46,7 @@ def test_links_of_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert seconds["slow"] > 2 * seconds["fast"]
 
 
-def test_one_host_has_no_link_across() -> None:
+def test_machine_of_one_host_has_no_link_across() -> None:
     machine = machine_from_json(CHECKED | {"hosts": [{"name": "a", "ranks": [0, 1]}], "across": None})
     assert machine.across is None
     assert machine.inside is not None
@@ -74,14 +74,16 @@ def test_one_host_has_no_link_across() -> None:
         (json.dumps(CHECKED | {"start_seconds": "soon"}), "is neither of"),
     ],
 )
-def test_other_files_are_refused(content: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_invalid_machine_file(
+    content: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "machine.json"
     path.write_text(content)
     assert main(["plan", *JOB, "--machine", str(path)]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_this_machine_is_measured_and_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_writes_a_file_that_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "machine.json"
     assert main(["plan", "--calibrate", str(path)]) == 0
     machine = read_machine(path)
@@ -105,7 +107,7 @@ def _calibrated() -> tuple[Machine, int]:
     return calibrate(), dist.get_rank()
 
 
-def test_all_ranks_know_the_same_speeds_and_links(world: Worlds) -> None:
+def test_calibrate_returns_the_same_machine_on_all_ranks(world: Worlds) -> None:
     (first, _), (second, _) = world(2).run(_calibrated)
     assert first == second
     assert (first.hosts, first.slots) == (1, 2)

@@ -1,22 +1,17 @@
-"""Predicted bytes beside those that DeepSpeed's engines allocate for the example's GPT, counted tensor by tensor."""
+"""Compare predicted bytes with those that DeepSpeed's engines allocate for the example's GPT."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
 
-from ds_topo.planner.accelerators import accelerator_of
-from ds_topo.planner.cluster import cluster_of
 from ds_topo.planner.config_writer import deepspeed_config
-from ds_topo.planner.layers import Block, Experts, FeedForward
-from ds_topo.planner.layout import Job, Layout
+from ds_topo.planner.hardware import accelerator_of, cluster_of
+from ds_topo.planner.job import DEEPSPEED, PRECISIONS, Job, Layout, Recompute
 from ds_topo.planner.memory import MemoryUse
-from ds_topo.planner.model import Model, transformer
-from ds_topo.planner.precision import PRECISIONS
+from ds_topo.planner.model import Block, Experts, FeedForward, Model, transformer
 from ds_topo.planner.search import Plan, evaluate
-from ds_topo.planner.software import DEEPSPEED, Recompute
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.planner.measured_memory import Case, Counted, count_memory
 from tests.support.ranks import run_ranks
@@ -31,7 +26,6 @@ PIPELINES = [
     Case("pipe=2,data=2", 1, precision="bf16"),
 ]
 SLICES = [Case("data=2,model=2", 1)]
-ON_DEMAND = pytest.mark.skipif(not os.environ.get("DS_TOPO_ALL_MEMORY"), reason="set DS_TOPO_ALL_MEMORY=1")
 
 
 def model_of(case: Case) -> Model:
@@ -60,14 +54,14 @@ def planned(case: Case, expert_load: float = 1.0) -> tuple[Job, Plan]:
 
 
 def bucket_of(case: Case) -> int:
-    """As the plan writes it."""
+    """Return the size of ZeRO's buckets that the plan writes."""
     job, plan = planned(case)
     size: int = deepspeed_config(job, plan)["zero_optimization"]["reduce_bucket_size"]
     return size
 
 
 def compare(case: Case, counted: list[Counted]) -> None:
-    """The fullest rank: its peak within 10%; between steps, when gradients are gone, its states alone, exactly."""
+    """Compare the fullest rank: its peak within 10%, and its states between steps, when gradients are freed."""
     memory: MemoryUse = planned(case, max(one.load for one in counted))[1].memory
     fullest = max(counted, key=lambda one: one.peak)
     assert memory.total == pytest.approx(fullest.peak, rel=0.10), case
@@ -78,12 +72,12 @@ def compare(case: Case, counted: list[Counted]) -> None:
 
 
 @pytest.mark.parametrize("case", [PLAIN[0], PLAIN[3], PLAIN[5], PLAIN[6], MIXED[1], *EXPERTS], ids=str)
-def test_two_ranks(case: Case, world: Worlds) -> None:
+def test_peak_memory_of_two_ranks_matches_the_plan(case: Case, world: Worlds) -> None:
     compare(case, world(2).run(count_memory, case, bucket_of(case)))
 
 
-@ON_DEMAND
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [*PLAIN, *MIXED, *EXPERTS, *PIPELINES, *SLICES], ids=str)
-def test_fresh_ranks(case: Case) -> None:
+def test_peak_memory_of_fresh_ranks_matches_the_plan(case: Case) -> None:
     ranks = ProcessTopology.from_spec(case.topology).world_size()
     compare(case, run_ranks(ranks, count_memory, case, bucket_of(case)))

@@ -1,4 +1,4 @@
-"""Bytes of a rank: states exactly, micro-batches in flight as the schedule has them, and monotony."""
+"""Test the bytes of a rank: states, micro-batches in flight, activations, and monotony."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo.planner.costs import Costs, StageParameters
-from ds_topo.planner.layer_work import block_work
-from ds_topo.planner.layers import Block
-from ds_topo.planner.layout import Job, Layout, layout_problem
+from ds_topo.planner.job import (
+    BF16,
+    DEEPSPEED,
+    FP16,
+    FP32,
+    MEGATRON,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    Job,
+    Layout,
+    Recompute,
+    Share,
+    layout_problem,
+)
 from ds_topo.planner.memory import chunks_in_flight, memory_use, state_bytes
-from ds_topo.planner.model import transformer
-from ds_topo.planner.precision import BF16, FP16, FP32
-from ds_topo.planner.software import DEEPSPEED, MEGATRON, MEGATRON_2021, MEGATRON_2022, Recompute
-from ds_topo.planner.work import Share
+from ds_topo.planner.model import Block
+from ds_topo.planner.work import block_work
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.planner.jobs import job, jobs_and_layouts
 
@@ -27,14 +36,14 @@ from tests.planner.jobs import job, jobs_and_layouts
     # Rajbhandari et al., figure 1: 7.5 B parameters over 64 ranks in mixed precision, K = 12
     [(0, 120.0), (1, 31.40625), (2, 16.640625), (3, 1.875)],
 )
-def test_states_are_those_of_the_zero_paper(zero: int, gigabytes: float) -> None:
+def test_states_match_the_zero_paper(zero: int, gigabytes: float) -> None:
     layout = Layout(ProcessTopology.from_spec("data=64"), 1, zero)
     states = state_bytes(StageParameters(7_500_000_000, 0), layout, BF16, DEEPSPEED)
     assert states.total == pytest.approx(gigabytes * 1e9, rel=1e-6)
 
 
 @given(st.integers(1, 10**12), st.integers(0, 3), st.sampled_from([1, 2, 8, 64]))
-def test_states_of_megatron_divide_exactly(parameters: int, zero: int, ranks: int) -> None:
+def test_states_of_megatron_are_divided_without_padding(parameters: int, zero: int, ranks: int) -> None:
     layout = Layout(ProcessTopology.from_spec(f"data={ranks}"), 1, zero)
     states = state_bytes(StageParameters(parameters, 0), layout, FP16, MEGATRON_2022)
     assert states.optimizer == 12 * parameters / (ranks if zero else 1)
@@ -42,7 +51,7 @@ def test_states_of_megatron_divide_exactly(parameters: int, zero: int, ranks: in
     assert states.weights == 2 * (parameters // ranks if zero == 3 else parameters)
 
 
-def test_experts_are_sharded_over_their_own_replicas() -> None:
+def test_states_of_experts_are_divided_by_their_own_replicas() -> None:
     layout = Layout(ProcessTopology.from_spec("data=8"), 1, 1, expert_parallel=4)
     states = state_bytes(StageParameters(0, 1024), layout, BF16, DEEPSPEED)
     assert states.optimizer == 12 * 1024 / 2
@@ -50,7 +59,7 @@ def test_experts_are_sharded_over_their_own_replicas() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 12), st.data())
-def test_micro_batches_in_flight_are_those_of_deepspeeds_schedule(stages: int, count: int, data: st.DataObject) -> None:
+def test_micro_batches_in_flight_match_deepspeeds_schedule(stages: int, count: int, data: st.DataObject) -> None:
     stage = data.draw(st.integers(0, stages - 1))
     alive = most = 0
     for instructions in TrainSchedule(micro_batches=count, stages=stages, stage_id=stage).steps():
@@ -61,7 +70,7 @@ def test_micro_batches_in_flight_are_those_of_deepspeeds_schedule(stages: int, c
 
 
 def interleaved(stage: int, pipe: int, virtual: int, micro_batches: int) -> int:
-    """The most forward passes of chunks without backward in Megatron's interleaved schedule, step by step."""
+    """Count the most forward passes of chunks without backward in Megatron's interleaved schedule, step by step."""
     total = micro_batches * virtual
     warmup = min(total, 2 * (pipe - stage - 1) + (virtual - 1) * pipe)
     alive = most = 0
@@ -73,7 +82,7 @@ def interleaved(stage: int, pipe: int, virtual: int, micro_batches: int) -> int:
 
 
 @given(st.integers(2, 8), st.integers(2, 5), st.integers(1, 6), st.data())
-def test_chunks_in_flight_are_those_of_the_interleaved_schedule(
+def test_chunks_in_flight_match_the_interleaved_schedule(
     pipe: int, virtual: int, times: int, data: st.DataObject
 ) -> None:
     stage = data.draw(st.integers(0, pipe - 1))
@@ -87,18 +96,19 @@ def test_chunks_in_flight_are_those_of_the_interleaved_schedule(
     st.sampled_from([128, 1024]),
     st.sampled_from([(8, 64), (16, 64), (32, 128)]),
 )
-def test_activations_are_korthikanti_et_als(
+def test_kept_activations_match_korthikanti_et_al(
     tensor: int, micro_batch: int, sequence: int, heads: tuple[int, int]
 ) -> None:
-    """Equations 1, 2, 4 and 6, and 2 s b h for what full recomputation keeps."""
+    """Equations 1, 2, 4 and 6 hold, and full recomputation keeps 2 s b h."""
     count, width = heads
     hidden = count * width
-    [block] = transformer(layers=1, hidden=hidden, heads=count, vocabulary=8, sequence=sequence).blocks
+    made = job(layers=1, hidden=hidden, heads=count, vocabulary=8, sequence=sequence, precision=FP16)
+    [block] = made.model.blocks
     assert isinstance(block, Block)
     unit, scores = sequence * micro_batch * hidden, 5 * count * sequence / hidden
     for spread in (False, True):
         share = Share(micro_batch, sequence, tensor, sequence_parallel=spread)
-        kept = block_work(block, share, FP16, MEGATRON_2022 if spread else MEGATRON_2021, dropout=True).kept
+        kept = block_work(block, share, replace(made, software=MEGATRON_2022 if spread else MEGATRON_2021)).kept
         whole = 34 / tensor if spread else 10 + 24 / tensor  # times s b h
         assert kept.none == pytest.approx(unit * (whole + scores / tensor))
         assert kept.full == pytest.approx(2 * unit / (tensor if spread else 1))

@@ -1,4 +1,4 @@
-"""Parameters, exact to the last one, and floating-point operations."""
+"""Test exact numbers of parameters, and floating-point operations."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner.families import model_from_config
-from ds_topo.planner.layers import Block, FeedForward
-from ds_topo.planner.model import Model, transformer
-from ds_topo.planner.runs import recomputed_flops_per_token
+from ds_topo.planner.model import Block, FeedForward, Model, model_from_config, transformer
+from ds_topo.planner.published_runs import recomputed_flops_per_token
 
 Config = dict[str, Any]
 
 
 def llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, **more: Any) -> Config:
-    """A config of Llama's kin."""
+    """Return a config of Llama or a similar model."""
     return {
         "model_type": "llama",
         "num_hidden_layers": layers,
@@ -140,12 +138,12 @@ TOTALS: dict[str, tuple[Config, int]] = {
 
 
 @pytest.mark.parametrize("name", TOTALS)
-def test_published_totals(name: str) -> None:
+def test_parameters_of_configs_match_published_totals(name: str) -> None:
     config, total = TOTALS[name]
     assert model_from_config(config).parameters == total
 
 
-def test_active_parameters_of_a_mixture() -> None:
+def test_active_parameters_leave_out_idle_experts() -> None:
     assert model_from_config(TOTALS["mixtral-8x7b"][0]).active_parameters == 12_879_925_248
 
 
@@ -178,7 +176,7 @@ def count(*modules: nn.Module) -> int:
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 8), st.integers(1, 8), st.integers(3, 5), st.integers(1, 300))
-def test_a_gpt_has_the_parameters_of_its_modules(
+def test_gpt_has_the_parameters_of_torch_modules(
     layers: int, heads: int, width: int, times: int, vocabulary: int
 ) -> None:
     hidden, sequence = heads * width, 16
@@ -193,7 +191,7 @@ def test_a_gpt_has_the_parameters_of_its_modules(
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 4), st.integers(1, 8), st.integers(1, 64))
-def test_a_llama_has_the_parameters_of_its_modules(
+def test_llama_has_the_parameters_of_torch_modules(
     layers: int, kv_heads: int, shared: int, width: int, ffn: int
 ) -> None:
     heads = kv_heads * shared
@@ -208,7 +206,7 @@ def test_a_llama_has_the_parameters_of_its_modules(
 
 
 @given(st.sampled_from([1, 2, 4]), st.booleans())
-def test_tensor_parallel_ranks_hold_all_of_it_together(tensor: int, gated: bool) -> None:
+def test_tensor_parallel_ranks_together_hold_every_parameter(tensor: int, gated: bool) -> None:
     model = transformer(layers=2, hidden=64, heads=4, vocabulary=96, sequence=16, gated=gated)
     block = model.blocks[0]
     assert isinstance(block, Block)
@@ -220,10 +218,8 @@ def test_tensor_parallel_ranks_hold_all_of_it_together(tensor: int, gated: bool)
 
 
 @given(st.integers(1, 128), st.integers(1, 64), st.integers(1, 16), st.integers(1, 8192), st.integers(1, 100_000))
-def test_flops_are_those_of_narayanan_et_al(
-    layers: int, width: int, heads: int, sequence: int, vocabulary: int
-) -> None:
-    """The SC 2021 paper's equation 3, with recomputation: 96 B s l h^2 (1 + s / 6h + V / 16 l h)."""
+def test_flops_match_narayanan_et_al(layers: int, width: int, heads: int, sequence: int, vocabulary: int) -> None:
+    """The SC 2021 paper's equation 3 holds, with recomputation: 96 B s l h^2 (1 + s / 6h + V / 16 l h)."""
     hidden = width * heads
     model = transformer(layers=layers, hidden=hidden, heads=heads, vocabulary=vocabulary, sequence=sequence)
     blocks = 72 * layers * hidden**2 * (1 + sequence / (6 * hidden))
@@ -233,8 +229,8 @@ def test_flops_are_those_of_narayanan_et_al(
 
 
 @pytest.mark.parametrize(("config", "tokens", "tflops"), [("llama-3-8b", 14451, 744), ("llama-3.1-405b", 292, 737)])
-def test_model_flops_of_published_throughputs(config: str, tokens: int, tflops: int) -> None:
-    """Megatron-Bridge's TFLOP/s per GPU at its tokens/s are a causal mask's."""
+def test_flops_match_published_throughputs(config: str, tokens: int, tflops: int) -> None:
+    """Megatron-Bridge's TFLOP/s per GPU count half of attention, for a causal mask."""
     model = model_from_config(TOTALS[config][0])
     assert tokens * model.flops_per_token(8192) / 1e12 == pytest.approx(tflops, rel=0.005)
 
@@ -249,7 +245,7 @@ def test_model_flops_of_published_throughputs(config: str, tokens: int, tflops: 
         ({"experts": 2, "top_k": 3}, "1 <= top-k <= experts"),
     ],
 )
-def test_numbers_that_do_not_go_together(change: dict[str, int], text: str) -> None:
+def test_transformer_refuses_contradicting_numbers(change: dict[str, int], text: str) -> None:
     numbers = {"layers": 2, "hidden": 64, "heads": 4, "vocabulary": 96, "sequence": 16} | change
     with pytest.raises(TopologyError, match=text.replace("(", r"\(")):
         transformer(**numbers)
@@ -284,12 +280,12 @@ def test_numbers_that_do_not_go_together(change: dict[str, int], text: str) -> N
         ),
     ],
 )
-def test_configs_that_cannot_be_read(config: Config, text: str) -> None:
+def test_model_from_config_refuses_bad_configs(config: Config, text: str) -> None:
     with pytest.raises(TopologyError, match=text):
         model_from_config(config)
 
 
-def test_a_model_is_the_same_by_hand_and_by_config() -> None:
+def test_model_by_hand_equals_model_by_config() -> None:
     by_hand: Model = transformer(
         layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocabulary=128256, sequence=8192
     )

@@ -1,4 +1,4 @@
-"""``ds-topo plan`` as it is typed: what it prints and writes, and what it says to bad input."""
+"""Test ``ds-topo plan`` on the command line: its output, its files, and its errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds_topo.cli import main
-from ds_topo.cli.plan import POSITIVE, WHOLE
+from ds_topo.cli.plan_command import POSITIVE, WHOLE
 from ds_topo.topology.process_topology import ProcessTopology
 
 GPT = ["--layers", "8", "--hidden", "512", "--heads", "8", "--vocab", "1024", "--sequence", "256"]
@@ -18,7 +18,7 @@ JOB = [*GPT, *["--hosts", "2", "--slots", "4", "--accelerator", "A100", "--batch
 
 SLOTS = ["--hosts", "1", "--slots", "4", "--batch", "64"]
 BYTES = ["--vocab", "256"]
-"""The examples' vocabulary."""
+"""The vocabulary of the examples."""
 
 
 def plan(capsys: pytest.CaptureFixture[str], *options: str) -> str:
@@ -36,7 +36,7 @@ def found(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     return content
 
 
-def test_a_table_of_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_a_table_and_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
     lines = plan(capsys, *JOB, "--top", "3").splitlines()
     assert lines[0].startswith("8 layers of 512: 25,875,456 parameters; 2 x 4 A100-80GB")
     assert len(lines) == 6
@@ -44,7 +44,7 @@ def test_a_table_of_the_best(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0].count("=") > 0 for line in lines[2:5]] == [True] * 3
 
 
-def test_everything_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_terms_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     content = found(capsys, "--compare", "pipe=2,data=2,model=2")
     best = content["plans"][0]
     assert best["seconds"] == pytest.approx(sum(best["seconds_by_term"].values()))
@@ -56,7 +56,7 @@ def test_everything_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert content["search"]["timed"] > 0
 
 
-def test_every_term_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_every_section(capsys: pytest.CaptureFixture[str]) -> None:
     out = plan(capsys, *JOB, "--explain", "--compare", "pipe=8,data=1")
     for title in ("seconds of ", "bytes of the fullest rank", "axes on hosts", "the rest", "pipe=8,data=1"):
         assert title in out
@@ -64,17 +64,17 @@ def test_every_term_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 LARGE = [*JOB, *["--hidden", "8192", "--layers", "32", "--heads", "64", "--top", "1"]]
-"""A model that fits only where its states are sharded."""
+"""A model that fits only if its states are sharded."""
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ([], r"it needs [\d.]+ GB per rank, of 78.7 GB \(pipe=2,data=4, micro-batch \d+, ZeRO 1\)"),
-        (["--zero", "2"], "it cannot be: deepspeed has no ZeRO 2 with a pipeline"),
+        (["--zero", "2"], "it is not possible: deepspeed has no ZeRO 2 with a pipeline"),
     ],
 )
-def test_a_favourite_that_cannot_be_does_not_hide_the_plan(
+def test_impossible_comparison_does_not_hide_the_plan(
     options: list[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = [*LARGE, "--compare", "pipe=2,data=4", *options]
@@ -87,14 +87,14 @@ def test_a_favourite_that_cannot_be_does_not_hide_the_plan(
     assert re.match(text, content["compared"]["problem"])
 
 
-def test_what_fits_nowhere_names_what_was_decided(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_error_names_the_decisions(capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(capsys, *LARGE, "--zero", "0", "--fix", "model=1,pipe=1")
-    assert "fits nowhere on 8 ranks of A100-80GB with what is decided (model=1, pipe=1, ZeRO 0): " in text
+    assert "does not fit in the memory of 8 ranks of A100-80GB with what is decided (model=1, pipe=1, ZeRO 0): " in text
     text = refused(capsys, *LARGE, "--hidden", "65536")
-    assert "fits nowhere on 8 ranks of A100-80GB: " in text
+    assert "does not fit in the memory of 8 ranks of A100-80GB: " in text
 
 
-def test_one_reason_for_each_rule_and_the_batch_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_has_one_reason_per_rule_and_the_batch_first(capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(capsys, *JOB, "--hosts", "25", "--slots", "8", "--batch", "64")
     reasons = text.split("is possible: ")[1].split("; ")
     assert re.match(r"data=\d+ does not divide the batch of 64 sequences", reasons[0])
@@ -103,20 +103,20 @@ def test_one_reason_for_each_rule_and_the_batch_first(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("option", [["--topology", "data=8"], ["--fix", "data=8"]])
-def test_degrees_that_were_not_tried_are_not_said_not_to_fit(
+def test_reason_tells_untried_degrees_from_too_large_ones(
     option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "first because no other degrees were tried" in plan(capsys, *JOB, *option)
 
 
-def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_is_written_by_file_ending(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, start in (("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml")):
         plan(capsys, *JOB, "--picture", str(tmp_path / name))
         assert (tmp_path / name).read_bytes().startswith(start)
     assert "cannot be written" in refused(capsys, *JOB, "--picture", str(tmp_path / "absent" / "plan.png"))
 
 
-def test_a_config_of_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_config_has_the_best_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ds_config.json"
     out = plan(capsys, *JOB, *BYTES, "--write", str(path), "--fix", "pipe=2,model=2")
     config = json.loads(path.read_text())
@@ -131,7 +131,7 @@ def test_a_config_of_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert json.loads(path.read_text())["pipeline"] == {"activation_checkpoint_interval": 1, "use_reentrant": False}
 
 
-def test_a_config_for_the_example_with_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_config_with_experts_trains_the_moe_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mixture = ["--experts", "4", "--top-k", "1", "--no-gated", "--expert-parallel", "2", "--fix", "pipe=2,data=4"]
     out = plan(capsys, *JOB, *BYTES, *mixture, "--write", str(tmp_path / "a b.json"))
     assert f"examples/train_moe.py --config '{tmp_path}/a b.json'" in out
@@ -158,7 +158,7 @@ def test_a_config_for_the_example_with_experts(tmp_path: Path, capsys: pytest.Ca
         (["--ffn", "1024", "--fix", "model=2", "--sequence-parallel"], "must bring sequence parallelism"),
     ],
 )
-def test_a_config_for_which_no_example_is(
+def test_advice_says_why_no_example_trains_a_config(
     options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "ds_config.json"
@@ -179,7 +179,7 @@ def test_a_config_for_which_no_example_is(
         (["--precision", "fp8", "--accelerator", "H100"], "--precision fp8: a DeepSpeed config cannot ask for it"),
     ],
 )
-def test_no_config_says_another_plan(
+def test_write_refuses_plans_that_no_config_can_express(
     options: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert text in refused(capsys, *JOB, *options, "--write", str(tmp_path / "ds_config.json"))
@@ -194,19 +194,21 @@ def test_no_config_says_another_plan(
         (["--topology", "model=2,data=-1"], {"model": 2, "data": 4}),
     ],
 )
-def test_decided_degrees(options: list[str], expected: dict[str, int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_keep_decided_degrees(
+    options: list[str], expected: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
     for one in found(capsys, *options)["plans"]:
         topology = ProcessTopology.from_spec(one["topology"])
         assert {axis: topology.get_dim(axis) for axis in expected} == expected
 
 
-def test_decided_details(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plans_keep_other_decisions(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--micro-batch", "2", "--zero", "1", "--recompute", "full", "--no-sequence-parallel", "--fix", "pipe=1"]
     for one in found(capsys, *options)["plans"]:
         assert (one["micro_batch"], one["zero"], one["recompute"], one["sequence_parallel"]) == (2, 1, "full", False)
 
 
-def test_a_config_file_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reads_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = {
         "model_type": "mixtral",
         "hidden_size": 4096,
@@ -236,7 +238,7 @@ def test_a_config_file_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFix
     assert "give its numbers by hand with --layers --hidden --heads --kv-heads --ffn --vocab --sequence" in text
 
 
-def test_a_layout_that_needs_the_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) -> None:
     content = found(capsys, "--experts", "4", "--top-k", "2", "--fix", "seq=2")
     assert all("seq=2" in one["topology"] for one in content["plans"])
     assert {one["expert_parallel"] for one in content["plans"]} <= {1, 2, 4}
@@ -272,7 +274,7 @@ def test_a_layout_that_needs_the_seq_axis_and_experts(capsys: pytest.CaptureFixt
         ([*JOB, "--topology", "pipe=8", "--zero", "3"], "deepspeed has no ZeRO 3 with a pipeline, only [1]"),
         ([*JOB, "--topology", "pipe=2,seq=4"], "deepspeed cannot split sequences in a pipeline"),
         ([*JOB, "--virtual-stages", "2", "--fix", "pipe=2"], "no 2 virtual stages"),
-        ([*JOB, "--memory-gb", "1"], "3 GB of it are no tensors'"),
+        ([*JOB, "--memory-gb", "1"], "3 GB of it are not available for tensors"),
         ([*JOB, "--expert-load", "0.5"], "the fullest expert has at least the mean"),
         ([*JOB, "--precision", "fp8"], "accelerator A100-80GB has no fp8: choose one of"),
         ([*JOB, "--topology", "foo=8"], "--topology 'foo=8': axes ['foo'] cannot be planned; choose among ['pipe',"),
@@ -294,7 +296,7 @@ def test_a_layout_that_needs_the_seq_axis_and_experts(capsys: pytest.CaptureFixt
         (["--machine", "absent.json", *JOB], "machine file 'absent.json' cannot be read"),
     ],
 )
-def test_bad_input_is_answered(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_bad_input(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert text in refused(capsys, *options)
 
 
@@ -305,7 +307,9 @@ def test_bad_input_is_answered(options: list[str], text: str, capsys: pytest.Cap
         *((option, value) for option in POSITIVE for value in ("0", "-4", "nan", "inf")),
     ],
 )
-def test_numbers_must_be_positive(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_numbers_that_are_not_positive(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     typed = "--" + option.replace("_", "-")
     text = refused(capsys, *JOB, typed, value)
     assert re.search(rf"{typed} {value}(\.0)?: give a (number from 1 on|positive number)", text)
@@ -315,21 +319,23 @@ BY_HAND = ["layers", "hidden", "heads", "kv-heads", "ffn", "vocab", "experts", "
 
 
 @pytest.mark.parametrize("option", BY_HAND)
-def test_a_config_and_numbers_by_hand_exclude_each_other(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_refuses_config_together_with_numbers_by_hand(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     value = [] if option == "gated" else ["8"]
     text = refused(capsys, *JOB[len(GPT) :], "--config", "absent", f"--{option}", *value)
     assert f"--config and --{option} both describe the model: give one of them" in text
 
 
 @pytest.mark.parametrize("share", ["0", "-5%", "many"])
-def test_a_bound_must_be_a_share(share: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_refuse_a_bound_that_is_no_share(share: str, capsys: pytest.CaptureFixture[str]) -> None:
     runs = Path(__file__).with_name("published_runs.json")
     assert "give a positive share such as 15%" in refused(capsys, "--runs", str(runs), f"--within={share}")
 
 
-def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_error_names_enough_hosts(capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(capsys, *JOB, *["--layers", "96", "--hidden", "12288", "--heads", "96"])
-    match = re.search(r"needs ([\d.]+) GB per rank, ([\d.]+) GB more than the 78.7 GB there are; (\d+) hosts", text)
+    match = re.search(
+        r"needs ([\d.]+) GB per rank, ([\d.]+) GB more than the 78.7 GB there are; use at least (\d+) hosts", text
+    )
     assert match is not None, text
     assert float(match[1]) - float(match[2]) == pytest.approx(78.7, abs=0.11)
     hosts = int(match[3])
@@ -337,7 +343,7 @@ def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture[str]) -> None:
     plan(capsys, *JOB, *f"--layers 96 --hidden 12288 --heads 96 --hosts {hosts}".split())
 
 
-def test_hosts_of_a_hostfile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reads_a_hostfile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "hosts"
     job = [*GPT, "--accelerator", "A100", "--batch", "64", "--json", "--hostfile", str(path)]
     path.write_text("node1 slots=4\nnode2 slots=4\n")
@@ -349,7 +355,9 @@ def test_hosts_of_a_hostfile(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (content["job"]["hosts"], content["job"]["slots"]) == (2, 2)
 
 
-def test_hosts_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reads_the_hosts_of_a_slurm_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2)")
     job = [*GPT, "--slurm", "--accelerator", "A100", "--batch", "64", "--json"]
@@ -359,7 +367,7 @@ def test_hosts_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "ranks are not numbered host by host" in refused(capsys, *job)
 
 
-def test_numbers_in_place_of_a_known_accelerator(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_accepts_numbers_in_place_of_a_known_accelerator(capsys: pytest.CaptureFixture[str]) -> None:
     job = [*SLOTS, "--json"]
     numbers = [*job, "--peak-tflops", "100", "--memory-gb", "40", "--memory-gbps", "1000"]
     slow, fast = (

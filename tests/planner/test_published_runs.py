@@ -1,4 +1,4 @@
-"""Predictions beside published runs: the rows that constants were chosen by, and rows that they were not."""
+"""Compare predictions with published runs: those that constants were fitted to, and others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from ds_topo.cli import main
 from ds_topo.errors import TopologyError
-from ds_topo.planner.runs import AVAILABLE, Judgement, judge_rows, read_rows
+from ds_topo.planner.published_runs import AVAILABLE, Judgement, judge_rows, read_rows
 
 FOLDER = Path(__file__).parent
 FILES = ["published_runs.json", "more_published_runs.json"]
@@ -21,18 +21,18 @@ def judged(request: pytest.FixtureRequest) -> Judgement:
     return judge_rows(read_rows(FOLDER / request.param), 0.15)
 
 
-def test_every_row_is_within_15_percent_and_the_median_within_7(judged: Judgement) -> None:
+def test_predictions_are_within_15_percent_and_their_median_within_7(judged: Judgement) -> None:
     errors = {verdict.row.name: verdict.error for verdict in judged.verdicts}
     assert {name: error for name, error in errors.items() if abs(error) > 0.15} == {}
     assert median(map(abs, errors.values())) <= 0.07
     assert len(judged.verdicts) >= 15
 
 
-def test_every_row_fits_its_memory(judged: Judgement) -> None:
+def test_published_layouts_fit_in_memory(judged: Judgement) -> None:
     assert [str(verdict.plan.layout) for verdict in judged.verdicts if not verdict.fits] == []
 
 
-def test_the_published_layout_is_near_the_best_or_the_note_says_what_the_best_has(judged: Judgement) -> None:
+def test_note_names_what_a_much_faster_layout_changes(judged: Judgement) -> None:
     for verdict in judged.verdicts:
         assert verdict.best is not None
         far = verdict.plan.seconds > AVAILABLE * verdict.best.seconds
@@ -42,8 +42,7 @@ def test_the_published_layout_is_near_the_best_or_the_note_says_what_the_best_ha
     assert len(near) >= 0.7 * len(judged.verdicts)
 
 
-def test_more_compute_takes_longer_than_less(judged: Judgement) -> None:
-    """Full recomputation computes a third more."""
+def test_full_recomputation_computes_a_third_more(judged: Judgement) -> None:
     for verdict in judged.verdicts:
         if verdict.plan.layout.recompute.value == "full":
             assert verdict.plan.time.recompute == pytest.approx(verdict.plan.time.compute / 3, rel=0.1)
@@ -55,7 +54,7 @@ def _rows(path: Path, **change: object) -> str:
     return str(path)
 
 
-def test_a_row_beyond_the_bound_is_exit_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_exit_with_1_if_a_row_is_beyond_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = _rows(tmp_path / "good.json")
     bad = _rows(tmp_path / "bad.json", tflops_per_gpu_with_recomputation=250)
     assert main(["plan", "--runs", good, "--within", "15%"]) == 0
@@ -65,7 +64,7 @@ def test_a_row_beyond_the_bound_is_exit_status_1(tmp_path: Path, capsys: pytest.
     assert main(["plan", "--runs", good, "--within", "0.01%"]) == 1
 
 
-def test_rows_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_print_rows_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--json", "--runs", _rows(tmp_path / "row.json")]) == 0
     content = json.loads(capsys.readouterr().out)
     [row] = content["rows"]
@@ -77,7 +76,7 @@ def test_rows_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"gpus": 33}, "tensor=1 x pipe=1 x context=1 x data=32 are not 33|not a multiple"),
+        ({"gpus": 33}, "data=33 does not divide the batch of"),
         ({"accelerator": "abacus"}, "'abacus' is not in the table"),
         *(
             ({field: 0}, f"row 1 .*: '{field}' is 0; it must be a whole number from 1 on")
@@ -94,7 +93,7 @@ def test_rows_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ({"software": "abacus"}, "software 'abacus' is not known"),
     ],
 )
-def test_rows_that_cannot_be_judged(
+def test_runs_refuse_bad_rows(
     change: dict[str, object], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--runs", _rows(tmp_path / "row.json", **change)]) == 2
@@ -103,7 +102,7 @@ def test_rows_that_cannot_be_judged(
 
 
 @pytest.mark.parametrize(("content", "text"), [("[]", "must be a JSON list of objects"), ("{", "is not JSON")])
-def test_files_of_runs_that_cannot_be_read(content: str, text: str, tmp_path: Path) -> None:
+def test_read_rows_refuses_bad_files(content: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / "runs.json"
     path.write_text(content)
     with pytest.raises(TopologyError, match=text):

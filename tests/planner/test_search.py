@@ -1,4 +1,4 @@
-"""The search against all layouts one by one, its bounds, and what faster machines must bring."""
+"""Compare the search with all layouts one by one; test its bounds, its errors, and monotony in the machine."""
 
 from __future__ import annotations
 
@@ -11,20 +11,13 @@ from hypothesis import given, settings
 
 from ds_topo.errors import TopologyError
 from ds_topo.planner import search as search_module
-from ds_topo.planner import smallest
-from ds_topo.planner.accelerators import accelerator_of
-from ds_topo.planner.candidates import Wanted
-from ds_topo.planner.cluster import Cluster, cluster_of
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
-from ds_topo.planner.layout import Job, Layout, layout_problem
-from ds_topo.planner.machine import Machine
+from ds_topo.planner.hardware import Cluster, Machine, accelerator_of, cluster_of
+from ds_topo.planner.job import DEEPSPEED, DEEPSPEED_PIPELINE, FP32, MEGATRON, Job, Layout, Software, layout_problem
 from ds_topo.planner.memory import largest_states, memory_use
 from ds_topo.planner.model import transformer
-from ds_topo.planner.precision import FP32
-from ds_topo.planner.search import evaluate, orders_of, search
-from ds_topo.planner.smallest import smallest_cluster
-from ds_topo.planner.software import DEEPSPEED, DEEPSPEED_PIPELINE, MEGATRON, Software
+from ds_topo.planner.search import Wanted, evaluate, orders_of, search, smallest_cluster
 from ds_topo.planner.step_time import schedule_bound, step_time
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.planner.jobs import CPU_SPEEDS, every_layout, job, jobs_and_layouts
@@ -34,7 +27,7 @@ from tests.planner.jobs import CPU_SPEEDS, every_layout, job, jobs_and_layouts
 @pytest.mark.parametrize(
     "change", [{}, {"layers": 6, "batch": 12}, {"experts": 2, "top_k": 1, "slots": 2}, {"memory": 0.6e9}]
 )
-def test_the_search_finds_the_best_of_all_layouts(software: Software, change: dict[str, float]) -> None:
+def test_search_finds_the_best_of_all_layouts(software: Software, change: dict[str, float]) -> None:
     memory = change.get("memory")
     made = job(software=software, **{key: int(value) for key, value in change.items() if key != "memory"})
     if memory:
@@ -51,7 +44,7 @@ def test_the_search_finds_the_best_of_all_layouts(software: Software, change: di
 
 @settings(deadline=None, max_examples=60)
 @given(jobs_and_layouts())
-def test_nothing_beats_a_bound(made: tuple[Job, Layout]) -> None:
+def test_no_layout_beats_its_bound(made: tuple[Job, Layout]) -> None:
     task, layout = made
     costs = Costs(task)
     seconds = step_time(costs, layout).total
@@ -82,7 +75,7 @@ BETTER: dict[str, Callable[[Cluster], Cluster]] = {
 @pytest.mark.parametrize("name", BETTER)
 @settings(deadline=None, max_examples=40)
 @given(made=jobs_and_layouts())
-def test_a_better_machine_is_never_slower(name: str, made: tuple[Job, Layout]) -> None:
+def test_better_machine_is_never_slower(name: str, made: tuple[Job, Layout]) -> None:
     task, layout = made
     better = replace(task, cluster=BETTER[name](task.cluster))
     worse, faster = (step_time(Costs(one), layout).total for one in (task, better))
@@ -104,7 +97,7 @@ def test_explanations_add_up(made: tuple[Job, Layout]) -> None:
         assert lost == pytest.approx(other.seconds - plan.seconds, abs=1e-12)
 
 
-def test_a_cpu_has_the_program_to_run_too_and_a_gpu_hides_it() -> None:
+def test_program_takes_time_on_cpus_only() -> None:
     machine = Machine(2, 4, replace(CPU_SPEEDS, processors=2.0))
     model = transformer(layers=4, hidden=32, heads=4, vocabulary=256, sequence=8)
     gpus = cluster_of(accelerator_of("A100"), 2, 4)
@@ -120,8 +113,8 @@ def test_a_cpu_has_the_program_to_run_too_and_a_gpu_hides_it() -> None:
     assert one.sharing + one.compute + one.bubble + one.optimizer + one.program > 8 / 2 * one.program
 
 
-def test_the_bubble_of_equal_stages() -> None:
-    """(p - 1) / (v m) of the time without it (Narayanan et al., section 2.2), sends aside."""
+def test_bubble_of_equal_stages_matches_narayanan_et_al() -> None:
+    """It is (p - 1) / (v m) of the time without it (Narayanan et al., section 2.2), sends aside."""
     made = job(hosts=1, slots=4, layers=16, batch=32, vocabulary=1, software=MEGATRON)
     for virtual in (1, 2, 4):
         time = step_time(Costs(made), Layout(ProcessTopology.from_spec("pipe=4"), 1, virtual_stages=virtual))
@@ -132,7 +125,7 @@ def test_the_bubble_of_equal_stages() -> None:
     ("slow_across", "inner"),
     [(True, "data"), (False, "model")],
 )
-def test_the_order_puts_what_sends_most_inside(slow_across: bool, inner: str) -> None:
+def test_best_order_keeps_the_largest_messages_inside_hosts(slow_across: bool, inner: str) -> None:
     # few tokens and many parameters: gradients outweigh activations; the other way round
     shape = {"batch": 4, "sequence": 16, "hidden": 1024} if slow_across else {"batch": 64, "sequence": 1024}
     made = job(hosts=2, slots=2, layers=4, **shape)
@@ -141,7 +134,7 @@ def test_the_order_puts_what_sends_most_inside(slow_across: bool, inner: str) ->
     assert found.best.layout.topology.axes[-1] == inner
 
 
-def test_what_is_decided_stays() -> None:
+def test_search_keeps_decisions() -> None:
     made = job()
     wanted = Wanted(degrees=(("model", 4), ("pipe", 1)), micro_batch=2, zero=2)
     for plan in search(made, wanted).plans:
@@ -150,10 +143,10 @@ def test_what_is_decided_stays() -> None:
     assert search(made, Wanted(topology=topology)).best.layout.topology == topology
 
 
-def test_deepspeed_has_no_zero_3_where_ranks_share_out_experts() -> None:
+def test_deepspeed_has_no_zero_3_with_expert_parallelism() -> None:
     made = job(experts=4, top_k=2, batch=64)
     split = Layout(ProcessTopology.from_spec("data=8"), 1, zero=3, expert_parallel=2)
-    assert "no ZeRO 3 where ranks share out experts, only [0, 1, 2]" in (layout_problem(made, split) or "")
+    assert "no ZeRO 3 where experts are distributed over ranks, only [0, 1, 2]" in (layout_problem(made, split) or "")
     assert layout_problem(made, replace(split, zero=2)) is None
     assert layout_problem(made, replace(split, expert_parallel=1)) is None
     assert layout_problem(replace(made, software=MEGATRON), split) is None
@@ -161,32 +154,32 @@ def test_deepspeed_has_no_zero_3_where_ranks_share_out_experts() -> None:
 
 
 @pytest.mark.parametrize(("bytes_more", "text"), [(1e9, "as fast as .*, with less memory"), (0.0, "is as fast$")])
-def test_less_memory_is_a_reason_only_where_it_is_less(bytes_more: float, text: str) -> None:
+def test_reason_names_less_memory_only_if_it_is_less(bytes_more: float, text: str) -> None:
     found = search(job())
     best = found.best
     other = replace(best, memory=replace(best.memory, working=best.memory.working + bytes_more))
     assert re.search(text, reason(replace(found, runner_up=other)))
 
 
-def test_reasons_name_the_next_best() -> None:
+def test_reason_names_the_next_best() -> None:
     found = search(job())
     assert found.plans[1].layout.topology.spec in reason(found)
 
 
-def test_what_fits_nowhere_says_by_how_much_and_which_cluster_would_do() -> None:
+def test_memory_error_names_missing_bytes_and_smallest_cluster() -> None:
     made = job(hosts=1, slots=1, hidden=8192, layers=32, heads=64, batch=64)
-    with pytest.raises(TopologyError, match=r"GB more than the .* there are; (\d+) hosts with 1 slots .* would do"):
+    with pytest.raises(TopologyError, match=r"GB more than the .* there are; use at least (\d+) hosts with 1 slots"):
         search(made)
     enough = smallest_cluster(made, Wanted())
     assert enough is not None
     search(replace(made, cluster=enough))
-    with pytest.raises(TopologyError, match="fits nowhere"):
+    with pytest.raises(TopologyError, match="does not fit in the memory"):
         search(replace(made, cluster=replace(enough, hosts=enough.hosts - 1)))
 
 
 @settings(deadline=None, max_examples=60)
 @given(jobs_and_layouts())
-def test_states_alone_are_never_more_than_all_bytes(made: tuple[Job, Layout]) -> None:
+def test_states_never_exceed_all_bytes(made: tuple[Job, Layout]) -> None:
     task, layout = made
     costs = Costs(task)
     assert 0 < largest_states(costs, layout) <= memory_use(costs, layout).total
@@ -195,7 +188,7 @@ def test_states_alone_are_never_more_than_all_bytes(made: tuple[Job, Layout]) ->
 
 
 @pytest.mark.parametrize("change", [{}, {"experts": 4, "top_k": 2}])
-def test_the_closest_to_fitting_is_the_smallest_of_all(change: dict[str, int]) -> None:
+def test_memory_error_names_the_smallest_of_all_layouts(change: dict[str, int]) -> None:
     made = job(**change)
     costs = Costs(made)
     least = min(memory_use(costs, layout).total for layout in every_layout(made))
@@ -203,14 +196,14 @@ def test_the_closest_to_fitting_is_the_smallest_of_all(change: dict[str, int]) -
         search(replace(made, cluster=replace(made.cluster, memory_limit=1e6)))
 
 
-def test_activations_are_not_computed_where_states_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_are_not_computed_if_states_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     made = job(hosts=1, slots=1, batch=1)
     made = replace(made, cluster=replace(made.cluster, memory_limit=1e5))
-    monkeypatch.setattr(smallest, "memory_use", lambda *_: pytest.fail("states alone are too large"))
+    monkeypatch.setattr(search_module, "memory_use", lambda *_: pytest.fail("states alone are too large"))
     assert smallest_cluster(made, Wanted()) is None
 
 
-def test_no_bound_is_computed_where_states_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bound_is_computed_if_states_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     made = job(batch=64)
     made = replace(made, cluster=replace(made.cluster, memory_limit=0.2e9))
     bounded: list[Layout] = []
@@ -226,8 +219,8 @@ def test_no_bound_is_computed_where_states_are_too_large(monkeypatch: pytest.Mon
     assert all(largest_states(costs, replace(layout, zero=0)) <= 0.2e9 for layout in bounded)
 
 
-def test_what_no_number_of_hosts_holds() -> None:
+def test_memory_error_says_that_more_hosts_do_not_help() -> None:
     made = job(hosts=1, slots=1, batch=1)
     made = replace(made, cluster=replace(made.cluster, memory_limit=1e5))
-    with pytest.raises(TopologyError, match="more hosts alone would not do"):
+    with pytest.raises(TopologyError, match="more hosts alone do not help"):
         search(made)

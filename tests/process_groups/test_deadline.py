@@ -1,4 +1,4 @@
-"""Where the process that serves the store stops, ranks that build a grid say so in time."""
+"""Ranks that build a grid raise in time if the process that serves the store has stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ds_topo import PipelineParallelGrid
 from ds_topo.errors import DisagreementError, GroupCreationError, StoreTimeoutError
 from ds_topo.process_groups import creation
-from ds_topo.process_groups.deadline import within
+from ds_topo.process_groups.agreement import within
 from tests.support.ranks import RankFailure, run_ranks
 
 LIMIT = 2.0
@@ -27,7 +27,7 @@ def _stop() -> None:
 
 
 def _serve_a_store() -> None:
-    """Begin the job anew, with a store that rank 0 serves; the tests' own one is another process's."""
+    """Restart the job with a store that rank 0 serves; another process serves the store of the tests."""
     rank, size = dist.get_rank(), dist.get_world_size()
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = [served.port if served else 0]
@@ -49,7 +49,7 @@ def _state_of(pid: int) -> str:
 
 
 def _errors(kind: type[Exception], first_rank: int) -> str:
-    """Of a grid that is built while the first rank is stopped; it goes on when all have seen them."""
+    """Return the error of a grid that is built while rank 0 is stopped, and then resume rank 0."""
     try:
         with pytest.raises(kind) as caught:
             PipelineParallelGrid("pipe=2,data=2", timeout=timedelta(seconds=LIMIT))
@@ -72,7 +72,7 @@ def _stopped_before_it_agrees() -> str:
     return _errors(StoreTimeoutError, pids[0])
 
 
-def test_a_stopped_first_rank_is_named_by_those_that_agree() -> None:
+def test_a_stopped_store_server_is_named_during_agreement() -> None:
     for rank, error in enumerate(run_ranks(4, _stopped_before_it_agrees)):
         if rank:
             assert "agreement on the process groups to create: the store of the job at " in error
@@ -89,7 +89,7 @@ def _ends_at_once(folder: str) -> None:
         os._exit(0)
 
 
-def test_a_first_rank_that_ends_as_soon_as_it_has_raised_takes_no_verdict_along(tmp_path: Path) -> None:
+def test_all_ranks_read_the_verdict_before_the_store_server_exits(tmp_path: Path) -> None:
     with pytest.raises(RankFailure):  # of the first rank, which returns nothing
         run_ranks(4, _ends_at_once, str(tmp_path))
     assert len({(tmp_path / str(rank)).read_text() for rank in range(4)}) == 1
@@ -110,13 +110,13 @@ def _stopped_before_it_creates() -> str:
     return _errors(GroupCreationError, pids[0])
 
 
-def test_a_rank_that_stops_after_it_has_agreed_is_looked_for_in_its_groups() -> None:
+def test_a_rank_that_stops_after_agreement_fails_group_creation() -> None:
     for error in run_ranks(4, _stopped_before_it_creates)[1:]:
         assert error.startswith("process group ")
         assert "all of them agreed to create it" in error
 
 
-def test_what_a_call_returns_or_raises_comes_back() -> None:
+def test_within_returns_results_and_raises_errors_of_the_call() -> None:
     assert within(timedelta(seconds=5), "a name", lambda: threading.current_thread().name) == "ds_topo a name"
     with pytest.raises(TimeoutError, match="its own") as caught:
         within(timedelta(seconds=5), "an error", lambda: (_ for _ in ()).throw(TimeoutError("its own")))

@@ -1,4 +1,4 @@
-"""torch's own parallelism on the grid's groups: ``parallelize_module``, ``DTensor``, ``fully_shard``, checkpoints."""
+"""torch's parallelism uses the grid's groups: ``parallelize_module``, ``DTensor``, ``fully_shard``, checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, api, parallelize_module
 
-from ds_topo import PipelineParallelGrid, UnknownAxisError
+from ds_topo import PipelineParallelGrid
+from ds_topo.errors import UnknownAxisError
 from tests.support.fake_world import fake_world
 from tests.support.gpt_training import TINY, PlainGPT, batch, loss_of, optimizer_of
 from tests.support.process_groups import number_of_groups
@@ -24,7 +25,7 @@ from tests.support.training import Run, assert_trained_alike, train_by_hand
 from tests.support.world import Worlds
 
 
-def test_dimensions_can_have_other_names_and_meshes_are_kept() -> None:
+def test_meshes_are_cached_and_dimensions_can_be_renamed() -> None:
     with fake_world(5, 8), PipelineParallelGrid("pipe=2,data=2,model=2") as grid:
         mesh = grid.device_mesh()
         assert mesh is grid.device_mesh("cpu") is grid.device_mesh(names={})
@@ -39,7 +40,7 @@ def test_dimensions_can_have_other_names_and_meshes_are_kept() -> None:
 def _inspect(topology: str) -> None:
     with PipelineParallelGrid(topology) as grid:
         for axis in grid.topology().axes:
-            grid.get_group(axis)  # one rank's own is made when it is asked for
+            grid.get_group(axis)  # a group of one rank is created on request
         groups_before = number_of_groups()
         mesh = grid.device_mesh()
         assert mesh.device_type == "cpu"
@@ -58,7 +59,7 @@ def _inspect(topology: str) -> None:
 
 
 @pytest.mark.parametrize("topology", ["pipe=2,data=1,model=2", "model=2,seq=2", "data=4"])
-def test_the_mesh_has_the_grids_groups_and_creates_none(world: Worlds, topology: str) -> None:
+def test_the_mesh_uses_the_grids_groups_and_creates_none(world: Worlds, topology: str) -> None:
     world(4).run(_inspect, topology)
 
 
@@ -122,7 +123,7 @@ WAYS = ("our_tensor_parallelism", "torchs_tensor_parallelism", "fsdp2", "fsdp2_o
 
 
 def _module(way: str, grid: PipelineParallelGrid) -> nn.Module:
-    """The GPT in one of these ways, or ``alone``, all on the grid's groups."""
+    """Return the GPT parallelized in one of these ways, or ``alone``, on the grid's groups."""
     if way == "our_tensor_parallelism":
         return PlainGPT(Parallel(grid.get_group("model")))
     mesh, module = grid.device_mesh(), TorchGPT(PlainGPT(Parallel(grid.get_group("pipe"))))
@@ -155,9 +156,9 @@ def _train_both(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_torchs_tensor_and_data_parallelism_give_the_same_losses(world: Worlds, way: str) -> None:
+def test_torchs_parallelism_gives_the_same_losses(world: Worlds, way: str) -> None:
     if "tensor_parallelism" in way and not way.startswith("our") and hasattr(api, "_validate_tp_mesh_dim"):
-        pytest.skip("this torch wants tensor parallelism on the last axis")
+        pytest.skip("this torch needs tensor parallelism on the last axis")
     world(4).run(_train_both, way)
 
 
@@ -174,6 +175,6 @@ def _load(folder: str) -> None:
         assert torch.equal(state["weight"].full_tensor(), torch.arange(16.0).view(4, 4))
 
 
-def test_a_checkpoint_of_one_layout_loads_into_another(world: Worlds, other_world: Worlds, tmp_path: Path) -> None:
+def test_a_torch_checkpoint_loads_into_another_layout(world: Worlds, other_world: Worlds, tmp_path: Path) -> None:
     world(4).run(_save, str(tmp_path))
     other_world(4).run(_load, str(tmp_path))

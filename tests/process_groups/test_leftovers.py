@@ -1,4 +1,4 @@
-"""A key of the store goes when all ranks that may read it have come to a later agreement, and not before."""
+"""A key of the store is deleted when all ranks that may read it have come to a later agreement, and not before."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid
-from ds_topo.process_groups.agreement import Round
-from ds_topo.process_groups.store_keys import leave, take_due
+from ds_topo.process_groups.agreement import Round, leave, take_due
 from tests.support.world import Worlds
 
 
-def test_a_key_is_due_when_all_its_readers_have_come_and_once() -> None:
+def test_a_key_is_due_once_when_all_its_readers_have_come() -> None:
     store, other = dist.HashStore(), dist.HashStore()
     leave(store, 0, [0, 1], ["a", "b"])
     leave(store, 0, [0, 2], ["c"])
@@ -28,7 +27,7 @@ def test_a_key_is_due_when_all_its_readers_have_come_and_once() -> None:
 
 
 def _verdicts(store: dist.Store, number: int, came: Sequence[int], outcomes: Sequence[str], seconds: float) -> set[str]:
-    """Of a round of three ranks, of which these come, each in a thread of its own."""
+    """Run the ranks that come to a round of three in threads; return the different verdicts."""
 
     def take_part(rank: int) -> str:
         round_ = Round(store, f"ds_topo/x/{number}", rank, range(3), timedelta(seconds=seconds), "a test")
@@ -38,7 +37,7 @@ def _verdicts(store: dist.Store, number: int, came: Sequence[int], outcomes: Seq
         return set(threads.map(take_part, came))
 
 
-def test_a_disagreement_leaves_nothing_after_the_next_round() -> None:
+def test_the_next_round_deletes_the_keys_of_a_disagreement() -> None:
     store, differ = dist.HashStore(), ["plan: a", "plan: b", "plan: c"]
     counted = []
     for number in (1, 2, 3):
@@ -48,24 +47,24 @@ def test_a_disagreement_leaves_nothing_after_the_next_round() -> None:
     assert counted[0] > 3, "which ranks may not have read"
     assert counted == counted[:1] * 3
     assert _verdicts(store, 4, range(3), ["plan: a"] * 3, 20.0) == {""}
-    assert store.num_keys() == 1, "the last word"
+    assert store.num_keys() == 1, "the verdict"
 
 
-def test_what_a_rank_has_not_come_to_stays_until_it_has() -> None:
+def test_keys_stay_until_an_absent_rank_has_come() -> None:
     store, alike = dist.HashStore(), ["plan: a"] * 3
     (verdict,) = _verdicts(store, 1, (0, 1), alike, 1.0)
     assert "ranks [2] did not come" in verdict
     left = store.num_keys()
     _verdicts(store, 2, (0, 1), alike, 1.0)
     assert store.num_keys() == 2 * left, "rank 2 has left no round yet"
-    assert _verdicts(store, 1, (2,), alike, 1.0) == {verdict}, "what the others heard"
+    assert _verdicts(store, 1, (2,), alike, 1.0) == {verdict}, "the same as on the others"
     _verdicts(store, 2, (2,), alike, 1.0)
     assert _verdicts(store, 3, range(3), alike, 20.0) == {""}
     assert store.num_keys() == 1
 
 
 def _addresses() -> list[int]:
-    """Keys of the store with a grid, without it, and after agreements of some and of all of its ranks."""
+    """Count keys of the store with a grid, without it, and after agreements of some and of all of its ranks."""
     store = dist.distributed_c10d._get_default_store()
 
     def keys() -> int:
@@ -88,6 +87,6 @@ def _addresses() -> list[int]:
     return [count - before for count in counted]
 
 
-def test_an_address_stays_until_all_members_of_its_group_have_come(world: Worlds) -> None:
-    """A word and two addresses of each rank; the pairs delete those of their groups, and leave words and addresses."""
+def test_an_address_stays_until_all_members_of_its_group_have_come_to_an_agreement(world: Worlds) -> None:
+    """There are one verdict and two addresses per rank; the pairs delete those of their groups and leave their own."""
     assert world(4).run(_addresses) == [[9, 9, 1 + 4 + 2 + 4, 1]] * 4

@@ -1,4 +1,4 @@
-"""What the agreement leaves in the store, and what it says where torch does not tell the job's timeout."""
+"""Agreements leave at most one key in the store, and a missing job timeout is warned of."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from ds_topo import PipelineParallelGrid, groups
-from ds_topo.process_groups import torch_names
+from ds_topo import PipelineParallelGrid, groups, torch_names
 from tests.support.ranks import run_ranks
 
 
 def _keys_of_cycles(cycles: int) -> list[int]:
-    """The number of keys in the store after each cycle, but for those of torch's own groups."""
+    """Return the number of our keys in the store after each cycle."""
     store = dist.distributed_c10d._get_default_store()
     counted: list[int] = []
     written: set[str] = set()
@@ -39,20 +38,20 @@ def _keys_of_cycles(cycles: int) -> list[int]:
                 dist.barrier()
             counted.append(sum(store.check([key]) for key in written if key.startswith("ds_topo/")))
             dist.barrier()
-    assert len(written) >= 4 * cycles, "the two of the grid and the two of its experts"
+    assert len(written) >= 4 * cycles, "two of the grid and two of its experts"
     return counted
 
 
-def test_keys_do_not_grow_with_the_number_of_grids() -> None:
+def test_the_number_of_keys_does_not_grow_with_the_number_of_grids() -> None:
     for counted in run_ranks(4, _keys_of_cycles, 5):
-        assert max(counted) <= 1, "the last verdict"
+        assert max(counted) <= 1, "the verdict"
 
 
 def _without_a_timeout() -> None:
     untold = mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=object())
     with (
         untold,
-        pytest.warns(RuntimeWarning, match="does not tell the timeout of a gloo job.*pass timeout= to the grid"),
+        pytest.warns(RuntimeWarning, match="the timeout of a gloo job is unknown.*pass timeout= to the grid"),
     ):
         assert torch_names.job_timeout() == dist.default_pg_timeout
     with warnings.catch_warnings():
@@ -60,5 +59,5 @@ def _without_a_timeout() -> None:
         assert torch_names.job_timeout() == timedelta(seconds=60)
 
 
-def test_a_release_that_does_not_tell_the_timeout_is_named() -> None:
+def test_a_torch_release_without_a_readable_timeout_is_warned_of() -> None:
     run_ranks(1, _without_a_timeout)

@@ -1,11 +1,9 @@
-"""Experts, unused, sparse, ignored, shared and stored parameters."""
+"""Experts, and unused, sparse, ignored, shared and user-stored parameters."""
 
 from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer
-from ds_topo.reducer.parameter_state import ParameterState
-from ds_topo.reducer.routes import Route
-from ds_topo.reducer.used_parameters import UsedParameters
-from tests.support.fake_world import fake_world
 from tests.support.reduced_model import (
     SMALL,
     assert_close,
@@ -32,7 +26,7 @@ from tests.support.world import Worlds
 
 
 def _experts() -> None:
-    """Four data-parallel ranks, expert parallelism 2: expert peers are ranks {0, 2} and {1, 3}."""
+    """Use four data-parallel ranks and expert parallelism 2: expert peers are ranks {0, 2} and {1, 3}."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     module = nn.ModuleDict({"dense": nn.Linear(2, 2, bias=False), "expert": nn.Linear(2, 2, bias=False)})
@@ -41,7 +35,9 @@ def _experts() -> None:
         GradientReducer(module)
     torch.nn.init.constant_(module["expert"].weight, rank)
     reducer = GradientReducer(module, expert_groups={"ep_size_2": groups[rank % 2]})
-    assert torch.equal(module["expert"].weight, torch.full((2, 2), float(rank % 2))), "equal among expert peers only"
+    assert torch.equal(module["expert"].weight, torch.full((2, 2), float(rank % 2))), (
+        "experts are equal among expert peers only"
+    )
     inputs = torch.full((1, 2), float(2**rank))
     (module["dense"](inputs) + module["expert"](inputs)).sum().backward()
     reducer.finish()
@@ -49,12 +45,12 @@ def _experts() -> None:
     assert torch.equal(module["expert"].weight.grad, torch.full((2, 2), (1 + 4 if rank % 2 == 0 else 2 + 8) / 4))
 
 
-def test_experts_over_their_group_with_the_full_divisor(world: Worlds) -> None:
+def test_experts_are_summed_over_their_group_and_divided_by_all_replicas(world: Worlds) -> None:
     world(4).run(_experts)
 
 
 def _unused() -> None:
-    """Branch 0 on one rank only, branch 1 on the other, branch 2 nowhere."""
+    """Use branch 0 on one rank only, branch 1 on the other, and branch 2 on none."""
     rank = dist.get_rank()
     ours = model()
     theirs = DistributedDataParallel(model(), find_unused_parameters=True)
@@ -72,7 +68,7 @@ def _unused() -> None:
         assert found["branches.0.weight"] is not None or step == 3
 
 
-def test_unused_parameters_as_ddp_finds_them(world: Worlds) -> None:
+def test_find_unused_parameters_gives_gradients_of_ddp(world: Worlds) -> None:
     world(2).run(_unused)
 
 
@@ -84,12 +80,12 @@ def _unused_without_leave() -> None:
     with pytest.raises(RuntimeError, match=r"'branches.1.weight'.*got no gradient on .*find_unused_parameters=True"):
         reducer.finish()
     module.zero_grad()
-    module(tokens(0, rank)).backward()  # the next step is sound again
+    module(tokens(0, rank)).backward()  # the next step works again
     reducer.finish()
     assert_equal_on_all_ranks(gradients(module))
 
 
-def test_ranks_that_use_different_parameters_raise_instead_of_hanging(world: Worlds) -> None:
+def test_finish_raises_on_all_ranks_if_they_use_different_parameters(world: Worlds) -> None:
     world(2).run(_unused_without_leave)
 
 
@@ -111,7 +107,7 @@ def _sparse() -> None:
         assert_close(gradients(ours), gradients(theirs))
 
 
-def test_sparse_gradients(world: Worlds) -> None:
+def test_sparse_gradients_equal_those_of_ddp(world: Worlds) -> None:
     world(2).run(_sparse)
 
 
@@ -132,7 +128,7 @@ def test_ignored_parameters_stay_local(world: Worlds) -> None:
 
 
 class Checkpointed(nn.Module):
-    """One layer used twice, each time in a reentrant checkpoint: its gradient arrives twice in one backward."""
+    """A model that uses a layer twice in reentrant checkpoints: its gradient arrives twice in one backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,12 +168,12 @@ def _static_graph() -> None:
         strict(inputs(0, 0)).backward()
 
 
-def test_parameters_that_get_several_gradients_in_onebackward(world: Worlds) -> None:
+def test_static_graph_allows_several_gradients_in_one_backward(world: Worlds) -> None:
     world(2).run(_static_graph)
 
 
 def _stored() -> None:
-    """Gradients accumulate in one flat fp32 buffer of the user's, with a gap in the middle."""
+    """Accumulate gradients in one flat fp32 buffer with a gap in the middle."""
     rank = dist.get_rank()
     module = model().bfloat16()
     flat = torch.full((20_000,), torch.nan)
@@ -206,11 +202,11 @@ def _stored() -> None:
         GradientReducer(model(), grad_buffers={model().embed.weight: torch.zeros(7)})
 
 
-def test_gradients_in_storage_of_the_users(world: Worlds) -> None:
+def test_gradients_accumulate_in_grad_buffers(world: Worlds) -> None:
     world(2).run(_stored)
 
 
-def test_copies_of_a_module_may_have_their_own_reducer(world: Worlds) -> None:
+def test_copy_of_module_can_have_its_own_reducer(world: Worlds) -> None:
     world(1).run(_copied)
 
 
@@ -223,83 +219,3 @@ def _copied() -> None:
     second.finish()
     with pytest.raises(RuntimeError, match="IDLE"):
         first.finish()
-
-
-@pytest.mark.parametrize("steps_of", [None, 0, 2], ids=["alike", "the first rank is ahead", "the last rank is ahead"])
-def test_what_ranks_tell_each_other_at_the_end_of_a_step(steps_of: int | None) -> None:
-    """Three ranks in turn, whose notes are then summed."""
-    used = {"everywhere": [1, 1, 1], "some": [0, 1, 1], "nowhere": [0, 0, 0], "late": [1, 1, 1], "all late": [1, 1, 1]}
-    late = [{"late", "all late"}, {"all late"}, {"all late", "nowhere"}]
-    members = [
-        ParameterState(10 - place, name, nn.Parameter(torch.zeros(1)), torch.float32, False)
-        for place, name in enumerate(used)
-    ]
-    notes: list[torch.Tensor] = []
-    works: list[mock.Mock] = []
-
-    def all_reduce(counts: torch.Tensor, group: object, async_op: bool) -> mock.Mock:
-        assert async_op
-        notes.append(counts)
-        works.append(mock.Mock())
-        return works[-1]
-
-    previous: Any = mock.Mock()
-    with fake_world(0, 3), mock.patch.object(dist, "all_reduce", all_reduce):
-        route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1, last_hook=previous)
-        told = [
-            UsedParameters(
-                members,
-                [bool(used[state.name][rank]) for state in members],
-                {state.index for state in members if state.name in late[rank]},
-                route,
-                failed=rank == 1,
-                prefers_to_defer=rank > 0,
-                step=255 + (rank == steps_of),
-            )
-            for rank in range(3)
-        ]
-        previous.wait.assert_called_once_with()
-        total = torch.stack(notes).sum(0)
-        for rank in range(3):
-            notes[rank].copy_(total)
-            told[rank].settle()
-            works[rank].wait.assert_called_once_with()
-            counts = told[rank].counts()
-            assert [state.name for state in counts.unused_anywhere] == ["some", "nowhere"]
-            assert [state.name for state in counts.unused_everywhere] == ["nowhere"]
-            assert [state.name for state in counts.late_anywhere] == ["nowhere", "late", "all late"]
-            assert [state.name for state in counts.late_everywhere] == ["all late"]
-            assert (counts.failed, counts.prefer_to_defer, counts.route) == (1, 2, route)
-            assert counts.steps_differ == (steps_of is not None)
-
-
-def test_notes_of_many_ranks_do_not_run_into_each_other() -> None:
-    ranks, state = 30_000, ParameterState(0, "p", nn.Parameter(torch.zeros(1)), torch.float32, False)
-    for late, unused in (((), False), ((0,), False), ((), True), ((0,), True)):
-        with fake_world(0, ranks), mock.patch.object(dist, "all_reduce", lambda counts, **_: counts.mul_(ranks)):
-            route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1)
-            counts = UsedParameters(
-                [state], [not unused], late, route, failed=True, prefers_to_defer=False, step=255
-            ).counts()
-        assert counts.late_everywhere == counts.late_anywhere == ([state] if late else [])
-        assert counts.unused_everywhere == counts.unused_anywhere == ([state] if unused else [])
-        assert (counts.failed, counts.prefer_to_defer, counts.steps_differ) == (ranks, 0, False)
-
-
-def test_on_a_gpu_notes_are_copied_without_waiting_and_read_once_they_have_come() -> None:
-    state, calls = ParameterState(0, "p", nn.Parameter(torch.zeros(1)), torch.float32, False), mock.Mock()
-    calls.notes.is_cuda = True
-    calls.notes.to.return_value.tolist.return_value = [2, 0, 0, 0, 0]
-    with (
-        fake_world(0, 2),
-        mock.patch.object(torch, "tensor", return_value=calls.notes),
-        mock.patch.object(torch.cuda, "Event", return_value=calls.event),
-        mock.patch.object(dist, "all_reduce", return_value=calls.sum),
-    ):
-        route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1)
-        told = UsedParameters([state], [True], (), route, failed=False, prefers_to_defer=False)
-        told.settle()
-        queued = [mock.call.sum.wait(), mock.call.notes.to("cpu", non_blocking=True), mock.call.event.record()]
-        assert calls.mock_calls == queued
-        assert told.counts().unused_anywhere == []
-    assert calls.mock_calls == [*queued, mock.call.event.synchronize(), mock.call.notes.to().tolist()]

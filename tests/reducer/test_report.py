@@ -1,4 +1,4 @@
-"""What a step cost: the report, the trace, collectives and bytes."""
+"""The report and trace of steps, and their number of collectives and peak memory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ds_topo import GradientReducer
-from tests.support.reduced_model import (
-    SMALL,
-    backward,
-    model,
-)
+from ds_topo.reducer.report import BucketTiming, GradientReport, StepTiming
+from tests.support.reduced_model import SMALL, backward, model
 from tests.support.world import Worlds
 
 
@@ -39,7 +37,7 @@ def _report(path: str) -> tuple[str, int]:
     return str(report), len(reducer.buckets)
 
 
-def test_report_and_trace(world: Worlds, tmp_path: Any) -> None:
+def test_report_and_trace_cover_the_last_steps(world: Worlds, tmp_path: Any) -> None:
     for rank, (table, buckets) in enumerate(world(2).run(_report, f"{tmp_path}/trace{{}}.json")):
         assert len(table.splitlines()) == buckets + 2
         events = json.loads((tmp_path / f"trace{rank}.json").read_text())["traceEvents"]
@@ -74,11 +72,11 @@ def _collectives_of_a_step() -> dict[str, int]:
 def test_one_reduction_per_bucket_per_step(world: Worlds) -> None:
     counted = world(2).run(_collectives_of_a_step)[0]
     assert counted["reductions"] == counted["buckets"]
-    assert counted["calls"] == counted["buckets"] + 1, "and one small message in which the ranks compare notes"
+    assert counted["calls"] == counted["buckets"] + 1, "and one small all_reduce of the notes"
 
 
 def _peak_gradient_bytes() -> tuple[int, int, int]:
-    """The most bytes that gradients and buckets ever hold, those of the parameters, and of the largest bucket."""
+    """Return the peak bytes of gradients and buckets, and the bytes of the parameters and of the largest bucket."""
     module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
     reducer = GradientReducer(module, **SMALL | {"bucket_bytes": 40_000})
     peak = 0
@@ -104,6 +102,19 @@ def _peak_gradient_bytes() -> tuple[int, int, int]:
     )
 
 
-def test_gradients_take_the_parameters_size_and_at_most_one_bucket(world: Worlds) -> None:
+def test_peak_memory_is_the_parameters_size_and_at_most_one_bucket(world: Worlds) -> None:
     for peak, parameters, largest_bucket in world(2).run(_peak_gradient_bytes):
         assert parameters <= peak <= parameters + largest_bucket
+
+
+def test_exposed_time_is_communication_after_finish_began() -> None:
+    def bucket(launched: int, done: int) -> BucketTiming:
+        return BucketTiming(0, 1, 1, "data", launched, done, wait_started_ns=0, wait_ended_ns=0)
+
+    step = StepTiming(0, 0, finish_ns=100, ended_ns=160, buckets=[bucket(10, 40), bucket(30, 60), bucket(90, 150)])
+    assert (step.communication_ns, step.exposed_ns) == (50 + 60, 50)
+    after = StepTiming(1, 0, finish_ns=20, ended_ns=90, buckets=[bucket(30, 50), bucket(40, 80)])
+    assert (after.communication_ns, after.exposed_ns) == (50, 50)
+    early = StepTiming(2, 0, finish_ns=100, ended_ns=101, buckets=[bucket(10, 90)])
+    assert (early.communication_ns, early.exposed_ns) == (80, 0)
+    assert GradientReport(0, (step,)).hidden_fraction == pytest.approx(60 / 110)

@@ -1,1 +1,1 @@
-"""What all tests share: processes to run them on, a job trained in one process, and one comparison of the two."""
+"""Helpers of all tests: processes to run them on, references trained in one process, and comparisons of the two."""

@@ -1,7 +1,7 @@
-"""Asserts that show their values in processes that pytest did not start.
+"""Show the values of failed asserts in processes that pytest did not start.
 
-pytest rewrites the ``assert`` statements of a module while it imports it, by an import hook of its own process. A rank
-installs the same hook before it imports any test. All that these tests know about pytest's inside is in this file.
+pytest rewrites the ``assert`` statements of a module with an import hook of its own process. A rank installs the same
+hook before it imports any test. This file has all code that depends on pytest's internals.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OPTIONS = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--noconf
 REWRITTEN = ["-o", "python_files=tests/[!b]*.py"]
 """Test modules and their helpers, at any depth (in pytest's own process, ``tests/conftest.py`` names the helpers).
 
-Not benchmarks: each is a program, which its ranks run again, and pytest's hook cannot do that."""
+Benchmarks are excluded: each is a program that its ranks run again, which pytest's hook does not support."""
 
 
 def show_values_of_asserts() -> None:
@@ -25,7 +25,7 @@ def show_values_of_asserts() -> None:
     config = pytest.Config.fromdictargs({}, [*OPTIONS, *REWRITTEN])  # reading the options installs the hook
 
     def explain(operator: str, left: Any, right: Any) -> str | None:
-        """The first plugin's comparison of two values, as pytest formats it."""
+        """Format the first plugin's comparison of two values as pytest does."""
         for lines in config.hook.pytest_assertrepr_compare(config=config, op=operator, left=left, right=right):
             if lines:
                 return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%")

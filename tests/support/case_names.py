@@ -1,4 +1,4 @@
-"""Names of cases that ``pytest -k`` can spell."""
+"""Name cases so that ``pytest -k`` can select them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LENGTH = 40
 
 
 def case_name(case: object) -> str | None:
-    """The name of a topology's spec, of options, of a text or of a class of the tests; None for what pytest is to name.
+    """Name a topology's spec, options, a string or an object of the tests; return None to let pytest choose a name.
 
     >>> case_name("pipe=2,data=2"), case_name(r"axis 'pipe': degree 2\\.0 is")
     ('pipe2-data2', 'axis_pipe_degree_2_0_is')

@@ -1,4 +1,4 @@
-"""Count what goes over the wire: every functional collective with its bytes."""
+"""Count functional collectives and their bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CountedCollectives(TorchDispatchMode):
-    """Within it, ``calls`` counts the collectives by name and ``sent_bytes`` adds up their inputs."""
+    """A mode in which ``calls`` counts collectives by name, and ``sent_bytes`` adds up the bytes of their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class CountedCollectives(TorchDispatchMode):
 def forward_and_backward(
     module: torch.nn.Module, inputs: torch.Tensor
 ) -> tuple[CountedCollectives, CountedCollectives]:
-    """The collectives of one forward and one backward pass."""
+    """Return the collectives of a forward pass and those of its backward pass."""
     with CountedCollectives() as forward:
         result = module(inputs)
     with CountedCollectives() as backward:

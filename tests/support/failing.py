@@ -1,4 +1,4 @@
-"""A backward that fails on its way."""
+"""An autograd function whose backward pass fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class FailsInBackward(torch.autograd.Function):
-    """Identity, whose backward raises ArithmeticError."""
+    """The identity, whose backward pass raises ArithmeticError."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:

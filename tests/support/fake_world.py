@@ -1,4 +1,4 @@
-"""One process that takes the place of any rank of a job of any size, over torch's ``fake`` backend."""
+"""Run any rank of a job of any size in one process, with torch's ``fake`` backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Be ``rank`` of ``world_size``: groups are created and asked as usual, nothing is communicated."""
+    """Initialize this process as ``rank`` of ``world_size``: groups exist, but nothing is communicated."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield

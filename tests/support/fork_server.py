@@ -1,6 +1,6 @@
-"""The process that ranks are forks of: it imports once what every rank needs, so that a rank starts at once.
+"""Import once what every rank needs: ranks are forks of the process that imports this module, and start at once.
 
-Importing this module does the importing, so only the fork server itself does that.
+Only the fork server imports it, because the import does the work.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import os
 import ds_topo
 from tests.support.assertions import show_values_of_asserts
 
-show_values_of_asserts()  # first: what is imported before it shows nothing
+show_values_of_asserts()  # first: asserts of modules that are imported earlier show no values
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # torch < 2.7 starts a thread on import, and forks of threads hang
 
 for module in (
     *("torch.distributed", "deepspeed", "deepspeed.pipe", "tests.support.rank_main"),
-    # what every DeepSpeed engine imports when it is built: a second or two for each rank
+    # DeepSpeed imports these when it builds an engine: a second or two for each rank
     *("torch.utils.cpp_extension", "deepspeed.runtime.zero.muon.original_muon"),
+    *("matplotlib.figure", "rich.progress"),  # of the examples
 ):
     importlib.import_module(module)
 
@@ -26,4 +27,4 @@ for name in ds_topo.__all__:
     getattr(ds_topo, name)
 
 gc.collect()
-gc.freeze()  # a rank collects its own garbage after every function, and need not look at all this
+gc.freeze()  # the garbage collections of a rank need not look at all this

@@ -1,6 +1,6 @@
-"""The example's GPT, trained by one process in plain PyTorch and by every rank of a DeepSpeed engine.
+"""Train the example's GPT in one process with plain PyTorch, and on every rank of a DeepSpeed engine.
 
-Both see the same windows of the same text in every step, start from the same parameters and use torch's AdamW.
+Both use the same windows of the same text in every step, the same initial parameters, and torch's AdamW.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ TINY = GPTConfig(context=16, width=32, heads=4, depth=2)
 BATCH = 8
 MICRO_BATCHES = 2
 CLIP = 0.1
-"""Far below the norm of gradients in every step."""
+"""A limit far below the norm of the gradients in every step."""
 SMALL_BUCKETS = {"bucket_bytes": 16_000, "first_bucket_bytes": 4_000, "last_bucket_bytes": 4_000}
-"""So that a part of the model has several buckets."""
+"""Bucket sizes with which each part of the model has several buckets."""
 BF16 = {"bf16": {"enabled": True}}
 
 
 @cache
 def some_text() -> torch.Tensor:
-    """A little of the training text."""
+    """Return the start of the training text."""
     return standard_library().train[:20_000]
 
 
 def batch(step: int, indices: range = range(BATCH), model: GPTConfig = TINY) -> Batch:
-    """The samples ``indices`` of a step."""
+    """Return the samples ``indices`` of a step."""
     return windows(some_text(), model.context, step, indices, seed=0)
 
 
 def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    """AdamW; its eps is far above the rounding noise that is all the gradient of a key's bias ever is."""
+    """Create AdamW with an eps far above the gradient of a key's bias, which is rounding noise."""
     return torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
 
 
@@ -77,7 +77,7 @@ class PlainGPT(nn.Module):
 
 
 def loss_of(module: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of a :class:`PlainGPT`, or an engine that has one."""
+    """Return the loss of a :class:`PlainGPT` or of its engine."""
     loss: torch.Tensor = module(inputs, labels)
     return loss
 
@@ -86,7 +86,7 @@ def loss_of(module: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 def train_layers_alone(steps: int) -> Run:
-    """The reference of pipelines: the layers of one stage."""
+    """Train the reference of pipelines: all layers in one stage."""
     with PipelineParallelGrid("pipe=1") as grid:
         parallel = Parallel(grid.get_group("model"))
         module = PipelineModule(gpt_layers(TINY, parallel), grid=grid, seed_layers=True)
@@ -101,7 +101,7 @@ def train_layers_alone(steps: int) -> Run:
 
 
 def train_module_alone(steps: int) -> Run:
-    """The reference of engines without a pipeline."""
+    """Train the reference of engines without a pipeline."""
     module = PlainGPT(Parallel(dist.group.WORLD))
     return train_by_hand(module, optimizer_of(module.parameters()), map(batch, range(steps)), loss_of, CLIP)
 
@@ -118,7 +118,7 @@ def pipeline(
     checkpointed: bool = False,
     **more: Any,
 ) -> Iterator[tuple[Any, PipelineParallelGrid]]:
-    """A DeepSpeed pipeline over our grid, and the grid; with all activations checkpointed if wished."""
+    """Yield a DeepSpeed pipeline on our grid, and the grid. ``checkpointed`` recomputes all activations."""
     _join()
     with PipelineParallelGrid(topology) as grid:
         parallel = Parallel(grid.get_group("model"), sequence)
@@ -137,7 +137,7 @@ def pipeline(
 
 @contextmanager
 def plain_engine(topology: str, settings: dict[str, Any]) -> Iterator[tuple[Any, PipelineParallelGrid]]:
-    """A DeepSpeed engine of a :class:`PlainGPT`, and its grid."""
+    """Yield a DeepSpeed engine of a :class:`PlainGPT`, and its grid."""
     _join()
     with PipelineParallelGrid(topology) as grid:
         module = PlainGPT(Parallel(grid.get_group("model")))
@@ -149,14 +149,14 @@ def plain_engine(topology: str, settings: dict[str, Any]) -> Iterator[tuple[Any,
 
 
 def train(engine: Any, grid: PipelineParallelGrid, steps: Iterable[int]) -> Run:
-    """One rank of any of these engines."""
+    """Train one rank of any of these engines."""
     run = train_engine(engine, grid, (own_samples(batch(step), grid) for step in steps), loss_of)
     run.parameters = parameters_of(engine.module)
     return run
 
 
 def train_pipeline(topology: Any, steps: int, **options: Any) -> Run:
-    """One rank of a :func:`pipeline` with these options."""
+    """Train one rank of a :func:`pipeline` with these options."""
     with pipeline(topology, **options) as (engine, grid):
         return train(engine, grid, range(steps))
 
@@ -169,7 +169,7 @@ def _join() -> None:
 def _engine(
     module: nn.Module, grid: PipelineParallelGrid, gas: int, settings: dict[str, Any], **options: Any
 ) -> Iterator[tuple[Any, PipelineParallelGrid]]:
-    """An engine until the caller is done with it."""
+    """Yield an engine, and destroy it afterwards."""
     config = engine_config(BATCH // grid.get_sample_world_size() // gas, gas, CLIP, **settings)
     engine, *_ = initialize(model=module, config=config, optimizer=optimizer_of(module.parameters()), **options)
     yield engine, grid

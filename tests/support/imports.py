@@ -1,4 +1,4 @@
-"""Which modules a source file imports, read from its text."""
+"""Read from a source file which modules it imports."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Collection, Iterator, Mapping
 
 
 def imports_in(source: str, module: str, modules: Collection[str], *, of_types_too: bool = True) -> set[str]:
-    """Absolute names of the modules that a module imports: at any depth, and by ``importlib`` too.
+    """Return the absolute names of the modules that a module imports, at any depth and also by ``importlib``.
 
     Args:
-        source: its text.
-        module: its name; that of a package's ``__init__.py`` ends in ``.__init__``.
-        modules: those that there are, which tells ``from package import module`` from ``from module import name``.
-        of_types_too: also what is imported ``if TYPE_CHECKING``.
+        source: The text of the module.
+        module: The name of the module; that of a package's ``__init__.py`` ends in ``.__init__``.
+        modules: All existing modules, to tell ``from package import module`` from ``from module import name``.
+        of_types_too: Include imports under ``if TYPE_CHECKING``.
 
     Raises:
-        ValueError: something computed is imported, so that nobody can say what.
+        ValueError: The name of an imported module is computed.
 
     >>> modules = ["a", "a.b", "a.b.c", "d"]
     >>> sorted(imports_in("import d\\ndef f():\\n    from a import b, x\\n    from .. import y", "a.b.c", modules))
@@ -50,7 +50,7 @@ def imports_in(source: str, module: str, modules: Collection[str], *, of_types_t
 
 
 def circles_in(imports: Mapping[str, Collection[str]]) -> Iterator[list[str]]:
-    """Modules that import each other, one after the other; at least one circle of each knot.
+    """Yield circles of imports; at least one of each strongly connected component.
 
     >>> list(circles_in({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": []}))
     [['b', 'c', 'b']]
@@ -74,7 +74,7 @@ def _is_for_types(node: ast.stmt) -> bool:
 
 
 def _constants_of(tree: ast.Module) -> dict[str, str]:
-    """The module's own names of texts."""
+    """Return the module's names for string constants."""
     return {
         target.id: node.value.value
         for node in tree.body
@@ -85,7 +85,7 @@ def _constants_of(tree: ast.Module) -> dict[str, str]:
 
 
 def _text_of(node: ast.expr, constants: Mapping[str, str], place: str) -> str:
-    """The text of a constant, of a name of one, or of several joined."""
+    """Return the text of a constant, of a name for one, or of an f-string of them."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.Name) and node.id in constants:

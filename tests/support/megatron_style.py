@@ -1,4 +1,4 @@
-"""Programs in the style of Megatron: a parallel state of their own, and a GPT whose layers ask it and nothing else.
+"""Programs in the style of Megatron: a parallel state, and a GPT whose layers use only that state.
 
 Both programs have the same layers. What differs is what they ask, and what they mean by it: *model parallel* is tensor
 parallel to the one that is named after GPT-NeoX, pipe x tensor to the one that is named after Megatron-DeepSpeed. Their
@@ -212,7 +212,7 @@ slice to the others; stages that have no use for inputs or labels get zeros."""
 
 @contextmanager
 def program_of(name: str) -> Iterator[Any]:
-    """Have the package of one of the programs, with its ``mpu`` and its ``layers``, in ``sys.modules`` for a while."""
+    """Add the package of one of the programs, with its ``mpu`` and ``layers``, to ``sys.modules`` temporarily."""
     package = f"like_{name.replace('-', '_')}"
     sources = {
         package: "",

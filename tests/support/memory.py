@@ -1,4 +1,4 @@
-"""Memory that a process holds while something runs."""
+"""Measure the memory of a process while a function runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 _M_MMAP_THRESHOLD = -3
-"""Of glibc's ``mallopt``."""
+"""The number of the option in glibc's ``mallopt``."""
 
 
 def peak(run: Callable[[], object]) -> int:
-    """Bytes of resident memory at their peak while ``run()`` runs; on Linux.
+    """Return the peak of resident memory in bytes while ``run()`` runs, on Linux.
 
-    From then on this process gives each freed tensor's memory back at once; two runs before get rid of what it had
-    kept. torch's profiler would not see what other threads free.
+    From then on this process returns the memory of each freed tensor at once. Two runs before the measurement flush
+    memory that it had kept. torch's profiler is no alternative: it does not see memory that other threads free.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)
@@ -23,7 +23,7 @@ def peak(run: Callable[[], object]) -> int:
     run()
     gc.collect()
     libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     run()
     return _of_status("VmHWM")
 

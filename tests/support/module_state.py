@@ -1,40 +1,41 @@
-"""What a function may change in the modules of a package: their data is put back, the rest is told."""
+"""Restore the data of a package's modules after a function, and report changes that cannot be restored."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Iterator
+from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any, TypeAlias
 
 Owner: TypeAlias = ModuleType | type
 Change: TypeAlias = tuple[Owner, str, Any, Any]
-"""Owner and name of what is another value now, the former value and the one now."""
+"""The owner and name of a changed attribute, its former value and its present one."""
 CONTAINERS = (dict, list, set)
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""In a representation: it would make equal reports of ranks differ."""
+"""Addresses in representations would make equal reports of two ranks differ."""
 
 
 class ModuleState:
-    """Modules and their classes as they were when they were first seen; :meth:`put_back` keeps them so.
+    """The state of modules and their classes when they were first seen; :meth:`put_back` restores it.
 
     Args:
-        packages: whose modules are watched.
-        told: one of them; the attributes of the objects in its modules must be what they were, too.
+        packages: The packages whose modules are watched.
+        strict: One of the packages. A function must not change the attributes of objects in its modules either.
     """
 
-    def __init__(self, packages: tuple[str, ...], told: str) -> None:
-        self._packages, self._told = packages, told
+    def __init__(self, packages: tuple[str, ...], strict: str) -> None:
+        self._packages, self._strict = packages, strict
         self._seen: set[str] = set()
         self._names: dict[Owner, dict[str, Any]] = {}
         self._containers: list[tuple[Any, Any]] = []
-        """Those among the values, each with a copy."""
+        """The containers among the values, each with a copy."""
         self._objects: list[tuple[str, Any, dict[str, Any]]] = []
-        """Import path of every object that is told, the object, and its attributes at the last ``note()``."""
+        """Each object of the strict package: its import path, itself, and its attributes at the last ``note()``."""
 
     def note(self) -> None:
-        """Watch the modules that were imported since the last time, too."""
+        """Start to watch the modules that were imported since the last call."""
         for name in sys.modules.keys() - self._seen:
             module = sys.modules[name]
             if name.partition(".")[0] in self._packages and isinstance(module, ModuleType):
@@ -43,26 +44,21 @@ class ModuleState:
                     if isinstance(value, type) and value.__module__ == name:
                         self._watch(value)
         self._seen |= sys.modules.keys()
-        self._objects = [(path, owned, _attributes_of(owned)) for path, owned in self._objects_to_tell()]
+        self._objects = [(path, owned, _attributes_of(owned)) for path, owned in self._strict_objects()]
 
-    def left(self) -> list[str]:
-        """What a function left behind that only itself could have taken back."""
-        replaced = [
-            f"{_path_of(owner)}.{name} is still replaced"
-            for owner, name, before, now in self._changes()
-            if isinstance(before, (FunctionType, type)) or isinstance(now, FunctionType)
+    def changes(self) -> list[Change]:
+        """Find every name that has another value than at first."""
+        return [
+            (owner, name, before, vars(owner).get(name))
+            for owner, names in self._names.items()
+            if not all(map(is_, names.values(), map(vars(owner).get, names)))  # fast: few owners have a change
+            for name, before in names.items()
+            if vars(owner).get(name) is not before
         ]
-        held = [
-            f"{path}.{name} is now {ADDRESS.sub('', repr(value)):.200}"
-            for path, owned, before in self._objects
-            for name, value in vars(owned).items()
-            if not _is_same(before.get(name), value)
-        ]
-        return held + replaced
 
-    def put_back(self) -> None:
-        """Give every name its former value and every container its former content."""
-        for owner, name, before, _ in self._changes():
+    def put_back(self, changes: list[Change]) -> None:
+        """Restore these names, and the content of every container."""
+        for owner, name, before, _ in changes:
             setattr(owner, name, before)
         for container, before in self._containers:
             if _is_same(before, container):
@@ -73,38 +69,45 @@ class ModuleState:
                 container.clear()
                 container.update(before)
 
+    def left(self, changes: list[Change]) -> list[str]:
+        """Describe the changes that a function must undo itself."""
+        replaced = [
+            f"{_path_of(owner)}.{name} is still replaced"
+            for owner, name, before, now in changes
+            if isinstance(before, (FunctionType, type)) or isinstance(now, FunctionType)
+        ]
+        held = [
+            f"{path}.{name} is now {ADDRESS.sub('', repr(value)):.200}"
+            for path, owned, before in self._objects
+            for name, value in vars(owned).items()
+            if not _is_same(before.get(name), value)
+        ]
+        return held + replaced
+
     def _watch(self, owner: Owner) -> None:
         names = {name: value for name, value in vars(owner).items() if not name.startswith("__")}
         self._names[owner] = names
         self._containers += [(value, value.copy()) for value in names.values() if isinstance(value, CONTAINERS)]
 
-    def _changes(self) -> list[Change]:
-        return [
-            (owner, name, before, vars(owner).get(name))
-            for owner, names in self._names.items()
-            for name, before in names.items()
-            if vars(owner).get(name) is not before
-        ]
-
-    def _objects_to_tell(self) -> Iterator[tuple[str, Any]]:
-        """Each object once, under the shortest of its paths."""
+    def _strict_objects(self) -> Iterator[tuple[str, Any]]:
+        """Yield each object of the strict package once, under its shortest path."""
         paths = {
             id(value): (f"{owner.__name__}.{name}", value)
             for owner in sorted(self._names, key=lambda owner: -len(owner.__name__))
-            if isinstance(owner, ModuleType) and _package_of(owner.__name__) == self._told
+            if isinstance(owner, ModuleType) and _package_of(owner.__name__) == self._strict
             for name, value in self._names[owner].items()
-            if _package_of(type(value).__module__) == self._told and hasattr(value, "__dict__")
+            if _package_of(type(value).__module__) == self._strict and hasattr(value, "__dict__")
         }
         yield from paths.values()
 
 
 def _attributes_of(owned: Any) -> dict[str, Any]:
-    """The attributes of an object, with copies of containers."""
+    """Return the attributes of an object, with copies of containers."""
     return {name: value.copy() if isinstance(value, CONTAINERS) else value for name, value in vars(owned).items()}
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    """Whether two values are one, or containers with the same content."""
+    """Check that two values are the same object, or containers of the same objects."""
     if type(before) is not type(now) or not isinstance(now, CONTAINERS):
         return before is now
     if isinstance(now, set):

@@ -1,7 +1,7 @@
-"""A small mixture of experts, trained by one process in plain PyTorch and by every rank of a layout with DeepSpeed.
+"""Train a small mixture of experts in one process with plain PyTorch, and on every rank with DeepSpeed.
 
-All parameters start from values that depend on their name alone, with experts under their number in the whole layer, so
-that any two ways of training can be compared parameter by parameter.
+The initial value of a parameter depends only on its name, in which an expert has its number in the whole layer. So any
+two ways of training can be compared parameter by parameter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.support.training import (
 
 WIDTH, HIDDEN, EXPERTS, BATCH, MICRO_BATCHES = 8, 16, 4, 16, 2
 DESCENT = {"lr": 0.05, "momentum": 0.9}
-"""Plain descent with momentum: it shows every wrong factor of a gradient, as Adam would not."""
+"""Plain SGD with momentum, because Adam would hide a wrong factor of a gradient."""
 OFFLOAD = {"device": "cpu"}
 SMALL_BUCKETS = {"bucket_bytes": 600, "first_bucket_bytes": 100, "last_bucket_bytes": 100}
 LOCAL_EXPERT = re.compile(r"deepspeed_experts\.(\d+)\.")
@@ -48,10 +48,10 @@ LOCAL_EXPERT = re.compile(r"deepspeed_experts\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train.
+    """A layout, a model and options to train with.
 
-    ``sizes``: the expert parallel size of each layer, 0 for a dense layer. ``created``: whether the user creates the
-    groups. ``reduced``: by our reducer.
+    ``sizes`` has the expert parallel size of each layer, 0 for a dense layer. With ``created`` the user creates the
+    groups. With ``reduced`` our reducer reduces the gradients.
     """
 
     topology: str
@@ -69,15 +69,15 @@ class Case:
 
     @property
     def world_size(self) -> int:
-        """The ranks that it needs."""
+        """The number of ranks."""
         return ProcessTopology.from_spec(self.topology).world_size()
 
     def reference(self, steps: int) -> Run:
-        """The same trained by one process."""
+        """Train the same model in one process."""
         return train_reference(tuple(size > 0 for size in self.sizes), steps, self.clip)
 
     def __str__(self) -> str:
-        """A name that ``pytest -k`` can spell, such as ``pipe2-data2-experts0210-zero1-clip``."""
+        """Return a name for ``pytest -k``, such as ``pipe2-data2-experts0210-zero1-clip``."""
         switches = ("tensor_parallel", "data_first", "drop_tokens", "bf16", "offload", "reduced")
         words = [self.topology.replace("=", "").replace(",", "-"), f"experts{''.join(map(str, self.sizes))}"]
         words += ["" if self.pipeline else "plain", f"zero{self.zero}", "clip" if self.clip else ""]
@@ -97,7 +97,7 @@ class Dense(nn.Linear):
 
 
 class Expert(nn.Module):
-    """Two linear layers; with a group of slices, one slice of them."""
+    """An expert of two linear layers, or one slice of them."""
 
     def __init__(self, slices: Any = None) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class SumOverSlices(torch.autograd.Function):
 
 
 class Mixture(nn.Module):
-    """DeepSpeed's layer with a residual connection."""
+    """DeepSpeed's MoE layer with a residual connection."""
 
     def __init__(self, size: int, slices: Any = None, drop_tokens: bool = False) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Mixture(nn.Module):
 
 
 class ReferenceMixture(nn.Module):
-    """The same in plain PyTorch: each token through the expert of its greatest score, times that score."""
+    """The same in plain PyTorch: each token passes the expert with its greatest score, times that score."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,26 +179,26 @@ class ReferenceMixture(nn.Module):
 
 
 def canonical_name(name: str, first_expert: int = 0) -> str:
-    """The name of a parameter in the reference."""
+    """Return the name of a parameter in the reference."""
     name = name.replace("moe.deepspeed_moe.gate.wg", "gate").replace("moe.deepspeed_moe.experts.", "")
     return LOCAL_EXPERT.sub(lambda match: f"experts.{first_expert + int(match[1])}.", name)
 
 
 def value_of(name: str, shape: Sequence[int]) -> torch.Tensor:
-    """The initial value of a parameter of the reference."""
+    """Return the initial value of a parameter of the reference."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(*shape, generator=generator) * (1.5 if "gate" in name else 0.4)
 
 
 def whole_shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape in the reference of what may be a slice of an expert."""
+    """Return the shape in the reference of a parameter that may be a slice of an expert."""
     if "experts" not in name:
         return tuple(shape)
     return (HIDDEN, WIDTH) if "expand" in name else (WIDTH, HIDDEN)
 
 
 def slice_of(name: str, value: torch.Tensor, grid: PipelineParallelGrid, tensor_parallel: bool) -> torch.Tensor:
-    """This rank's part of a parameter of the reference."""
+    """Return this rank's part of a parameter of the reference."""
     if "experts" not in name or not tensor_parallel:
         return value
     parts = value.chunk(grid.get_slice_parallel_world_size(), dim=0 if "expand" in name else 1)
@@ -206,19 +206,19 @@ def slice_of(name: str, value: torch.Tensor, grid: PipelineParallelGrid, tensor_
 
 
 def batch(step: int) -> Batch:
-    """Inputs and targets ``[BATCH, WIDTH]`` of a step."""
+    """Return inputs and targets ``[BATCH, WIDTH]`` of a step."""
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
     return inputs, inputs.roll(1, dims=1).sin()
 
 
 def loss_of(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Of a model or an engine."""
+    """Return the loss of a model or an engine."""
     return F.mse_loss(module(inputs), targets)
 
 
 @cache
 def train_reference(has_experts: tuple[bool, ...], steps: int, clip: float = 0.0) -> Run:
-    """One process; whether each layer has experts."""
+    """Train the reference in one process; ``has_experts`` says which layers have experts."""
     model = nn.Sequential(*(ReferenceMixture() if layer else Dense() for layer in has_experts))
     for name, parameter in model.named_parameters():
         parameter.data = value_of(name, parameter.shape)
@@ -227,7 +227,7 @@ def train_reference(has_experts: tuple[bool, ...], steps: int, clip: float = 0.0
 
 
 class Trainer:
-    """One rank of a case."""
+    """The engine of a case on one rank."""
 
     def __init__(self, case: Case) -> None:
         warnings.simplefilter("ignore", FutureWarning)
@@ -277,7 +277,7 @@ class Trainer:
         return PipelineModule(layers, loss_fn=nn.MSELoss(), partition_method="uniform", **layout)
 
     def first_expert(self, parameter: torch.nn.Parameter) -> int:
-        """The number in its layer of this rank's first expert."""
+        """Return the number of this rank's first expert in its layer."""
         name = getattr(parameter, "group_name", None)
         if name is None:
             return 0
@@ -292,7 +292,7 @@ class Trainer:
             parameter.data = slice_of(whole, value, self.grid, self.case.tensor_parallel).clone()
 
     def train(self, steps: range) -> Run:
-        """Train on."""
+        """Train these steps."""
         samples = (own_samples(batch(step), self.grid) for step in steps)
         cast = ((inputs.to(self.dtype), targets.to(self.dtype)) for inputs, targets in samples)
         run = train_engine(self.engine, self.grid, cast, loss_of)
@@ -300,14 +300,14 @@ class Trainer:
         return run
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Copies of this rank's parameters under the reference's names."""
+        """Return copies of this rank's parameters under the reference's names."""
         return {
             canonical_name(name, self.first_expert(parameter)): parameter.detach().clone()
             for name, parameter in self.engine.module.named_parameters()
         }
 
     def share_of(self, reference: Run) -> Run:
-        """What this rank's run is to be like."""
+        """Return the expected run of this rank."""
         slices = {
             name: slice_of(name, value, self.grid, self.case.tensor_parallel)
             for name, value in reference.parameters.items()
@@ -321,14 +321,14 @@ class Trainer:
 
 @contextmanager
 def trainer(case: Case) -> Iterator[Trainer]:
-    """A trainer until the caller is done with it."""
+    """Yield a trainer, and destroy it afterwards."""
     created = Trainer(case)
     yield created
     created.destroy()
 
 
 def assert_trains_as_one_process(case: Case, reference: Run) -> None:
-    """On every rank of the case; ``reference`` is the case's."""
+    """Train on this rank of the case, and compare the run with the case's reference."""
     with trainer(case) as rank:
         run = rank.train(range(len(reference.losses)))
         norms = 1e-5 if run.norms else None

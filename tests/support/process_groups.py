@@ -1,4 +1,4 @@
-"""Questions to process groups that torch does not answer in public."""
+"""Queries of process groups for which torch has no public function."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 
 def number_of_groups() -> int:
-    """The process groups of this process, the world's included."""
+    """Return the number of process groups of this process, including the world."""
     return len(dist.distributed_c10d._world.pg_map)
 
 
 def sum_of_ranks(group: dist.ProcessGroup) -> int:
-    """The sum of the global ranks of a group, by communication."""
+    """Sum the global ranks of a group by an all-reduce."""
     total = torch.tensor(dist.get_rank())
     dist.all_reduce(total, group=group)
     return int(total)

@@ -1,4 +1,4 @@
-"""What a function may change in its process: noted before, put back after, and told where it cannot be."""
+"""Note the state of a process before a function, restore it afterwards, and report what cannot be restored."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from tests.support.module_state import ModuleState
 
 SEED = 0
 THREAD_SECONDS = 2.0
-"""How long a thread may take to end after the function has returned."""
+"""Time that a thread has to end after the function has returned."""
 LASTING_THREADS = {"tqdm_monitor"}
-"""Of libraries that start them once for the process."""
+"""Threads that a library starts once per process."""
 TASKS = Path("/proc/self/task")
 WORN = 64
-"""Threads, those of C++ included, that a process may keep from the functions before."""
+"""Threads, including those of C++, that a process may keep from earlier functions."""
 
 
 class ProcessState:
     """The state of this process at the last :meth:`note`.
 
-    Put back are environment, folder, arguments, filters of warnings, torch's default type, gradient mode and linear
-    function, which ZeRO 3 replaces for good by one that rounds otherwise, process groups, and the data of DeepSpeed's
-    and ds_topo's modules. What cannot be put back from outside, and is told, are threads, functions that are still
-    replaced by others, and what objects in ds_topo's modules hold.
+    :meth:`put_back` restores the environment, the working directory, arguments, warning filters, torch's default type,
+    gradient mode and linear function, process groups, and the data of the modules of DeepSpeed and ds_topo. (ZeRO 3
+    replaces the linear function permanently by one with other rounding.) It reports what it cannot restore: running
+    threads, functions that are still replaced, and changed attributes of objects in ds_topo's modules.
     """
 
     def __init__(self) -> None:
-        self._modules = ModuleState(("deepspeed", "ds_topo"), told="ds_topo")
+        self._modules = ModuleState(("deepspeed", "ds_topo"), strict="ds_topo")
 
     def note(self) -> None:
-        """Note everything, and start all random numbers anew."""
+        """Note the state, and seed all random number generators."""
         random.seed(SEED)
         np.random.seed(SEED)
         torch.manual_seed(SEED)
@@ -51,9 +51,10 @@ class ProcessState:
         self._linear = functional.linear
         self._threads = _threads()
         self._modules.note()
+        gc.freeze()  # the collections of the function and after it need not look at what was there before
 
     def put_back(self) -> list[str]:
-        """Put back what can be; say what cannot."""
+        """Restore the state; return one message for each change that cannot be restored."""
         os.environ.clear()
         os.environ.update(self._environment)
         os.chdir(self._folder)
@@ -62,15 +63,16 @@ class ProcessState:
         torch.set_default_dtype(self._dtype)
         torch.set_grad_enabled(self._makes_graphs)
         functional.linear = self._linear
-        gc.collect()  # what nobody holds any more takes back what it bound
-        left = self._modules.left()
+        gc.collect()  # unreachable objects undo their changes when they are freed
+        changes = self._modules.changes()
+        left = self._modules.left(changes)
         _destroy_process_groups()
-        self._modules.put_back()
+        self._modules.put_back(changes)
         gc.collect()
         return left + self._threads_that_stay()
 
     def is_worn(self) -> bool:
-        """Whether what nobody can free keeps process groups alive, whose many threads slow all ranks down."""
+        """Check for many threads. They belong to process groups that cannot be freed, and slow all ranks down."""
         return TASKS.exists() and len(list(TASKS.iterdir())) > WORN
 
     def _threads_that_stay(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a rank does: wait for a function, call it in a fresh ``torch.distributed``, report, tidy up, wait again."""
+"""The main loop of a rank: wait for a function, call it in a fresh ``torch.distributed``, report, tidy up."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Call:
-    """An order: call a function."""
+    """The order to call a function."""
 
     number: int
-    """Of this call in this world, so that it has keys of its own in the store."""
+    """The number of this call in its world; each call has its own keys in the store."""
     function: bytes
-    """Pickled: it and its arguments."""
+    """The pickled function and its arguments."""
     timeout: float
-    """Of the process group, in seconds."""
+    """The timeout of the process group, in seconds."""
 
 
 @dataclass(frozen=True)
 class Tidy:
-    """An order: put back what the function changed."""
+    """The order to restore what the function changed."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What came of an order."""
+    """The outcome of an order on one rank."""
 
     kind: str
-    """``ok``, ``error``, ``left something behind``; of ranks that cannot say so ``died`` or ``missed the deadline``."""
+    """``ok``, ``error`` or ``left something behind``; without a report, ``died`` or ``missed the deadline``."""
     pickled: bytes = b""
-    """The function's result, or its exception."""
+    """The pickled result of the function, or its exception."""
     account: str = ""
-    """What a reader wants to know besides."""
+    """More text for the reader of the failure."""
 
     def value(self) -> Any:
-        """The result or exception."""
+        """Return the result or exception."""
         return pickle.loads(self.pickled)
 
 
 def serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection) -> None:
-    """Follow the orders of the process at the other end of the pipe until it closes that."""
+    """Follow the orders from the other end of the pipe until that end closes."""
     _die_with_parent()
     with open(Path(folder, f"stack{rank}"), "w") as stack, open(Path(folder, f"output{rank}"), "a") as output:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -67,6 +67,12 @@ def serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection) 
         import torch
 
         torch.set_num_threads(1)
+        for device in (
+            torch.cuda,
+            torch.xpu,
+            torch.mtia,
+        ):  # else each seed formats a stack for a device that is not there
+            device._is_in_bad_fork = lambda: True
         state = ProcessState()
         while True:
             try:
@@ -92,7 +98,7 @@ def _call(order: Call, state: ProcessState, rank: int, world_size: int, port: in
 
     limit = timedelta(seconds=order.timeout)
     try:
-        function, args = pickle.loads(order.function)  # imports their modules, whose state is noted, too
+        function, args = pickle.loads(order.function)  # imports their modules before the state is noted
         state.note()
         store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=limit)
         store = dist.PrefixStore(f"call{order.number}", store)
@@ -104,7 +110,7 @@ def _call(order: Call, state: ProcessState, rank: int, world_size: int, port: in
 
 
 def _account_of(error: BaseException) -> str:
-    """Its first line, then the traceback from the function on."""
+    """Return the exception's first line, then the traceback from the function on."""
     if error.__traceback__ is not None:
         error = error.with_traceback(error.__traceback__.tb_next)
     summary = "".join(traceback.format_exception_only(error)).splitlines()[0]
@@ -112,7 +118,7 @@ def _account_of(error: BaseException) -> str:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """The exception, or one with its text where it cannot travel."""
+    """Pickle the exception, or its text if the exception cannot be pickled."""
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
@@ -122,6 +128,6 @@ def _pickled(error: BaseException) -> bytes:
 
 
 def _die_with_parent() -> None:
-    """No rank outlives an interrupted session, even one that hangs in a collective."""
+    """End this rank with its parent, even while it hangs in a collective."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

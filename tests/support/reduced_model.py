@@ -1,4 +1,4 @@
-"""A model with every kind of parameter, and what its gradients must be."""
+"""A model with every kind of parameter, and its expected gradients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 SMALL = {"bucket_bytes": 1000, "first_bucket_bytes": 300, "last_bucket_bytes": 600, "two_level": False}
-"""So that a small model has several buckets."""
+"""Bucket sizes with which a small model has several buckets."""
 SAMPLES = 4
 
 
 class Model(nn.Module):
-    """Tied, strided, frozen and conditionally used parameters."""
+    """A model with tied, strided, frozen and conditionally used parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any], rtol: float = 
 
 
 def alone(step: int, micro_batches: int, world_size: int) -> dict[str, torch.Tensor | None]:
-    """Gradients of one process that has every rank's samples."""
+    """Compute the gradients in one process from every rank's samples."""
     module = model()
     for micro_batch in range(micro_batches):
         for rank in range(world_size):

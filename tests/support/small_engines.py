@@ -1,16 +1,23 @@
-"""Engines of a layer or two, for what is asked of their surroundings and not of what they learn."""
+"""Engines of a few layers, for tests of their surroundings rather than of what they learn."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 import torch
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import PipelineModule as StockPipelineModule
+from torch import nn
+
+from ds_topo import PipelineParallelGrid
 
 
 def settings(**more: Any) -> dict[str, Any]:
-    """A config of two micro-batches of two samples per step, and plain SGD; no clipping unless ``more`` says so."""
+    """Return a config of two micro-batches of two samples per step, and SGD; no clipping by default."""
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -24,7 +31,32 @@ def settings(**more: Any) -> dict[str, Any]:
 
 
 def start() -> None:
-    """Join, quietly, with the same random numbers on every rank."""
+    """Join the job without messages, with the same random numbers on every rank."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
     torch.manual_seed(0)
+
+
+def tied_layers() -> list[Any]:
+    """Return five layers, of which the first and the last are tied."""
+    tied = TiedLayerSpec("tied", nn.Linear, 8, 8)
+    return [tied, LayerSpec(nn.Linear, 8, 8), torch.tanh, LayerSpec(nn.Linear, 8, 8), tied]
+
+
+class TiedPipe(StockPipelineModule):  # type: ignore[misc]
+    """A program's subclass of DeepSpeed's class, defined before there is a grid."""
+
+    def __init__(self, **layout: Any) -> None:
+        super().__init__(tied_layers(), loss_fn=F.mse_loss, seed_layers=True, **layout)
+
+
+def pipeline_losses(module: nn.Module, initialize: Callable[..., Any], grid: PipelineParallelGrid) -> list[float]:
+    """Train a pipeline for three steps; return the losses."""
+    engine, *_ = initialize(model=module, config=settings(gradient_clipping=0.1))
+    found = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(100 * step + grid.get_sample_rank())
+        micro_batches = [(torch.randn(2, 8, generator=generator), torch.ones(2, 8)) for _ in range(2)]
+        found.append(engine.train_batch(iter(micro_batches)).item())
+    engine.destroy()
+    return found

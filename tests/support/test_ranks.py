@@ -1,4 +1,4 @@
-"""Fresh ranks: results in rank order, and every rank's account when one fails, hangs or dies."""
+"""Fresh ranks return results in rank order, and every rank is reported when one fails, hangs or dies."""
 
 from __future__ import annotations
 

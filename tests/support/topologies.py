@@ -1,4 +1,4 @@
-"""Topologies and layouts for properties that hold for all of them."""
+"""Strategies of topologies and layouts for property tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_RANKS = 512
 def named_degrees(
     draw: st.DrawFn, axes: Sequence[str] = AXES, max_ranks: int = MAX_RANKS
 ) -> tuple[list[str], list[int]]:
-    """One to four of the axes in any order, with degrees of at most so many ranks."""
+    """Draw one to four of the axes in any order, and degrees whose product is at most ``max_ranks``."""
     names = draw(st.lists(st.sampled_from(axes), min_size=1, max_size=4, unique=True))
     degrees: list[int] = []
     for _ in names:
@@ -29,13 +29,13 @@ def named_degrees(
 
 
 def topologies(axes: Sequence[str] = AXES, max_ranks: int = MAX_RANKS) -> st.SearchStrategy[ProcessTopology]:
-    """The same as topologies."""
+    """Draw topologies of one to four of the axes in any order."""
     return named_degrees(axes, max_ranks).map(lambda named: ProcessTopology(*named))
 
 
 @st.composite
 def folded_topologies(draw: st.DrawFn) -> ProcessTopology:
-    """Any topology, some of whose axes are joined, under any order of names."""
+    """Draw a topology with some axes joined, in any order of names."""
     ours = draw(topologies())
     groups: dict[str, list[str]] = {}
     for axis in ours.axes:
@@ -44,13 +44,13 @@ def folded_topologies(draw: st.DrawFn) -> ProcessTopology:
 
 
 def sizes() -> st.SearchStrategy[list[int]]:
-    """Sizes of a few axes."""
+    """Draw the sizes of a few axes."""
     return named_degrees().map(lambda named: named[1])
 
 
 @st.composite
 def foldings(draw: st.DrawFn, axes: int) -> list[list[int]]:
-    """Every axis in one of one or more groups, in any order."""
+    """Divide the axes into one or more groups, in any order."""
     order = draw(st.permutations(range(axes)))
     ends = sorted(draw(st.sets(st.integers(1, axes))) | {axes})
     return [list(order[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
@@ -58,6 +58,6 @@ def foldings(draw: st.DrawFn, axes: int) -> list[list[int]]:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """A layout of a few axes, some of which may be several joined in any order."""
+    """Draw a layout of a few axes, some of which may be several axes joined in any order."""
     plain = Layout.row_major(draw(sizes()))
     return plain.fold(draw(foldings(len(plain.axes))))

@@ -1,4 +1,4 @@
-"""Training in one process and by engines, told in one way: what a run leaves behind, and when two runs are alike."""
+"""Train in one process and with engines, record the runs in one form, and compare them."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from ds_topo import PipelineParallelGrid
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets."""
 Loss: TypeAlias = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of a module or an engine, for inputs and targets."""
+"""The loss of a module or an engine for inputs and targets."""
 
 
 @dataclass
 class Run:
-    """What a training run leaves behind on one rank."""
+    """The record of a training run on one rank."""
 
     losses: list[float] = field(default_factory=list)
-    """Over the whole batch, of every step."""
+    """The loss over the whole batch of every step."""
     norms: list[float] = field(default_factory=list)
-    """Of all gradients before clipping, of every step in which the engine tells one."""
+    """The norm of all gradients before clipping, of every step for which the engine reports one."""
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """This rank's, after the last step, under names that do not depend on the layout."""
+    """This rank's parameters after the last step, under names that do not depend on the layout."""
     reductions: int = 0
-    """Buckets that our reducer has averaged."""
+    """The number of bucket reductions by our reducer."""
     buckets: int = 0
-    """Of our reducer."""
+    """The number of our reducer's buckets."""
 
 
 Reference: TypeAlias = Callable[[int], Run]
-"""What the fixtures of references are: steps to the run of one process."""
+"""The type of the reference fixtures: a function of the steps that returns the run of one process."""
 
 
 def assert_trained_alike(
@@ -53,15 +53,15 @@ def assert_trained_alike(
     elements: tuple[float, float] | None = None,
     tensors: float | None = None,
 ) -> None:
-    """Assert that a run went as expected, as far as asked: at least one of the four must be given.
+    """Assert that a run equals the expected one within the given tolerances, at least one.
 
     Args:
-        found: its parameters may be a part of the expected ones.
-        expected: of the same steps.
-        losses: the greatest relative difference of a loss.
-        norms: the same of a norm of gradients.
-        elements: relative and absolute difference of an element of a parameter.
-        tensors: the norm of a parameter's difference, relative to the parameter's.
+        found: A run whose parameters may be a part of the expected ones.
+        expected: A run of the same steps.
+        losses: The greatest relative difference of a loss.
+        norms: The greatest relative difference of a norm of gradients.
+        elements: The greatest relative and absolute difference of an element of a parameter.
+        tensors: The greatest norm of a parameter's difference, relative to the norm of the parameter.
     """
     assert (losses, norms, elements, tensors) != (None,) * 4, "nothing was compared"
     if losses is not None:
@@ -86,7 +86,7 @@ def _headed(what: str) -> Callable[[str], str]:
 
 
 def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of a module's parameters in fp32, by name."""
+    """Return copies of a module's parameters in fp32, by name."""
     return {name: parameter.detach().float().clone() for name, parameter in module.named_parameters()}
 
 
@@ -100,7 +100,7 @@ def train_by_hand(
     loss_of: Loss,
     clip: float | None = math.inf,
 ) -> Run:
-    """The reference: plain PyTorch; ``clip`` None for modules whose parameters torch takes no norm of."""
+    """Train with plain PyTorch; ``clip=None`` is for modules for whose parameters torch computes no norm."""
     run = Run()
     for inputs, targets in batches:
         optimizer.zero_grad()
@@ -118,7 +118,7 @@ def train_by_hand(
 
 
 def engine_config(micro_batch: int, accumulation: int = 1, clip: float = 0.0, **more: Any) -> dict[str, Any]:
-    """A DeepSpeed config for any optimizer; without clipping unless asked for (DeepSpeed clips by 1 by default)."""
+    """Return a DeepSpeed config for any optimizer; without clipping by default, unlike DeepSpeed."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch,
         "gradient_accumulation_steps": accumulation,
@@ -131,15 +131,15 @@ def engine_config(micro_batch: int, accumulation: int = 1, clip: float = 0.0, **
 
 
 def own_samples(batch: Batch, grid: PipelineParallelGrid) -> Batch:
-    """This rank's share of a batch."""
+    """Return this rank's share of a batch."""
     inputs, targets = (part.chunk(grid.get_sample_world_size())[grid.get_sample_rank()] for part in batch)
     return inputs, targets
 
 
 def train_engine(engine: Any, grid: PipelineParallelGrid, batches: Iterable[Batch], loss_of: Loss | None = None) -> Run:
-    """One rank of a DeepSpeed engine, with a step for each of its own samples' ``batches``.
+    """Train one rank of a DeepSpeed engine, one step for each of its own ``batches``.
 
-    ``loss_of`` is for engines without a pipeline; a rank's loss is its share of the mean over all samples.
+    ``loss_of`` is for engines without a pipeline. A rank's loss is its share of the mean over all samples.
     """
     run = Run()
     for batch in batches:
@@ -171,10 +171,10 @@ def _train_plain_batch(engine: Any, grid: PipelineParallelGrid, micro_batches: S
 
 
 def destroy_engine(engine: Any) -> None:
-    """Destroy an engine, and free what it holds.
+    """Destroy an engine and free its memory.
 
-    Hooks of its loss, which it holds, hold the engine of a pipeline's last stage: Python cannot free it, its process
-    groups and their threads.
+    The hooks of the loss refer to the engine of a pipeline's last stage, and the engine to the loss. Without this
+    function Python could not free the engine, its process groups and their threads.
     """
     engine.destroy()
     vars(engine).clear()
@@ -182,7 +182,7 @@ def destroy_engine(engine: Any) -> None:
 
 @contextmanager
 def _clipped_norms() -> Iterator[list[torch.Tensor]]:
-    """The norms by which DeepSpeed clips in fp32 without ZeRO; its pipelines keep none of them."""
+    """Record the norms by which DeepSpeed clips in fp32 without ZeRO, because its pipelines do not keep them."""
     norms: list[torch.Tensor] = []
 
     def clip(*arguments: Any, **options: Any) -> torch.Tensor:

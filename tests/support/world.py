@@ -1,4 +1,4 @@
-"""Ranks that stay: one function after another on the same processes, each in a fresh ``torch.distributed``."""
+"""Run one function after another on the same processes, each in a fresh ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tests.support.ranks import Ranks
 
 TIDY_SECONDS = 30.0
 FUNCTIONS = 20
-"""Of one process: torch and DeepSpeed are not made to be torn down hundreds of times; native code may break then."""
+"""The number of functions per process: native code may fail after torch and DeepSpeed are torn down many times."""
 
 
 class World:
-    """``size`` ranks for many functions, which cost no process start.
+    """Ranks that run many functions without new processes.
 
-    Each call finds what the first one found: ``torch.distributed`` is initialised anew, random numbers start at the
-    same seed, environment, folder, arguments and filters of warnings are put back. The processes are replaced after
-    some functions, after a failure of any kind, and after a function that left something behind, which is one too.
+    Each call starts in the state of the first one: a new ``torch.distributed``, the same random seed, and the original
+    environment, working directory, arguments and warning filters. The processes are replaced after some functions and
+    after a failure. A function that leaves something behind is a failure, too.
     """
 
     def __init__(self, size: int) -> None:
@@ -56,4 +56,4 @@ class World:
 
 
 Worlds: TypeAlias = Callable[[int], World]
-"""What the fixture ``world`` is."""
+"""The type of the fixture ``world``."""

@@ -1,4 +1,4 @@
-"""Tables of expert groups: properties in every order, and DeepSpeed's own values where its order is assumed."""
+"""Tables of expert groups have the required properties in every axis order, and DeepSpeed's values in its order."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _check_writers(plan: ExpertPlan) -> None:
 
 
 @every_order
-def test_a_place_tells_the_places_of_dividing_sizes(spec: str) -> None:
+def test_a_position_determines_the_positions_for_dividing_sizes(spec: str) -> None:
     """One optimizer file per stage, slice and place in the greatest group then holds what each of its readers wants."""
     topology = ProcessTopology.from_spec(spec)
     for great, small in product(list(_plans(topology)), repeat=2):
@@ -156,7 +156,7 @@ def test_an_expert_axis_is_the_expert_group() -> None:
 
 
 @pytest.mark.parametrize("order", list(permutations(["pipe=2", "data=4", "model=2"])), ids="-".join)
-def test_second_partitions_stay_inside_the_data_group(order: tuple[str, ...]) -> None:
+def test_second_partitions_are_inside_the_data_group(order: tuple[str, ...]) -> None:
     topology = ProcessTopology.from_spec(",".join(order))
     for rank in range(16):
         ranks = zero_partition_ranks(topology, 2, rank)
@@ -166,7 +166,7 @@ def test_second_partitions_stay_inside_the_data_group(order: tuple[str, ...]) ->
         assert zero_partition_ranks(topology, 1, rank) == [rank]
 
 
-def test_errors_list_what_would_do() -> None:
+def test_errors_list_valid_sizes() -> None:
     topology = ProcessTopology.from_spec("pipe=2,data=6,model=2")
     with pytest.raises(ExpertSizeError, match=r"size 5 must divide the 12 ranks.*\[1, 2, 3, 4, 6, 12\]"):
         ExpertPlan(topology, 5)

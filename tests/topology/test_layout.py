@@ -1,4 +1,4 @@
-"""Layouts: a bijection between ranks and coordinates, whatever is folded into what."""
+"""Layouts are bijections between ranks and coordinates, also after folding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_row_major_is_numpys_order(shape: list[int]) -> None:
 
 @without_deadline
 @given(sizes(), st.data())
-def test_folding_joins_coordinates_the_first_axis_slowest(shape: list[int], data: st.DataObject) -> None:
+def test_folding_joins_coordinates_with_the_first_axis_slowest(shape: list[int], data: st.DataObject) -> None:
     groups = data.draw(foldings(len(shape)))
     plain = Layout.row_major(shape)
     folded = plain.fold(groups)
@@ -67,7 +67,7 @@ def test_folding_axis_by_axis_changes_nothing(layout: Layout) -> None:
 
 @without_deadline
 @given(layouts(), st.data())
-def test_offsets_lead_from_any_rank_to_its_peers(layout: Layout, data: st.DataObject) -> None:
+def test_offsets_give_the_peers_of_any_rank(layout: Layout, data: st.DataObject) -> None:
     axes = data.draw(st.lists(st.sampled_from(range(len(layout.axes))), unique=True))
     rank = data.draw(st.integers(0, layout.size - 1))
     own = layout.coordinate_of(rank)

@@ -1,4 +1,4 @@
-"""Topologies against DeepSpeed's own classes, in every order of the axes, and what they add to them."""
+"""Topologies give DeepSpeed's results in every order of axes, and more."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def assert_equal_to_deepspeed(axes: list[str], degrees: list[int]) -> None:
 
 
 @pytest.mark.parametrize("axes", ORDERS, ids="-".join)
-def test_every_order_is_deepspeeds(axes: tuple[str, ...]) -> None:
+def test_every_axis_order_gives_deepspeeds_results(axes: tuple[str, ...]) -> None:
     assert_equal_to_deepspeed(list(axes), [DEGREES[axis] for axis in axes])
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(named_degrees())
-def test_any_degrees_are_deepspeeds(topology: tuple[list[str], list[int]]) -> None:
+def test_any_degrees_give_deepspeeds_results(topology: tuple[list[str], list[int]]) -> None:
     assert_equal_to_deepspeed(*topology)
 
 
@@ -108,7 +108,7 @@ def test_several_axes_at_once_join_ranks_that_share_the_others(
         assert ours.get_axis_ranks(joined, ranks[-1]) == ranks
 
 
-def test_deepspeeds_named_forms() -> None:
+def test_deepspeeds_named_topologies_are_equal() -> None:
     for pipe, model, data in product((1, 2, 3), repeat=3):
         three = PipeModelDataParallelTopology(num_pp=pipe, num_mp=model, num_dp=data)
         assert three.mapping == deepspeed_topology.PipeModelDataParallelTopology(pipe, model, data).mapping
@@ -118,7 +118,7 @@ def test_deepspeeds_named_forms() -> None:
         assert two == ProcessTopology(["pipe", "data"], [pipe, data])
 
 
-def test_a_million_ranks_cost_nothing_to_ask() -> None:
+def test_queries_are_fast_for_a_million_ranks() -> None:
     topology = ProcessTopology(["pipe", "data", "model"], [1024, 512, 2048])
     assert topology.get_coord(topology.world_size() - 1) == (1023, 511, 2047)
     assert topology.get_rank(pipe=1023, data=511, model=2047) == 2**30 - 1
@@ -127,7 +127,7 @@ def test_a_million_ranks_cost_nothing_to_ask() -> None:
 
 @settings(deadline=None)
 @given(folded_topologies(), st.sets(st.sampled_from(AXES), min_size=1), st.integers(-20, 20))
-def test_places_and_peers_are_those_of_the_list(topology: ProcessTopology, axes: set[str], index: int) -> None:
+def test_indices_and_peers_match_the_list_of_ranks(topology: ProcessTopology, axes: set[str], index: int) -> None:
     for rank in range(0, topology.world_size(), 7):
         ranks = topology.get_axis_ranks(axes, rank)
         assert ranks == sorted(ranks)
@@ -138,7 +138,7 @@ def test_places_and_peers_are_those_of_the_list(topology: ProcessTopology, axes:
 # -- integers of other types ---------------------------------------------------------------------------------------
 
 
-def test_integers_of_other_types_come_back_as_plain_ones() -> None:
+def test_integers_of_other_types_are_converted() -> None:
     topology = ProcessTopology(["pipe", "data", "model"], [np.int64(2), 4, np.int32(2)])
     assert_same(topology.dims, [2, 4, 2])
     assert topology == PipeModelDataParallelTopology(2, 2, 4)
@@ -148,7 +148,7 @@ def test_integers_of_other_types_come_back_as_plain_ones() -> None:
     assert_same(topology.get_axis_ranks("model", np.int64(13)), [12, 13])
 
 
-def test_what_lies_between_ranks_is_not_a_rank() -> None:
+def test_fractional_ranks_and_indices_are_refused() -> None:
     topology = ProcessTopology(["pipe", "data"], [2, 4])
     for rank in (1.5, None, "1"):
         with pytest.raises(ValueError, match="rank"):
@@ -204,7 +204,7 @@ def test_coordinates_are_named_tuples() -> None:
     assert topology.get_axis_comm_lists("tensor") == topology.get_axis_comm_lists("model")
 
 
-def test_a_large_topology_prints_briefly() -> None:
+def test_a_large_topology_prints_abridged() -> None:
     topology = ProcessTopology.from_spec("pipe=1024,data=1024")
     assert repr(topology) == "ProcessTopology('pipe=1024,data=1024')"
     assert len(str(topology)) < 100

@@ -1,4 +1,4 @@
-"""Tables of ranks: DeepSpeed's default topology, extra axes folded into data, another project's groups."""
+"""Tables of ranks: DeepSpeed's default topology, extra axes folded into data, and groups of another project."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_default_topology_is_deepspeeds() -> None:
         assert found == expected
         assert [type(found), *map(type, found)] == [type(expected), *map(type, expected)]
     for number in (0, -4):
-        with pytest.raises(ValueError, match="must be >= 1"):
+        with pytest.raises(ValueError, match="give a number >= 1"):
             _prime_factors(number)
     assert factorized_topology(64) == PipeDataParallelTopology(num_pp=8, num_dp=8)
     assert factorized_topology(24) == PipeDataParallelTopology(num_pp=4, num_dp=6), "2 and 2, then 2 and 3"
@@ -58,7 +58,7 @@ def test_folding_keeps_stage_and_slice_and_counts_all_replicas(ours: ProcessTopo
         assert folded.filter_match(**new._asdict()) == [rank]
 
 
-def test_torchdistpackages_example() -> None:
+def test_groups_match_those_of_torchdistpackage_by_axis() -> None:
     """Its README's placement and groups: pipeline across nodes, data inside, for 16 ranks (its order of printing aside,
     which is not DeepSpeed's)."""
     topology = ProcessTopology.from_spec([("pipe", 2), ("tensor", 2), ("data", 16 // (2 * 2))])
@@ -77,7 +77,7 @@ def test_torchdistpackages_example() -> None:
 
 @settings(deadline=None)
 @given(topologies(max_ranks=48), st.data())
-def test_a_rank_finds_its_groups_and_its_peers(ours: ProcessTopology, data: st.DataObject) -> None:
+def test_groups_and_neighbors_of_a_rank_match_the_tables(ours: ProcessTopology, data: st.DataObject) -> None:
     rank, world = data.draw(st.integers(0, ours.world_size() - 1)), ours.world_size()
     groups = grid_groups(ours, rank)
     for group in groups:
@@ -100,7 +100,7 @@ def test_a_rank_finds_its_groups_and_its_peers(ours: ProcessTopology, data: st.D
         assert following == (neighbor(ours, "pipe", own, 1) if "pipe" in ours.axes else own)
 
 
-def test_axes_by_any_name_in_the_order_of_placement() -> None:
+def test_axes_are_returned_in_the_order_of_placement() -> None:
     topology = ProcessTopology.from_spec("data=2,pipe=2,seq=2")
     assert axes_of(topology, "pipe") == ("pipe",)
     assert axes_of(ProcessTopology.from_spec("data=2,model=2"), {"tensor", "data"}) == ("data", "model")
@@ -124,7 +124,7 @@ def test_every_axis_splits_a_model_a_batch_or_its_sequences(ours: ProcessTopolog
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_two_levels_meet_in_one_rank(hosts: int, slots: int, random: object) -> None:
+def test_two_levels_share_one_rank(hosts: int, slots: int, random: object) -> None:
     names = [f"host{index % hosts}" for index in range(hosts * slots)]
     random.shuffle(names)  # type: ignore[attr-defined]
     ranks = dict(enumerate(names, start=5))

@@ -1,4 +1,4 @@
-"""Topologies written down: specs, pairs, mappings and config files, and what is wrong with those that are wrong."""
+"""Specs, pairs, mappings and config files are parsed and written; malformed ones raise with a reason."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def test_the_spec_of_any_topology_reads_back(topology: ProcessTopology) -> None:
         ("pipe=0:1,data=2:1", "degree 0 must be >= 1"),
     ],
 )
-def test_malformed_strides_say_what_is_wrong(spec: str, message: str) -> None:
+def test_malformed_strides_are_refused(spec: str, message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         ProcessTopology.from_spec(spec)
 
 
-def test_strides_fix_the_world_size() -> None:
+def test_strides_determine_the_world_size() -> None:
     with pytest.raises(WorldSizeError, match="is for 8 ranks"):
         ProcessTopology.from_spec("pipe=2:2,data=2:4*2:1", world_size=16)
 
 
-def test_a_config_file_names_the_topology(tmp_path: Path) -> None:
+def test_a_topology_is_read_from_a_config_file(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({"topology": {"data": -1, "pipe": 2}}))
     assert ProcessTopology.from_config(path, world_size=8) == ProcessTopology.from_spec("data=4,pipe=2")
@@ -91,12 +91,12 @@ def test_a_config_file_names_the_topology(tmp_path: Path) -> None:
         ("pipe=2,data=-1", "needs world_size="),
     ],
 )
-def test_a_malformed_spec_says_what_is_wrong(spec: Any, message: str) -> None:
+def test_malformed_specs_are_refused(spec: Any, message: str) -> None:
     with pytest.raises(TopologyError, match=message):
         ProcessTopology.from_spec(spec)
 
 
-def test_a_config_without_a_usable_topology_says_so(tmp_path: Path) -> None:
+def test_a_config_without_a_valid_topology_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     for config, message in (
         ({"train_batch_size": 1}, 'has no "topology" section'),
@@ -108,7 +108,7 @@ def test_a_config_without_a_usable_topology_says_so(tmp_path: Path) -> None:
 
 
 @given(named_degrees(), st.integers(1, 4096))
-def test_a_wrong_product_names_degrees_that_fit(topology: tuple[list[str], list[int]], world_size: int) -> None:
+def test_a_wrong_product_suggests_degrees_that_fit(topology: tuple[list[str], list[int]], world_size: int) -> None:
     ours = ProcessTopology(*topology)
     if ours.world_size() == world_size:
         assert ours.check_world_size(world_size) is None

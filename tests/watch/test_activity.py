@@ -1,4 +1,4 @@
-"""What a rank is doing, as another thread of it sees."""
+"""Another thread infers the activity of a rank's main thread."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import json
 import sys
 import threading
 import time
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import ds_topo
 from ds_topo import GradientReducer, PipelineParallelGrid
-from ds_topo.watch.activity import Activity, Observer
+from ds_topo.watch.activity import _PHASES, _WAITS, Activity, Observer
 from tests.support.world import Worlds
 
 SECONDS = 2.0
 
 
 def _seen(observer: Observer, seconds: float) -> list[Activity]:
-    """By a thread, from now on."""
+    """Return a list that a thread fills from now on."""
     found: list[Activity] = []
 
     def look() -> None:
@@ -45,7 +48,7 @@ def _waits() -> list[Activity]:
     return found
 
 
-def test_who_waits_says_in_what_over_whom_and_for_how_long(world: Worlds) -> None:
+def test_a_waiting_rank_reports_call_group_and_duration(world: Worlds) -> None:
     seen = world(4).run(_waits)
     last = seen[2][-1]
     assert last.wait is not None
@@ -82,7 +85,7 @@ def _trains() -> tuple[list[Activity], Activity]:
         reducer.detach()
 
 
-def test_phase_and_handler_of_an_exception(world: Worlds) -> None:
+def test_phases_and_exception_handlers_are_observed(world: Worlds) -> None:
     for seen, raised in world(2).run(_trains):
         assert [activity.phase for activity in seen] == ["backward"] * 3 + ["running"]
         assert seen[-1].handling == "ValueError: a sample that cannot be read"
@@ -90,8 +93,13 @@ def test_phase_and_handler_of_an_exception(world: Worlds) -> None:
         assert raised.where.startswith("watch/test_activity.py")
 
 
-def test_a_look_is_cheap() -> None:
-    """Nothing is wrapped: this thread's functions are those of before."""
+def test_observing_wraps_no_function() -> None:
     before = sys.excepthook, dist.all_reduce, nn.Module.__call__
     Observer().look()
     assert (sys.excepthook, dist.all_reduce, nn.Module.__call__) == before
+
+
+@pytest.mark.parametrize(("file", "function"), [key for key in (*_PHASES, *_WAITS) if key[0].startswith("ds_topo/")])
+def test_known_functions_of_ds_topo_exist(file: str, function: str) -> None:
+    source = (Path(ds_topo.__file__).parents[1] / file).read_text()
+    assert not function or f"def {function}(" in source

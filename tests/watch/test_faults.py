@@ -1,4 +1,4 @@
-"""Real faults on virtual hosts; ``python -m tests.faults`` runs them all."""
+"""Real faults on virtual hosts are named by every rank. ``python -m tests.faults`` runs all cases."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def rig() -> Iterator[Rig]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_rank_says_who_is_to_blame_and_ends(rig: Rig, case: Case) -> None:
+def test_every_rank_names_the_faulty_rank_and_ends(rig: Rig, case: Case) -> None:
     outcome = rig.run(case)
     assert outcome.problems(timed=False) == [], "\n".join(outcome.outputs.values())

@@ -1,4 +1,4 @@
-"""The last collectives of every rank, in the files that torch's analyzer reads."""
+"""torch's analyzer reads the files with the last collectives of every rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 import torch._C._distributed_c10d as _C
 import torch.distributed as dist
 
-from ds_topo.watch.flight_record import save_flight_record
-from tests.support.world import Worlds
+from ds_topo.watch.watch import save_flight_record
+from tests.support.ranks import run_ranks
 
 HAS_RECORDER = hasattr(_C, "_dump_fr_trace") and find_spec("torch.distributed.flight_recorder") is not None
 
@@ -31,8 +31,8 @@ def _record(folder: str) -> str | None:
 
 
 @pytest.mark.skipif(not HAS_RECORDER, reason="this torch has no flight recorder for gloo")
-def test_torchs_analyzer_reads_the_records_of_all_ranks(world: Worlds, tmp_path: Path) -> None:
-    assert world(2).run(_record, str(tmp_path)) == [str(tmp_path / "trace_0"), str(tmp_path / "trace_1")]
+def test_torchs_analyzer_reads_the_records_of_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, _record, str(tmp_path)) == [str(tmp_path / "trace_0"), str(tmp_path / "trace_1")]
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "-p", "trace_", str(tmp_path)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert told.returncode == 0, told.stderr

@@ -1,4 +1,4 @@
-"""A ring of heartbeats over one store: who is named for what, and what is no fault."""
+"""A ring of heartbeats over one store names ranks at fault, ignores slow ones, and bounds its messages."""
 
 from __future__ import annotations
 
@@ -13,11 +13,23 @@ from dataclasses import replace
 import pytest
 import torch.distributed as dist
 
-from ds_topo.launch.identity import COORDINATE
-from ds_topo.process_groups.torch_names import clone
+from ds_topo.launch.launchers import COORDINATE
+from ds_topo.torch_names import clone
 from ds_topo.watch.activity import Activity, Wait
-from ds_topo.watch.findings import FAILED, TRANSPORT, Finding, Who, read
-from ds_topo.watch.heartbeat import HAS_FAILED, Heartbeat, Ring
+from ds_topo.watch.heartbeat import (
+    BLOCKED,
+    FAILED,
+    GONE,
+    HAS_FAILED,
+    TRANSPORT,
+    Finding,
+    Heartbeat,
+    Ring,
+    Who,
+    blocked,
+    message,
+    read,
+)
 
 INTERVAL, LIMIT = 0.05, 0.5
 SIZE = 4
@@ -27,7 +39,7 @@ Look = Callable[[], Activity]
 
 @contextmanager
 def witness(answer: bytes | None) -> Iterator[tuple[str, int]]:
-    """An address that answers so; with an empty answer one where nobody is, with None one that stays silent."""
+    """Serve an address with this answer. With ``b""`` nothing listens there, with None nothing answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         address = server.getsockname()
         if answer == b"":
@@ -48,7 +60,7 @@ def _answer(server: socket.socket, answer: bytes) -> None:
 
 
 class Job:
-    """Ranks as threads."""
+    """A job whose ranks are threads."""
 
     def __init__(
         self,
@@ -81,7 +93,7 @@ class Job:
             heart.stop(5)
 
     def verdicts(self, ranks: tuple[int, ...], seconds: float = 20.0) -> set[str]:
-        """Of these ranks, when all have one."""
+        """Return the different verdicts of these ranks when all have one."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not all(self.hearts[rank].verdict for rank in ranks):
             time.sleep(INTERVAL / 2)
@@ -114,7 +126,7 @@ def finding(kind: int, rank: int, what: str) -> Finding:
         (None, "does not answer, and neither does its host"),
     ],
 )
-def test_a_silent_rank_is_named_with_what_its_witness_says(stack: ExitStack, answer: bytes | None, said: str) -> None:
+def test_a_silent_rank_is_named_with_its_witnesss_answer(stack: ExitStack, answer: bytes | None, said: str) -> None:
     job = Job(stack, answers={2: answer})
     job.start(2)
     [text] = job.verdicts((0, 1, 3))
@@ -124,13 +136,13 @@ def test_a_silent_rank_is_named_with_what_its_witness_says(stack: ExitStack, ans
 
 
 @pytest.mark.parametrize("letter", [b"S", b"R", b"D", b"t"])
-def test_a_silent_rank_whose_process_is_alive_is_let_be(stack: ExitStack, letter: bytes) -> None:
+def test_a_silent_rank_whose_process_is_alive_is_no_fault(stack: ExitStack, letter: bytes) -> None:
     job = Job(stack, answers={2: letter})
     job.start(2)
     job.assert_no_verdict()
 
 
-def test_a_host_that_is_gone_is_named_whole(stack: ExitStack) -> None:
+def test_all_ranks_of_a_lost_host_are_named(stack: ExitStack) -> None:
     job = Job(stack, answers={1: None, 2: None})
     job.start(1, 2)
     [text] = job.verdicts((0, 3))
@@ -138,7 +150,7 @@ def test_a_host_that_is_gone_is_named_whole(stack: ExitStack) -> None:
     assert "rank 2 on node2" in text
 
 
-def test_a_failure_is_known_to_all_at_once_and_explains_the_rest(stack: ExitStack) -> None:
+def test_a_failure_explains_errors_of_the_transport(stack: ExitStack) -> None:
     job = Job(stack)
     job.start()
     job.hearts[0].report(finding(TRANSPORT, 0, "could not reach others: Connection closed by peer"))
@@ -151,8 +163,7 @@ def test_a_failure_is_known_to_all_at_once_and_explains_the_rest(stack: ExitStac
     )
 
 
-def test_an_error_of_the_transport_alone_waits_for_its_cause(stack: ExitStack) -> None:
-    """An alarm: the rank that is gone need not be silent for the limit."""
+def test_an_alarm_finds_a_lost_rank_before_it_is_silent_for_the_limit(stack: ExitStack) -> None:
     job = Job(stack, answers={2: b""}, limit=600.0)
     job.start(2)
     job.hearts[0].report(finding(TRANSPORT, 0, "could not reach others"))
@@ -160,7 +171,7 @@ def test_an_error_of_the_transport_alone_waits_for_its_cause(stack: ExitStack) -
     assert "rank 2 on node2 is gone" in text
 
 
-def test_ranks_that_end_are_no_fault_unless_others_wait_for_them(stack: ExitStack) -> None:
+def test_ended_ranks_are_no_fault_unless_others_wait_for_them(stack: ExitStack) -> None:
     job = Job(stack)
     job.start()
     for rank in (1, 2):
@@ -175,7 +186,7 @@ def waits(call: str, *, seconds: float = 9.0, quiet: float = 9.0, ranks: tuple[i
     return Activity(5, wait=Wait(call, "data", "0", ranks), seconds=seconds, quiet=quiet)
 
 
-def test_ranks_that_wait_for_each_other_are_told_so(stack: ExitStack) -> None:
+def test_ranks_that_wait_for_each_other_are_named(stack: ExitStack) -> None:
     looks: dict[int, Look] = {rank: lambda: waits("all_reduce") for rank in EVERYONE}
     job = Job(stack, looks={**looks, 2: lambda: waits("barrier")})
     job.start()
@@ -184,7 +195,7 @@ def test_ranks_that_wait_for_each_other_are_told_so(stack: ExitStack) -> None:
     assert "rank 2: after 5 steps, waiting in barrier of data" in text
 
 
-def test_a_rank_that_has_ended_is_blamed_by_those_that_are_known_to_wait_for_it_alone(stack: ExitStack) -> None:
+def test_an_ended_rank_is_no_fault_if_the_wait_may_be_for_others(stack: ExitStack) -> None:
     unknown = replace(waits("all_reduce"), wait=Wait("wait() for a collective"))
     job = Job(stack, looks={0: lambda: unknown, 1: lambda: Activity(5, "save")})
     job.start()
@@ -192,7 +203,7 @@ def test_a_rank_that_has_ended_is_blamed_by_those_that_are_known_to_wait_for_it_
     job.assert_no_verdict()
 
 
-def test_a_rank_that_has_ended_is_named_by_its_group(stack: ExitStack) -> None:
+def test_an_ended_rank_is_named_if_its_group_waits(stack: ExitStack) -> None:
     job = Job(stack, looks={0: lambda: waits("all_reduce", ranks=(0, 2)), 1: lambda: Activity(5, "save")})
     job.start()
     job.hearts[2].stop(5)
@@ -208,16 +219,16 @@ def test_a_rank_that_has_ended_is_named_by_its_group(stack: ExitStack) -> None:
         waits("all_reduce", quiet=0),
         replace(Activity(5), handling="ValueError: no", handled=LIMIT / 5),
     ],
-    ids=["computes", "has just come", "bytes move", "handles an exception for a moment"],
+    ids=["computes", "has just started to wait", "bytes move", "handles an exception for a moment"],
 )
-def test_what_is_slow_is_let_be(stack: ExitStack, of_rank_2: Activity) -> None:
+def test_a_slow_rank_is_no_fault(stack: ExitStack, of_rank_2: Activity) -> None:
     looks: dict[int, Look] = {rank: lambda: waits("all_reduce") for rank in EVERYONE}
     job = Job(stack, looks={**looks, 2: lambda: of_rank_2})
     job.start()
     job.assert_no_verdict()
 
 
-def test_a_handler_of_an_exception_that_keeps_others_waiting_is_named(stack: ExitStack) -> None:
+def test_a_long_exception_handler_is_named(stack: ExitStack) -> None:
     looks: dict[int, Look] = {rank: lambda: waits("all_reduce") for rank in EVERYONE}
     job = Job(stack, looks={**looks, 2: lambda: Activity(5, handling="ValueError: no", handled=9.0)})
     job.start()
@@ -225,14 +236,14 @@ def test_a_handler_of_an_exception_that_keeps_others_waiting_is_named(stack: Exi
     assert "rank 2 on node2 keeps others waiting while it handles ValueError: no" in text
 
 
-def test_an_error_of_the_watch_itself_ends_nothing(stack: ExitStack, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_internal_error_ends_no_job(stack: ExitStack, capfd: pytest.CaptureFixture[str]) -> None:
     job = Job(stack, looks={1: lambda: Activity.from_json({})})
     job.start()
     job.assert_no_verdict()
-    assert "it goes on without rank 1" in capfd.readouterr().err
+    assert "it continues without rank 1" in capfd.readouterr().err
 
 
-def test_what_is_kept_of_reports_is_bounded(stack: ExitStack) -> None:
+def test_the_number_of_reports_is_bounded(stack: ExitStack) -> None:
     job = Job(stack)
     job.start(1, 2, 3)
     for number in range(100):
@@ -241,10 +252,42 @@ def test_what_is_kept_of_reports_is_bounded(stack: ExitStack) -> None:
     assert len(read(job.store.get("watch/found/").decode() if job.store.check(["watch/found/"]) else "")) == 16
 
 
-def test_a_rank_that_has_failed_is_not_taken_for_dead(stack: ExitStack) -> None:
+def test_a_failed_rank_is_not_taken_for_dead(stack: ExitStack) -> None:
     job = Job(stack, answers={2: b""})
     job.hearts[2].state = HAS_FAILED
     job.start()
     job.hearts[2].stop(5)
     job.assert_no_verdict()
     assert json.loads(job.store.get("watch/beat/2"))["state"] == HAS_FAILED
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def numbered(kind: int, rank: int) -> Finding:
+    who = Who(rank, f"node{rank // 8}", f"data={rank}")
+    return Finding(kind, who, f"did {kind}", "was after 3 steps", Who(0, "node0"), "after 4 steps")
+
+
+def test_a_message_describes_only_the_most_telling_cause() -> None:
+    text = message([numbered(TRANSPORT, 1), numbered(GONE, 2), numbered(FAILED, 3)], 8)
+    assert text.splitlines() == [
+        "ds_topo watch: a fault in a job of 8 ranks.",
+        "rank 3 (data=3) on node0 did 0.",
+        "  It was after 3 steps.",
+        "  Noticed by rank 0 on node0, after 4 steps.",
+        "Its own output has the traceback.",
+    ]
+
+
+def test_a_message_is_bounded_and_names_every_rank_once() -> None:
+    text = message([numbered(GONE, rank) for rank in range(16) for _ in range(3)], 16384)
+    assert len(text) < 2000
+    assert text.count("rank 5 ") == 1
+    assert "The same: ranks [6, 7, 8" in text
+    assert len(blocked([(rank, "waiting in all_reduce of data") for rank in range(256)])) < 500
+
+
+def test_findings_are_read_back_unchanged() -> None:
+    found = [numbered(BLOCKED, 1), numbered(GONE, 9)]
+    assert read("".join(each.to_line() for each in found)) == found

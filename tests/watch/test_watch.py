@@ -1,4 +1,4 @@
-"""A watch of real ranks: what it binds is put back, and what is slow is let be."""
+"""The watch of real ranks names faults, ignores slow ranks, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, initialize
-from ds_topo.engine.current_mpu import STEPS_BETWEEN
+from ds_topo.engine.engine_patches import STEPS_BETWEEN
 from ds_topo.errors import DisagreementError
 from ds_topo.watch import Watch, start_watch, watch_limit
 from ds_topo.watch.watch import GRACE
@@ -54,7 +54,7 @@ def _twice() -> list[str]:
     return before[1]
 
 
-def test_what_it_binds_is_put_back_and_it_can_begin_again(world: Worlds) -> None:
+def test_a_stopped_watch_leaves_nothing_behind_and_can_be_started_again(world: Worlds) -> None:
     assert world(2).run(_twice) == [[], []]
 
 
@@ -69,7 +69,7 @@ def _holds_the_interpreter() -> str | None:
         return watch.verdict
 
 
-def test_a_rank_that_holds_the_interpreter_is_let_be(world: Worlds) -> None:
+def test_a_rank_that_holds_the_interpreter_is_no_fault(world: Worlds) -> None:
     assert world(3).run(_holds_the_interpreter) == [None] * 3
 
 
@@ -80,11 +80,11 @@ def _fails_and_goes_on() -> str:
         if dist.get_rank() == 1:
             raise ValueError("a sample that cannot be read")
         dist.all_reduce(torch.ones(1))
-    time.sleep(GRACE + 1)  # a program that handles the error goes on
+    time.sleep(GRACE + 1)  # a program that handles the error continues
     return str(watch.verdict)
 
 
-def test_a_program_that_handles_the_error_goes_on(world: Worlds) -> None:
+def test_a_program_that_handles_the_error_continues(world: Worlds) -> None:
     for text in world(3).run(_fails_and_goes_on):
         assert "has failed: ValueError: a sample that cannot be read" in text
 
@@ -97,7 +97,7 @@ def _computes() -> str | None:
         return watch.verdict
 
 
-def test_a_collective_that_waits_for_a_long_computation_is_let_be(world: Worlds) -> None:
+def test_a_long_computation_is_no_fault(world: Worlds) -> None:
     assert world(3).run(_computes) == [None] * 3
 
 
@@ -105,13 +105,13 @@ def _disagrees() -> None:
     Watch(limit=10.0 + dist.get_rank())
 
 
-def test_ranks_come_with_the_same_limit(world: Worlds) -> None:
+def test_different_limits_are_refused(world: Worlds) -> None:
     errors = world(2).run(_disagrees, timeout=5, expect_failure=True)
     assert all(isinstance(error, DisagreementError) and "the watch" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("inf"), float("nan")])
-def test_limits_are_positive(limit: float) -> None:
+def test_limits_must_be_positive(limit: float) -> None:
     with pytest.raises(ValueError, match="above 0"):
         watch_limit(limit)
 
@@ -119,13 +119,13 @@ def test_limits_are_positive(limit: float) -> None:
 @pytest.mark.parametrize(
     ("text", "limit"), [("off", None), ("0", None), ("OFF", None), ("45", 45.0), ("2.5", 2.5), ("", 20.0)]
 )
-def test_the_environment_decides(text: str, limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_overrides_the_limit(text: str, limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_TOPO_WATCH", text)
     assert watch_limit(20.0) == limit
 
 
 @pytest.mark.parametrize("text", ["soon", "-3", "1e999", "on"])
-def test_an_environment_that_cannot_be_is_named(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malformed_environment_variable_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_TOPO_WATCH", text)
     with pytest.raises(ValueError, match="above 0"):
         watch_limit(20.0)
@@ -143,7 +143,7 @@ def _train(leaves_out_a_step: bool, engines: int = 1) -> str:
                 if not (leaves_out_a_step and dist.get_rank() == 1 and step == STEPS_BETWEEN // 2):
                     engine.step()
                 if engines > 1 and step == STEPS_BETWEEN + 1:
-                    engine.global_steps = 0  # as one that loads an earlier checkpoint has
+                    engine.global_steps = 0  # as after loading an earlier checkpoint
         dist.barrier()
         time.sleep(2.5)  # until all have beaten
         for engine in trained:
@@ -152,12 +152,12 @@ def _train(leaves_out_a_step: bool, engines: int = 1) -> str:
     return told.getvalue()
 
 
-def test_a_rank_that_leaves_out_a_step_without_our_reducer_is_named(world: Worlds) -> None:
+def test_a_rank_that_leaves_out_a_step_is_named(world: Worlds) -> None:
     told = "".join(world(2).run(_train, True))
     assert told.count("ranks are at different steps") == 1
     assert re.search(r"\n  rank \d \(data=\d\) on \S+ has called \d+ collectives of all ranks by its step 100,", told)
 
 
-def test_ranks_that_take_the_same_steps_are_not_told_of(world: Worlds) -> None:
+def test_equal_steps_cause_no_message(world: Worlds) -> None:
     assert "different steps" not in "".join(world(2).run(_train, False))
     assert "different steps" not in "".join(world(2).run(_train, False, 2))

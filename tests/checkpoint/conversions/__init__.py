@@ -1,1 +1,1 @@
-"""Conversions from layout to layout, one after the other: ``python -m tests.checkpoint.conversions``."""
+"""Convert checkpoints from layout to layout: ``python -m tests.checkpoint.conversions``."""

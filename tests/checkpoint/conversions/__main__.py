@@ -1,9 +1,9 @@
-"""Convert checkpoints from layout to layout, go on, and compare the losses with those of a job that was not converted.
+"""Convert checkpoints from layout to layout, continue, and compare the losses with a job that was not converted.
 
     python -m tests.checkpoint.conversions
     python -m tests.checkpoint.conversions --kinds pipeline --targets orders
 
-Some ten seconds each on two cores; eight ranks at most.
+Each takes about ten seconds on two cores. Jobs have at most eight ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", choices=("pipeline", "plain"), default=["pipeline", "plain"])
     parser.add_argument("--targets", nargs="+", default=["orders", "degrees", "stages"])
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no pair after so many")
+    parser.add_argument("--seconds", type=float, default=1e9, help="time after which no further pair begins")
     arguments = parser.parse_args()
     begun, count, wrong = time.monotonic(), 0, 0
     print(f"{'from':36} {'to':36} {'difference of losses':>20} {'seconds':>8}")
@@ -48,7 +48,7 @@ def main() -> None:
                 count, wrong = count + 1, wrong + (not difference < TOLERANCE)
                 mark = "" if difference < TOLERANCE else "  DIFFERENT"
                 print(f"{source!s:36} {target!s:36} {difference:20.1e} {seconds:8.2f}{mark}", flush=True)
-    print(f"{count - wrong} of {count} go on within {TOLERANCE:.0e}")
+    print(f"{count - wrong} of {count} continue within {TOLERANCE:.0e}")
     raise SystemExit(wrong > 0)
 
 

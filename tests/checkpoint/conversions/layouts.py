@@ -1,7 +1,7 @@
-"""Jobs that save in one layout and go on in another: the example's GPT, as a pipeline and as a plain module.
+"""Run jobs that save in one layout and continue in another: the example's GPT, as a pipeline and as a plain module.
 
-Its embedding is tied and split over the vocabulary. Every job trains three steps, saves, and trains three more; the
-target loads what was converted and trains the same three.
+Its embedding is tied and split over the vocabulary. Every job trains three steps, saves, and trains three more. The
+other job loads the converted checkpoint and trains the same three.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TAG = "saved"
 
 @dataclass(frozen=True)
 class Layout:
-    """What a job runs in."""
+    """The layout and settings of a job."""
 
     topology: str
     zero: int = 1
@@ -40,12 +40,12 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many it takes."""
+        """Number of ranks."""
         return ProcessTopology.from_spec(self.topology).world_size()
 
 
 def orders() -> list[str]:
-    """The six of pipe=2, data=2, model=2."""
+    """Return the six orders of pipe=2, data=2, model=2."""
     return [",".join(f"{axis}=2" for axis in axes) for axes in permutations(("pipe", "data", "model"))]
 
 
@@ -80,7 +80,7 @@ PLAIN: dict[str, list[Layout]] = {
 
 
 def save(layout: Layout, folder: Path) -> list[float]:
-    """On one rank: train, save, and go on; return the losses after."""
+    """Train, save and continue on one rank. Return the losses after the save."""
     with _job(layout) as (engine, grid):
         gpt_training.train(engine, grid, range(BEFORE))
         checkpoint.save(engine, folder, TAG, {"of the program": 7})
@@ -88,7 +88,7 @@ def save(layout: Layout, folder: Path) -> list[float]:
 
 
 def go_on(layout: Layout, folder: Path, options: dict[str, Any]) -> list[float]:
-    """On one rank: load and go on; return the losses."""
+    """Load and continue on one rank. Return the losses."""
     with _job(layout) as (engine, grid):
         _, state = checkpoint.load(engine, folder, **options)
         assert (state["of the program"], engine.global_steps) == (7, BEFORE)
@@ -107,15 +107,15 @@ def _job(layout: Layout) -> Any:
 
 
 def greatest_difference(found: list[float], expected: list[float]) -> float:
-    """Of losses, relative."""
+    """Return the greatest relative difference of two series of losses."""
     return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
 
 
 def pairs(kinds: list[str], targets: list[str]) -> Iterator[tuple[Layout, list[Layout]]]:
-    """Sources, and what each is converted to.
+    """Yield each layout with the layouts to which it is converted.
 
-    In bf16 those that round alike: as many slices and replicas at the same stage of ZeRO. Others go on alike for one
-    step, and then as far apart as jobs that were in these layouts from the beginning.
+    In bf16 both have equal numbers of slices and replicas and the same ZeRO stage, so that they round alike. Other
+    pairs agree for one step, and then differ as much as jobs that had these layouts from the beginning.
     """
     if "pipeline" in kinds and "orders" in targets:
         for source in PIPELINES["orders"]:

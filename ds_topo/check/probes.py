@@ -1,0 +1,449 @@
+"""Probe a running cluster: collectives with known results, and the speed of groups and of all links.
+
+Links are measured in rounds in which every rank of a host, or every host, has a partner, until all pairs have met.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median_high
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_topo.check.faults import Anomaly
+from ds_topo.collectives import functional_all_gather, functional_all_to_all, functional_reduce_scatter
+from ds_topo.process_groups.creation import ProcessGroup
+
+# -- right results -----------------------------------------------------------------------------------------------------
+
+CHUNK = 64
+"""The number of values that each rank contributes for each other rank."""
+_PRIME = 251
+_MATRIX, _PRODUCTS = 192, 8
+_Senders = list["int | None"]
+"""The ranks whose parts were wrong; None for a sum, where this cannot be told."""
+
+
+def pattern(sender: int, receiver: int, device: torch.device) -> Tensor:
+    """Return ``[CHUNK]`` whole numbers below 251, different for each pair of ranks, whose sums here are exact."""
+    positions = torch.arange(CHUNK, device=device)
+    return ((positions * 7 + sender * 31 + receiver * 17 + 5) % _PRIME).float()
+
+
+def check_arithmetic(device: torch.device, rank: int) -> list[Anomaly]:
+    """Multiply matrices of small whole numbers, whose product is exact in every format of at least 10 bits."""
+    rows, columns = torch.arange(_MATRIX).unsqueeze(1), torch.arange(_MATRIX).unsqueeze(0)
+    left, right = (rows * 7 + columns * 3) % 5 - 2, (rows * 5 + columns * 11) % 7 - 3
+    products = [left.float().to(device) @ right.float().to(device) for _ in range(_PRODUCTS)]
+    wrong = any(not torch.equal(product.cpu().long(), left @ right) for product in products)
+    return [Anomaly(rank, "matrix product", (rank,))] if wrong else []
+
+
+def check_group(name: str, ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> list[Anomaly]:
+    """Run every collective that training uses over one group and check its results; collective over the group.
+
+    Args:
+        name: the axis or axes of the group, for the report.
+        ranks: the global ranks of the group, ascending.
+        group: the process group.
+        rank: this global rank.
+        device: the device of the tensors.
+    """
+    if len(ranks) == 1:
+        return []
+    anomalies: list[Anomaly] = []
+    for operation, check in _CHECKS.items():
+        for sender in check(ranks, group, rank, device):
+            suspects = tuple(ranks) if sender is None else tuple(sorted({sender, rank}))
+            anomalies.append(Anomaly(rank, f"{operation} over {name}", suspects))
+    return anomalies
+
+
+def pairs_of(suspects: Sequence[int], rank: int) -> list[tuple[int, int]]:
+    """Return the pairs in which a rank is tested again, where any member may have caused a group's wrong sum.
+
+    Each suspect is paired with its neighbors in a ring: both pairs of a faulty rank give wrong results.
+
+    >>> pairs_of((0, 2, 4, 6), 2), pairs_of((0, 2, 4, 6), 0), pairs_of((0, 2, 4, 6), 1)
+    ([(0, 2), (2, 4)], [(0, 2), (0, 6)], [])
+    """
+    if rank not in suspects:
+        return []
+    position = suspects.index(rank)
+    neighbors = (suspects[position - 1], suspects[(position + 1) % len(suspects)])
+    return sorted((min(rank, other), max(rank, other)) for other in neighbors)
+
+
+def _broadcast(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> _Senders:
+    wrong: _Senders = []
+    for source in (ranks[0], ranks[-1]):
+        tensor = pattern(source, source, device) if rank == source else torch.zeros(CHUNK, device=device)
+        dist.broadcast(tensor, source, group=group)
+        if not torch.equal(tensor, pattern(source, source, device)):
+            wrong.append(source)
+    return wrong
+
+
+def _all_reduce(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> _Senders:
+    tensor = pattern(rank, 0, device)
+    dist.all_reduce(tensor, group=group)
+    return [] if torch.equal(tensor, _total(ranks, 0, device)) else [None]
+
+
+def _reduce_scatter(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> _Senders:
+    parts = torch.cat([pattern(rank, receiver, device) for receiver in ranks])
+    return [] if torch.equal(functional_reduce_scatter(parts, 0, group), _total(ranks, rank, device)) else [None]
+
+
+def _total(ranks: Sequence[int], receiver: int, device: torch.device) -> Tensor:
+    return torch.stack([pattern(sender, receiver, device) for sender in ranks]).sum(0)
+
+
+def _all_gather(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> _Senders:
+    parts = functional_all_gather(pattern(rank, 0, device), 0, group).split(CHUNK)
+    return _wrong_senders(ranks, parts, 0, device)
+
+
+def _all_to_all(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> _Senders:
+    parts = torch.cat([pattern(rank, receiver, device) for receiver in ranks])
+    return _wrong_senders(ranks, functional_all_to_all(parts, 0, 0, group).split(CHUNK), rank, device)
+
+
+def _wrong_senders(ranks: Sequence[int], parts: Sequence[Tensor], receiver: int, device: torch.device) -> _Senders:
+    received = zip(ranks, parts, strict=True)
+    return [sender for sender, part in received if not torch.equal(part, pattern(sender, receiver, device))]
+
+
+def _ring(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> _Senders:
+    """Send to the next rank and receive from the previous one, as the stages of a pipeline do."""
+    position = ranks.index(rank)
+    after, before = ranks[(position + 1) % len(ranks)], ranks[position - 1]
+    received = torch.zeros(CHUNK, device=device)
+    send = dist.P2POp(dist.isend, pattern(rank, after, device), after, group)
+    receive = dist.P2POp(dist.irecv, received, before, group)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    return [] if torch.equal(received, pattern(before, rank, device)) else [before]
+
+
+_CHECKS: dict[str, Callable[[Sequence[int], ProcessGroup, int, torch.device], _Senders]] = {
+    "broadcast": _broadcast,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
+    "all_to_all": _all_to_all,
+    "send and receive": _ring,
+}
+
+# -- speed of one group or pair ----------------------------------------------------------------------------------------
+
+SMALL_TIMES, REPEATS = 10, 3
+FIRST_BYTES, GROWTH = 2**16, 4
+ENOUGH_SECONDS, TOO_MANY_SECONDS = 0.15, 2.0
+"""Transfers grow until one takes ``ENOUGH_SECONDS`` on the fastest link, or ``TOO_MANY_SECONDS`` on the slowest."""
+
+
+@dataclass
+class Device:
+    """The device of the tensors, with one buffer that all probes send from and one that they receive into.
+
+    Args:
+        device: the torch device.
+        most_bytes: the size of the largest transfer.
+    """
+
+    device: torch.device
+    most_bytes: int
+
+    def __post_init__(self) -> None:
+        self.outgoing = torch.ones(self.most_bytes // 4, device=self.device)
+        self.incoming = torch.zeros(self.most_bytes // 4, device=self.device)
+
+    def now(self) -> float:
+        """Wait until the device is idle; return the time in seconds."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def number(self, value: float) -> Tensor:
+        """Return a tensor of one number."""
+        return torch.tensor([value], dtype=torch.float32, device=self.device)
+
+
+class PairTime(NamedTuple):
+    """The speed of one link, as one of its ends measured it."""
+
+    peer: int
+    """The rank, or the host, at the other end."""
+    latency: float
+    """Seconds of a message of a few bytes, one way."""
+    came: float
+    """Bytes per second received."""
+    went: float
+    """Bytes per second sent."""
+
+
+def pack(times: Sequence[PairTime]) -> str:
+    """Pack measurements as base64 of 16 bytes each, because the store carries millions of them in a large cluster."""
+    return base64.b64encode(array("f", [value for each in times for value in each]).tobytes()).decode()
+
+
+def unpack(packed: str) -> list[PairTime]:
+    """Invert :func:`pack`."""
+    values = array("f")
+    values.frombytes(base64.b64decode(packed))
+    rows = zip(*(values[column::4] for column in range(4)), strict=True)
+    return [PairTime(int(peer), latency, came, went) for peer, latency, came, went in rows]
+
+
+def largest(value: float, group: ProcessGroup | None, device: Device) -> float:
+    """Return the maximum over a group; the value itself without a group."""
+    if group is None:
+        return value
+    tensor = device.number(value)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+    return float(tensor.item())
+
+
+def time_all_reduce(group: ProcessGroup, world: ProcessGroup, device: Device) -> tuple[float, float]:
+    """Measure an all_reduce that all groups of an axis run at the same time; return its latency and bandwidth.
+
+    The bandwidth is that of the ring's busiest link, ``busbw`` of nccl-tests. Collective over ``world``, so that all
+    groups start together and use the same sizes.
+    """
+    ranks = group.size()
+    small = device.number(0.0)
+
+    def seconds_of(tensor: Tensor, op: dist.ReduceOp.RedOpType) -> float:
+        start = device.now()
+        dist.all_reduce(tensor, op, group=group)
+        return device.now() - start
+
+    def seconds_of_bytes(size: int) -> float:
+        largest(0.0, world, device)  # start together
+        return seconds_of(device.outgoing[: size // 4], dist.ReduceOp.MAX)
+
+    largest(0.0, world, device)
+    latencies = [seconds_of(small, dist.ReduceOp.SUM) for _ in range(SMALL_TIMES)]
+    size = FIRST_BYTES
+    while size < device.most_bytes:
+        took = seconds_of_bytes(size)
+        if _is_long_enough(-largest(-took, world, device), largest(took, world, device)):
+            break
+        size = min(size * GROWTH, device.most_bytes)
+    times = [largest(seconds_of_bytes(size), group, device) for _ in range(REPEATS)]
+    return median_high(latencies), 2 * (ranks - 1) / ranks * size / min(times)
+
+
+def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None) -> PairTime | None:
+    """Measure latency and bandwidth between this rank and a peer, one direction after the other.
+
+    Sizes grow until a transfer takes long enough, so that a slow link costs no more time than a fast one. With a
+    ``team``, all ranks of this host start each transfer together and take the slowest rank's time. Every rank then
+    gets its share of what the two hosts carry together.
+
+    Args:
+        peer: the peer's global rank, or None to take part in the team's steps alone.
+        device: the device and its buffers.
+        team: the ranks of this host; the peer's team must have as many ranks with a peer.
+
+    Returns:
+        The measurement, or None without a peer.
+    """
+    latency = 0.0
+    if peer is not None:
+        mine, theirs = device.number(1.0), device.number(0.0)
+        _exchange(peer, mine, theirs, device)  # the first exchange opens the connection
+        latency = median_high([_exchange(peer, mine, theirs, device) for _ in range(SMALL_TIMES)])
+    size, times = FIRST_BYTES, [_time_step(peer, FIRST_BYTES, device, team)]
+    while size < device.most_bytes and not _is_long_enough(min(times[0]), max(times[0])):
+        size = min(size * GROWTH, device.most_bytes)
+        times = [_time_step(peer, size, device, team)]
+    times += [_time_step(peer, size, device, team) for _ in range(REPEATS - 1)]
+    if peer is None:
+        return None
+    return PairTime(peer, latency, size / min(came for came, _ in times), size / min(went for _, went in times))
+
+
+def _is_long_enough(fastest: float, slowest: float) -> bool:
+    """Return whether a transfer says something: traffic shapers and switches pass a short burst at full speed."""
+    return fastest >= ENOUGH_SECONDS or slowest >= TOO_MANY_SECONDS
+
+
+def _exchange(peer: int, outgoing: Tensor, incoming: Tensor, device: Device) -> float:
+    """Send to a peer and receive from it at the same time; return the seconds until everything was received."""
+    start = device.now()
+    operations = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, incoming, peer)]
+    [*sending, receiving] = dist.batch_isend_irecv(operations)  # NCCL returns one work for both
+    receiving.wait()
+    took = device.now() - start
+    for work in sending:
+        work.wait()
+    return took
+
+
+def _time_step(peer: int | None, size: int, device: Device, team: ProcessGroup | None) -> tuple[float, float]:
+    """Return the seconds until this side had received all its data, and until the other side had."""
+    largest(0.0, team, device)
+    theirs, took = device.number(0.0), 0.0
+    if peer is not None:
+        outgoing, incoming = device.outgoing[: size // 4], device.incoming[: size // 4]
+        # one direction after the other: gloo's one connection of a pair sometimes serialises them
+        for sends in (dist.get_rank() < peer, dist.get_rank() > peer):
+            _exchange(peer, device.number(1.0), device.number(0.0), device)  # start together
+            if sends:
+                dist.send(outgoing[: len(outgoing) // 8], peer)
+                dist.send(outgoing, peer)
+            else:
+                dist.recv(incoming[: len(incoming) // 8], peer)  # uses up what a shaper passes at full speed
+                start = device.now()
+                dist.recv(incoming, peer)
+                took = device.now() - start
+    took = largest(took, team, device)
+    if peer is not None:
+        _exchange(peer, device.number(took), theirs, device)
+    return took, largest(float(theirs.item()), team, device)
+
+
+# -- all pairs, in rounds ----------------------------------------------------------------------------------------------
+
+ROUNDS_BETWEEN_VOTES = 8
+
+
+def rounds(players: int) -> int:
+    """Return the number of rounds in which every player meets every other one once.
+
+    >>> rounds(4), rounds(5), rounds(1)
+    (3, 5, 0)
+    """
+    return 0 if players < 2 else players - 1 + players % 2
+
+
+def opponent(player: int, number: int, players: int) -> int | None:
+    """Return the opponent of ``player`` in round ``number``; None in a round off, which odd numbers of players have.
+
+    This is the circle method: the last player stays, and all others move on by one place per round. Every round is a
+    matching, so 2,048 hosts need 2,047 rounds instead of 2,096,128 tests one after the other.
+
+    >>> [[opponent(player, number, 4) for player in range(4)] for number in range(3)]
+    [[3, 2, 1, 0], [1, 0, 3, 2], [2, 3, 0, 1]]
+    """
+    last = players + players % 2 - 1
+    if player == last:
+        other = number * (last + 1) // 2 % last  # the player that would meet itself: 2 * other = number modulo last
+    else:
+        other = (number - player) % last
+        other = last if other == player else other
+    return None if other >= players else other
+
+
+def order_of_rounds(players: int) -> list[int]:
+    """Return the rounds in a shuffled order, equal on every rank, so that the first rounds are a fair sample.
+
+    >>> sorted(order_of_rounds(6))
+    [0, 1, 2, 3, 4]
+    """
+    numbers = list(range(rounds(players)))
+    random.Random(players).shuffle(numbers)
+    return numbers
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The ranks of every host.
+
+    Args:
+        ranks: the global ranks of each host, ascending; hosts in the order of their first ranks.
+
+    >>> hosts = Hosts(((0, 1), (2, 3)))
+    >>> hosts.place(3), Hosts.from_json(hosts.as_json()) == hosts, hosts.as_json()
+    ((1, 1), True, {'each': 2, 'hosts': 2})
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def in_blocks(cls, each: int, hosts: int) -> Hosts:
+        """Return hosts with ``each`` ranks, numbered host by host."""
+        return cls(tuple(tuple(range(first, first + each)) for first in range(0, each * hosts, each)))
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Return the number of the host of a rank, and the rank's place on it."""
+        return next((host, ranks.index(rank)) for host, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a short form where ranks are numbered host by host, since every rank reads it from one store."""
+        short = {"each": len(self.ranks[0]), "hosts": len(self.ranks)}
+        return short if self == Hosts.in_blocks(**short) else {"ranks": self.ranks}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Hosts:
+        """Invert ``as_json``."""
+        return cls(tuple(map(tuple, content["ranks"]))) if "ranks" in content else cls.in_blocks(**content)
+
+
+def time_inside_hosts(hosts: Hosts, rank: int, device: Device, progress: Callable[[int, int], None]) -> list[PairTime]:
+    """Measure every pair of ranks of each host, on all hosts at the same time."""
+    host, place = hosts.place(rank)
+    team = hosts.ranks[host]
+    times: list[PairTime] = []
+    for number in range(rounds(len(team))):
+        other = opponent(place, number, len(team))
+        measured = None if other is None else time_pair(team[other], device)
+        if measured is not None:
+            times.append(measured)
+        progress(number + 1, rounds(len(team)))
+    return times
+
+
+def time_across_hosts(
+    hosts: Hosts,
+    rank: int,
+    device: Device,
+    team: ProcessGroup | None,
+    world: ProcessGroup,
+    seconds: float,
+    progress: Callable[[int, int], None],
+) -> tuple[list[PairTime], list[PairTime], int]:
+    """Measure every pair of hosts, with all of their ranks at once, until all have met or the time is over.
+
+    Args:
+        hosts: the hosts of the job.
+        rank: this rank.
+        device: the device and its buffers.
+        team: the group of this host's ranks; None if there is only one.
+        world: all ranks, which vote on whether to continue.
+        seconds: the time after which no further round begins.
+        progress: called with the number of rounds done and of all.
+
+    Returns:
+        This rank's share with each host, what the whole hosts carried, and the number of rounds that were measured.
+    """
+    host, place = hosts.place(rank)
+    mine: list[PairTime] = []
+    whole: list[PairTime] = []
+    order = order_of_rounds(len(hosts.ranks))
+    start = time.monotonic()
+    for done, number in enumerate(order):
+        is_vote = done and done % ROUNDS_BETWEEN_VOTES == 0
+        if is_vote and largest(time.monotonic() - start, world, device) > seconds:
+            return mine, whole, done
+        other = opponent(host, number, len(hosts.ranks))
+        if other is not None:
+            theirs = hosts.ranks[other]
+            measured = time_pair(theirs[place] if place < len(theirs) else None, device, team)
+            if measured is not None:
+                _, latency, came, went = measured
+                together = min(len(theirs), len(hosts.ranks[host]))
+                mine.append(PairTime(other, latency, came, went))
+                whole.append(PairTime(other, latency, together * came, together * went))
+        progress(done + 1, len(order))
+    return mine, whole, len(order)

@@ -1,0 +1,500 @@
+"""Convert checkpoints to other degrees, another ZeRO stage or one plain file of weights.
+
+:func:`convert` writes a checkpoint of another layout, and :func:`to_single_file` one file of weights. :func:`load`
+loads a checkpoint into an engine, and converts it first if necessary. A conversion goes through these modules:
+
+====================  ================================================================================================
+``saved_model``       describes all parameters of the checkpoint, whatever the layout that saved it
+``target``            plans the new layout, or says why it cannot be reached
+``shards``            computes which elements of which parameter lie where
+``deepspeed_reader``  reads weights and optimizer states of single parameters from the saved files
+``deepspeed_writer``  lays out the new files
+``file_filling``      fills them in place, and resumes after a kill
+====================  ================================================================================================
+
+The steps of a conversion, which several processes can share:
+
+1. Plan: read the manifest, plan the layout, and check that the disk has enough space.
+2. Make room: write every file without the bytes of its tensors, into ``.<tag>.converting/<tag>``.
+3. Fill: read pieces of parameters, put them together and write them to their places. Both sides are mapped into memory,
+   so that no more than the largest parameter is in the memory of the process.
+4. Commit: write the manifest, rename the folder to ``<tag>`` and replace ``latest``.
+
+A conversion that was killed is resumed by the next one of the same checkpoint to the same layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import datetime, timezone
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source
+from ds_topo.checkpoint.deepspeed_writer import Writer
+from ds_topo.checkpoint.engine_facts import layout_of, parameters_of, share_of_structure, versions, whole_structure
+from ds_topo.checkpoint.file_filling import FileContent, Filling, Region, fill_all, make_room
+from ds_topo.checkpoint.folder import (
+    LATEST,
+    Checkpoint,
+    candidates,
+    check_tag,
+    discard,
+    flush,
+    look_at,
+    put_in_place,
+    replace_text,
+    require_free,
+    told,
+    why_passed_over,
+    wrong_digests,
+)
+from ds_topo.checkpoint.loading import DIGESTS, SIZES
+from ds_topo.checkpoint.loading import load as load_as_it_is
+from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, structure_from
+from ds_topo.checkpoint.rank_zero import Meeting, shared_out
+from ds_topo.checkpoint.safe_reading import refused_types
+from ds_topo.checkpoint.saved_model import SavedModel, expert_of, model_of, require_splits
+from ds_topo.checkpoint.saving import free_bytes
+from ds_topo.checkpoint.target import Target, target_like, target_of
+from ds_topo.errors import (
+    CheckpointError,
+    CheckpointLayoutError,
+    CheckpointModelError,
+    CheckpointSpaceError,
+    CheckpointVersionError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    UnsafeCheckpointError,
+)
+
+_MARGIN = 1.02
+_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+Progress = Callable[[str, int, int], None]
+"""A callback: called with the name of a step, the amount that is done, and the total amount."""
+
+
+def convert(
+    checkpoint: Checkpoint,
+    folder: Path,
+    spec: str,
+    *,
+    zero: int | None = None,
+    tag: str | None = None,
+    method: str | None = None,
+    bounds: Sequence[int] = (),
+    experts: int | None = None,
+    save_latest: bool = True,
+    progress: Progress = lambda step, done, of: None,
+) -> Path:
+    """Write a checkpoint of another layout, which DeepSpeed loads as its own, with or without ds_topo.
+
+    Weights, master weights and optimizer states keep their values bit by bit. So do steps, schedules and the program's
+    own state. Random states are kept if the numbers of stages, slices and replicas stay the same.
+
+    Args:
+        checkpoint: checkpoint to read, from :func:`ds_topo.checkpoint.look_at`. It is not changed.
+        folder: folder of checkpoints for the new one.
+        spec: spec of the topology, with all degrees, such as ``"pipe=2,data=4"``.
+        zero: ZeRO stage; by default the saved one.
+        tag: tag of the new checkpoint; by default the same. An existing checkpoint of this tag is replaced.
+        method: ``partition_method`` of the pipeline; by default the saved one.
+        bounds: first layer of every stage and the number of layers, instead of a method.
+        experts: expert parallel size of every layer (``ep_size``); by default the saved ones.
+        save_latest: whether the new checkpoint is loaded by default.
+        progress: called while the conversion advances.
+
+    Returns:
+        The new checkpoint's own folder.
+
+    Raises:
+        DamagedCheckpointError, CheckpointVersionError, UnsafeCheckpointError: the checkpoint cannot be read.
+        CheckpointLayoutError, TopologyError: the layout cannot be reached; the message says why.
+        CheckpointSpaceError: the disk has too little space. In all of these cases nothing was written.
+    """
+    model = model_of(readable(checkpoint))
+    target = target_of(model, spec, zero, method, bounds, experts)
+    conversion = Conversion(checkpoint, target, folder, check_tag(checkpoint.tag if tag is None else tag))
+    conversion.begin()
+    conversion.make_room()
+    files = conversion.fill(progress=progress)
+    return conversion.commit(files, save_latest=save_latest)
+
+
+def readable(checkpoint: Checkpoint) -> Manifest:
+    """Return the manifest of a complete checkpoint whose files are safe to read.
+
+    Raises:
+        DamagedCheckpointError, CheckpointVersionError, CheckpointLayoutError, UnsafeCheckpointError: it cannot be read.
+    """
+    if checkpoint.needs:
+        raise CheckpointVersionError(f"the checkpoint {checkpoint.tag!r}: {checkpoint.needs}")
+    if checkpoint.problems:
+        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(checkpoint.problems)}")
+    if checkpoint.manifest is None:
+        raise CheckpointLayoutError(
+            f"{checkpoint.path} has no {manifests.NAME}: DeepSpeed alone saved it, and its layout is not known. Load "
+            "it in the layout that saved it, and save it with ds_topo"
+        )
+    if refused := refused_types(sorted(checkpoint.path.glob("*.pt"))):
+        raise UnsafeCheckpointError(f"{checkpoint.path}: {refused[0]}")
+    return checkpoint.manifest
+
+
+class Conversion:
+    """The conversion of one checkpoint, in steps that several workers share.
+
+    One worker calls :meth:`begin` and :meth:`commit`, all call :meth:`make_room` and :meth:`fill` with their number and
+    the number of workers. All workers must have finished a step before the next one begins.
+
+    Args:
+        checkpoint: checkpoint to read.
+        target: the new layout.
+        folder: folder of checkpoints for the new one.
+        tag: tag of the new checkpoint.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, target: Target, folder: Path, tag: str) -> None:
+        self._checkpoint, self._target, self.folder, self._tag = checkpoint, target, folder, tag
+        self._source = Source(target.model, checkpoint.path)
+        self._writer = Writer(self._source, target)
+        self._draft = folder / f".{tag}.converting"
+        self._files = self._draft / tag
+
+    def begin(self, workers: int = 1) -> None:
+        """Prepare the folder, or keep the files of a killed conversion that had the same number of workers.
+
+        Raises:
+            CheckpointError: the new checkpoint would replace the old one.
+            CheckpointSpaceError: the disk has too little space.
+        """
+        if (self.folder / self._tag).resolve() == self._checkpoint.path.resolve():
+            raise CheckpointError(
+                f"{self._checkpoint.path} would be replaced by its own conversion: give another folder or another tag"
+            )
+        require_free(self.folder, self._tag)
+        manifest = (self._checkpoint.path / manifests.NAME).read_bytes()
+        plan = {
+            "from": hashlib.sha256(manifest).hexdigest(),
+            "layout": asdict(self._target.layout),
+            "structure": asdict(self._target.structure),
+            "workers": workers,
+            "boot": _BOOT.read_text().strip() if _BOOT.exists() else "",  # a reboot loses what the caches had
+        }
+        text, path = json.dumps(plan, sort_keys=True), self._draft / "plan.json"
+        if not path.exists() or path.read_text() != text:
+            discard(self._draft)
+        written = sum(path.stat().st_size for path in self._files.glob("*")) if self._files.exists() else 0
+        needed = self._writer.bytes() - written
+        if (free := free_bytes(self.folder)) < needed * _MARGIN:
+            raise CheckpointSpaceError(
+                f"the checkpoint {self._tag!r} of {self._target.layout} takes {needed:,} bytes, and the disk of "
+                f"{self.folder} has {free:,}. Free some space, or convert to another disk. Nothing was written"
+            )
+        self._files.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text)
+
+    def _share(self, worker: int, workers: int) -> list[FileContent]:
+        return list(self._writer.files())[worker::workers]
+
+    def make_room(self, worker: int = 0, workers: int = 1) -> None:
+        """Write this worker's share of the files without the bytes of their tensors."""
+        make_room(self._share(worker, workers), self._files)
+
+    def fill(
+        self, worker: int = 0, workers: int = 1, progress: Progress = lambda step, done, of: None
+    ) -> list[SavedFile]:
+        """Fill this worker's share of the files and flush them to the disk."""
+        share = self._share(worker, workers)
+        fillings = [Filling(self._source, self._target.slices, file, self._files) for file in share]
+        digests = fill_all(fillings, self._draft / f"done-{worker}.txt", progress)
+        return [
+            SavedFile(one.path.relative_to(self._files).as_posix(), one.bytes, digest, worker)
+            for one, digest in zip(fillings, digests, strict=True)
+        ]
+
+    def commit(self, files: Iterable[SavedFile], *, save_latest: bool = True) -> Path:
+        """Write the manifest and give the new checkpoint its name. Return its folder."""
+        assert self._checkpoint.manifest is not None
+        manifest = Manifest(
+            self._tag,
+            self._checkpoint.manifest.step,
+            datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            self._target.layout,
+            tuple(sorted(files, key=lambda file: file.path)),
+            tuple(self._rows()),
+            versions(),
+            self._target.structure,
+        )
+        replace_text(self._files / manifests.NAME, manifests.to_text(manifest))
+        for name in _SCRIPTS:
+            script, place = self._checkpoint.path.parent / name, self.folder / name
+            if script.exists() and not place.exists():
+                shutil.copy(script, place)
+        put_in_place(self._files, self.folder, self._tag)
+        if save_latest:
+            replace_text(self.folder / LATEST, self._tag)
+        discard(self._draft)
+        flush(self.folder)
+        return self.folder / self._tag
+
+    def _rows(self) -> list[SavedParameter]:
+        """Return the parameters as the manifest lists them, where one row stands for all experts of a layer."""
+        slices = self._target.slices
+        found = []
+        for one in self._target.model.parameters.values():
+            expert = expert_of(one.name) if one.experts else None
+            if expert is not None and expert.number:
+                continue
+            stages = [stage for stage, names in enumerate(self._target.names) if one.name in names]
+            row = SavedParameter(
+                one.name if expert is None else expert.numbered("*"),
+                one.shape_of_slice(slices),
+                str(one.dtype).removeprefix("torch."),
+                tuple(stage * slices + place for stage in stages for place in range(slices)),
+                one.split.dim if one.split is not None else None,
+                one.experts or None,
+                one.is_trained,
+            )
+            found.append(row)
+        return sorted(found, key=lambda row: row.model_ranks[0])
+
+
+def to_single_file(
+    checkpoint: Checkpoint, path: Path, kind: str = "torch", progress: Progress = lambda step, done, of: None
+) -> Path:
+    """Write all weights into one file, in the module's types and under its names, with slices put together.
+
+    A tied parameter is written once, under its first name: ``tied_modules.<key>.`` in a pipeline, whose layers go by
+    their number. Buffers are written too. Torch's file also has other names of the same parameter.
+
+    Args:
+        checkpoint: checkpoint to read.
+        path: the file.
+        kind: ``"torch"``, for ``torch.load``, or ``"safetensors"``.
+        progress: called while the file is written.
+
+    Raises:
+        ValueError: unknown kind.
+        CheckpointError: the checkpoint cannot be read, slices cannot be put together, there is too little space, or
+            safetensors is not installed.
+    """
+    if kind not in ("torch", "safetensors"):
+        raise ValueError(f"kind={kind!r} is not a format of a single file: give 'torch' or 'safetensors'")
+    if kind == "safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise CheckpointError(
+            "--to safetensors needs the package safetensors, which is not installed: pip install safetensors"
+        )
+    model = model_of(readable(checkpoint))
+    require_splits(model, 1)
+    source = Source(model, checkpoint.path)
+    needed = sum(one.numel_of_slice(1) * one.dtype.itemsize for one in model.parameters.values())
+    if (free := free_bytes(path.parent)) < needed:
+        raise CheckpointSpaceError(
+            f"{path} takes {needed:,} bytes, and its disk has {free:,}. Free some space, or write to another disk. "
+            "Nothing was written"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.part")
+    draft.unlink(missing_ok=True)
+    if kind == "torch":
+
+        def content() -> dict[str, Any]:
+            found: dict[str, Any] = {name: Region.of_weight(one, 0, 1) for name, one in model.parameters.items()}
+            found.update({alias: found[name] for alias, name in model.structure.aliases.items()})
+            return {**found, **dict(source.buffers())}
+
+        file = FileContent(draft.name, content)
+        make_room([file], draft.parent)
+        filling = Filling(source, 1, file, draft.parent)
+        filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))
+    else:  # this package writes all at once, and refuses tensors that share memory, such as other names of the same
+        weights: dict[str, torch.Tensor] = {}
+        for number, (name, one) in enumerate(model.parameters.items(), 1):
+            elements = source.elements(name, WEIGHT, 0, 1, 0, one.numel_of_slice(1))
+            weights[name] = elements.view(one.shape_of_slice(1)).detach().contiguous()
+            progress("parameters", number, len(model.parameters))
+        weights.update((name, buffer.clone()) for name, buffer in source.buffers())
+        importlib.import_module("safetensors.torch").save_file(weights, draft, metadata={"format": "pt"})
+    flush(draft)
+    os.replace(draft, path)
+    flush(path.parent)
+    return path
+
+
+def load(
+    engine: Any,
+    folder: str | PathLike[str],
+    tag: str | None = None,
+    *,
+    convert: bool = False,
+    verify: str = SIZES,
+    **options: Any,
+) -> tuple[str, dict[str, Any]]:
+    """Load a checkpoint into an engine; with ``convert=True`` it may have other degrees. Collective over all ranks.
+
+    If the files do not fit the engine's layout, all ranks convert a share of them into a folder beside the checkpoint.
+    They load that one, and rank 0 removes it.
+
+    Args:
+        engine: the engine that ``deepspeed.initialize`` returned.
+        folder: folder of all checkpoints.
+        tag: the only tag to load. By default it is the one that ``latest`` names, or else the newest complete one.
+        convert: convert the checkpoint if this layout cannot read its files. This takes as much disk space as the
+            checkpoint while it loads; the checkpoint itself is not changed. Random states are restored if the numbers
+            of stages, slices and replicas are the same.
+        verify: ``"sizes"`` of its files, or ``"digests"`` as well.
+        **options: all others of :func:`ds_topo.checkpoint.loading.load`: ``trusted``,
+            ``restore_random_states``, and those of ``engine.load_checkpoint``.
+
+    Returns:
+        The checkpoint's own folder, and the ``client_state`` that was saved.
+
+    Raises:
+        CheckpointLayoutError: this layout cannot read the files, and with ``convert`` cannot be reached; the message
+            says why.
+        CheckpointModelError: the checkpoint is of another model; the message names the first parameter that differs.
+        CheckpointSpaceError: the disk has too little space for the converted checkpoint.
+        Exception: others as in :func:`ds_topo.checkpoint.loading.load`.
+    """
+    try:
+        return load_as_it_is(engine, folder, tag, verify=verify, **options)
+    except CheckpointLayoutError:  # raised on all ranks
+        if not convert:
+            raise
+    root = Path(folder)
+    meeting = Meeting.begin(f"converting a checkpoint of {root}", f"tag {tag!r} {verify=} {sorted(options)}")
+    found = look_at(root, meeting.decided("choice", lambda: _choose(root, tag)))
+    manifest = found.manifest
+    problems = (
+        wrong_digests(found.path, shared_out(manifest.files)) if verify == DIGESTS and manifest is not None else []
+    )
+    if manifest is None:
+        problems.append(f"{found.path} is not visible here, but all ranks must share its file system")
+    damaged = DamagedCheckpointError(f"the checkpoint {found.tag!r}: {told(problems)}") if problems else None
+    meeting.all_or_none("the checkpoint is whole", damaged)
+    assert manifest is not None
+    conversion = Conversion(
+        found, _target(engine, meeting, found, manifest), root / f".{found.tag}.converted", found.tag
+    )
+    _convert_together(conversion, meeting)
+    try:
+        _, state = load_as_it_is(engine, conversion.folder, found.tag, **options)
+    except BaseException:
+        if dist.get_rank() == 0:
+            with suppress(OSError):
+                discard(conversion.folder)
+        raise
+    meeting.decided("removed", lambda: discard(conversion.folder))
+    return str(found.path), state
+
+
+def _choose(root: Path, tag: str | None) -> str:
+    """Return, on rank 0, the tag of the checkpoint whose layout did not fit.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    damaged: list[Checkpoint] = []
+    for found in candidates(root) if tag is None else [look_at(root, tag)]:
+        if found.is_whole or tag is not None:
+            break
+        damaged.append(found)
+    else:
+        raise MissingCheckpointError(f"no checkpoint in {root} is complete: save one first, or give another folder")
+    if tag is None and (said := why_passed_over(root, found, damaged)):
+        warnings.warn(said, RuntimeWarning, stacklevel=5)
+    readable(found)
+    return found.tag
+
+
+def _target(engine: Any, meeting: Meeting, found: Checkpoint, manifest: Manifest) -> Target:
+    """Plan this job's layout, the same on all ranks.
+
+    Raises:
+        CheckpointLayoutError, CheckpointModelError: it cannot be reached.
+    """
+    meeting.post("structure", share_of_structure(engine))
+    meeting.all_or_none("described", None)
+    layout = layout_of(engine)
+
+    def plan() -> Mapping[str, Any]:
+        structure = whole_structure(meeting.posted("structure"))
+        if structure is None:
+            raise CheckpointLayoutError(
+                "no rank of this job describes the structure of its model. Convert the checkpoint by "
+                "ds-topo convert, and load the new one"
+            )
+        target_like(model_of(manifest, structure.splits), layout, structure)
+        return asdict(structure)
+
+    structure = structure_from(meeting.decided("structure", plan))
+    assert structure is not None
+    model = model_of(manifest, structure.splits)
+    target = target_like(model, layout, structure)
+    meeting.post("difference", _difference(engine, model, target.slices))
+    meeting.all_or_none("compared", None)
+
+    def judge() -> None:
+        if difference := next(filter(None, meeting.posted("difference")), ""):
+            raise CheckpointModelError(
+                f"the checkpoint {found.tag!r} of {found.path.parent} is of another model: {difference}"
+            )
+
+    meeting.decided("same model", judge)
+    return target
+
+
+def _difference(engine: Any, model: SavedModel, slices: int) -> str:
+    """Describe the first parameter of this rank that differs in the checkpoint; an empty string if none does."""
+    for row in parameters_of(engine):
+        saved = model.parameters.get(row.name if row.experts is None else row.name.replace(".*.", ".0."))
+        if saved is None:
+            return f"it has no parameter {row.name!r} {list(row.shape)}"
+        if saved.experts != (row.experts or 0):
+            return f"{row.name!r} has {saved.experts} experts in the checkpoint, and {row.experts} in the model"
+        if saved.shape_of_slice(slices) != row.shape:
+            there = list(saved.shape_of_slice(slices))
+            return f"parameter {row.name!r} is {there} in the checkpoint ({slices} slices), not {list(row.shape)}"
+    return ""
+
+
+def _convert_together(conversion: Conversion, meeting: Meeting) -> None:
+    """Convert on all ranks, each a share of every step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def step(done: str, work: Callable[[], Any]) -> Any:
+        failure, result = None, None
+        try:
+            result = work()
+        except Exception as error:  # all_or_none tells the other ranks
+            failure = error
+        meeting.all_or_none(done, failure)
+        return result
+
+    meeting.decided("begin", lambda: conversion.begin(size))
+    step("room was made", lambda: conversion.make_room(rank, size))
+    files: list[SavedFile] = step("files were written", lambda: conversion.fill(rank, size))
+    meeting.post("files", [asdict(file) for file in files])
+    meeting.all_or_none("files are known", None)
+
+    def commit() -> None:
+        conversion.commit(SavedFile(**row) for share in meeting.posted("files") for row in share)
+
+    meeting.decided("commit", commit)

@@ -1,0 +1,327 @@
+"""Read weights and optimizer states of single parameters from DeepSpeed's checkpoint files, whatever their layout.
+
+:class:`Source` reads parameters of the whole model: it finds the files, maps them into memory and cuts slices to the
+wanted degree. Only the requested elements are read. :class:`OptimizerStates` reads the files of optimizers, without and
+with ZeRO.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import safe_globals
+
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout
+from ds_topo.checkpoint.safe_reading import ALLOWED
+from ds_topo.checkpoint.saved_model import Parameter, RankTable, SavedModel, expert_of, prefix_of_layer
+from ds_topo.checkpoint.shards import PartitionedGroup, Slice, Span, elements_of_slice
+from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
+
+WEIGHT = "weight"
+"""Key of a parameter's value in the module."""
+MASTER = "fp32"
+"""Key of the master weight, on which the optimizer steps. All other keys are those of the optimizer's states."""
+
+
+def name_of_model_states(layout: SavedLayout, model_rank: int, replica: int = 0) -> str:
+    """Return the file of the module and the engine."""
+    prefix = f"zero_pp_rank_{replica}_" if layout.zero_stage == 3 else ""
+    return f"{prefix}mp_rank_{model_rank:02d}_model_states.pt"
+
+
+def name_of_partition(layout: SavedLayout, place: Place) -> str:
+    """Return the file of a rank's optimizer partition."""
+    prefix = "bf16_" if layout.precision == "bf16" else ""
+    return f"{prefix}zero_pp_rank_{place.replica}_mp_rank_{place.model_rank:02d}_optim_states.pt"
+
+
+def name_of_expert(layer: int, number: int, model_rank: int) -> str:
+    """Return the file of an expert's weights."""
+    return f"layer_{layer}_expert_{number}_mp_rank_{model_rank:02d}_model_states.pt"
+
+
+def name_of_optimizer(part: int, model_rank: int) -> str:
+    """Return the file of an optimizer without ZeRO, for models with experts."""
+    return f"expp_rank_{part}_mp_rank_{model_rank:02d}_optim_states.pt"
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the first key whose values differ, abridged for a message; an empty string if none does."""
+    for key in {**one, **other}:
+        value, there = one.get(key), other.get(key)
+        alike = torch.equal(value, there) if torch.is_tensor(value) and torch.is_tensor(there) else value == there
+        if not alike or (key in one) != (key in other):
+            return abridged(key)
+    return ""
+
+
+class OptimizerStates:
+    """Optimizer states and master weights of ranks that hold the same parameters, by local names.
+
+    They are stored in *vectors*. Without ZeRO each parameter has its own vector. With ZeRO several parameters share
+    one, and every replica has a partition of it. Stages 1 and 2 have one vector for each group, and their files record
+    the offsets of parameters. Stage 3 has one vector for each sub-group.
+    """
+
+    def __init__(self, source: Source, holders: tuple[Place, ...]) -> None:
+        model, layout = source.model, source.layout
+        self._spans: dict[str, list[tuple[int, int, Span]]] = defaultdict(list)
+        """The replica, the number of the vector and the span of each part of a parameter, in the order of elements."""
+        self._numels: dict[int, int] = {}
+        """Number of elements in a partition of each vector."""
+        self._masters: list[Sequence[torch.Tensor]] = []
+        """Partitions of the master weights, by replica and vector."""
+        if not layout.has_partitions:
+            inner = [source.optimizer_of(holders)]
+            groups = model.structure.groups[holders[0].model_rank // model.slices]
+            numbers = [number for group in inner[0]["param_groups"] for number in group["params"]]
+            for number, name in zip(numbers, (name for group in groups for name in group), strict=True):
+                self._numels[number] = math.prod(model.parameters[name].shape)
+                self._spans[name].append((0, number, Span(name, 0, 0, self._numels[number])))
+        else:
+            files = [source.optimizer_file(place)["optimizer_state_dict"] for place in holders]
+            is_stage_3 = layout.zero_stage == 3
+            inner = [file["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"] for file in files]
+            if not isinstance(inner[0], dict):
+                raise CheckpointLayoutError(
+                    "the checkpoint was saved with zero_optimization.elastic_checkpoint, which cannot be converted. "
+                    "Load it in the layout that saved it, and save it without this option, which is the default"
+                )
+            key = "fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"
+            self._masters = [file[key] for file in files]
+            if is_stage_3:
+                self._locate_in_sub_groups(source.model_states(holders[0].model_rank)["param_shapes"], len(holders))
+            else:
+                self._locate_in_groups(files, saves_padding=layout.optimizer == BF16_OPTIMIZER)
+        self.param_groups: list[dict[str, Any]] = inner[0]["param_groups"]
+        self._states: list[dict[int, dict[str, Any]]] = [one["state"] for one in inner]
+
+    def _locate_in_groups(self, files: Sequence[Mapping[str, Any]], *, saves_padding: bool) -> None:
+        for number, (master, padding) in enumerate(zip(self._masters[0], files[0]["group_paddings"], strict=True)):
+            self._numels[number] = master.numel() + (0 if saves_padding else padding)
+        for replica, file in enumerate(files):
+            for number, addresses in enumerate(file["param_slice_mappings"]):
+                for name, address in addresses.items():
+                    parts = self._spans[name]
+                    start = parts[-1][2].stop if parts else 0
+                    parts.append((replica, number, Span(name, address.start, start, start + address.numel)))
+
+    def _locate_in_sub_groups(self, shapes: Sequence[Mapping[str, Sequence[int]]], replicas: int) -> None:
+        for number, of_group in enumerate(shapes):
+            group = PartitionedGroup({name: math.prod(shape) for name, shape in of_group.items()}, replicas)
+            self._numels[number] = group.partition_numel
+            for replica in range(replicas):
+                for span in group.spans(replica):
+                    self._spans[span.name].append((replica, number, span))
+
+    def of_group(self, group: int) -> dict[str, Any]:
+        """Return the states of a group: None for a state of every element, otherwise the value."""
+        found: dict[str, Any] = {}
+        first = 0
+        for number in self.param_groups[group]["params"]:
+            one: dict[str, Any] = {}
+            for key, value in self._states[0].get(number, {}).items():
+                is_elementwise = torch.is_tensor(value) and value.dim() > 0 and value.numel() == self._numels[number]
+                if torch.is_tensor(value) and value.numel() > 1 and not is_elementwise:
+                    raise CheckpointLayoutError(
+                        f"the optimizer's state {key!r} of group {group} has the shape {list(value.shape)} for "
+                        f"{self._numels[number]} elements. Only states of every element, and single values, can be "
+                        "converted. Load the checkpoint in the layout that saved it"
+                    )
+                one[key] = None if is_elementwise else value
+            if found and one and (key := differing(one, found)):
+                names = {parts[0][1]: name for name, parts in self._spans.items()}
+                raise CheckpointLayoutError(
+                    f"{names[first]!r} and {names[number]!r} have different values of {key} in the optimizer, and ZeRO "
+                    "keeps one for all parameters of a group. Put the two into different groups, or stay without ZeRO"
+                )
+            if one and not found:
+                found, first = one, number
+        return found
+
+    def of(self, name: str, key: str, start: int, stop: int) -> torch.Tensor | None:
+        """Return elements of a state or master weight, flat; None if the parameter never had a gradient."""
+        spans, parts = self._spans[name], []
+        first = bisect_right(spans, start, key=lambda one: one[2].start) - 1
+        for replica, number, span in spans[first : bisect_left(spans, stop, key=lambda one: one[2].start)]:
+            if key == MASTER:
+                vector = self._masters[replica][number]
+            elif state := self._states[replica].get(number):
+                vector = state[key]
+            else:
+                return None
+            shift = span.offset - span.start
+            parts.append(vector.detach().reshape(-1)[max(start, span.start) + shift : min(stop, span.stop) + shift])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class Source:
+    """An open checkpoint, whose files are mapped into memory, each once."""
+
+    def __init__(self, model: SavedModel, folder: Path) -> None:
+        self.model, self.layout, self.folder = model, model.layout, folder
+        self.ranks = RankTable(model, model.layout, model.structure)
+        self._open: dict[str, dict[str, Any]] = {}
+        self._states: dict[tuple[Place, ...], OptimizerStates] = {}
+        self._lock = threading.RLock()
+
+    def content(self, name: str) -> dict[str, Any]:
+        """Return the content of a file; its tensors are read when they are used.
+
+        Raises:
+            DamagedCheckpointError: the file cannot be read.
+        """
+        with self._lock:
+            if name not in self._open:
+                path = self.folder / name
+                try:
+                    with safe_globals(list(ALLOWED)):
+                        self._open[name] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                except (OSError, RuntimeError) as error:
+                    raise DamagedCheckpointError(f"{path}: {str(error).partition(chr(10))[0]}") from None
+            return self._open[name]
+
+    def elements(self, name: str, key: str, place: int, slices: int, start: int, stop: int) -> torch.Tensor:
+        """Return elements of a slice of a parameter's weight or state, flat. Nothing else is read.
+
+        Args:
+            name: name of the parameter in the whole model.
+            key: :data:`WEIGHT`, :data:`MASTER` or the key of a state.
+            place: number of the slice.
+            slices: number of slices, which may differ from the saved one.
+            start: first element.
+            stop: end of the elements, exclusive.
+        """
+        parameter, saved = self.model.parameters[name], self.model.slices
+        first, split = self.model.stage_of[name] * saved, parameter.split
+        if slices == saved or split is None:
+            return self._elements(first + (place if slices == saved else 0), parameter, key, start, stop)
+
+        def read(number: int, low: int, high: int) -> torch.Tensor:
+            return self._elements(first + number, parameter, key, low, high)
+
+        wanted = Slice(parameter.shape_of_slice(slices), split.dim, slices, place, split.stride)
+        return elements_of_slice(read, wanted, saved, start, stop)
+
+    @cached_property
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """The hyperparameters of every group of the optimizer."""
+        names = ("params", "param_names")
+        groups = self._states_of(self.ranks.holders(0, "")).param_groups
+        return [{key: value for key, value in group.items() if key not in names} for group in groups]
+
+    @cached_property
+    def states_of_groups(self) -> list[dict[str, Any]]:
+        """The states of every group of the optimizer: None for a state of every element, otherwise the value."""
+        states = self._states_of(self.ranks.holders(0, ""))
+        return [states.of_group(group) for group in range(len(self.hyperparameters))]
+
+    def _states_of(self, holders: tuple[Place, ...]) -> OptimizerStates:
+        with self._lock:
+            if holders not in self._states:
+                self._states[holders] = OptimizerStates(self, holders)
+            return self._states[holders]
+
+    def _elements(self, model_rank: int, parameter: Parameter, key: str, start: int, stop: int) -> torch.Tensor:
+        """Return elements of a slice that was saved."""
+        is_weight = key == WEIGHT or (key == MASTER and not self.layout.has_partitions)
+        if is_weight and (self.layout.zero_stage < 3 or not parameter.is_trained):
+            return self._weight(model_rank, parameter).detach().reshape(-1)[start:stop]
+        states = self._states_of(self.ranks.holders(model_rank, parameter.name))
+        elements = states.of(self.ranks.local_name(parameter.name), MASTER if is_weight else key, start, stop)
+        if elements is None:
+            return torch.zeros(stop - start)
+        return elements.to(parameter.dtype) if is_weight else elements
+
+    def _weight(self, model_rank: int, parameter: Parameter) -> torch.Tensor:
+        weight: torch.Tensor
+        name = parameter.name
+        if (expert := expert_of(name)) is not None and parameter.experts:
+            weight = self.content(self.expert_file(model_rank, expert.head, expert.number))[name]
+        elif self.layout.is_pipeline:
+            number, key = self._in_layers[name]
+            weight = self.content(self.layer_files[number][model_rank % self.model.slices])[key]
+        elif self.layout.zero_stage == 3:  # frozen
+            files = (self.model_states(model_rank, replica) for replica in range(self.layout.replicas))
+            weight = torch.cat([file["frozen_param_fragments"][name].flatten() for file in files])
+            weight = weight[: math.prod(parameter.shape)].view(parameter.shape)
+        else:
+            weight = self.model_states(model_rank)["module"][name]
+        return weight
+
+    def model_states(self, model_rank: int, replica: int = 0) -> dict[str, Any]:
+        """Return the file of the module and the engine."""
+        return self.content(name_of_model_states(self.layout, model_rank, replica))
+
+    def optimizer_file(self, place: Place) -> dict[str, Any]:
+        """Return the file of a partition of ZeRO."""
+        return self.content(name_of_partition(self.layout, place))
+
+    def optimizer_of(self, holders: tuple[Place, ...]) -> dict[str, Any]:
+        """Return the state that an optimizer without ZeRO saved on one of these ranks."""
+        if not self.layout.experts:
+            content = self.model_states(holders[0].model_rank)
+        else:
+            parts = self.ranks.parts[max(self.ranks.parts)]
+            content = self.content(self._first(name_of_optimizer(parts[one], one.model_rank) for one in holders))
+        optimizer: dict[str, Any] = content["optimizer"]
+        return optimizer
+
+    def expert_file(self, model_rank: int, head: str, number: int) -> str:
+        """Return the name of the file with the weights of an expert, or of a slice of it."""
+        layer, holders = list(self.model.experts).index(head), self.ranks.expert_holders(model_rank, head, number)
+        return self._first(name_of_expert(layer, number, place.model_rank) for place in holders)
+
+    def _first(self, names: Iterable[str]) -> str:
+        """Return the first file that exists: only one of the ranks that hold the same content writes it."""
+        candidates = list(dict.fromkeys(names))
+        return next((name for name in candidates if (self.folder / name).exists()), candidates[0])
+
+    @cached_property
+    def layer_files(self) -> list[list[str]]:
+        """The files of each layer of a pipeline, by slice.
+
+        A layer that is a function, or another use of a tied layer, has none.
+        """
+        layers = range(len(self.model.structure.layers))
+        found = [sorted(path.name for path in self.folder.glob(f"layer_{one:02d}-*model_states.pt")) for one in layers]
+        for number, names in enumerate(found):
+            if names and len(names) != self.model.slices:
+                raise DamagedCheckpointError(
+                    f"{self.folder}: layer {number} has {len(names)} files, but there are {self.model.slices} slices"
+                )
+        return found
+
+    @cached_property
+    def _in_layers(self) -> dict[str, tuple[int, str]]:
+        """The layer whose file holds each entry of a pipeline's state dict, and its key there."""
+        found: dict[str, tuple[int, str]] = {}
+        for number, files in enumerate(self.layer_files):
+            for key in self.content(files[0]) if files else ():
+                found.setdefault(f"{prefix_of_layer(self.model.structure, number)}{key}", (number, key))
+        return found
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the entries beside parameters that the first slice saved, under the module's names."""
+        parameters = self.model.parameters
+        if self.layout.is_pipeline:
+            for name, (number, key) in self._in_layers.items():
+                if name not in parameters:
+                    yield name, self.content(self.layer_files[number][0])[key]
+        else:
+            for first in range(0, self.layout.model_ranks, self.model.slices):
+                states = self.model_states(first)
+                names = states.get("buffer_names") or ()
+                yield from ((name, states["module"][name]) for name in names if name in states["module"])
+        for head, count in self.model.experts.items():
+            for number in range(count):
+                file = self.content(self.expert_file(0, head, number))
+                yield from ((name, value) for name, value in file.items() if name not in parameters)

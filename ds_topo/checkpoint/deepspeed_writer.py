@@ -1,0 +1,337 @@
+"""Lay out DeepSpeed's files of a new layout: names, containers and values, with regions for the parameters.
+
+:meth:`Writer.files` lists the files. Their content is taken from the files of the source, except for values that depend
+on the layout. A region records which elements of which parameter belong to it, and
+:mod:`~ds_topo.checkpoint.file_filling` fills it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed import __version__ as DEEPSPEED_VERSION
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from ds_topo.checkpoint.deepspeed_reader import (
+    MASTER,
+    WEIGHT,
+    Source,
+    differing,
+    name_of_expert,
+    name_of_model_states,
+    name_of_optimizer,
+    name_of_partition,
+)
+from ds_topo.checkpoint.file_filling import FileContent, Region, leaves
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place
+from ds_topo.checkpoint.saved_model import head_of, prefix_of_layer
+from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, Span, in_sub_groups
+from ds_topo.checkpoint.target import Target
+from ds_topo.errors import CheckpointLayoutError
+from ds_topo.topology.expert_tables import name_of_size
+from ds_topo.topology.process_topology import ProcessTopology
+
+_SUB_GROUP_SIZE = 1_000_000_000
+"""DeepSpeed's default of ``zero_optimization.sub_group_size``."""
+_ALIGNED_BYTES = 16
+"""Bytes to whose multiples ``zero_optimization.parameter_alignment`` aligns parameters."""
+_STATE_TYPE = torch.float32
+"""Data type of master weights and optimizer states."""
+
+
+Vectors = list[tuple[int, FlatGroup | PartitionedGroup]]
+"""The vectors of an optimizer, each with the number of its group. Without ZeRO every parameter has its own."""
+
+
+@dataclass(frozen=True, eq=False)
+class Writer:
+    """The files of a target, made from those of a source."""
+
+    source: Source
+    target: Target
+    _known_vectors: dict[Any, Vectors] = field(default_factory=dict)
+
+    def files(self) -> Iterator[FileContent]:
+        """Yield all files, always in the same order."""
+        layout = self.target.layout
+        if layout.is_pipeline:
+            yield from self._layer_files()
+        for model_rank in range(layout.model_ranks):
+            for replica in range(layout.replicas if layout.zero_stage == 3 else 1):
+                name = name_of_model_states(layout, model_rank, replica)
+                yield FileContent(name, partial(self._model_states, Place(model_rank, replica)))
+            for replica in range(layout.replicas if layout.zero_stage else 0):
+                place = Place(model_rank, replica)
+                yield FileContent(name_of_partition(layout, place), partial(self._partition, place))
+            if layout.experts:
+                yield from self._expert_files(model_rank)
+        saved, slices = self.source.layout, (self.source.model.slices, self.target.slices)
+        if (saved.model_ranks, saved.replicas) == (layout.model_ranks, layout.replicas) and slices[0] == slices[1]:
+            for path in sorted(self.source.folder.glob("random_states_*.pt")):
+                yield FileContent(path.name, partial(self.source.content, path.name))
+
+    def bytes(self) -> int:
+        """Return the bytes that parameters and their states fill in all files."""
+        regions = (leaf for file in self.files() for leaf in leaves(file.make()) if isinstance(leaf, Region))
+        return sum(math.prod(region.shape) * region.dtype.itemsize for region in regions)
+
+    def _layer_files(self) -> Iterator[FileContent]:
+        source, slices = self.source, self.target.slices
+        has_slices = "model" in ProcessTopology.from_spec(self.target.layout.topology or "data=1").axes
+        for number, files in enumerate(source.layer_files):
+            prefix = prefix_of_layer(source.model.structure, number)
+            for place in range(slices if files else 0):
+                name = f"layer_{number:02d}{f'-model_{place:02d}' if has_slices else ''}-model_states.pt"
+                saved = files[place if len(files) == slices else 0]
+                yield FileContent(name, partial(self._state_dict, saved, prefix, place))
+
+    def _expert_files(self, model_rank: int) -> Iterator[FileContent]:
+        """Yield the experts of a model rank and, without ZeRO, the optimizers of its ranks."""
+        ranks, (stage, part) = self.target.ranks, divmod(model_rank, self.target.slices)
+        for layer, (head, count) in enumerate(self.source.model.experts.items()):
+            for number in range(count):
+                if any(place.model_rank == model_rank for place in ranks.expert_holders(model_rank, head, number)):
+                    name = name_of_expert(layer, number, model_rank)
+                    saved = self.source.expert_file(stage * self.source.model.slices, head, number)
+                    yield FileContent(name, partial(self._state_dict, saved, "", part))
+        if not self.target.layout.zero_stage:
+            parts = ranks.parts[max(ranks.parts)]
+            own = {part: place for place, part in reversed(parts.items()) if place.model_rank == model_rank}
+            for number, place in sorted(own.items()):  # the first rank that holds each part
+                yield FileContent(name_of_optimizer(number, model_rank), partial(self._expert_optimizer, place))
+
+    def _expert_optimizer(self, place: Place) -> Any:
+        return {"optimizer": self._whole_optimizer(place)}
+
+    def _state_dict(
+        self, file: str, prefix: str, place: int, *, is_model_states: bool = False
+    ) -> OrderedDict[str, Any]:
+        """Return the state dict of a module, like that of a saved file: parameters of a slice, and the same buffers."""
+        saved = self.source.content(file)["module"] if is_model_states else self.source.content(file)
+        parameters, aliases = self.source.model.parameters, self.source.model.structure.aliases
+        found: OrderedDict[str, Any] = OrderedDict()
+        for key, value in saved.items():
+            one = parameters.get(aliases.get(f"{prefix}{key}", f"{prefix}{key}"))
+            if one is None:
+                found[key] = value
+            elif self.target.layout.zero_stage == 3:
+                found[key] = torch.empty(0, dtype=one.dtype)
+            else:
+                found[key] = Region.of_weight(one, place, self.target.slices)
+        return found
+
+    def _model_states(self, of: Place) -> dict[str, Any]:
+        layout, source, slices = self.target.layout, self.source, self.target.slices
+        stage, place = divmod(of.model_rank, slices)
+        are_alike = (source.layout.model_ranks, source.model.slices) == (layout.model_ranks, slices)
+        has_partitions = layout.zero_stage > 0
+        module = None
+        if not layout.is_pipeline:
+            file = name_of_model_states(source.layout, place if source.model.slices == slices else 0)
+            module = self._state_dict(file, "", place, is_model_states=True)
+        frozen = self._frozen(of) if layout.zero_stage > 1 else (None, None)
+        first = Place(of.model_rank, 0)
+        shared = {
+            alias: name for alias, name in source.model.structure.aliases.items() if name in self.target.names[stage]
+        }
+        return {
+            **source.model_states(of.model_rank if are_alike else 0),
+            "module": module,
+            "buffer_names": self._buffer_names(stage),
+            "optimizer": None if has_partitions else self._whole_optimizer(first),
+            "param_shapes": self._shapes(first) if has_partitions else None,
+            "frozen_param_shapes": frozen[0],
+            "shared_params": shared if has_partitions else None,
+            "frozen_param_fragments": frozen[1],
+            "dp_world_size": layout.replicas,
+            "mp_world_size": layout.model_ranks,
+            "checkpoint_parallel_dimensions": {"pp_degree": layout.model_ranks // slices, "tp_degree": slices},
+            "ds_version": DEEPSPEED_VERSION,
+        }
+
+    def _buffer_names(self, stage: int) -> list[str]:
+        source, structure = self.source, self.target.structure
+        found = dict.fromkeys(
+            name
+            for first in range(0, source.layout.model_ranks, source.model.slices)
+            for name in source.model_states(first).get("buffer_names") or ()
+        )
+        if not structure.layers:
+            return list(found)
+        own = range(structure.bounds[stage], structure.bounds[stage + 1])
+        return [name for name in found if name.startswith(tuple(prefix_of_layer(structure, number) for number in own))]
+
+    def _frozen(self, of: Place) -> tuple[OrderedDict[str, Any], OrderedDict[str, Any]]:
+        """Return the shapes of parameters that are not trained, and a rank's parts of them."""
+        stage, place = divmod(of.model_rank, self.target.slices)
+        layout, ranks = self.target.layout, self.target.ranks
+        shapes: OrderedDict[str, Any] = OrderedDict()
+        fragments: OrderedDict[str, Any] = OrderedDict()
+        for whole_name in self.target.names[stage]:
+            one = self.source.model.parameters[whole_name]
+            if one.is_trained or of not in ranks.holders(of.model_rank, whole_name):
+                continue
+            name = ranks.local_name(whole_name)
+            shapes[name] = torch.Size(one.shape_of_slice(self.target.slices))
+            if layout.zero_stage < 3:
+                fragments[name] = Region.of_weight(one, place, self.target.slices)
+            else:
+                group = PartitionedGroup({whole_name: shapes[name].numel()}, layout.replicas)
+                spans = group.spans(of.replica)
+                fragments[name] = Region((group.partition_numel,), one.dtype, WEIGHT, place, spans)
+        return shapes, fragments
+
+    def _shapes(self, place: Place) -> list[OrderedDict[str, Any]]:
+        """Return the shapes of the parameters in each vector of the optimizer."""
+        parameters, local_name = self.source.model.parameters, self.target.ranks.local_name
+        return [
+            OrderedDict(
+                (local_name(name), torch.Size(parameters[name].shape_of_slice(self.target.slices)))
+                for name in group.numels
+            )
+            for _, group in self._vectors(place)
+        ]
+
+    def _whole_optimizer(self, place: Place) -> dict[str, Any]:
+        """Return the optimizer's state dict without ZeRO: states in the shape of the parameters."""
+        vectors, states = self._vectors(place), {}
+        for number, (group, vector) in enumerate(vectors):
+            one = self.source.model.parameters[next(iter(vector.numels))]
+            shape, part = one.shape_of_slice(self.target.slices), place.model_rank % self.target.slices
+            if one.is_trained and (kept := self._states(group, shape, vector.spans(0), part)):
+                states[number] = kept
+        return {"state": states, "param_groups": self._param_groups(vectors)}
+
+    def _partition(self, place: Place) -> dict[str, Any]:
+        """Return the file of a rank's partition of the optimizer, with ZeRO."""
+        layout, ranks = self.target.layout, self.target.ranks
+        part = place.model_rank % self.target.slices
+        vectors = self._vectors(place)
+        states: dict[int, dict[str, Any]] = {}
+        masters, paddings, mappings = [], [], []
+        for number, (group, vector) in enumerate(vectors):
+            replica = ranks.holders(place.model_rank, next(iter(vector.numels), "")).index(place)
+            spans, numel = vector.spans(replica), vector.partition_numel
+            if kept := self._states(group, (numel,), spans, part):
+                states[number] = kept
+            if isinstance(vector, FlatGroup):
+                if layout.optimizer != BF16_OPTIMIZER:
+                    paddings.append(vector.padding(replica))
+                    numel -= paddings[-1]
+                else:  # it saves the padding, and notes all of it on the last rank
+                    is_last = replica == vector.replicas - 1
+                    paddings.append(numel * vector.replicas - vector.numel if is_last else 0)
+                addresses = (
+                    (ranks.local_name(one.name), fragment_address(numel=one.stop - one.start, start=one.offset))
+                    for one in spans
+                )
+                mappings.append(OrderedDict(addresses))
+            masters.append(Region((numel,), _STATE_TYPE, MASTER, part, spans))
+        inner = {"state": states, "param_groups": self._param_groups(vectors)}
+        if layout.zero_stage == 3:
+            content = {
+                "zero_stage": ZeroStageEnum(3),
+                "partition_count": layout.replicas,
+                "optimizer_state_dict": inner,
+                "fp32_flat_groups": masters,
+            }
+        else:
+            content = {
+                "base_optimizer_state": inner,
+                "single_partition_of_fp32_groups": masters,
+                "zero_stage": ZeroStageEnum(layout.zero_stage),
+                "group_paddings": paddings,
+                "param_alignment_paddings": [vector.paddings for _, vector in vectors if isinstance(vector, FlatGroup)],
+                "partition_count": [vector.replicas for _, vector in vectors],
+                "ds_version": DEEPSPEED_VERSION,
+                "param_slice_mappings": mappings,
+            }
+        return {
+            "optimizer_state_dict": {**self._loss_scaling(), **content},
+            "ds_config": self.source.model_states(0).get("ds_config"),
+            "ds_version": DEEPSPEED_VERSION,
+        }
+
+    def _vectors(self, place: Place) -> Vectors:
+        """Return the vectors of a rank's optimizer, which all ranks with the same parameters have in common."""
+        known = place.model_rank // self.target.slices, *(parts[place] for parts in self.target.ranks.parts.values())
+        if known not in self._known_vectors:
+            self._known_vectors[known] = list(self._laid_out(place))
+        return self._known_vectors[known]
+
+    def _laid_out(self, place: Place) -> Iterator[tuple[int, FlatGroup | PartitionedGroup]]:
+        layout, slices, ranks = self.target.layout, self.target.slices, self.target.ranks
+        config = self.source.model_states(0).get("ds_config")
+        options = config.get("zero_optimization") if isinstance(config, dict) else None
+        if not isinstance(options, dict) or layout.optimizer == BF16_OPTIMIZER:  # which ignores them
+            options = {}
+        for number, local in enumerate(self.target.structure.groups[place.model_rank // slices]):
+            members = [self.source.model.parameters[ranks.whole_name(name, place)] for name in local]
+            if layout.zero_stage == 0:
+                yield from ((number, PartitionedGroup({one.name: one.numel_of_slice(slices)}, 1)) for one in members)
+                continue
+            trained = [one for one in members if one.is_trained]
+            numels = {one.name: one.numel_of_slice(slices) for one in trained}
+            if layout.zero_stage == 3:
+                limit = int(options.get("sub_group_size", _SUB_GROUP_SIZE))
+                yield from ((number, group) for group in in_sub_groups(numels, layout.replicas, limit))
+                continue
+            alignment = 1
+            if options.get("parameter_alignment"):
+                alignment = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, trained[0].dtype.itemsize)
+            replicas = len(ranks.holders(place.model_rank, trained[0].name))
+            round_robin = bool(options.get("round_robin_gradients"))
+            yield number, FlatGroup(numels, replicas, round_robin=round_robin, alignment=alignment)
+
+    def _param_groups(self, vectors: Vectors) -> list[dict[str, Any]]:
+        """Return hyperparameters and vectors of every group; groups of experts have the name that DeepSpeed gives."""
+        found = []
+        for group, numbers in enumerate(self.target.origins):
+            options = dict(_common([self.source.hyperparameters[number] for number in numbers]))
+            if options.get("moe"):
+                head = head_of(self.target.structure.groups[0][group][0])
+                options["name"] = name_of_size(self.target.structure.experts[head])
+            found.append({**options, "params": [number for number, (of, _) in enumerate(vectors) if of == group]})
+        return found
+
+    def _states(self, group: int, shape: tuple[int, ...], spans: Sequence[Span], place: int) -> dict[str, Any]:
+        """Return the states of a tensor of the optimizer: regions, and values of their own, which share no memory."""
+        found: dict[str, Any] = {}
+        saved = _common([self.source.states_of_groups[number] for number in self.target.origins[group]])
+        for key, value in saved.items():
+            if value is None:
+                found[key] = Region(shape, _STATE_TYPE, key, place, spans)
+            else:
+                found[key] = value.clone() if torch.is_tensor(value) else value
+        return found
+
+    def _loss_scaling(self) -> dict[str, Any]:
+        """Return the settings of loss scaling and gradient clipping that were saved."""
+        saved: dict[str, Any] = {"loss_scaler": LossScaler(scale=1.0), "dynamic_loss_scale": False, "overflow": False}
+        if self.source.layout.has_partitions:
+            file = self.source.optimizer_file(Place(0, 0))["optimizer_state_dict"]
+            saved.update((key, file[key]) for key in (*saved, "clip_grad") if key in file)
+        return saved
+
+
+def _common(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the values that several saved groups have in common, which become one group.
+
+    Raises:
+        CheckpointLayoutError: they differ.
+    """
+    for other in groups[1:]:
+        if key := differing({**other, "name": None}, {**groups[0], "name": None}):
+            raise CheckpointLayoutError(
+                f"groups of experts that would become one differ in {key} in the optimizer, which has one value for "
+                "all of them in this layout. Choose an expert parallel size that keeps the groups apart"
+            )
+    return groups[0]

@@ -1,0 +1,312 @@
+"""Describe a live engine as a manifest does: layout, parameters, structure, expected size; and its random states.
+
+Loading compares these descriptions with those of a checkpoint. DeepSpeed saves optimizer states by position, and does
+not detect that the parameters of a program have another order.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from itertools import zip_longest
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import nn
+
+from ds_topo.checkpoint import manifest as manifests
+from ds_topo.mpu.expert_registry import registry
+from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.topology.axes import MODEL
+from ds_topo.topology.rank_tables import gradient_axes
+
+LOCAL_EXPERT = re.compile(r"(deepspeed_experts\.)(\d+)(?=\.)")
+"""The part of a parameter's name that numbers an expert on its rank."""
+
+# -- layout ------------------------------------------------------------------------------------------------------------
+
+
+def require_engine(engine: object) -> None:
+    """Raise TypeError unless the argument is an engine."""
+    if not isinstance(engine, DeepSpeedEngine):
+        raise TypeError(f"engine: {type(engine).__name__} is not an engine: pass what deepspeed.initialize returns")
+
+
+def layout_of(engine: DeepSpeedEngine) -> manifests.SavedLayout:
+    """Return the layout of the engine's job."""
+    grid = engine.mpu if isinstance(engine.mpu, MpuGrid) else None
+    zero, automatic = int(engine.zero_optimization_stage()), engine._config.expert_parallel_config
+    if automatic.enabled:
+        experts = [manifests.SavedExperts(int(automatic.autoep_size))]
+    else:
+        plans = [groups.plan for groups in registry.of(engine.mpu)] if engine.has_moe_layers else []
+        experts = [
+            manifests.SavedExperts(plan.expert_parallel_size, plan.expert_tensor_parallel, plan.use_data_before_expert)
+            for plan in plans
+        ]
+    return manifests.SavedLayout(
+        grid.topology().spec if grid else f"data={dist.get_world_size()}" if engine.mpu is None else None,
+        dist.get_world_size(),
+        int(engine.mp_world_size),
+        int(engine.seq_dp_world_size),
+        zero,
+        type(engine.optimizer).__name__ if engine.optimizer is not None else None,
+        "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+        isinstance(engine, PipelineEngine),
+        tuple(sorted(experts, key=lambda one: one.size)),
+        getattr(engine, "gradient_reducer", None) is not None and zero in (1, 2),
+        grid.to_global([0])[0] if grid else 0,
+    )
+
+
+def replica_of(engine: DeepSpeedEngine) -> int:
+    """Return the index of this rank among the ranks with the same parameters."""
+    if isinstance(engine.mpu, MpuGrid):
+        topology = engine.mpu.topology()
+        return topology.get_axis_index(gradient_axes(topology), engine.mpu.grid_rank)
+    return int(dist.get_rank(engine.seq_data_parallel_group))
+
+
+def stage_and_slice(engine: DeepSpeedEngine) -> tuple[int, int, int]:
+    """Return this rank's stage, its slice and the number of slices. Without a grid, each model rank is a stage."""
+    slices = max(1, engine.mpu.topology().get_dim(MODEL)) if isinstance(engine.mpu, MpuGrid) else 1
+    return *divmod(int(engine.checkpoint_mp_rank), slices), slices
+
+
+def inner_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer | None:
+    """Return the optimizer that steps, inside DeepSpeed's wrappers; None if the engine has none."""
+    optimizer: Any = engine.optimizer
+    while getattr(optimizer, "optimizer", optimizer) is not optimizer:
+        optimizer = optimizer.optimizer
+    return optimizer if hasattr(optimizer, "param_groups") else None
+
+
+def bytes_of_checkpoint(engine: DeepSpeedEngine) -> int:
+    """Estimate the bytes of the whole job's checkpoint from this rank's parameters and optimizer states."""
+    layout, inner = layout_of(engine), inner_optimizer(engine)
+    held = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.module.parameters()]
+    states = [value for state in inner.state.values() for value in state.values()] if inner is not None else []
+    if inner is not None and inner is not engine.optimizer:  # its parameters are master weights
+        states += [parameter for group in inner.param_groups for parameter in group["params"]]
+    parameter_bytes, state_bytes = (
+        sum(one.numel() * one.element_size() for one in tensors if torch.is_tensor(one)) for tensors in (held, states)
+    )
+    if layout.zero_stage == 3:
+        return (parameter_bytes + state_bytes) * layout.world_size
+    return parameter_bytes * layout.model_ranks + state_bytes * (
+        layout.world_size if layout.has_partitions else layout.model_ranks
+    )
+
+
+def versions() -> dict[str, str]:
+    """Return the releases of the software that writes a checkpoint."""
+    return {
+        "ds_topo": sys.modules["ds_topo"].__version__,
+        "deepspeed": str(deepspeed.__version__),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+def moe_layers(module: nn.Module) -> dict[str, MoE]:
+    """Return the MoE layers of a module by the prefix of their parameters' names."""
+    return {f"{name}." if name else "": layer for name, layer in module.named_modules() if isinstance(layer, MoE)}
+
+
+def moe_layer_of(name: str, layers: Mapping[str, MoE]) -> MoE | None:
+    """Return the MoE layer of which a parameter is part of an expert; None for a dense parameter."""
+    layer = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), None)
+    return layer if LOCAL_EXPERT.search(name) else None
+
+
+def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of a parameter of this rank's slice, whether or not ZeRO has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def parameters_of(engine: DeepSpeedEngine) -> list[manifests.SavedParameter]:
+    """Return this rank's parameters in the module's order. One row stands for all experts of a layer."""
+    layers = moe_layers(engine.module)
+    found: dict[manifests.SavedParameter, None] = {}
+    for name, parameter in engine.module.named_parameters():
+        layer = moe_layer_of(name, layers)
+        row = manifests.SavedParameter(
+            LOCAL_EXPERT.sub(r"\1*", name) if layer is not None else name,
+            shape_of(parameter),
+            str(parameter.dtype).removeprefix("torch."),
+            (int(engine.checkpoint_mp_rank),),
+            int(getattr(parameter, "partition_dim", -1)) if is_model_parallel_parameter(parameter) else None,
+            int(layer.num_experts) if layer is not None else None,
+            parameter.requires_grad,
+        )
+        found[row] = None
+    return list(found)
+
+
+def difference_of_models(engine: DeepSpeedEngine, manifest: manifests.Manifest) -> str:
+    """Return the first difference between this rank's parameters and a checkpoint's; empty if there is none."""
+    rank = int(engine.checkpoint_mp_rank)
+    own = {row.name: row for row in parameters_of(engine)}
+    saved = {row.name: row for row in manifest.parameters if rank in row.model_ranks}
+    extra = next((row for name, row in saved.items() if name not in own), None)
+    for name, row in own.items():
+        if name not in saved:
+            other = f", but {extra.name!r}, which the model does not have" if extra is not None else ""
+            return f"it has no parameter {name!r} {list(row.shape)}{other}"
+        if saved[name].shape != row.shape:
+            there = list(saved[name].shape)
+            return f"parameter {name!r} is {there} in the checkpoint and {list(row.shape)} in the model"
+    if extra is not None:
+        return f"it has a parameter {extra.name!r} {list(extra.shape)} that the model does not have"
+    return ""
+
+
+# -- structure ---------------------------------------------------------------------------------------------------------
+
+
+def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
+    """Return the structure of the model and the optimizer, as this rank's stage sees it."""
+    module, inner = engine.module, inner_optimizer(engine)
+    first_names: dict[int, str] = {}
+    splits, undeclared, aliases = {}, [], {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if (first := first_names.setdefault(id(parameter), name)) != name:
+            aliases[name] = first
+        elif (dim := int(getattr(parameter, "partition_dim", -1))) >= 0:
+            splits[name] = manifests.SavedSplit(dim, int(getattr(parameter, "partition_stride", 1)))
+        elif getattr(parameter, "tensor_model_parallel", False):
+            undeclared.append(name)
+    experts = {
+        f"{prefix}{name}.deepspeed_experts": int(layer.ep_size)
+        for prefix, layer in moe_layers(module).items()
+        for name, part in layer.named_modules()
+        if isinstance(part, Experts)
+    }
+    structure = manifests.SavedStructure(
+        type(inner).__name__ if inner is not None else None,
+        (_names_of_groups(engine),),
+        splits,
+        tuple(undeclared),
+        aliases,
+        experts=experts,
+    )
+    if not isinstance(module, DeepSpeedPipelineModule):
+        return structure
+    layers, bounds = tuple(map(_layer, module._layer_specs)), tuple(map(int, module.parts))
+    return replace(structure, layers=layers, bounds=bounds, method=str(getattr(module, "partition_method", "")))
+
+
+def _layer(layer: Any) -> manifests.SavedLayer:
+    if isinstance(layer, LayerSpec):
+        tied = str(layer.key) if isinstance(layer, TiedLayerSpec) else ""
+        return manifests.SavedLayer(str(layer.typename.__name__), tied)
+    kind = type(layer).__name__
+    return manifests.SavedLayer(kind if isinstance(layer, nn.Module) else str(getattr(layer, "__name__", kind)))
+
+
+def _names_of_groups(engine: DeepSpeedEngine) -> tuple[tuple[str, ...], ...]:
+    """Return the parameters' names in each of the optimizer's groups, in the order before ZeRO reorders them."""
+    optimizer: Any = engine.optimizer
+    if optimizer is None:
+        return ()
+    kept = next((name for name in ("bit16_groups", "bf16_groups", "fp16_groups") if hasattr(optimizer, name)), None)
+    if hasattr(optimizer, "sub_group_to_group_id"):  # ZeRO 3 splits groups into sub-groups
+        merged: dict[int, list[nn.Parameter]] = {}
+        for number, parameters in enumerate(optimizer.fp16_groups):
+            merged.setdefault(optimizer.sub_group_to_group_id[number], []).extend(parameters)
+        groups: Any = merged.values()
+    else:
+        groups = getattr(optimizer, kept) if kept else [group["params"] for group in optimizer.param_groups]
+    return tuple(tuple(str(engine.param_names[parameter]) for parameter in group) for group in groups)
+
+
+def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) -> str:
+    """Return the first parameter of this stage's optimizer with another position in a checkpoint; empty if none has.
+
+    DeepSpeed saves optimizer states by position, and would silently exchange the states of parameters of equal sizes.
+    """
+    stage, *_ = stage_and_slice(engine)
+    saved = manifest.structure.groups if manifest.structure is not None else ()
+    if engine.optimizer is None or stage >= len(saved):
+        return ""
+    own = _names_of_groups(engine)
+    if len(own) != len(saved[stage]):
+        return f"{len(saved[stage])} groups of parameters in the checkpoint are {len(own)} in this job"
+    for group, (now, before) in enumerate(zip(own, saved[stage], strict=True)):
+        for place, (name, former) in enumerate(zip_longest(now, before)):
+            if name != former:
+                here, there = (f"parameter {one!r}" if one else "nothing more" for one in (name, former))
+                return f"position {place} of group {group} is {there} in the checkpoint, and {here} in this job"
+    return ""
+
+
+def share_of_structure(engine: DeepSpeedEngine) -> dict[str, Any] | None:
+    """Return this stage's structure, as JSON, on the first replica of the first slice; None on all other ranks."""
+    stage, place, _ = stage_and_slice(engine)
+    return {"stage": stage, **asdict(structure_of(engine))} if place == 0 and replica_of(engine) == 0 else None
+
+
+def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.SavedStructure | None:
+    """Merge the shares of all ranks into the structure of the whole model; None if there are none."""
+    found = sorted((share for share in shares if share is not None), key=lambda share: int(share["stage"]))
+    stages = [structure for share in found if (structure := manifests.structure_from(share)) is not None]
+    return manifests.merged_structures(stages) if stages else None
+
+
+# -- random states -----------------------------------------------------------------------------------------------------
+
+
+def name_of_states(engine: DeepSpeedEngine) -> str:
+    """Return the name of the file of this rank's random states, in the pattern of DeepSpeed's names."""
+    return f"random_states_replica_{replica_of(engine)}_mp_rank_{int(engine.checkpoint_mp_rank):02d}.pt"
+
+
+def random_states(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Return the random states of Python, NumPy, torch, the accelerator and DeepSpeed's model parallel layers.
+
+    torch reads their types safely. With ``seed_layers`` a pipeline seeds by the number of micro-batches it has seen,
+    which DeepSpeed does not save.
+    """
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "tracker": dict(get_cuda_rng_tracker().get_states()),
+        "micro_offset": getattr(engine.module, "micro_offset", None),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(engine: DeepSpeedEngine, states: dict[str, Any]) -> None:
+    """Restore the random states that :func:`random_states` returned."""
+    random.setstate(states["python"])
+    kind, keys, position, has_gauss, gauss = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(states["torch"])
+    if states["tracker"]:
+        get_cuda_rng_tracker().set_states(states["tracker"])
+    if states["micro_offset"] is not None:
+        engine.module.micro_offset = states["micro_offset"]
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

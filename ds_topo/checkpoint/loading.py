@@ -1,0 +1,314 @@
+"""Load the requested checkpoint, or else the newest complete one: the same on all ranks, or an error on all.
+
+::
+
+    all ranks   agree on tag and options
+    rank 0      finds the next candidate that is complete by the sizes of its files, and readable in this layout
+    all ranks   check their share of the files (digests if requested, types to build), and their parameters
+    rank 0      decides: load it, try the next one, or raise
+    all ranks   DeepSpeed loads
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from functools import partial, wraps
+from itertools import count
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_topo.checkpoint import engine_facts as facts
+from ds_topo.checkpoint import folder as folders
+from ds_topo.checkpoint.folder import Checkpoint
+from ds_topo.checkpoint.manifest import why_unreachable
+from ds_topo.checkpoint.rank_zero import Meeting, shared_out
+from ds_topo.checkpoint.safe_reading import only_allowed_types, refused_types
+from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
+from ds_topo.errors import (
+    CheckpointError,
+    CheckpointLayoutError,
+    CheckpointModelError,
+    CheckpointVersionError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    UnsafeCheckpointError,
+    abridged,
+    listed,
+)
+from ds_topo.ledger import ledger
+from ds_topo.mpu import patches
+
+SIZES, DIGESTS = "sizes", "digests"
+
+
+def load(
+    engine: DeepSpeedEngine,
+    folder: str | PathLike[str],
+    tag: str | None = None,
+    *,
+    verify: str = SIZES,
+    trusted: bool = False,
+    restore_random_states: bool = True,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Callable[..., None] | None = None,
+) -> tuple[str, dict[str, Any]]:
+    """Load a checkpoint into an engine; collective over all ranks of the job.
+
+    Any order of the axes reads what any other order of the same degrees has saved. Without a tag, the checkpoint that
+    ``latest`` names is loaded. If that one is damaged or missing, the newest complete one is loaded, and rank 0 warns
+    with the reason. In checkpoints that DeepSpeed alone saved, without a manifest, only missing and truncated files
+    are found.
+
+    Args:
+        engine: the engine that ``deepspeed.initialize`` returned.
+        folder: the folder of all checkpoints.
+        tag: the only checkpoint to load. By default see above.
+        verify: how to check that a checkpoint is complete: by the ``"sizes"`` of its files, or by their ``"digests"``,
+            which also finds changed bytes. For digests every rank reads its share of the files once more.
+        trusted: allow all types in the files, which may run any code that they contain.
+        restore_random_states: whether to restore random states if they were saved.
+        load_module_strict: as in ``engine.load_checkpoint``, like all following arguments.
+        load_optimizer_states: see there.
+        load_lr_scheduler_states: see there.
+        load_module_only: see there.
+        custom_load_fn: see there.
+
+    Returns:
+        The checkpoint's own folder, and the ``client_state`` that was saved.
+
+    Raises:
+        TypeError, ValueError: the engine, the tag or ``verify`` is invalid.
+        DisagreementError: ranks pass different arguments, or a rank does not call the function.
+        MissingCheckpointError: there is no checkpoint, or none with that tag.
+        DamagedCheckpointError: the checkpoint with that tag is damaged, or all checkpoints are.
+        CheckpointVersionError: a later ds_topo saved it.
+        CheckpointLayoutError: this layout cannot read its files.
+        CheckpointModelError: it is of another model; the message names the first parameter that differs.
+        UnsafeCheckpointError: it holds types that are not allowed.
+        CheckpointError: a rank failed while it loaded; the engine cannot be used then.
+    """
+    failure: Exception | None = None
+    try:
+        _check_arguments(engine, tag, verify)
+    except (TypeError, ValueError) as problem:
+        failure = problem
+    finish_what_is_unfinished()
+    root, name = Path(folder), None if tag is None else str(tag)
+    options = {
+        "load_module_strict": load_module_strict,
+        "load_optimizer_states": load_optimizer_states,
+        "load_lr_scheduler_states": load_lr_scheduler_states,
+        "load_module_only": load_module_only,
+    }
+    plan = f"tag {name!r} {verify=} {trusted=} {restore_random_states=} {options}"
+    what = f"the checkpoint {name!r}" if name else "the newest checkpoint"
+    meeting = Meeting.begin(f"loading {what} of {root}", plan, failure)
+    choice = _Choice(engine, root, name, load_optimizer_states and not load_module_only)
+    is_strict = load_module_strict and custom_load_fn is None
+    for attempt in count(1):
+        chosen = meeting.decided(f"choice {attempt}", choice.next)
+        share = choice.check(root / chosen, digests=verify == DIGESTS, trusted=trusted, is_strict=is_strict)
+        if meeting.decided_from(f"check {attempt}", share, choice.accepts):
+            break
+    newest = choice.chosen if name is None else None  # on rank 0
+    if newest is not None and (reason := folders.why_passed_over(root, newest, choice.damaged)):
+        warnings.warn(reason, RuntimeWarning, stacklevel=2)
+    state: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        with (
+            nullcontext() if trusted else only_allowed_types(),
+            ledger.bound(patches.WEIGHTS_OF_LATEST, partial(_of_tag, chosen)),
+            deepspeeds_part(engine),
+        ):
+            path, state = engine.load_checkpoint(str(root), tag=chosen, custom_load_fn=custom_load_fn, **options)
+            if path is None:
+                raise CheckpointError(f"DeepSpeed found no files to load in {root / chosen}")
+            states = root / chosen / facts.name_of_states(engine)
+            if restore_random_states and states.exists():
+                facts.restore_random_states(engine, torch.load(states, map_location="cpu"))
+    except Exception as raised:  # of any class: the other ranks must receive it
+        error = raised
+    meeting.all_or_none("loaded", error, is_alone=error is not None)
+    return str(root / chosen), state
+
+
+def _of_tag(tag: str, read: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda folder, *arguments, **options: read(folder, tag, *arguments, **options)
+
+
+def _check_arguments(engine: Any, tag: object, verify: object) -> None:
+    facts.require_engine(engine)
+    if verify not in (SIZES, DIGESTS):
+        raise ValueError(f"verify={abridged(verify)}: give {SIZES!r} or {DIGESTS!r}")
+    if tag is not None and not str(tag).strip():
+        raise ValueError(f"tag={abridged(tag)}: give the name of a checkpoint, or None for the newest one")
+
+
+class _Choice:
+    """The choice of a checkpoint: rank 0 proposes candidates one after the other, and all ranks check them.
+
+    Args:
+        engine: the engine that will load it.
+        root: the folder of all checkpoints.
+        tag: the requested checkpoint; None for any.
+        optimizer_states: whether the optimizer's states are to be loaded.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, root: Path, tag: str | None, optimizer_states: bool) -> None:
+        self._engine, self._root, self._tag, self._optimizer_states = engine, root, tag, optimizer_states
+        self._layout = facts.layout_of(engine)
+        self._left = self._to_try()
+        self.damaged: list[Checkpoint] = []
+        """The candidates that were rejected; used on rank 0 only."""
+        self.chosen: Checkpoint | None = None
+        """The last proposal; used on rank 0 only."""
+
+    def next(self) -> str:
+        """Return, on rank 0, the tag of the next candidate that is complete by the sizes of its files.
+
+        Raises:
+            MissingCheckpointError, DamagedCheckpointError: there is none.
+            CheckpointVersionError, CheckpointLayoutError: the next one cannot be read.
+        """
+        for checkpoint in self._left:
+            if checkpoint.needs:
+                raise CheckpointVersionError(f"the checkpoint {checkpoint.tag!r}: {checkpoint.needs}")
+            if checkpoint.is_whole:
+                self._require_reach(checkpoint)
+                self.chosen = checkpoint
+                return checkpoint.tag
+            self.damaged.append(checkpoint)
+        raise self._nothing()
+
+    def check(self, path: Path, *, digests: bool, trusted: bool, is_strict: bool) -> dict[str, Any]:
+        """Check a share of the files, and this rank's parameters; on every rank. Return the problems found."""
+        found: dict[str, Any] = {"damaged": [], "refused": "", "model": "", "order": ""}
+        try:
+            manifest = folders.manifest_of(path)
+            if manifest is not None and digests:
+                found["damaged"] = folders.wrong_digests(path, shared_out(manifest.files))
+            if manifest is not None and facts.replica_of(self._engine) == 0:
+                if is_strict and (model := facts.difference_of_models(self._engine, manifest)):
+                    found["model"] = f"{model} (model rank {int(self._engine.checkpoint_mp_rank)})"
+                elif self._optimizer_states:
+                    found["order"] = facts.difference_of_orders(self._engine, manifest)
+            if not trusted and not found["damaged"]:
+                names = [file.path for file in manifest.files] if manifest else sorted(os.listdir(path))
+                refused = refused_types([path / name for name in shared_out(names) if name.endswith(".pt")])
+                found["refused"] = refused[0] if refused else ""
+        except OSError as error:
+            found["damaged"].append(f"{error.filename or path}: {error.strerror or error}")
+        except CheckpointError as error:
+            found["damaged"].append(str(error))
+        return found
+
+    def accepts(self, posted: list[dict[str, Any]]) -> bool:
+        """Decide on rank 0 whether to load the proposal, from all ranks' problems. False tries the next candidate.
+
+        Raises:
+            CheckpointModelError, CheckpointLayoutError, UnsafeCheckpointError: no other may replace it.
+        """
+        assert self.chosen is not None
+        if damaged := [problem for share in posted for problem in share["damaged"]]:
+            self.damaged.append(replace(self.chosen, problems=tuple(damaged)))
+            self.chosen = None
+            return False
+        where = f"the checkpoint {self.chosen.tag!r} of {self._root}"
+        model, order, refused = (
+            next((share[kind] for share in posted if share[kind]), "") for kind in ("model", "order", "refused")
+        )
+        if model:
+            raise CheckpointModelError(f"{where} is of another model: {model}")
+        if order:
+            raise CheckpointLayoutError(
+                f"{where} has the optimizer's states by position, and {order}: give the optimizer its parameters in "
+                "the order in which they were saved, or load by their names with ds_topo.checkpoint.load(..., "
+                "convert=True), or load parameters alone (load_module_only=True)"
+            )
+        if refused:
+            raise UnsafeCheckpointError(f"{where}: {refused}")
+        return True
+
+    def _to_try(self) -> Iterator[Checkpoint]:
+        with suppress(OSError):  # without permission to write, no job was saving there
+            folders.take_back_replaced(self._root)
+        must_match = self._optimizer_states and self._layout.zero_stage  # otherwise other degrees can be read
+        expected = self._layout if must_match else None
+        if self._tag is None:
+            yield from folders.candidates(self._root, expected)
+        else:
+            yield folders.look_at(self._root, self._tag, expected=expected)
+
+    def _require_reach(self, checkpoint: Checkpoint) -> None:
+        if checkpoint.manifest is None:
+            return
+        saved = checkpoint.manifest.layout
+        if reason := why_unreachable(saved, self._layout, optimizer_states=self._optimizer_states):
+            module_only = why_unreachable(saved, self._layout, optimizer_states=False) == ""
+            also = ", or load its parameters alone (load_module_only=True)" if module_only else ""
+            raise CheckpointLayoutError(
+                f"the checkpoint {checkpoint.tag!r} of {self._root} is of {saved}; this job is {self._layout}: "
+                f"{reason}. Start the job with the degrees and the ZeRO stage of the checkpoint, in any order of axes, "
+                f"or convert it (convert=True){also}"
+            )
+
+    def _nothing(self) -> CheckpointError:
+        """Return the error that there is nothing to load."""
+        root, tag = self._root, self._tag
+        if folders.is_checkpoint(root):
+            return MissingCheckpointError(
+                f"{root} is one checkpoint: give the folder around it, {str(root.parent)!r}, and tag={root.name!r}"
+            )
+        if tag is not None and tag not in (known := folders.tags_in(root)):
+            return MissingCheckpointError(f"no checkpoint {tag!r} in {root}: there are {listed(known)}")
+        if tag is not None:
+            whole = next((one.tag for one in folders.candidates(root) if one.is_whole), None)
+            newest = f"the newest complete one is {whole!r}" if whole else "no other one is complete"
+            return DamagedCheckpointError(
+                f"the checkpoint {tag!r} of {root} is damaged: {folders.told(self.damaged[-1].problems)}; {newest}"
+            )
+        problems = [f"{one.tag!r}: {folders.told(one.problems)}" for one in self.damaged if one.path.is_dir()]
+        if not problems:
+            return MissingCheckpointError(f"no checkpoint in {root}")
+        return DamagedCheckpointError(f"no checkpoint in {root} is complete: {folders.told(problems)}")
+
+
+# -- DeepSpeed's method ------------------------------------------------------------------------------------------------
+
+
+def loaded_whole(load_checkpoint: Any) -> Any:
+    """Replace ``DeepSpeedEngine.load_checkpoint`` on engines of a grid, with DeepSpeed's arguments and results.
+
+    Without a tag and without any checkpoint it warns and returns nothing, as DeepSpeed's own method does.
+    """
+
+    @wraps(load_checkpoint)
+    def load_whole_checkpoint(engine: DeepSpeedEngine, load_dir: Any, *arguments: Any, **options: Any) -> Any:
+        given = options_of(load_checkpoint, engine, load_dir, *arguments, **options)
+        if not is_ours(engine, load_dir) or engine.use_node_local_storage():
+            return load_checkpoint(engine, load_dir, **given)
+        if engine.load_universal_checkpoint():
+            with only_allowed_types():
+                return load_checkpoint(engine, load_dir, **given)
+        try:
+            path, state = load(engine, load_dir, restore_random_states=False, **given)
+        except MissingCheckpointError:
+            if given.get("tag") is not None:
+                raise
+            return load_checkpoint(engine, load_dir, **given)
+        folder = Path(path)
+        return engine._get_ckpt_name(str(folder.parent), folder.name), state
+
+    return load_whole_checkpoint

@@ -1,0 +1,429 @@
+"""Write and read the manifest of a checkpoint: its files, its parameters, and the layout that wrote them, as JSON.
+
+Places do not depend on ranks. A *model rank* counts stages and slices, ``stage * slices + slice``, in any order of
+axes, as DeepSpeed's file names do (``mp_rank_03``). A *replica* counts the ranks of a data parallel group
+(``zero_pp_rank_1``). The coordinates of every rank follow from the topology's spec, in closed form.
+
+*Slices* split a parameter along the dimension that it declares by Megatron's attributes: ``partition_dim``, and
+``partition_stride`` where each slice holds several pieces, such as a part of the queries, the keys and the values.
+
+DeepSpeed's files can be read in any order of axes, because their names contain no ranks. Experts are an exception: two
+orders may put different experts into the same place. :func:`why_unreachable` decides that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple
+
+from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, abridged
+from ds_topo.topology.expert_tables import ExpertPlan
+from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.rank_tables import gradient_axes
+
+NAME = "manifest.json"
+"""The file's name in the folder of a checkpoint."""
+FORMAT, VERSION = "ds_topo checkpoint", 1
+_DIGEST = "sha256"
+BF16_OPTIMIZER = "BF16_Optimizer"
+"""DeepSpeed's optimizer for bf16 with gradients summed in fp32. It partitions its states at ZeRO 0, too."""
+
+
+@dataclass(frozen=True)
+class SavedSplit:
+    """The split of a parameter over slices.
+
+    The parameter has ``stride * slices`` equal pieces along ``dim``. Slice i holds pieces i, i + slices, and so on.
+    """
+
+    dim: int
+    stride: int = 1
+
+
+@dataclass(frozen=True)
+class SavedLayer:
+    """A layer of a pipeline."""
+
+    kind: str
+    """The name of its class or function, which ``partition_method="type:..."`` matches."""
+    tied: str = ""
+    """The key of the module that it shares with other layers; empty if it shares none."""
+
+
+@dataclass(frozen=True)
+class SavedStructure:
+    """The structure of a model and its optimizer: with the parameters, enough to write its files for other layouts."""
+
+    optimizer: str | None
+    """The class of the innermost optimizer, inside DeepSpeed's wrappers."""
+    groups: tuple[tuple[tuple[str, ...], ...], ...]
+    """The names of the parameters in each group of the optimizer, in its order, by stage."""
+    splits: Mapping[str, SavedSplit] = field(default_factory=dict)
+    """The split of each sliced parameter, by name."""
+    undeclared: tuple[str, ...] = ()
+    """Parameters that are marked as slices without a dimension."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Each further name of a shared parameter, mapped to its first name."""
+    layers: tuple[SavedLayer, ...] = ()
+    """The layers of a pipeline, over all stages."""
+    bounds: tuple[int, ...] = ()
+    """The first layer of each stage of a pipeline, then the number of layers."""
+    method: str = ""
+    """The pipeline's ``partition_method``; empty if unknown."""
+    experts: Mapping[str, int] = field(default_factory=dict)
+    """The expert parallel size of each MoE layer, by the prefix of its experts' names (``...deepspeed_experts``)."""
+
+
+def structure_from(content: Mapping[str, Any] | None) -> SavedStructure | None:
+    """Return the structure that JSON holds; None for None.
+
+    >>> from dataclasses import asdict
+    >>> structure = SavedStructure("AdamW", ((("0.weight",),),), {"0.weight": SavedSplit(0)}, bounds=(0, 1))
+    >>> structure_from(asdict(structure)) == structure
+    True
+    """
+    if content is None:
+        return None
+    return SavedStructure(
+        content["optimizer"],
+        tuple(tuple(tuple(names) for names in stage) for stage in content["groups"]),
+        {name: SavedSplit(**split) for name, split in content["splits"].items()},
+        tuple(content["undeclared"]),
+        dict(content["aliases"]),
+        tuple(SavedLayer(**layer) for layer in content["layers"]),
+        tuple(content["bounds"]),
+        content["method"],
+        {head: int(size) for head, size in content.get("experts", {}).items()},
+    )
+
+
+def merged_structures(stages: Sequence[SavedStructure]) -> SavedStructure:
+    """Merge the structures that the stages of a pipeline see, first to last, into that of the whole model.
+
+    For a tied parameter the first stage decides; its copies on later stages add nothing.
+    """
+    splits = {name: split for one in reversed(stages) for name, split in one.splits.items()}
+    undeclared = {name: None for one in stages for name in one.undeclared if name not in splits}
+    return replace(
+        stages[0],
+        groups=tuple(stage for one in stages for stage in one.groups),
+        splits=splits,
+        undeclared=tuple(undeclared),
+        aliases={alias: name for one in stages for alias, name in one.aliases.items()},
+        experts={head: size for one in stages for head, size in one.experts.items()},
+    )
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """One file of a checkpoint."""
+
+    path: str
+    """Relative to the checkpoint's folder, with ``/``."""
+    bytes: int
+    sha256: str
+    rank: int
+    """The global rank that wrote it."""
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """A parameter, with the shape that each of its model ranks holds."""
+
+    name: str
+    """The module's name. Layers of a pipeline have their number in the whole pipeline; ``*`` stands for experts."""
+    shape: tuple[int, ...]
+    """The shape on one model rank: that of the slice if it is tensor parallel, and the full one under ZeRO 3."""
+    dtype: str
+    model_ranks: tuple[int, ...]
+    """The model ranks that hold it, ascending."""
+    split_dim: int | None = None
+    """The dimension that slices split; -1 if the parameter is marked as a slice without one; None if it is unmarked."""
+    experts: int | None = None
+    """The number of experts in the layer; None for a dense parameter."""
+    is_trained: bool = True
+
+
+@dataclass(frozen=True)
+class SavedExperts:
+    """Expert groups of one size, by the arguments of ``create_expert_groups``."""
+
+    size: int
+    tensor_parallel: bool = False
+    data_first: bool = False
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """The layout of the job that wrote a checkpoint."""
+
+    topology: str | None
+    """The topology's spec; None if the engine's mpu is not a ds_topo grid."""
+    world_size: int
+    model_ranks: int
+    """Stages times slices."""
+    replicas: int
+    """The number of ranks with the same parameters, over which ZeRO partitions."""
+    zero_stage: int
+    optimizer: str | None
+    """The class of DeepSpeed's optimizer, which determines the contents of its files."""
+    precision: str
+    """The precision of the parameters: ``fp32``, ``bf16`` or ``fp16``."""
+    is_pipeline: bool = False
+    experts: tuple[SavedExperts, ...] = ()
+    has_reducer: bool = False
+    """True if our reducer kept ZeRO's partitions in its balanced layout. The files are in DeepSpeed's in any case."""
+    first_rank: int = 0
+    """The global rank of the topology's rank 0."""
+
+    @property
+    def has_partitions(self) -> bool:
+        """True if the optimizer's states are partitioned over replicas."""
+        return self.zero_stage > 0 or self.optimizer == BF16_OPTIMIZER
+
+    def degrees(self) -> dict[str, int]:
+        """Return the axes with a degree above 1, outermost first; empty if the topology is unknown.
+
+        >>> SavedLayout("pipe=2,data=1,model=4", 8, 8, 1, 0, None, "fp32").degrees()
+        {'pipe': 2, 'model': 4}
+        """
+        if self.topology is None:
+            return {}
+        topology = ProcessTopology.from_spec(self.topology)
+        return {axis: degree for axis, degree in zip(topology.axes, topology.dims, strict=True) if degree > 1}
+
+    def __str__(self) -> str:
+        """Describe the layout in one line, for messages.
+
+        >>> print(SavedLayout("data=2", 2, 1, 2, 1, "DeepSpeedZeroOptimizer", "bf16"))
+        data=2 (2 ranks), ZeRO 1, bf16
+        """
+        ranks = f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+        where = self.topology or f"{self.model_ranks} model ranks x {self.replicas} replicas"
+        parts = [f"{where} ({ranks})", f"ZeRO {self.zero_stage}", self.precision]
+        parts += [f"experts over {groups.size}" for groups in self.experts]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest of one checkpoint."""
+
+    tag: str
+    step: int
+    time: str
+    """The time at which its files were written: UTC, ISO 8601."""
+    layout: SavedLayout
+    files: tuple[SavedFile, ...]
+    parameters: tuple[SavedParameter, ...]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    structure: SavedStructure | None = None
+    """The model's structure, which conversions need; None if it was not recorded."""
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all files."""
+        return sum(file.bytes for file in self.files)
+
+    def numel(self) -> int:
+        """Count the elements of the whole model. Each slice and expert counts, and copies on several stages once."""
+        return sum(
+            math.prod(row.shape)
+            * (len(row.model_ranks) if row.split_dim is not None else 1)
+            * (row.experts if row.experts else 1)
+            for row in self.parameters
+        )
+
+
+def to_text(manifest: Manifest) -> str:
+    """Return the text of the manifest's file. The last entry is a digest of all others.
+
+    >>> layout = SavedLayout("data=1", 1, 1, 1, 0, None, "fp32")
+    >>> manifest = Manifest("last", 7, "2026-01-31T12:00:00+00:00", layout, (), ())
+    >>> from_text(to_text(manifest), "last") == manifest
+    True
+    """
+    content = {"format": FORMAT, "version": VERSION, **asdict(manifest), "bytes": manifest.bytes}
+    content["layout"]["coordinates"] = _coordinates(manifest.layout)
+    return json.dumps({**content, _DIGEST: _digest_of(content)}, indent=1)
+
+
+def from_text(text: str, where: str) -> Manifest:
+    """Parse the text of a manifest's file.
+
+    Args:
+        text: the file's content.
+        where: its path, for messages.
+
+    Raises:
+        DamagedCheckpointError: it is no manifest, or was changed after it was written.
+        CheckpointVersionError: a later release wrote it.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{where}: not JSON ({error})") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        given = abridged(content.get("format")) if isinstance(content, dict) else type(content).__name__
+        raise DamagedCheckpointError(f'{where}: "format" must be {FORMAT!r}, not {given}')
+    version, releases = content.get("version"), content.get("versions")
+    if isinstance(version, int) and version > VERSION:
+        release = releases.get("ds_topo", "unknown") if isinstance(releases, Mapping) else "unknown"
+        raise CheckpointVersionError(
+            f"{where}: version {version} of the manifest, but this ds_topo reads versions up to {VERSION}: install the "
+            f"release that wrote it ({release}) or a later one"
+        )
+    digest = content.pop(_DIGEST, None)
+    if digest != _digest_of(content):
+        raise DamagedCheckpointError(f"{where}: changed after it was written ({_DIGEST} differs)")
+    try:
+        return _from_content(content)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(f"{where}: {type(error).__name__}: {error}") from None
+
+
+def parameter_from(row: Mapping[str, Any]) -> SavedParameter:
+    """Return the parameter that JSON holds."""
+    return SavedParameter(**{**row, "shape": tuple(row["shape"]), "model_ranks": tuple(row["model_ranks"])})
+
+
+def _from_content(content: Mapping[str, Any]) -> Manifest:
+    layout = dict(content["layout"])
+    layout.pop("coordinates", None)
+    layout["experts"] = tuple(SavedExperts(**groups) for groups in layout["experts"])
+    return Manifest(
+        str(content["tag"]),
+        int(content["step"]),
+        str(content["time"]),
+        SavedLayout(**layout),
+        tuple(SavedFile(**row) for row in content["files"]),
+        tuple(map(parameter_from, content["parameters"])),
+        dict(content["versions"]),
+        structure_from(content.get("structure")),
+    )
+
+
+def _coordinates(layout: SavedLayout) -> dict[str, Any] | None:
+    """Return ``[[size, stride], ...]`` of each axis; a rank is the sum of digits times strides.
+
+    Readers without ds_topo need it; we do not read it.
+    """
+    if layout.topology is None:
+        return None
+    topology = ProcessTopology.from_spec(layout.topology)
+    return {
+        axis: [list(factor) for factor in factors]
+        for axis, factors in zip(topology.axes, topology.layout.axes, strict=True)
+    }
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def merged(rows: Iterable[SavedParameter]) -> tuple[SavedParameter, ...]:
+    """Merge rows that differ only in their model ranks, in the order of their first model rank.
+
+    >>> rows = [SavedParameter("weight", (4, 2), "float32", (rank,)) for rank in (1, 0)]
+    >>> merged(rows)[0].model_ranks
+    (0, 1)
+    """
+    ranks: dict[SavedParameter, set[int]] = {}
+    for row in rows:
+        ranks.setdefault(replace(row, model_ranks=()), set()).update(row.model_ranks)
+    found = (replace(row, model_ranks=tuple(sorted(held))) for row, held in ranks.items())
+    return tuple(sorted(found, key=lambda row: row.model_ranks[0]))
+
+
+def why_unreachable(saved: SavedLayout, now: SavedLayout, *, optimizer_states: bool = True) -> str:
+    """Return the reason why a job of layout ``now`` cannot read the files of layout ``saved``; empty if it can.
+
+    >>> layouts = [SavedLayout(spec, 4, 2, 2, 1, "DeepSpeedZeroOptimizer", "fp32") for spec in
+    ...            ("pipe=2,data=2", "data=2,pipe=2")]
+    >>> why_unreachable(*layouts)
+    ''
+
+    Args:
+        saved: the checkpoint's layout.
+        now: the job's layout.
+        optimizer_states: whether the optimizer's states are to be loaded, too.
+    """
+    return next(_differences(saved, now, optimizer_states), "")
+
+
+def _differences(saved: SavedLayout, now: SavedLayout, optimizer_states: bool) -> Iterator[str]:
+    for axis in ("pipe", "model"):
+        before, after = (layout.degrees().get(axis, 1) for layout in (saved, now))
+        if saved.topology is not None and now.topology is not None and before != after:
+            yield f"{axis}={before} became {axis}={after}: each file holds other parameters"
+    if saved.model_ranks != now.model_ranks:
+        yield f"{saved.model_ranks} model ranks (stages x slices) became {now.model_ranks}"
+    if saved.is_pipeline != now.is_pipeline:
+        kinds = {True: "a PipelineModule", False: "a plain engine"}
+        yield f"{kinds[saved.is_pipeline]} became {kinds[now.is_pipeline]}: pipelines save layer by layer"
+    partitions_parameters = 3 in (saved.zero_stage, now.zero_stage)
+    if optimizer_states and saved.optimizer != now.optimizer:
+        yield f"{saved.optimizer} at ZeRO {saved.zero_stage} became {now.optimizer} at ZeRO {now.zero_stage}"
+    if partitions_parameters and saved.zero_stage != now.zero_stage:
+        yield f"ZeRO {saved.zero_stage} became ZeRO {now.zero_stage}: stage 3 also partitions parameters"
+    has_partitions = optimizer_states and saved.has_partitions
+    if has_partitions and saved.precision != now.precision:
+        yield f"{saved.precision} became {now.precision}: the optimizer's files have other names and contents"
+    if saved.replicas != now.replicas and (has_partitions or partitions_parameters):
+        yield f"{saved.replicas} replicas became {now.replicas}: ZeRO writes one partition for each replica"
+    yield from _differences_of_experts(saved, now, optimizer_states)
+
+
+def _differences_of_experts(saved: SavedLayout, now: SavedLayout, optimizer_states: bool) -> Iterator[str]:
+    sizes = [sorted((groups.size, groups.tensor_parallel) for groups in layout.experts) for layout in (saved, now)]
+    if sizes[0] != sizes[1]:
+        yield f"experts over (ranks, tensor parallel) {sizes[0]} became {sizes[1]}"
+    elif saved.experts and saved.topology is not None and now.topology is not None:
+        whole_places = optimizer_states and bool(saved.zero_stage)
+        before, after = (_places_of_experts(layout, whole_places) for layout in (saved, now))
+        if before != after:
+            yield (
+                f"{now.topology} puts experts in other places than {saved.topology}: a replica would read files that "
+                "hold another replica's experts"
+            )
+
+
+def _places_of_experts(layout: SavedLayout, whole_places: bool) -> frozenset[tuple[object, ...]]:
+    """Return for every rank its model rank, the part of its experts and, if files belong to a replica, its replica."""
+    return frozenset(
+        (experts.size, place.model_rank, part, (place.replica, copy) if whole_places else ())
+        for experts in layout.experts
+        for part, places in expert_places(layout, experts)
+        for copy, place in enumerate(places)
+    )
+
+
+class Place(NamedTuple):
+    """A rank as DeepSpeed's file names identify it."""
+
+    model_rank: int
+    replica: int
+
+
+def expert_places(layout: SavedLayout, experts: SavedExperts) -> Iterator[tuple[int, tuple[Place, ...]]]:
+    """Yield every part of the experts of one expert parallel size, with the ranks that hold it.
+
+    The ranks are those of one expert data parallel group, in its order.
+
+    Raises:
+        ExpertSizeError: the size does not divide the ranks that can share experts.
+    """
+    topology = ProcessTopology.from_spec(layout.topology or f"data={layout.world_size}")
+    plan = ExpertPlan(topology, experts.size, experts.tensor_parallel, experts.data_first)
+    parts = {rank: part for ranks in plan.expert_tables() for part, rank in enumerate(ranks)}
+    for ranks in plan.expert_data_tables():
+        places = []
+        for rank in ranks:
+            coordinate = topology.get_coord(rank)._asdict()
+            model_rank = coordinate.get("pipe", 0) * max(1, topology.get_dim("model")) + coordinate.get("model", 0)
+            places.append(Place(model_rank, topology.get_axis_index(gradient_axes(topology), rank)))
+        yield parts[ranks[0]], tuple(places)

@@ -1,0 +1,150 @@
+"""Coordinate the ranks that save or load a checkpoint: all continue, or all raise the same error within a timeout.
+
+An agreement (:mod:`ds_topo.process_groups.agreement`) determines whether every rank has done its part. Decisions of
+rank 0, and the values that it needs for them, go through the job's store. Collectives are not used: they would pad
+every rank's value to the longest one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_topo import errors
+from ds_topo.errors import CheckpointError, DisagreementError
+from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, leave, within
+from ds_topo.torch_names import default_store, get_several, job_timeout
+
+_PART = 1 << 22
+"""Characters of a value in one key; the store's server refuses 8 MiB."""
+_ALONE = timedelta(seconds=20)
+"""The timeout of a rank that left DeepSpeed's function early; the others may be dead or blocked in it."""
+_AT_ONCE = 256
+"""Values that one request reads."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One operation on a checkpoint, in which all ranks of the job take part."""
+
+    subject: str
+    """The operation, for messages."""
+    token: str
+    """The prefix of this operation's keys in the store."""
+    timeout: timedelta
+
+    @classmethod
+    def begin(cls, subject: str, plan: str, failure: Exception | None = None) -> Meeting:
+        """Check that all ranks begin the same operation.
+
+        Raises:
+            DisagreementError: their plans differ, or a rank did not take part.
+            Exception: ``failure``, which the other ranks receive as part of their error.
+        """
+        if failure is not None and not dist.is_initialized():
+            raise failure
+        timeout = job_timeout()
+        token = agree(plan, range(dist.get_world_size()), timeout, failure=failure, subject=subject)
+        return cls(subject, f"{token}/checkpoint", timeout)
+
+    def all_or_none(self, done: str, failure: Exception | None, *, is_alone: bool = False) -> None:
+        """Continue if no rank has failed.
+
+        Args:
+            done: the step that this rank has completed.
+            failure: the error that prevented it, if any.
+            is_alone: this rank left a function early in which others may be blocked: use a short timeout.
+
+        Raises:
+            CheckpointError: a rank failed or did not take part. The message has ranks, hosts and errors, and is the
+                same on every rank.
+        """
+        said = done if failure is None else _one_line(failure)
+        try:
+            timeout = min(self.timeout, _ALONE) if is_alone else self.timeout
+            agree(said, range(dist.get_world_size()), timeout, subject=self.subject)
+        except DisagreementError as error:
+            raise CheckpointError(f"{error}".replace("-> plan: ", "-> ")) from failure or error
+        if failure is not None:
+            raise CheckpointError(f"{self.subject}, on every rank: {said}") from failure
+
+    def post(self, name: str, content: Any) -> None:
+        """Send a JSON value to rank 0, which reads it with :meth:`posted` after the next agreement of all ranks."""
+        self._write(f"{name}/{dist.get_rank()}", json.dumps(content))
+
+    def posted(self, name: str) -> list[Any]:
+        """Return on rank 0 the values that all ranks have posted, by rank, and delete them from the store."""
+        names = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
+        return [json.loads(text) for text in within(self.timeout, self.subject, lambda: self._read(names, delete=True))]
+
+    def decided(self, name: str, decide: Callable[[], Any]) -> Any:
+        """Return on every rank what ``decide()`` returned on rank 0, as JSON, or raise its error on every rank.
+
+        Raises:
+            CheckpointError: of the class that was raised, if that is a checkpoint error; or rank 0 does not answer.
+        """
+        if dist.get_rank() == 0:
+            try:
+                outcome = {"value": decide()}
+            except Exception as error:  # of any class: the other ranks must receive it
+                outcome = {"error": type(error).__name__, "text": _one_line(error)}
+            leave(default_store(), 0, range(dist.get_world_size()), self._write(name, json.dumps(outcome)))
+        else:
+            outcome = json.loads(within(self.timeout * UNANSWERED_AFTER, self.subject, lambda: self._await(name)))
+        if "error" not in outcome:
+            return outcome["value"]
+        kind = getattr(errors, outcome["error"], None)
+        if isinstance(kind, type) and issubclass(kind, CheckpointError) and kind is not CheckpointError:
+            raise kind(outcome["text"])
+        raise CheckpointError(f"{self.subject}: rank 0: {outcome['text']}")
+
+    def decided_from(self, name: str, content: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Return on every rank what ``decide`` returned on rank 0 for the contents of all ranks, or raise its error."""
+        self.post(name, content)
+        self.all_or_none(f"{name} posted", None)
+        return self.decided(f"{name} decided", lambda: decide(self.posted(name)))
+
+    def _await(self, name: str) -> str:
+        try:
+            default_store().wait([f"{self.token}/{name}/parts"], self.timeout)
+            return self._read([name])[0]
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{self.subject}: rank 0 did not report its result within {self.timeout}: {error}"
+            ) from None
+
+    def _write(self, name: str, text: str) -> list[str]:
+        """Store a text in parts; return its keys. The key with the number of parts comes last."""
+        store, key = default_store(), f"{self.token}/{name}"
+        parts = [text[start : start + _PART] for start in range(0, max(1, len(text)), _PART)]
+        for number, part in enumerate(parts):
+            store.set(f"{key}/{number}", part)
+        store.set(f"{key}/parts", str(len(parts)))
+        return [*(f"{key}/{number}" for number in range(len(parts))), f"{key}/parts"]
+
+    def _read(self, names: Sequence[str], *, delete: bool = False) -> list[str]:
+        store, found = default_store(), []
+        for start in range(0, len(names), _AT_ONCE):
+            keys = [f"{self.token}/{name}" for name in names[start : start + _AT_ONCE]]
+            counts = get_several(store, [f"{key}/parts" for key in keys])
+            for key, count in zip(keys, counts, strict=True):
+                parts = [f"{key}/{number}" for number in range(int(count))]
+                found.append(b"".join(get_several(store, parts)).decode())
+                for part in (*parts, f"{key}/parts") if delete else ():
+                    store.delete_key(part)
+        return found
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+
+
+def shared_out(items: Iterable[Any]) -> list[Any]:
+    """Return this rank's share of items that all ranks list in the same order."""
+    return list(items)[dist.get_rank() :: dist.get_world_size()]

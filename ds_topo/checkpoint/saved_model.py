@@ -1,0 +1,390 @@
+"""Describe the model of a checkpoint as a whole: its parameters, its pipeline stages and its experts.
+
+:func:`model_of` returns every parameter once, whatever the layout that saved it, from the manifest alone. In names of
+the whole model an expert has its number among all experts of its layer. In optimizer files and in the groups of a
+structure names are *local*: an expert has its number among those of one rank. :class:`RankTable` translates.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+import torch
+from deepspeed.runtime.utils import partition_balanced, partition_uniform
+
+from ds_topo.checkpoint.manifest import (
+    Manifest,
+    Place,
+    SavedLayout,
+    SavedParameter,
+    SavedSplit,
+    SavedStructure,
+    expert_places,
+)
+from ds_topo.errors import CheckpointLayoutError, TopologyError, listed
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the whole model."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Shape of one slice, as it was saved."""
+    dtype: torch.dtype
+    is_trained: bool
+    split: SavedSplit | None
+    slices: int
+    """Number of slices, as it was saved."""
+    experts: int = 0
+    """Number of experts in the layer; 0 if the parameter does not belong to an expert."""
+
+    def shape_of_slice(self, slices: int) -> tuple[int, ...]:
+        """Return the shape that a slice has among ``slices``.
+
+        >>> Parameter("weight", (4, 2), torch.float32, True, SavedSplit(0), 2).shape_of_slice(4)
+        (2, 2)
+        """
+        if self.split is None or slices == self.slices:
+            return self.shape
+        sizes = list(self.shape)
+        sizes[self.split.dim] = sizes[self.split.dim] * self.slices // slices
+        return tuple(sizes)
+
+    def numel_of_slice(self, slices: int) -> int:
+        """Return the number of elements that a slice has among ``slices``."""
+        return math.prod(self.shape_of_slice(slices))
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """The model of a checkpoint: all its parameters, and the layout that saved them."""
+
+    parameters: Mapping[str, Parameter]
+    """Parameters by name, in the module's order, stage after stage."""
+    structure: SavedStructure
+    layout: SavedLayout
+    slices: int
+    stage_of: Mapping[str, int]
+    """The first stage that holds each parameter."""
+
+    @cached_property
+    def experts(self) -> dict[str, int]:
+        """Number of experts of each MoE layer, by the head of their names."""
+        return {head_of(name): one.experts for name, one in self.parameters.items() if one.experts}
+
+
+def slices_of(layout: SavedLayout) -> int:
+    """Return the degree of ``model``.
+
+    Raises:
+        CheckpointLayoutError: stages and slices cannot be told apart.
+    """
+    if layout.topology is None and layout.model_ranks > 1:
+        raise CheckpointLayoutError(
+            f"the checkpoint was saved over {layout.model_ranks} model ranks with an mpu that is not a grid of "
+            "ds_topo: it is unknown which of them are stages and which are slices. Load it in the layout that saved "
+            "it, and save it with a grid"
+        )
+    return layout.degrees().get("model", 1)
+
+
+def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = None) -> SavedModel:
+    """Return the model of a checkpoint.
+
+    Args:
+        manifest: the checkpoint's manifest.
+        declared: splits of parameters for which the manifest has none.
+
+    Raises:
+        CheckpointLayoutError: the manifest lacks information, the experts cannot be converted, or slices of a parameter
+            differ in shape.
+    """
+    structure = _structure_with_experts(manifest)
+    slices = slices_of(manifest.layout)
+    splits = {**(declared or {}), **structure.splits}
+    stages: dict[str, int] = {}
+    rows: dict[str, SavedParameter] = {}
+    for row in sorted(manifest.parameters, key=lambda row: row.model_ranks[0] // slices):
+        stages.setdefault(row.name, row.model_ranks[0] // slices)
+        known = rows.setdefault(row.name, row)
+        if known.shape != row.shape:
+            raise CheckpointLayoutError(
+                f"slices of {row.name!r} have different shapes, {list(known.shape)} and {list(row.shape)}: only equal "
+                "slices can be put together. Load the checkpoint in the layout that saved it"
+            )
+    parameters: dict[str, Parameter] = {}
+    stage_of: dict[str, int] = {}
+    for _, run in groupby(rows.values(), key=lambda row: head_of(row.name) if row.experts else row.name):
+        of_layer = list(run)  # rows of an expert stand for all experts of the layer
+        for number in range(of_layer[0].experts or 1):
+            for row in of_layer:
+                expert = expert_of(row.name) if row.experts else None
+                name, first = (expert.numbered(number), expert.numbered(0)) if expert else (row.name, row.name)
+                split, dtype = splits.get(first), getattr(torch, row.dtype)
+                if split is not None and split.dim >= len(row.shape):
+                    raise CheckpointLayoutError(
+                        f"{name!r} {list(row.shape)} declares partition_dim={split.dim}, but the parameter has only "
+                        f"{len(row.shape)} dimensions. Set partition_dim to one of them and save once more"
+                    )
+                parameters[name] = Parameter(name, row.shape, dtype, row.is_trained, split, slices, row.experts or 0)
+                stage_of[name] = stages[row.name]
+    return SavedModel(parameters, structure, manifest.layout, slices, stage_of)
+
+
+def _structure_with_experts(manifest: Manifest) -> SavedStructure:
+    """Return the structure, with the sizes of expert groups added if an earlier release left them out."""
+    structure, layout, tag = manifest.structure, manifest.layout, manifest.tag
+    if structure is None:
+        raise CheckpointLayoutError(
+            f'the manifest of {tag!r} does not describe the model (no "structure"). Load the checkpoint '
+            "in the layout that saved it, and save it with this release"
+        )
+    heads = {head_of(row.name): None for row in manifest.parameters if row.experts is not None}
+    problem, remedy = "", ""
+    if bool(heads) != bool(layout.experts) or "" in heads:
+        problem = "has experts that are not of deepspeed.moe.layer.MoE, which cannot be converted"
+    elif heads and layout.is_pipeline:
+        problem = "has experts in a PipelineModule, which cannot be converted"
+    elif unknown := [head for head in heads if head not in structure.experts]:
+        if len(layout.experts) == 1:
+            return replace(structure, experts=dict.fromkeys(heads, layout.experts[0].size))
+        problem = f"has expert groups of several sizes and does not say which {listed(unknown, 3)} have"
+        remedy = ", and save it with this release"
+    if problem:
+        raise CheckpointLayoutError(f"{tag!r} {problem}. Load it in the layout that saved it{remedy}")
+    return structure
+
+
+def require_splits(model: SavedModel, slices: int) -> None:
+    """Check that every parameter can be cut into so many slices.
+
+    Raises:
+        CheckpointLayoutError: a parameter does not declare its split, or its size is not a multiple.
+    """
+    if slices == model.slices:
+        return
+    undeclared = [name for name in model.structure.undeclared if model.parameters[name].split is None]
+    if undeclared:
+        raise CheckpointLayoutError(
+            f"model={model.slices} cannot become model={slices}: {listed(undeclared, 3)} are marked as slices "
+            "(tensor_model_parallel) and do not declare along which dimension. Set partition_dim on these parameters "
+            "where they are made, as Megatron's layers do, and save once more"
+        )
+    for one in model.parameters.values():
+        if one.split is None:
+            continue
+        full, pieces = one.shape[one.split.dim] * model.slices, one.split.stride * slices
+        if full % pieces:
+            raise CheckpointLayoutError(
+                f"model={slices}: {one.name!r} has {full} elements along dimension {one.split.dim}, which must be a "
+                f"multiple of {pieces}{f' (stride {one.split.stride} x slices)' if one.split.stride > 1 else ''}. "
+                "Choose another degree"
+            )
+
+
+def prefix_of_layer(structure: SavedStructure, number: int) -> str:
+    """Return the prefix of the names of a layer's parameters in the whole pipeline."""
+    tied = structure.layers[number].tied
+    return f"tied_modules.{tied}." if tied else f"{number}."
+
+
+def names_of_stage(structure: SavedStructure, names: Sequence[str], stage: int) -> Iterator[str]:
+    """Yield a stage's parameters in its module's order: tied layers come first, as DeepSpeed registers them."""
+    if not structure.layers:
+        yield from names
+        return
+    own = range(structure.bounds[stage], structure.bounds[stage + 1])
+    tied_first = sorted(own, key=lambda number: not structure.layers[number].tied)
+    for prefix in dict.fromkeys(prefix_of_layer(structure, number) for number in tied_first):
+        yield from (name for name in names if name.startswith(prefix))
+
+
+def bounds_of(model: SavedModel, slices: int, stages: int, method: str | None, given: Sequence[int]) -> tuple[int, ...]:
+    """Return the first layer of every stage and the number of layers; an empty tuple if there are no layers.
+
+    Args:
+        model: the model.
+        slices: degree of ``model`` in the new layout, which changes the weights of layers.
+        stages: number of stages.
+        method: ``partition_method`` of the pipeline; by default the one that gives the saved bounds.
+        given: bounds to use instead of a method.
+
+    Raises:
+        CheckpointLayoutError, TopologyError: the layers cannot be divided into so many stages.
+    """
+    saved = model.structure
+    layers = len(saved.layers)
+    if not model.layout.is_pipeline:
+        if stages > 1:
+            raise CheckpointLayoutError(
+                f"pipe={stages}: the checkpoint is of a plain engine, whose model has no layers to divide into stages. "
+                "Give pipe=1, or a checkpoint of a PipelineModule"
+            )
+        return ()
+    if stages > layers:
+        raise CheckpointLayoutError(
+            f"pipe={stages}: the pipeline has {layers} layers, and each stage needs one. Give pipe={layers} or less"
+        )
+    if given:
+        rising = all(one < other for one, other in pairwise(given))
+        if len(given) != stages + 1 or given[0] != 0 or given[-1] != layers or not rising:
+            raise TopologyError(
+                f"stages={list(given)} does not divide {layers} layers into {stages} stages: give {stages + 1} rising "
+                f"numbers of layers, from 0 to {layers}: the first layer of each stage, and the end"
+            )
+        return tuple(given)
+    saved_stages = len(saved.bounds) - 1
+    if method is None and (stages, slices) == (saved_stages, model.slices):
+        return saved.bounds
+    kinds = [layer.kind for layer in saved.layers]
+
+    def bounds_by(name: str, slices: int, stages: int) -> tuple[int, ...]:
+        prefixes = [prefix_of_layer(saved, number) for number in range(layers)]
+        trained = [one for one in model.parameters.values() if one.is_trained]  # tied ones count in each layer
+        weights = [sum(one.numel_of_slice(slices) for one in trained if one.name.startswith(of)) for of in prefixes]
+        try:
+            return stage_bounds(name, weights, kinds, stages)
+        except ValueError as error:
+            raise CheckpointLayoutError(f"partition_method={error}") from None
+
+    if method is not None:
+        return bounds_by(method, slices, stages)
+    for name in [saved.method] if saved.method else ["parameters", "uniform"]:
+        if bounds_by(name, model.slices, saved_stages) == saved.bounds:
+            return bounds_by(name, slices, stages)
+    raise CheckpointLayoutError(
+        f"the pipeline's stages begin with layers {list(saved.bounds[:-1])}, which is not what "
+        f"partition_method={saved.method or 'parameters'!r} gives, so that it cannot divide layers into {stages} "
+        "stages. Give the bounds of the stages (--stages), or a method (--partition-method)"
+    )
+
+
+def stage_bounds(method: str, weights: Sequence[int], kinds: Sequence[str], stages: int) -> tuple[int, ...]:
+    """Return the first layer of each stage, then the number of layers, as DeepSpeed's pipeline computes them.
+
+    >>> stage_bounds("parameters", [9, 1, 1, 9], "ABBA", 2), stage_bounds("type:a", [9, 1, 1, 9], "ABAB", 2)
+    ((0, 2, 4), (0, 2, 4))
+
+    Args:
+        method: the pipeline's ``partition_method``.
+        weights: the number of trained elements of each layer.
+        kinds: the name of each layer's class.
+        stages: the number of stages.
+
+    Raises:
+        ValueError: the method is unknown.
+
+    Source: ``PipelineModule._partition_layers``.
+    """
+    name, _, pattern = method.lower().partition(":")
+    if name == "uniform":
+        bounds = partition_uniform(num_items=len(kinds), num_parts=stages)
+    elif name == "parameters":
+        bounds = partition_balanced(weights=list(weights), num_parts=stages)
+    elif name == "type" and pattern:
+        of_kind = [int(re.search(pattern, kind, re.IGNORECASE) is not None) for kind in kinds]
+        bounds = partition_balanced(weights=of_kind, num_parts=stages)
+    else:
+        raise ValueError(f"{method!r} cannot divide layers into stages: give 'parameters', 'uniform' or 'type:...'")
+    return tuple(map(int, bounds))
+
+
+_EXPERT_NAME = re.compile(r"(?P<head>(?:.*\.)?deepspeed_experts)\.(?P<number>\d+|\*)\.(?P<tail>.+)")
+
+
+class ExpertName(NamedTuple):
+    """The name of a parameter of an expert.
+
+    >>> expert_of("1.moe.deepspeed_moe.experts.deepspeed_experts.3.weight").numbered(7)
+    '1.moe.deepspeed_moe.experts.deepspeed_experts.7.weight'
+    """
+
+    head: str
+    """Prefix that all experts of the layer share."""
+    number: int
+    tail: str
+
+    def numbered(self, number: int | str) -> str:
+        """Return the name of the same parameter of another expert of the layer."""
+        return f"{self.head}.{number}.{self.tail}"
+
+
+def expert_of(name: str) -> ExpertName | None:
+    """Parse the name of a parameter; return None if it does not belong to an expert."""
+    found = _EXPERT_NAME.fullmatch(name)
+    if found is None:
+        return None
+    number = found["number"]
+    return ExpertName(found["head"], 0 if number == "*" else int(number), found["tail"])
+
+
+def head_of(name: str) -> str:
+    """Return the head of an expert's name, which identifies the MoE layer; an empty string for other parameters."""
+    expert = expert_of(name)
+    return expert.head if expert is not None else ""
+
+
+class RankTable:
+    """The ranks of a layout that hold each parameter of a model, and their local names for it.
+
+    The experts of a layer form as many *parts* as its expert parallel size. Each part is held by the ranks of one
+    expert data parallel group.
+
+    Args:
+        model: the whole model.
+        layout: layout of the ranks.
+        structure: structure of the model in this layout.
+
+    Raises:
+        ExpertSizeError: an expert parallel size does not divide the ranks that can share experts.
+    """
+
+    def __init__(self, model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> None:
+        self._replicas, self._sizes = layout.replicas, structure.experts
+        self._per_rank = {head: count // structure.experts[head] for head, count in model.experts.items()}
+        self.parts: dict[int, dict[Place, int]] = {}
+        """The part of the experts that each rank holds, by expert parallel size."""
+        self.part_holders: dict[tuple[int, int, int], tuple[Place, ...]] = {}
+        """The ranks that hold a part, by expert parallel size, model rank and part. If no rank of a model rank holds
+        the part, these are ranks of the stage's other slices, unless slices split experts."""
+        slices = slices_of(layout)
+        for experts in layout.experts:
+            self.parts[experts.size] = {}
+            for part, places in expert_places(layout, experts):
+                self.parts[experts.size].update(dict.fromkeys(places, part))
+                first = places[0].model_rank // slices * slices
+                for model_rank in [places[0].model_rank] if experts.tensor_parallel else range(first, first + slices):
+                    self.part_holders[experts.size, model_rank, part] = places
+
+    def holders(self, model_rank: int, name: str) -> tuple[Place, ...]:
+        """Return the ranks that hold a parameter and share its optimizer states, in the order of their group."""
+        expert = expert_of(name)
+        if expert is None or expert.head not in self._per_rank:
+            return tuple(Place(model_rank, replica) for replica in range(self._replicas))
+        return self.expert_holders(model_rank, expert.head, expert.number)
+
+    def expert_holders(self, model_rank: int, head: str, number: int) -> tuple[Place, ...]:
+        """Return the ranks that hold an expert, in the order of their group."""
+        return self.part_holders[self._sizes[head], model_rank, number // self._per_rank[head]]
+
+    def whole_name(self, local: str, place: Place) -> str:
+        """Return the name in the whole model of a rank's parameter."""
+        expert = expert_of(local)
+        if expert is None or expert.head not in self._per_rank:
+            return local
+        part = self.parts[self._sizes[expert.head]][place]
+        return expert.numbered(part * self._per_rank[expert.head] + expert.number)
+
+    def local_name(self, name: str) -> str:
+        """Return the name of a parameter on a rank that holds it."""
+        expert = expert_of(name)
+        if expert is None or expert.head not in self._per_rank:
+            return name
+        return expert.numbered(expert.number % self._per_rank[expert.head])

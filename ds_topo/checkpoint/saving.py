@@ -1,0 +1,595 @@
+"""Save a checkpoint atomically: it exists completely or not at all, whichever ranks are killed at any moment.
+
+::
+
+    all ranks   agree on tag and options
+    rank 0      removes the drafts of killed saves, and checks the free space of the disk
+    all ranks   DeepSpeed writes into .<tag>.saving/<tag>; each rank flushes and digests its own files
+    all ranks   agree that all files are written
+    rank 0      writes the manifest, flushes, renames to <tag>, flushes, replaces latest, removes old checkpoints
+    all ranks   receive the result of rank 0, and continue
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from functools import partial, wraps
+from os import PathLike
+from pathlib import Path
+from threading import Event
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from ds_topo.checkpoint import engine_facts as facts
+from ds_topo.checkpoint import folder as folders
+from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, merged
+from ds_topo.checkpoint.rank_zero import Meeting
+from ds_topo.errors import CheckpointError, CheckpointSpaceError, abridged
+from ds_topo.ledger import ledger
+from ds_topo.mpu import patches
+from ds_topo.mpu.mpu import MpuGrid
+
+_at_work: WeakSet[DeepSpeedEngine] = WeakSet()
+"""Engines that DeepSpeed's own functions are saving or loading; our replacements of its methods call the originals."""
+unfinished: list[BackgroundSave] = []
+"""The saves in the background that are not in place yet, in the same order on all ranks."""
+_MARGIN = 1.02
+"""The factor by which the disk must have more space than the checkpoint is expected to take."""
+_THREADS = 2
+"""Threads that compute digests."""
+_LARGE = 1 << 20
+"""The smallest size of memory that is reused, in bytes; allocating larger memory costs more than copying into it."""
+
+# -- copies in host memory ---------------------------------------------------------------------------------------------
+
+
+_Memory: TypeAlias = dict[tuple[torch.dtype, int], list[torch.Tensor]]
+"""Flat tensors in host memory, by their type and number of elements."""
+_memories: WeakKeyDictionary[Any, _Memory] = WeakKeyDictionary()
+"""The copies of each engine's last save in the background, whose memory its next one reuses."""
+
+
+class Copies:
+    """Copies of the content of one file, while training changes the originals.
+
+    >>> weight = torch.zeros(2)
+    >>> kept = Copies({}, {}).of({"weight": weight, "again": [weight], "step": 3})
+    >>> _ = weight.add_(1)
+    >>> kept["weight"], kept["again"][0] is kept["weight"], kept["step"]
+    (tensor([0., 0.]), True, 3)
+
+    Args:
+        former: memory to reuse.
+        free: receives the memory of the copies after they were written.
+    """
+
+    def __init__(self, former: _Memory, free: _Memory) -> None:
+        self._former, self._free = former, free
+        self._memo: dict[int, Any] = {}
+        self._large: list[torch.Tensor] = []
+
+    def of(self, value: Any) -> Any:
+        """Copy a value, with its tensors in host memory: one copy of each tensor, however often it occurs."""
+        if id(value) not in self._memo:
+            self._memo[id(value)] = self._copied(value)
+        return self._memo[id(value)]
+
+    def give_back(self) -> None:
+        """Release the copies after they were written."""
+        self._memo.clear()
+        for one in self._large:
+            self._free.setdefault((one.dtype, one.numel()), []).append(one.view(-1))
+        self._large.clear()
+
+    def _copied(self, value: Any) -> Any:
+        if torch.is_tensor(value):
+            held = value.detach()
+            if held.layout != torch.strided or math.prod(held.shape) * held.itemsize < _LARGE:
+                return held.to("cpu", copy=True)
+            known = self._former.get((held.dtype, held.numel()))
+            flat = known.pop() if known else torch.empty(held.numel(), dtype=held.dtype)
+            self._large.append(copied := flat.view(held.shape))
+            return copied.copy_(held)
+        if isinstance(value, MutableMapping):
+            result = copy.copy(value)  # keeps the attributes of a state_dict
+            for key, item in value.items():  # update() of a Counter would add the entries
+                result[key] = self.of(item)
+            return result
+        if type(value) in (list, tuple):
+            return type(value)(self.of(item) for item in value)
+        return copy.deepcopy(value)
+
+
+# -- the files of this rank --------------------------------------------------------------------------------------------
+
+
+class WrittenFiles:
+    """The files that this rank writes below a folder: recorded, flushed and digested while the next one is written.
+
+    A failure does not leave DeepSpeed's function, in which the other ranks would wait for this one. It is kept until
+    all ranks can receive it, and nothing more is written. With ``copied_for``, an engine that saves in the background,
+    a call that writes only copies the content.
+    """
+
+    def __init__(self, root: Path, copied_for: DeepSpeedEngine | None = None) -> None:
+        self._root, self._is_copied = root, copied_for is not None
+        self._former: _Memory = {}
+        self._free: _Memory = {}
+        if copied_for is not None:
+            self._former, _memories[copied_for] = _memories.get(copied_for, {}), self._free
+        self._pool = ThreadPoolExecutor(_THREADS, "ds_topo checkpoint")
+        self._waiting: list[tuple[Callable[[], Any], Copies, Path]] = []
+        self._paths: dict[Path, Future[SavedFile] | None] = {}
+        self.failure: Exception | None = None
+        """The first failure."""
+
+    @contextmanager
+    def of(self, engine: DeepSpeedEngine) -> Iterator[None]:
+        """Record the files that DeepSpeed writes while it saves this engine."""
+        writer = engine.checkpoint_engine
+        at_once = isinstance(writer, TorchCheckpointEngine)  # others may continue to write after the call
+        with (
+            ledger.bound(patches.WRITE_FILE, lambda save: self._recorded(save, at_once=at_once), writer),
+            ledger.bound(patches.MAKE_FOLDER, self._without_failure, writer),
+            ledger.bound(patches.COPY_SCRIPTS, self._without_failure, engine),
+        ):
+            yield
+
+    def write(self, content: Any, path: Path) -> None:
+        """Write a file of our own with ``torch.save``."""
+        self._recorded(torch.save, at_once=True)(content, str(path))
+
+    def write_copies(self) -> None:
+        """Start to write the copies, after all of them were made: threads that write would slow copying down."""
+        self._former.clear()  # frees the memory that this save does not reuse
+        all_threads_run = Event()
+        for work, copies, path in self._waiting:
+            self._paths[path] = self._pool.submit(self._write_copy, all_threads_run, work, copies, path)
+        self._waiting.clear()
+        all_threads_run.set()
+
+    def finish(self) -> list[SavedFile]:
+        """Wait until every file of this rank is on the disk; return them, sorted by path.
+
+        Raises:
+            Exception: the first failure. A failure to write names the path and the free space of its disk.
+        """
+        waiting = {path: future or self._pool.submit(self._finished, path) for path, future in self._paths.items()}
+        for path, future in waiting.items():
+            if (error := future.exception()) is not None:
+                self.failure = self.failure or _failure_at(path, error)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if self.failure is not None:
+            raise self.failure
+        return sorted((future.result() for future in waiting.values()), key=lambda file: file.path)
+
+    @property
+    def is_done(self) -> bool:
+        """True if :meth:`finish` has nothing to wait for."""
+        return all(future is None or future.done() for future in self._paths.values())
+
+    def _recorded(self, save: Callable[..., Any], *, at_once: bool) -> Callable[..., None]:
+        @wraps(save)
+        def save_and_record(state_dict: Any, path: Any, *arguments: Any, **options: Any) -> None:
+            file = Path(path)
+            if self.failure is not None:
+                return
+            try:
+                if self._is_copied:
+                    copies = Copies(self._former, self._free)
+                    work = partial(save, copies.of(state_dict), path, *arguments, **options)
+                    self._waiting.append((work, copies, file))
+                else:
+                    save(state_dict, path, *arguments, **options)
+                    self._paths[file] = self._pool.submit(self._finished, file) if at_once else None
+            except Exception as error:
+                self.failure = _failure_at(file, error)
+
+        return save_and_record
+
+    def _without_failure(self, work: Callable[..., Any]) -> Callable[..., None]:
+        @wraps(work)
+        def work_without_failure(path: Any, *arguments: Any, **options: Any) -> None:
+            try:
+                if self.failure is None:
+                    work(path, *arguments, **options)
+            except Exception as error:
+                self.failure = _failure_at(Path(path), error)
+
+        return work_without_failure
+
+    def _write_copy(self, begin: Event, work: Callable[[], Any], copies: Copies, path: Path) -> SavedFile:
+        begin.wait()
+        work()
+        copies.give_back()
+        return self._finished(path)
+
+    def _finished(self, path: Path) -> SavedFile:
+        return finished(path, self._root, dist.get_rank())
+
+
+def finished(path: Path, root: Path, rank: int) -> SavedFile:
+    """Flush a written file to the disk, and compute its digest meanwhile."""
+    with ThreadPoolExecutor(1, "ds_topo flush") as disk:
+        flushed = disk.submit(folders.flush, path)
+        digest = folders.digest_of(path)
+        flushed.result()
+    return SavedFile(path.relative_to(root).as_posix(), path.stat().st_size, digest, rank)
+
+
+def _failure_at(path: Path, error: BaseException) -> Exception:
+    """Add the path and the free space of its disk, which torch's errors do not have."""
+    reason = (getattr(error, "strerror", None) if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
+    is_gone = isinstance(error, FileNotFoundError) or "does not exist" in reason  # torch's words
+    if path.parent.exists() and not is_gone:
+        free = f"; {shutil.disk_usage(path.parent).free:,} bytes are free there"
+    else:
+        free = "; its folder was removed meanwhile: does a second job save into the same folder?"
+    code = f" (errno {error.errno})" if isinstance(error, OSError) and error.errno else ""
+    failure = CheckpointError(f"{path} could not be written: {type(error).__name__}: {reason}{code}{free}")
+    failure.__cause__ = error
+    return failure
+
+
+# -- saving ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """The options of a save, which all ranks must share."""
+
+    keep_last: int | None
+    save_latest: bool
+    exclude_frozen_parameters: bool
+    keep_random_states: bool
+
+
+def save(
+    engine: DeepSpeedEngine,
+    folder: str | PathLike[str],
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    *,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+    keep_random_states: bool = True,
+) -> Path:
+    """Save an engine so that a complete checkpoint exists at every moment; collective over all ranks of the job.
+
+    The files are DeepSpeed's own, under its names, including ``latest``. A manifest beside them has every file with
+    its size, digest and writer, the layout, the parameters, and the releases. When this returns, on any rank, the
+    checkpoint is in place on the disk. If a rank fails or is killed before, the folder is as it was.
+
+    Args:
+        engine: the engine that ``deepspeed.initialize`` returned.
+        folder: the folder of all checkpoints, on a file system that all hosts share.
+        tag: the name of this one; ``global_step<N>`` by default. An existing checkpoint of that name is replaced.
+        client_state: further state that the program needs to continue; :func:`load` returns it.
+        keep_last: the number of complete checkpoints to keep; older ones are removed. All are kept by default.
+        save_latest: whether this becomes the checkpoint that is loaded by default.
+        exclude_frozen_parameters: as in ``engine.save_checkpoint``.
+        keep_random_states: whether to save every rank's random states, too.
+
+    Returns:
+        The checkpoint's own folder.
+
+    Raises:
+        TypeError, ValueError: the engine, the tag or a number is invalid.
+        DisagreementError: ranks pass different arguments, or a rank does not call the function.
+        CheckpointSpaceError: the disk has too little free space; nothing was written.
+        CheckpointError: a rank could not write its files. The message is the same on every rank and has ranks, hosts
+            and paths. Earlier checkpoints are unchanged.
+    """
+    options = SaveOptions(keep_last, save_latest, exclude_frozen_parameters, keep_random_states)
+    return BackgroundSave(engine, Path(folder), tag, client_state, options, copies=False)._put_in_place()
+
+
+def save_in_background(
+    engine: DeepSpeedEngine,
+    folder: str | PathLike[str],
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    *,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+    keep_random_states: bool = True,
+) -> BackgroundSave:
+    """Save as :func:`save` does, but return when this rank's part is copied to host memory; threads write it.
+
+    ``finish()`` of the result puts the checkpoint in place: some steps later, or at the end of the job. The next call
+    that saves or loads finishes it, too. If the program ends before, the earlier checkpoints remain.
+
+    Args:
+        engine: as in :func:`save`, like all following arguments.
+        folder: see there.
+        tag: see there.
+        client_state: see there.
+        keep_last: see there.
+        save_latest: see there.
+        exclude_frozen_parameters: see there.
+        keep_random_states: see there.
+
+    Raises:
+        CheckpointError: as in :func:`save`; ``finish()`` raises failures to write files.
+    """
+    options = SaveOptions(keep_last, save_latest, exclude_frozen_parameters, keep_random_states)
+    unfinished.append(started := BackgroundSave(engine, Path(folder), tag, client_state, options, copies=True))
+    return started
+
+
+class BackgroundSave:
+    """A checkpoint that is being written, as :func:`save_in_background` returns it."""
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        root: Path,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        options: SaveOptions,
+        *,
+        copies: bool,
+    ) -> None:
+        problem: Exception | None = None
+        self._tag, self._root, self._options = "", root, options
+        try:
+            self._tag = _checked_tag(engine, tag, options.keep_last)
+        except (TypeError, ValueError, CheckpointError) as error:
+            problem = error
+        finish_what_is_unfinished()
+        subject = f"saving the checkpoint {self._tag!r} in {root}"
+        self._meeting = Meeting.begin(subject, f"tag {self._tag!r} {options}", problem)
+        self._draft = folders.draft_of(root, self._tag)
+        self._meeting.decided("room", lambda: _make_room(engine, root, self._tag))
+        self._step, self._layout = int(engine.global_steps), facts.layout_of(engine)
+        _warn_of_partial_step(engine)
+        self._files = WrittenFiles(self._draft / self._tag, engine if copies else None)
+        self._parameters: list[SavedParameter] = []
+        self._structure: dict[str, Any] | None = None
+        self._left_early = False
+        self._path: Path | None = None
+        try:
+            self._write(engine, client_state)
+        except Exception as error:  # WrittenFiles keeps failures to write
+            self._left_early = True
+            self._files.failure = self._files.failure or error
+
+    @property
+    def is_written(self) -> bool:
+        """True if this rank has written its files, so that ``finish()`` need not wait for it."""
+        return self._files.is_done
+
+    def finish(self) -> Path:
+        """Wait for the files of all ranks, and put the checkpoint in place; collective, once. Return its folder.
+
+        Raises:
+            CheckpointError: a rank could not write its files; the same on every rank.
+        """
+        if self in unfinished:
+            unfinished.remove(self)
+            self._path = self._put_in_place()
+        if self._path is None:
+            raise CheckpointError(
+                f"the checkpoint {self._tag!r} was not saved, because the first finish() raised an error: save again"
+            )
+        return self._path
+
+    def _write(self, engine: DeepSpeedEngine, client_state: Mapping[str, Any] | None) -> None:
+        """Let DeepSpeed write this rank's files, or copy their content."""
+        with deepspeeds_part(engine), self._files.of(engine):
+            engine.save_checkpoint(
+                str(self._draft),
+                tag=self._tag,
+                client_state=dict(client_state or {}),
+                save_latest=False,
+                exclude_frozen_parameters=self._options.exclude_frozen_parameters,
+            )
+        if self._options.keep_random_states:
+            self._files.write(facts.random_states(engine), self._draft / self._tag / facts.name_of_states(engine))
+        rows = facts.parameters_of(engine) if facts.replica_of(engine) == 0 else []
+        self._parameters = [row for row in rows if row.is_trained or not self._options.exclude_frozen_parameters]
+        self._structure = facts.share_of_structure(engine)
+        self._files.write_copies()
+
+    def _put_in_place(self) -> Path:
+        """Put the checkpoint in place when all ranks have written their files."""
+        files = self._files
+        try:
+            written = [asdict(file) for file in files.finish()]
+            rows = [asdict(row) for row in self._parameters]
+            self._meeting.post("written", {"files": written, "parameters": rows, "structure": self._structure})
+        except Exception as error:
+            files.failure = files.failure or error
+        try:
+            self._meeting.all_or_none("all files are written", files.failure, is_alone=self._left_early)
+            self._meeting.decided("in place", self._commit)
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                with suppress(OSError):
+                    folders.discard(self._draft)
+            raise
+        return self._root / self._tag
+
+    def _commit(self) -> None:
+        """Give the checkpoint its name and remove old ones; on rank 0."""
+        draft, root, tag, keep_last = self._draft, self._root, self._tag, self._options.keep_last
+        folders.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest()))
+        for script in (path for path in draft.iterdir() if path.is_file()):  # DeepSpeed's, for all checkpoints
+            folders.flush(script)
+            script.replace(root / script.name)
+        folders.put_in_place(draft / tag, root, tag)
+        if self._options.save_latest:
+            folders.replace_text(root / folders.LATEST, tag)
+        folders.discard(draft)
+        if keep_last is not None:
+            try:
+                folders.remove_old(root, keep_last, tag)
+            except OSError as error:  # the new checkpoint is saved nevertheless
+                warnings.warn(
+                    f"an older checkpoint in {root} could not be removed: {error}", RuntimeWarning, stacklevel=2
+                )
+
+    def _manifest(self) -> Manifest:
+        """Return the manifest of all ranks' files; on rank 0.
+
+        Raises:
+            CheckpointError: rank 0 does not see all of them, because the folder is not the same on all hosts.
+        """
+        path, posted = self._draft / self._tag, self._meeting.posted("written")
+        files = [SavedFile(**row) for one in posted for row in one["files"]]
+        known = {file.path for file in files}
+        unknown = [name for name in sorted(folders.sizes_in(path)) if name not in known]
+        files += [finished(path / name, path, 0) for name in unknown]  # DeepSpeed itself copies swapped states
+        manifest = Manifest(
+            self._tag,
+            self._step,
+            datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            self._layout,
+            tuple(sorted(files, key=lambda file: file.path)),
+            merged(manifests.parameter_from(row) for one in posted for row in one["parameters"]),
+            facts.versions(),
+            facts.whole_structure(one["structure"] for one in posted),
+        )
+        if problems := folders.wrong_sizes(path, manifest):
+            ranks = sorted({file.rank for file in files if any(problem.startswith(file.path) for problem in problems)})
+            raise CheckpointError(
+                f"rank 0 does not see the files of ranks {ranks[:8]} ({folders.told(problems)}): {self._root} must be "
+                "one folder of a file system that all hosts share"
+            )
+        return manifest
+
+
+def finish_what_is_unfinished() -> None:
+    """Finish all saves in the background, before anything else is saved or loaded."""
+    while unfinished:
+        unfinished[0].finish()
+
+
+def _checked_tag(engine: Any, tag: object, keep_last: object) -> str:
+    """Check the arguments of this rank; return the checkpoint's tag."""
+    facts.require_engine(engine)
+    if keep_last is not None and (isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1):
+        raise ValueError(f"keep_last={abridged(keep_last)}: give a number of checkpoints >= 1, or None for all")
+    if reason := why_not_ours(engine):
+        raise CheckpointError(f"{reason}, so ds_topo cannot save it atomically: call engine.save_checkpoint() instead")
+    return folders.check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
+
+
+def _warn_of_partial_step(engine: DeepSpeedEngine) -> None:
+    """Warn on rank 0 that DeepSpeed does not save the gradients of an unfinished step."""
+    done = 0 if isinstance(engine, PipelineEngine) else engine.micro_steps % engine.gradient_accumulation_steps()
+    if done and dist.get_rank() == 0:
+        warnings.warn(
+            f"saving after {done} of {engine.gradient_accumulation_steps()} micro-batches of a step: DeepSpeed does "
+            "not save their gradients, so the step starts again after loading. Save at the end of a step",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def why_not_ours(engine: DeepSpeedEngine) -> str:
+    """Return why rank 0 cannot put an engine's files in place when all are written; empty if it can."""
+    if engine.use_node_local_storage():
+        return 'the config has "use_node_local_storage", with which each host keeps its own files'
+    if engine.checkpoint_engine.is_decoupled():
+        return f"{type(engine.checkpoint_engine).__name__} continues to write after the call"
+    return ""
+
+
+# -- DeepSpeed's method ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def deepspeeds_part(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Make the engine's methods that save and load call DeepSpeed's own inside this context."""
+    _at_work.add(engine)
+    try:
+        yield
+    finally:
+        _at_work.discard(engine)
+
+
+def is_ours(engine: DeepSpeedEngine, folder: object) -> bool:
+    """Return True if a call of an engine's method is the program's, on a grid, and not part of our own functions."""
+    return isinstance(engine.mpu, MpuGrid) and engine not in _at_work and bool(folder)
+
+
+def options_of(method: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+    """Return the options of a call of an engine's method, by name, without the engine and the folder."""
+    bound = inspect.signature(method).bind(*arguments, **options).arguments
+    return dict(list(bound.items())[2:])
+
+
+def saved_as_a_whole(save_checkpoint: Any) -> Any:
+    """Replace ``DeepSpeedEngine.save_checkpoint`` on engines of a grid, with DeepSpeed's arguments and result."""
+
+    @wraps(save_checkpoint)
+    def save_whole_checkpoint(engine: DeepSpeedEngine, save_dir: Any, *arguments: Any, **options: Any) -> Any:
+        given = options_of(save_checkpoint, engine, save_dir, *arguments, **options)
+        if given.get("client_state", {}) is None:
+            del given["client_state"]
+        if not is_ours(engine, save_dir):
+            return save_checkpoint(engine, save_dir, **given)
+        if reason := why_not_ours(engine):
+            warnings.warn(
+                f"{reason}, so ds_topo cannot save it atomically: a job that is killed while it saves may leave a "
+                "damaged checkpoint that 'latest' names",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return save_checkpoint(engine, save_dir, **given)
+        save(engine, save_dir, keep_random_states=False, **given)
+        return True
+
+    return save_whole_checkpoint
+
+
+# -- rank 0's preparations ---------------------------------------------------------------------------------------------
+
+
+def _make_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
+    """Prepare the folder; on rank 0.
+
+    Raises:
+        CheckpointSpaceError: the disk has too little free space. Nothing has changed, except that drafts of killed
+            saves are removed.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    folders.tidy(root)
+    folders.require_free(root, tag)
+    needed, free = facts.bytes_of_checkpoint(engine), free_bytes(root)
+    last = next((found.manifest for found in folders.candidates(root) if found.is_whole and found.manifest), None)
+    if last is not None and last.layout == facts.layout_of(engine):
+        needed = max(needed, last.bytes)
+    if free < needed * _MARGIN:
+        raise CheckpointSpaceError(
+            f"the checkpoint {tag!r} takes about {needed:,} bytes, and the disk of {root} has {free:,}: make room, "
+            "keep fewer (keep_last=N), or save elsewhere. Nothing was written"
+        )
+    (folders.draft_of(root, tag) / tag).mkdir(parents=True)
+    folders.flush(root)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space on the disk of a folder, or of its nearest parent that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

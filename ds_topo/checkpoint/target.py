@@ -1,0 +1,390 @@
+"""Plan the layout that a checkpoint is converted to, or explain why it cannot be reached.
+
+:func:`target_of` plans the layout of a topology's spec, :func:`target_like` that of an engine. The hard part is the
+optimizer: DeepSpeed's files hold its states by position, so that the groups of the new layout must be known exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedExperts, SavedLayout, SavedStructure
+from ds_topo.checkpoint.saved_model import (
+    RankTable,
+    SavedModel,
+    bounds_of,
+    expert_of,
+    head_of,
+    names_of_stage,
+    require_splits,
+    slices_of,
+)
+from ds_topo.errors import CheckpointLayoutError, TopologyError, abridged, listed
+from ds_topo.topology.process_topology import ProcessTopology
+
+_ZERO_STAGES = (0, 1, 2, 3)
+_OPTIMIZERS = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
+"""DeepSpeed's optimizers by ZeRO stage; without ZeRO it is the program's own."""
+_LARGEST_EXPERT_GROUP = 178_956_971
+"""Elements of a group of experts: DeepSpeed's ``split_params_into_different_moe_groups_for_optimizer``."""
+
+Groups = tuple[tuple[str, ...], ...]
+"""Names of the parameters in each group of the optimizer, on one stage."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A layout, and the parameters of its stages."""
+
+    model: SavedModel
+    layout: SavedLayout
+    structure: SavedStructure
+    """The model's structure, with the groups and bounds of this layout."""
+    slices: int
+    names: tuple[tuple[str, ...], ...]
+    """Names of each stage's parameters, in the module's order."""
+    origins: tuple[tuple[int, ...], ...]
+    """The saved groups that each group of the optimizer comes from; only groups of experts come from several."""
+    ranks: RankTable
+
+
+def target_of(
+    model: SavedModel,
+    spec: str,
+    zero: int | None = None,
+    method: str | None = None,
+    bounds: Sequence[int] = (),
+    experts: int | None = None,
+) -> Target:
+    """Plan the layout of a topology.
+
+    Args:
+        model: model to convert.
+        spec: spec of the topology, with all degrees.
+        zero: ZeRO stage; by default the saved one.
+        method: the pipeline's ``partition_method``; by default the saved one.
+        bounds: first layer of every stage and the number of layers, instead of a method.
+        experts: expert parallel size of every layer; by default the saved ones.
+
+    Raises:
+        TopologyError, CheckpointLayoutError: the layout cannot be reached; the message says why.
+    """
+    if "-1" in spec:
+        raise TopologyError(
+            f"--topology {abridged(spec)}: a degree of -1 cannot be derived, because no job with a number of ranks is "
+            "running: give all degrees as positive numbers"
+        )
+    topology = ProcessTopology.from_spec(spec)
+    degrees = dict(zip(topology.axes, topology.dims, strict=True))
+    slices, stages = degrees.get("model", 1), degrees.get("pipe", 1)
+    saved, zero = model.layout, model.layout.zero_stage if zero is None else zero
+    _require_convertible(model, zero)
+    require_splits(model, slices)
+    sizes, expert_groups = _sizes_of_experts(model, experts)
+    structure = replace(
+        model.structure,
+        bounds=bounds_of(model, slices, stages, method, bounds),
+        method=method or model.structure.method,
+        experts=sizes,
+    )
+    layout = SavedLayout(
+        topology.spec,
+        topology.world_size(),
+        stages * slices,
+        topology.world_size() // (stages * slices),
+        zero,
+        saved.optimizer if zero == saved.zero_stage == 1 else _OPTIMIZERS.get(zero, model.structure.optimizer),
+        saved.precision,
+        saved.is_pipeline,
+        expert_groups,
+    )
+    return _planned(model, layout, structure, slices, has_groups=False)
+
+
+def target_like(model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> Target:
+    """Plan the layout of an existing engine, with its own groups and stages.
+
+    Raises:
+        CheckpointLayoutError: the layout cannot be reached; the message says why.
+    """
+    slices = slices_of(layout)
+    _require_convertible(model, layout.zero_stage, layout)
+    require_splits(model, slices)
+    layers = len(structure.layers), len(model.structure.layers)
+    if model.layout.is_pipeline and layers[0] != layers[1]:
+        raise CheckpointLayoutError(
+            f"the checkpoint is of a pipeline of {layers[1]} layers, but this one has {layers[0]}: only the same model "
+            "can continue from it. Build the model with as many layers"
+        )
+    if structure.experts.keys() != model.structure.experts.keys():
+        raise CheckpointLayoutError(
+            f"the checkpoint has experts {listed(sorted(model.structure.experts), 2)}, and this job "
+            f"{listed(sorted(structure.experts), 2)}: only the same model can continue from it"
+        )
+    return _planned(model, replace(layout, has_reducer=False), structure, slices, has_groups=True)
+
+
+def _planned(
+    model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int, *, has_groups: bool
+) -> Target:
+    """Return the target, after checking that its ranks and its optimizer can hold the model.
+
+    Args:
+        model: model to convert.
+        layout: the new layout.
+        structure: structure of the model in this layout.
+        slices: degree of ``model``.
+        has_groups: whether the structure has the optimizer's groups of this layout, or still the saved ones.
+    """
+    ranks, stages = _ranks(model, layout, structure), layout.model_ranks // slices
+    names = _names_of_stages(model, structure, stages)
+    if not has_groups:
+        structure = replace(structure, groups=_groups(model, structure, slices, names))
+    origins = _origins(model, structure)
+    saved = _group_of(model)
+    wanted = {}
+    for stage, groups in enumerate(structure.groups):
+        for number, group in enumerate(groups):
+            wanted.update(dict.fromkeys(group, origins[number]))
+            if not group:
+                raise CheckpointLayoutError(
+                    f"group {number} of the optimizer would have no parameter on stage {stage} of {stages}, which "
+                    "DeepSpeed does not support. Use fewer stages, or other bounds of the stages"
+                )
+    if moved := [name for name in wanted if name in saved and saved[name] not in wanted[name]]:
+        raise CheckpointLayoutError(
+            f"{listed(moved, 3)} are in another group of the optimizer than they were saved in: hyperparameters and "
+            "states go by group. Give the optimizer the groups that it had"
+        )
+    held = {name for of_stage in names for name in of_stage}
+    if missing := [name for name in model.parameters if name not in held]:
+        raise CheckpointLayoutError(
+            f"no stage of the target has {listed(missing, 3)}, but every parameter needs a stage: build the same model"
+        )
+    frozen = [name for name, one in model.parameters.items() if not one.is_trained]
+    if frozen and layout.has_partitions != model.layout.has_partitions:
+        in_groups = [name for name in saved if not model.parameters[name].is_trained]
+        raise CheckpointLayoutError(
+            f"{listed(in_groups or frozen, 3)} are not trained, and ZeRO leaves such parameters out of the groups that "
+            f"optimizers have without it: ZeRO {model.layout.zero_stage} cannot become ZeRO {layout.zero_stage}. Stay "
+            f"{'with' if model.layout.has_partitions else 'without'} ZeRO"
+        )
+    return Target(model, layout, structure, slices, names, origins, ranks)
+
+
+def _require_convertible(model: SavedModel, zero: int, wanted: SavedLayout | None = None) -> None:
+    """Refuse layouts that DeepSpeed does not support or saves in an unknown form; ``wanted`` is an engine's layout."""
+    if problem := next(_problems(model, zero, wanted), ""):
+        raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be converted: {problem}")
+
+
+def _problems(model: SavedModel, zero: int, wanted: SavedLayout | None) -> Iterator[str]:
+    saved, own = model.layout, model.structure.optimizer
+    if zero not in _ZERO_STAGES:
+        yield f"ZeRO {abridged(zero)} is not a stage: give one of {list(_ZERO_STAGES)}"
+    if saved.optimizer is None:
+        yield "it was saved without an optimizer, and only training is converted; write its weights as one plain file"
+    if saved.experts and zero > 2:
+        yield f"ZeRO {zero} with experts: DeepSpeed's MoE supports ZeRO 0, 1 and 2"
+    if saved.is_pipeline and zero > 1:
+        yield f"ZeRO {zero} with a PipelineModule: DeepSpeed's pipelines support ZeRO 0 and 1"
+    if saved.precision != "fp32" and (zero == 0 or not saved.has_partitions):
+        yield (
+            f"ZeRO 0 in {saved.precision}, where DeepSpeed keeps the states of {saved.optimizer} in another way; use "
+            "ZeRO 1, 2 or 3"
+        )
+    known = _OPTIMIZERS.get(saved.zero_stage, own)
+    if saved.optimizer != known and not (saved.optimizer == BF16_OPTIMIZER and saved.zero_stage < 2):
+        yield f"the format of {saved.optimizer} at ZeRO {saved.zero_stage} is not known; that of {known} is"
+    if wanted is None:
+        return
+    if wanted.is_pipeline != saved.is_pipeline:
+        kinds = {True: "a PipelineModule", False: "a plain engine"}
+        yield f"{kinds[saved.is_pipeline]} became {kinds[wanted.is_pipeline]}, whose parameters have other names"
+    if wanted.precision != saved.precision:
+        yield f"{saved.precision} became {wanted.precision}; use the saved precision"
+    expected = [_OPTIMIZERS.get(zero, own), *([BF16_OPTIMIZER] if zero == 1 and saved.precision == "bf16" else [])]
+    if wanted.optimizer not in expected:
+        yield f"{' or '.join(map(str, expected))} is expected at ZeRO {zero}, and this job has {wanted.optimizer}"
+
+
+def _names_of_stages(model: SavedModel, structure: SavedStructure, stages: int) -> Groups:
+    return tuple(tuple(names_of_stage(structure, list(model.parameters), stage)) for stage in range(stages))
+
+
+def _sizes_of_experts(model: SavedModel, size: int | None) -> tuple[Mapping[str, int], tuple[SavedExperts, ...]]:
+    """Return the expert parallel size of each layer, and all expert groups."""
+    saved = model.layout.experts
+    if size is not None and not saved:
+        raise CheckpointLayoutError(f"experts={size}: the checkpoint has no experts. Leave the option out")
+    if size is not None and len({groups.size for groups in saved}) > 1:
+        raise CheckpointLayoutError(
+            f"experts={size}: layers deal their experts to {sorted({groups.size for groups in saved})} ranks. It is "
+            "unknown how the optimizer would group those of one size. Convert while loading, where the job says it"
+        )
+    by_size = {groups.size: replace(groups, size=size or groups.size) for groups in saved}
+    return {head: size or own for head, own in model.structure.experts.items()}, tuple(by_size.values())
+
+
+def _ranks(model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> RankTable:
+    """Return the ranks that hold each parameter, after checking that all experts can be dealt to them.
+
+    Raises:
+        ExpertSizeError: a size does not fit the topology.
+        CheckpointLayoutError: a size does not divide the experts, or experts are split among slices in one layout only.
+    """
+    ranks, sizes = RankTable(model, layout, structure), structure.experts
+    for head, count in model.experts.items():
+        if count % sizes[head]:
+            raise CheckpointLayoutError(
+                f"{head!r} has {count} experts, which cannot be dealt to {sizes[head]} ranks: the number of ranks must "
+                "divide the number of experts. Choose another size"
+            )
+    kinds = [{groups.tensor_parallel for groups in one.experts} for one in (model.layout, layout)]
+    if kinds[0] != kinds[1]:
+        raise CheckpointLayoutError(
+            "experts are tensor parallel either in the checkpoint or in this job, and not in the other: both must "
+            "agree. Set enable_expert_tensor_parallelism as it was when the checkpoint was saved"
+        )
+    if not layout.zero_stage and any(max(sizes.values()) % size for size in sizes.values()):
+        raise CheckpointLayoutError(
+            f"experts are dealt to {sorted(set(sizes.values()))} ranks: without ZeRO, sizes must divide each other. "
+            "Use ZeRO 1 or 2, or other sizes"
+        )
+    return ranks
+
+
+def _groups(
+    model: SavedModel, structure: SavedStructure, slices: int, names: Sequence[Sequence[str]]
+) -> tuple[Groups, ...]:
+    """Return the optimizer's groups of every stage."""
+    saved = model.structure
+    if saved.experts:
+        was, now = (
+            {head: count // one.experts[head] for head, count in model.experts.items()} for one in (saved, structure)
+        )
+        old, new = (
+            {name: one.numel_of_slice(of) for name, one in model.parameters.items()} for of in (model.slices, slices)
+        )
+        return tuple(dealt_anew(groups, was, now, old, new) for groups in saved.groups)
+    if not structure.layers or structure.bounds == saved.bounds:
+        return saved.groups
+    for groups, stage in zip(saved.groups, _names_of_stages(model, saved, len(saved.groups)), strict=True):
+        order = {name: place for place, name in enumerate(stage)}
+        for number, group in enumerate(groups):
+            for one, other in pairwise(group):
+                if order[one] > order[other]:
+                    raise CheckpointLayoutError(
+                        f"group {number} of the optimizer has {one!r} before {other!r}, which is not the module's "
+                        "order: it is unknown how other stages would order it. Give the optimizer its parameters in "
+                        "the module's order, or convert while loading, where the job says it"
+                    )
+    group_of = _group_of(model)
+    count = max(map(len, saved.groups))
+    return tuple(
+        tuple(tuple(name for name in stage if group_of.get(name) == number) for number in range(count))
+        for stage in names
+    )
+
+
+def _group_of(model: SavedModel) -> dict[str, int]:
+    """Return the saved group of every parameter of the optimizer, by local names."""
+    return {name: number for groups in model.structure.groups for number, names in enumerate(groups) for name in names}
+
+
+def _are_experts(names: Sequence[str]) -> bool:
+    return bool(names) and all(map(head_of, names))
+
+
+def dealt_anew(
+    groups: Groups, was: Mapping[str, int], now: Mapping[str, int], old: Mapping[str, int], new: Mapping[str, int]
+) -> Groups:
+    """Return the optimizer's groups of a rank that gets another number of experts.
+
+    DeepSpeed splits groups of experts that are too large, so they are joined first and split again.
+
+    Args:
+        groups: groups of a rank, with local names.
+        was: number of experts of each layer that a rank had.
+        now: number of experts that it gets.
+        old: number of elements of each parameter before.
+        new: number of elements of each parameter after.
+
+    Raises:
+        CheckpointLayoutError: the order of the experts is not clear.
+    """
+    joined: list[tuple[str, ...]] = []
+    for number, group in enumerate(groups):
+        before = groups[number - 1] if number else ()
+        are_parts = _are_experts(before) and _are_experts(group)
+        if are_parts and sum(old[name] for name in before) + old[group[0]] > _LARGEST_EXPERT_GROUP:
+            joined[-1] += group
+        else:
+            joined.append(group)
+    found: list[tuple[str, ...]] = []
+    for names in joined:
+        anew = list(_with_experts(names, was, now))
+        start, held = 0, 0
+        for place, name in enumerate(anew if _are_experts(anew) else ()):
+            if place > start and held + new[name] > _LARGEST_EXPERT_GROUP:
+                found.append(tuple(anew[start:place]))
+                start, held = place, 0
+            held += new[name]
+        found.append(tuple(anew[start:]))
+    return tuple(found)
+
+
+def _with_experts(names: Sequence[str], was: Mapping[str, int], now: Mapping[str, int]) -> Iterator[str]:
+    """Yield the names of a group with another number of experts in each layer."""
+    for head, run in groupby(names, key=head_of):
+        own = list(run)
+        if not head or was[head] == now[head]:
+            yield from own
+            continue
+        first = [expert for name in own if (expert := expert_of(name)) is not None and expert.number == 0]
+        if own != [one.numbered(number) for number in range(was[head]) for one in first]:
+            raise CheckpointLayoutError(
+                f"a group of the optimizer has {listed(own, 3)} in another order than the module's, one expert after "
+                "the other: it is unknown how another number of experts would be ordered. Give the optimizer its "
+                "parameters in the module's order, or convert while loading, where the job says it"
+            )
+        yield from (one.numbered(number) for number in range(now[head]) for one in first)
+
+
+def _origins(model: SavedModel, structure: SavedStructure) -> tuple[tuple[int, ...], ...]:
+    """Return the saved groups that each group comes from.
+
+    Several of experts may become one where sizes change, or where DeepSpeed has split what is too large.
+    """
+    if not model.experts:
+        count = {len(groups) for groups in (*model.structure.groups, *structure.groups)}
+        if len(count) != 1:
+            raise CheckpointLayoutError(
+                f"the optimizer has {min(count)} groups of parameters on one stage and {max(count)} on another, in the "
+                "checkpoint or in the new layout: it is unknown which of them belong together. Give the optimizer as "
+                "many groups on every stage, each with a parameter"
+            )
+        return tuple((number,) for number in range(count.pop()))
+
+    def starred(name: str) -> str:
+        expert = expert_of(name)
+        return name if expert is None else expert.numbered("*")
+
+    saved = model.structure.groups[0]
+    holding: dict[str, set[int]] = {}
+    for number, names in enumerate(saved):
+        for name in names:
+            holding.setdefault(starred(name), set()).add(number)
+    found = []
+    for names in structure.groups[0]:
+        numbers = sorted(set().union(*(holding.get(starred(name), ()) for name in names)))
+        are_all = all(_are_experts(saved[number]) for number in numbers)
+        if are_all != _are_experts(names) or (len(numbers) > 1 and not are_all):
+            raise CheckpointLayoutError(
+                f"{listed(names, 3)} are one group of the optimizer, and were saved in groups {numbers}, of which not "
+                "all are of experts: it is unknown what belongs together. Give the optimizer the groups that it had"
+            )
+        found.append(tuple(numbers))
+    return tuple(found)

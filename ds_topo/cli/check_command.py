@@ -1,0 +1,190 @@
+"""``ds-topo check``: find faults of a running cluster. Any launcher can start it, one process per rank."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_topo.cli.shared_options import add_host_options, host_map_of
+from ds_topo.cli.terminal import counted, progress_of, say, table_of
+from ds_topo.errors import DisagreementError, LaunchError, TopologyError
+from ds_topo.hosts.placement import few_ranks
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ds_topo.check.faults import LinkSummary, Summary
+
+_EXAMPLES = """examples:
+  srun -N 2 --ntasks-per-node 4 ds-topo check "pipe=2,data=-1" --json links.json
+  torchrun --nnodes 2 --nproc-per-node 4 --node-rank 0 --master-addr node1 -m ds_topo check "pipe=2,data=-1"
+  deepspeed --hostfile hosts --module ds_topo check "pipe=2,data=-1" --hostfile hosts
+
+exit status: 0 without faults, 1 with faults, 2 for arguments that cannot be used
+"""
+_RATE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<size>[kKmMgGtT]?)(?P<unit>bit/s|bit|bps|b/s|B/s|B)")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser(
+        "check",
+        help="check hosts, groups and links of a running cluster",
+        description="Check that versions, clocks, hosts and the topology agree, that every group gives right results, "
+        "and that no link is slower than its neighbors. Start it with the launcher and the hosts of the real job.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("spec", metavar="SPEC", help='axes, outermost first: "pipe=2,data=-1,model=2"')
+    parser.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
+    parser.add_argument("--backend", help="torch backend; default: nccl where there is a GPU, else gloo")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds for each step (60)")
+    parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="seconds for pairs of hosts (120)")
+    parser.add_argument(
+        "--slow", type=float, default=0.5, metavar="X", help="share of the median below which a link is slow (0.5)"
+    )
+    parser.add_argument(
+        "--expect", metavar="RATE", help='expected rate of each host\'s link, "1gbit" or "25GB/s"; below 0.8 is slow'
+    )
+    parser.add_argument("--clock", type=float, default=1.0, metavar="S", help="allowed clock difference in seconds (1)")
+    add_host_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the check as one rank of the job; rank 0 reports."""
+    import torch
+
+    from ds_topo.check.meeting import StepFailure
+    from ds_topo.check.session import Options, run_check
+    from ds_topo.launch.joining import prepare
+
+    try:
+        expected = None if arguments.expect is None else rate(arguments.expect)
+        host_map = host_map_of(arguments)
+        launch = prepare()
+    except LaunchError as error:
+        print(f"ds-topo check: {error}", file=sys.stderr)
+        return 2
+    if not 0 < arguments.slow < 1:
+        raise TopologyError(f"--slow {arguments.slow}: give a share between 0 and 1")
+    if min(arguments.timeout, arguments.seconds, arguments.clock) <= 0:
+        raise TopologyError("--timeout, --seconds and --clock must be above 0 seconds")
+    backend = arguments.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    options = Options(
+        spec=arguments.spec,
+        backend=backend,
+        timeout=timedelta(seconds=arguments.timeout),
+        seconds=arguments.seconds,
+        slow=arguments.slow,
+        clock_tolerance=arguments.clock,
+        expected=expected,
+        expected_hosts=None if host_map is None else [host_map.host_of(rank).name for rank in range(host_map.size)],
+        most_bytes=2**28 if "nccl" in backend else 2**25,
+    )
+    with progress_of(launch.rank == 0) as progress:
+        try:
+            summary = run_check(launch, options, progress)
+        except StepFailure:  # rank 0 reports the reason
+            return 0
+        except DisagreementError as error:  # all ranks raise the same
+            if launch.rank == 0:
+                print(f"ds-topo check: {error}", file=sys.stderr)
+            return int(launch.rank == 0)
+        except LaunchError as error:
+            if launch.local_rank == 0:
+                print(f"ds-topo check: {error}", file=sys.stderr)
+            return 1
+    if summary is None:  # rank 0 alone fails: launchers kill all ranks as soon as one fails
+        return 0
+    if arguments.json is not None:
+        text = json.dumps(summary.as_json())
+        if arguments.json == "-":
+            print(text)
+        else:
+            try:
+                Path(arguments.json).write_text(text + "\n", encoding="utf-8")
+            except OSError as error:
+                raise TopologyError(f"--json {arguments.json!r} cannot be written: {error}") from error
+    if arguments.json != "-":
+        from rich.console import Console
+
+        print_summary(Console(), summary)
+    return 1 if summary.faults else 0
+
+
+def rate(text: str) -> float:
+    """Return a rate, as ``tc`` or a data sheet writes it, in bytes per second.
+
+    >>> rate("1gbit"), rate("25 GB/s"), rate("200 Mb/s")
+    (125000000.0, 25000000000.0, 25000000.0)
+
+    Raises:
+        TopologyError: the text is not a rate.
+    """
+    match = _RATE.fullmatch(text.strip())
+    if match is None:
+        raise TopologyError(f'rate {text!r}: expected a number with a unit, such as "1gbit" or "25GB/s"')
+    size = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}[match["size"].lower()]
+    return float(match["number"]) * size * (1.0 if match["unit"].startswith("B") else 1 / 8)
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """Print everything that was measured, then the faults."""
+    from ds_topo.check.faults import seconds, speed
+
+    ranks, hosts = counted(summary.world_size, "rank"), counted(len(summary.hosts), "host")
+    console.print(f"{summary.topology}: {ranks} on {hosts}, {summary.backend}", style="bold", highlight=False)
+    console.print()
+    if summary.versions:
+        say(console, "versions  " + ", ".join(f"{name} {version}" for name, version in summary.versions.items()))
+    if summary.clocks:
+        spread = max(summary.clocks.values()) - min(summary.clocks.values())
+        say(console, f"clocks    within {seconds(spread)} on all hosts")
+    if summary.axes:
+        console.print()
+        table = table_of("group", right=("ranks", "hosts", "latency", "bandwidth", "slowest group"))
+        for name, axis in summary.axes.items():
+            fewest, most = axis.hosts
+            table.add_row(
+                name,
+                f"{axis.ranks:,}",
+                f"{fewest:,}" if fewest == most else f"{fewest:,}-{most:,}",
+                seconds(axis.latency),
+                speed(axis.bandwidth),
+                f"{few_ranks(axis.slowest, 4)} {axis.slowest_bandwidth / axis.bandwidth:.2f}",
+            )
+        console.print(table)
+    if summary.inside or summary.across:
+        _print_links(console, summary)
+    console.print()
+    if not summary.faults:
+        console.print("No faults.", style="bold green", highlight=False)
+        return
+    console.print(f"{counted(len(summary.faults), 'fault')}:", style="bold red", highlight=False)
+    for fault in summary.faults:
+        say(console, f"  {fault.kind}: {fault.message}")
+
+
+def _print_links(console: Console, summary: Summary) -> None:
+    from ds_topo.check.faults import seconds, speed
+
+    def cells(link: LinkSummary) -> list[str]:
+        one, other, slowest = link.slowest[0]
+        return [seconds(link.latency), speed(link.bandwidth), f"{one} -> {other} {slowest / link.bandwidth:.2f}"]
+
+    console.print()
+    table = table_of("links", right=("latency", "bandwidth", "slowest"))
+    if summary.inside is not None:
+        table.add_row("inside hosts, rank to rank", *cells(summary.inside))
+    if summary.across is not None:
+        table.add_row("between hosts, all ranks", *cells(summary.across))
+    console.print(table)
+    played, every = summary.rounds
+    if played < every:
+        say(console, f"{played:,} of {every:,} rounds of pairs of hosts fitted into the time; --seconds gives more.")

@@ -1,0 +1,161 @@
+"""``ds-topo checkpoint`` shows the checkpoints of a folder, without torch and without unpickling anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.folder import Checkpoint, checkpoints_in, look_at, named_latest, told
+from ds_topo.checkpoint.manifest import SavedParameter
+from ds_topo.cli.terminal import counted, say, table_of
+from ds_topo.errors import MissingCheckpointError
+from ds_topo.hosts.placement import fold_numbers
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_EXAMPLES = """examples:
+  ds-topo checkpoint runs/gpt
+  ds-topo checkpoint runs/gpt --verify
+  ds-topo checkpoint runs/gpt/global_step100
+"""
+_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command's options."""
+    parser = subparsers.add_parser(
+        "checkpoint",
+        help="show the checkpoints of a folder, and check that they are complete",
+        description="Show tags, steps, layouts and sizes of checkpoints, which are complete, and the one that 'latest' "
+        "names. The exit status is 1 if one is damaged.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path, help="the folder of all checkpoints, or of one, to show its content"
+    )
+    parser.add_argument("--verify", action="store_true", help="read every file, and compare its digest")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the checkpoints; return 1 if one is damaged.
+
+    Raises:
+        MissingCheckpointError: there is none.
+    """
+    from rich.console import Console
+
+    folder: Path = arguments.folder
+    is_one = (folder / manifests.NAME).exists()
+    root = folder.resolve().parent if is_one else folder
+    if is_one:
+        found = [look_at(root, folder.resolve().name, digests=arguments.verify)]
+    else:
+        found = checkpoints_in(root, digests=arguments.verify)
+    if not found:
+        raise MissingCheckpointError(f"no checkpoint in {folder}" if folder.is_dir() else f"{folder} is not a folder")
+    latest = named_latest(root)
+    if arguments.json:
+        content = {"folder": str(root), "latest": latest, "checkpoints": [_as_json(one) for one in found]}
+        json.dump(content, sys.stdout)
+        print()
+    elif is_one:
+        _print_checkpoint(Console(), found[0], is_latest=latest == found[0].tag, verified=arguments.verify)
+    else:
+        _print_checkpoints(Console(), found, latest, verified=arguments.verify)
+    return int(any(checkpoint.problems for checkpoint in found))
+
+
+def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "tag": checkpoint.tag,
+        "is_whole": checkpoint.is_whole,
+        "problems": list(checkpoint.problems),
+        "needs": checkpoint.needs,
+        "bytes": checkpoint.bytes,
+        "manifest": None if checkpoint.manifest is None else asdict(checkpoint.manifest),
+    }
+
+
+def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: str | None, *, verified: bool) -> None:
+    """Print a line for each checkpoint, newest first; then the problems, and the tag in ``latest``."""
+    table = table_of("tag", "layout", "state", right=("step", "parameters", "size"))
+    for checkpoint in found:
+        manifest, layout_text, step, numel = checkpoint.manifest, "no manifest", "?", "?"
+        if manifest is not None:
+            layout, step, numel = manifest.layout, f"{manifest.step:,}", f"{manifest.numel():,}"
+            where = layout.topology or f"{layout.model_ranks} x {layout.replicas}"
+            layout_text = f"{where}, ZeRO {layout.zero_stage}, {layout.precision}"
+        state, size = _state(checkpoint, verified), size_text(checkpoint.bytes)
+        table.add_row(checkpoint.tag, layout_text, state, step, numel, size)
+    console.print(table)
+    console.print()
+    for checkpoint in found:
+        if problem := told(checkpoint.problems) or checkpoint.needs:
+            say(console, f"{checkpoint.tag}: {problem}")
+    if latest is None:
+        say(console, "There is no file 'latest'.")
+    else:
+        is_there = latest in {checkpoint.tag for checkpoint in found}
+        say(console, f"latest: {latest}" + ("" if is_there else ", which does not exist"))
+
+
+def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bool, verified: bool) -> None:
+    """Print the layout, the files and the parameters of one checkpoint."""
+    title = f"{checkpoint.tag}: {_state(checkpoint, verified)}{', latest' if is_latest else ''}"
+    console.print(title, style="bold", highlight=False)
+    for problem in checkpoint.problems:
+        say(console, f"  {problem}")
+    manifest = checkpoint.manifest
+    if manifest is None:
+        say(console, checkpoint.needs)
+        return
+    console.print()
+    say(console, f"step        {manifest.step:,}, saved {manifest.time}")
+    say(console, f"layout      {manifest.layout}")
+    say(console, f"optimizer   {manifest.layout.optimizer}")
+    say(console, f"files       {len(manifest.files):,}, {size_text(manifest.bytes)}")
+    say(console, f"parameters  {manifest.numel():,} in {counted(len(manifest.parameters), 'tensor')}")
+    say(console, "releases    " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+    console.print()
+    table = table_of("parameter", "shape", "type", "model ranks", "split")
+    for row in manifest.parameters:
+        shape = f"{list(row.shape)}" + (f" x {row.experts} experts" if row.experts else "")
+        ranks = fold_numbers(list(row.model_ranks))
+        table.add_row(row.name, shape, row.dtype, ranks, _split(row) + ("" if row.is_trained else " frozen"))
+    console.print(table)
+
+
+def _split(row: SavedParameter) -> str:
+    if row.split_dim is None:
+        return ""
+    return "yes" if row.split_dim < 0 else f"dimension {row.split_dim}"
+
+
+def _state(checkpoint: Checkpoint, verified: bool) -> str:
+    if checkpoint.needs:
+        return "of a later release"
+    if checkpoint.problems:
+        return "DAMAGED"
+    if checkpoint.manifest is None:
+        return "seems complete"
+    return "complete, digests agree" if verified else "complete"
+
+
+def size_text(size: int) -> str:
+    """Return bytes in a readable unit.
+
+    >>> size_text(999), size_text(1_234_567), size_text(20_000_000_000)
+    ('999 bytes', '1.2 MB', '20.0 GB')
+    """
+    power = min(max(0, (len(str(size)) - 1) // 3), len(_UNITS) - 1)
+    return f"{size:,} bytes" if not power else f"{size / 1000**power:.1f} {_UNITS[power]}"

@@ -1,0 +1,136 @@
+"""``ds-topo convert``: write a checkpoint for another layout, or as one plain file of weights."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.folder import Checkpoint, candidates, check_tag, look_at, tags_in, why_passed_over
+from ds_topo.cli.terminal import progress_of
+from ds_topo.errors import CheckpointError, MissingCheckpointError, listed
+
+_EXAMPLES = """examples:
+  ds-topo convert runs/gpt runs/gpt8 --topology "pipe=2,data=4"
+  ds-topo convert runs/gpt/global_step100 runs/plain --topology "data=8" --zero 3
+  ds-topo convert runs/moe runs/moe4 --topology "data=8" --experts 4
+  ds-topo convert runs/gpt weights.pt --to torch
+"""
+_STEPS = {
+    "megabytes": "writing megabytes",
+    "parameters": "putting parameters together",
+    "files": "flushing files",
+}
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser(
+        "convert",
+        help="write a checkpoint for other degrees, another ZeRO stage, or as one plain file",
+        description="Write a checkpoint for another topology or ZeRO stage, which DeepSpeed loads as its own; or write "
+        "all weights into one plain file. The checkpoint that is read is not changed. Start an interrupted conversion "
+        "again to continue it.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "source", metavar="FROM", type=Path, help="folder of checkpoints, of which the newest is read, or of one"
+    )
+    parser.add_argument("to", metavar="TO", type=Path, help="folder of checkpoints for the new one; a file with --to")
+    parser.add_argument("--topology", help='the new topology, with all degrees, such as "pipe=2,data=4"')
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage; by default the saved one")
+    parser.add_argument(
+        "--experts", metavar="SIZE", type=int, help="expert parallel size of all layers; by default the saved ones"
+    )
+    parser.add_argument("--tag", help="tag of the checkpoint to read, if FROM is a folder of several")
+    parser.add_argument("--new-tag", help="tag of the new checkpoint; by default the same")
+    parser.add_argument(
+        "--partition-method", help="of the pipeline: parameters, uniform or type:...; by default the saved one"
+    )
+    parser.add_argument("--stages", metavar="0,3,6", help="first layer of every stage, and the number of layers")
+    parser.add_argument("--to", dest="kind", choices=("torch", "safetensors"), help="write one file of weights instead")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert a checkpoint.
+
+    Raises:
+        CheckpointError, TopologyError: the conversion is not possible; the message says why, and nothing was written.
+    """
+    to, kind = arguments.to, arguments.kind
+    if (arguments.topology is None) == (kind is None):
+        raise CheckpointError('give either --topology, such as --topology "data=4", or --to torch')
+    if kind is not None and to.is_dir():
+        raise CheckpointError(f"{to} is a folder: give the file to write, such as {to / 'weights.pt'}")
+    if kind is None and to.exists() and not to.is_dir():
+        raise CheckpointError(f"{to} is a file: give a folder of checkpoints for the new one")
+    try:
+        bounds = tuple(int(number) for number in arguments.stages.split(",")) if arguments.stages else ()
+    except ValueError:
+        raise CheckpointError(
+            f"--stages {arguments.stages!r} is not a list of numbers: give numbers of layers, such as 0,3,6"
+        ) from None
+    try:
+        check_tag("new" if arguments.new_tag is None else arguments.new_tag)
+    except ValueError as error:
+        raise CheckpointError(f"--new-tag: {error}") from None
+    found = _checkpoint(arguments.source, arguments.tag)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    with progress_of(True, "convert") as show:
+        show("planning", 0, 0)
+        from ds_topo.checkpoint.conversion import convert, to_single_file
+
+        def progress(name: str, done: int, of: int) -> None:
+            show(_STEPS[name], done, of)
+
+        if kind is not None:
+            path = to_single_file(found, to, kind, progress)
+        else:
+            path = convert(
+                found,
+                to,
+                arguments.topology,
+                zero=arguments.zero,
+                tag=arguments.new_tag,
+                method=arguments.partition_method,
+                bounds=bounds,
+                experts=arguments.experts,
+                progress=progress,
+            )
+    print(path)
+    return 0
+
+
+def _checkpoint(source: Path, tag: str | None) -> Checkpoint:
+    """Return the checkpoint that a folder and a tag mean.
+
+    Raises:
+        MissingCheckpointError: there is none.
+    """
+    if (source / manifests.NAME).exists():
+        path = source.resolve()
+        if tag not in (None, path.name):
+            raise CheckpointError(
+                f"--tag {tag!r}: {source} is one checkpoint, {path.name!r}. Give the folder around it, or no --tag"
+            )
+        return look_at(path.parent, path.name)
+    known = tags_in(source)
+    if tag is not None:
+        if tag not in known:
+            raise MissingCheckpointError(f"no checkpoint {tag!r} in {source}: there are {listed(known)}")
+        return look_at(source, tag)
+    damaged: list[Checkpoint] = []
+    for found in candidates(source):
+        if found.is_whole and (said := why_passed_over(source, found, damaged)):
+            print(f"ds-topo convert: {said}", file=sys.stderr)
+        if found.is_whole or found.needs:
+            return found
+        damaged.append(found)
+    raise MissingCheckpointError(
+        f"none of the checkpoints {listed(known)} in {source} is whole" if known else f"no checkpoint in {source}"
+    )

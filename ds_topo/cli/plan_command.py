@@ -1,0 +1,464 @@
+"""``ds-topo plan``: choose degrees, their order, ZeRO stage and micro-batch, and predict memory and seconds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf, prod
+from pathlib import Path
+from typing import Any
+
+from ds_topo.cli.shared_options import add_host_options, host_map_of
+from ds_topo.errors import TopologyError
+from ds_topo.planner.costs import Costs
+from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
+from ds_topo.planner.hardware import (
+    ACCELERATORS,
+    CONTEXT_BYTES,
+    GIGA,
+    TERA,
+    Accelerator,
+    Cluster,
+    Efficiency,
+    Link,
+    Machine,
+    accelerator_of,
+    cluster_of,
+    read_machine,
+    usable_bytes,
+)
+from ds_topo.planner.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute, precision_of, software_of
+from ds_topo.planner.model import Model, read_model, transformer
+from ds_topo.planner.published_runs import judge_rows, read_rows
+from ds_topo.planner.search import Found, Plan, Wanted, orders_of, plan_or_problem, search
+from ds_topo.topology.expert_tables import divisors
+from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.spec import leaves_out_a_degree, parse_spec
+
+EXAMPLES = """examples:
+  ds-topo plan --config llama-3-70b/config.json --hosts 8 --slots 8 --accelerator H100 --batch 128
+  ds-topo plan --layers 32 --hidden 4096 --heads 32 --vocab 50257 --sequence 2048 --hosts 4 --accelerator A100 \\
+               --batch 512 --explain --compare "pipe=4,data=4,model=2" --picture plan.png
+  ds-topo plan --layers 4 --hidden 128 --heads 4 --vocab 256 --sequence 128 --hosts 1 --slots 4 --batch 32 \\
+               --calibrate --write ds_config.json
+  ds-topo plan --runs published_runs.json --within 15%
+"""
+NUMBERS = ("layers", "hidden", "heads", "vocab", "sequence")
+"""The numbers that a model by hand needs."""
+OTHER_NUMBERS = ("kv_heads", "ffn", "experts", "top_k", "gated")
+"""The numbers that it can have beside."""
+WHOLE = (
+    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence"),
+    *("batch", "micro_batch", "virtual_stages", "expert_parallel", "top"),
+)
+"""The options that are whole numbers from 1 on."""
+POSITIVE = ("peak_tflops", "memory_gb", "memory_gbps", "link_inside_gbps", "link_across_gbps")
+"""The options that are positive numbers."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the options of ``plan``."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="choose degrees, order, ZeRO stage and micro-batch; predict memory and seconds",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    switch = argparse.BooleanOptionalAction
+    add = parser.add_argument_group("model: a config file, or numbers by hand").add_argument
+    add("--config", metavar="FILE", help="config.json of Hugging Face: GPT-2, Llama, Qwen, DeepSeek, ...")
+    add("--layers", type=int, help="transformer layers")
+    add("--hidden", type=int, help="width of the activations between layers")
+    add("--heads", type=int, help="attention heads")
+    add("--kv-heads", type=int, help="heads of keys and values; as many as --heads by default")
+    add("--ffn", type=int, help="width of the feed-forward layer; 4 x hidden by default")
+    add("--vocab", type=int, help="size of the vocabulary")
+    add("--sequence", type=int, help="positions of a sequence; the config's longest by default")
+    add("--experts", type=int, help="experts in every layer")
+    add("--top-k", type=int, help="experts that a token goes through")
+    add("--gated", action=switch, default=None, help="use Llama's layers (SwiGLU), or GPT-2's")
+    add_host_options(parser)
+    add = parser.add_argument_group("cluster").add_argument
+    add("--accelerator", metavar="NAME", help=", ".join(ACCELERATORS))
+    add("--peak-tflops", type=float, help="TFLOP/s of matrix products, for an accelerator that is not in the table")
+    add("--memory-gb", type=float, help="memory of a device; also limits that of the table")
+    add("--memory-gbps", type=float, help="GB/s of its memory")
+    add("--link-inside-gbps", type=float, help="GB/s and direction between ranks of a host")
+    add("--link-across-gbps", type=float, help="GB/s and direction of a rank's share of the network")
+    add("--machine", metavar="FILE", help="measurements of --calibrate or `ds-topo check --json FILE`")
+    add = parser.add_argument_group("job, and decisions that are made already").add_argument
+    add("--batch", type=int, help="sequences per step, over all ranks")
+    add("--precision", choices=list(PRECISIONS), help="bf16 by default, fp32 on a CPU")
+    add("--software", choices=list(SOFTWARE), help="the training program; DeepSpeed by default")
+    add("--expert-load", type=float, default=1.0, help="rows of the fullest expert over the mean")
+    add("--topology", metavar="SPEC", help='degrees in their order, such as "pipe=2,data=4,model=2"')
+    add("--fix", metavar="SPEC", help='degrees of some axes, in any order, such as "model=4"')
+    add("--micro-batch", type=int, help="sequences of a replica that are computed at a time")
+    add("--zero", type=int, choices=range(4), help="ZeRO stage")
+    add("--recompute", choices=[kind.value for kind in Recompute], help="activations that backward computes again")
+    add("--virtual-stages", type=int, help="pipeline stages per rank")
+    add("--sequence-parallel", action=switch, default=None, help="split activations along the sequence")
+    add("--expert-parallel", type=int, help="ranks over which the experts of a layer are distributed")
+    add = parser.add_argument_group("output").add_argument
+    add("--top", type=int, default=10, metavar="N", help="number of sets of degrees to show")
+    add("--explain", action="store_true", help="explain every term of the best plan's seconds and bytes")
+    add("--compare", metavar="SPEC", help="show what another topology loses against the best, and where")
+    add("--json", action="store_true", help="print everything as JSON")
+    add("--picture", metavar="FILE", help="draw seconds and memory as stacked bars; PNG, SVG or PDF")
+    add("--write", metavar="FILE", help="write the best plan as a DeepSpeed config")
+    add = parser.add_argument_group("measurements").add_argument
+    add(
+        "--calibrate",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="measure products and links of this machine first (under a launcher: of all ranks); save them in FILE",
+    )
+    add("--runs", metavar="FILE", help="compare predictions of published runs with their reports, row by row")
+    add("--within", default="15%", metavar="SHARE", help="the bound of --runs for the error of every row")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan, judge published runs or calibrate. Return 1 if rows are beyond the bound, else 0."""
+    for names, rule, least in ((WHOLE, "give a number from 1 on", 1.0), (POSITIVE, "give a positive number", 0.0)):
+        for name in names:
+            value = getattr(arguments, name)
+            if value is not None and not (least <= value < inf and value):
+                raise TopologyError(f"{_option(name)} {value}: {rule}")
+    if arguments.runs:
+        return _judge(arguments)
+    machine = read_machine(arguments.machine) if arguments.machine else None
+    if arguments.calibrate is not None:
+        machine, is_first = _calibrated(arguments.calibrate)
+        if not is_first:
+            return 0
+        if not (arguments.config or arguments.layers):
+            if not arguments.calibrate:
+                print(json.dumps(machine.as_json(), indent=1))
+            return 0
+    job = job_of(arguments, machine)
+    wanted = wanted_of(arguments, job)
+    topology = _topology("compare", arguments.compare, job) if arguments.compare else None
+    found = search(job, wanted, arguments.top)
+    compared = plan_or_problem(job, replace(wanted, topology=topology, degrees=())) if topology is not None else None
+    if arguments.picture:
+        from ds_topo.cli.plan_report import save_picture
+
+        save_picture(found, arguments.picture)
+    advice = None
+    if arguments.write:
+        from ds_topo.planner.config_writer import deepspeed_config, how_to_train
+
+        _write("--write", arguments.write, json.dumps(deepspeed_config(job, found.best), indent=2))
+        advice = how_to_train(job, found.best, arguments.write)
+    if arguments.json:
+        print(json.dumps(found_as_json(found, compared, arguments.compare)))
+    else:
+        from ds_topo.cli.plan_report import print_found
+
+        print_found(found, compared, arguments.compare, explained=arguments.explain, advice=advice)
+    return 0
+
+
+def _option(name: str) -> str:
+    """Return the spelling of an option on the command line.
+
+    >>> _option("micro_batch")
+    '--micro-batch'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def _write(option: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise TopologyError(f"{option} {path!r} cannot be written: {error}") from error
+
+
+def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
+    """Return the job that the options describe.
+
+    Raises:
+        TopologyError: if options are missing or contradict each other.
+    """
+    model = _model(arguments)
+    cluster = _cluster(arguments, machine)
+    if arguments.batch is None:
+        raise TopologyError("--batch is missing: the number of sequences per step, over all ranks")
+    precision = precision_of(arguments.precision or ("fp32" if cluster.is_cpu else "bf16"))
+    cluster.accelerator.peak(precision.products)  # raises if it has no such format
+    software = software_of(arguments.software or ("deepspeed-pipeline" if arguments.write else "deepspeed"))
+    if not 1 <= arguments.expert_load < inf:
+        raise TopologyError(f"--expert-load {arguments.expert_load}: the fullest expert has at least the mean, 1")
+    sequence = arguments.sequence or model.sequence
+    return Job(model, cluster, arguments.batch, sequence, precision, software, arguments.expert_load)
+
+
+def _model(arguments: argparse.Namespace) -> Model:
+    if arguments.config:
+        by_hand = [name for name in (*NUMBERS, *OTHER_NUMBERS) if name != "sequence"]
+        given = [name for name in by_hand if getattr(arguments, name) is not None]
+        if given:
+            raise TopologyError(f"--config and {_option(given[0])} both describe the model: give one of them")
+        return read_model(arguments.config)
+    missing = [f"--{name}" for name in NUMBERS if getattr(arguments, name) is None]
+    if missing:
+        raise TopologyError(f"a model is needed: --config FILE, or its numbers; {' '.join(missing)} missing")
+    return transformer(
+        layers=arguments.layers,
+        hidden=arguments.hidden,
+        heads=arguments.heads,
+        kv_heads=arguments.kv_heads,
+        ffn=arguments.ffn,
+        vocabulary=arguments.vocab,
+        sequence=arguments.sequence,
+        experts=arguments.experts or 0,
+        top_k=arguments.top_k or 0,
+        gated=arguments.gated,
+    )
+
+
+def _cluster(arguments: argparse.Namespace, machine: Machine | None) -> Cluster:
+    """Return hosts, slots, accelerator and links, with measurements in place of a table's values."""
+    accelerator = _accelerator(arguments, machine)
+    cluster = cluster_of(accelerator, *_hosts_and_slots(arguments, accelerator, machine))
+    if arguments.memory_gb is not None:
+        limit = usable_bytes(arguments.memory_gb * GIGA)
+        if limit <= 0:
+            raise TopologyError(
+                f"--memory-gb {arguments.memory_gb}: {CONTEXT_BYTES / GIGA:g} GB of it are not available for tensors; "
+                "give the whole memory of a device"
+            )
+        cluster = replace(cluster, memory_limit=limit)
+    if machine is not None:
+        cluster = machine.applied_to(cluster)
+    inside, across = arguments.link_inside_gbps, arguments.link_across_gbps
+    if inside:
+        cluster = replace(cluster, inside=Link(inside * GIGA, cluster.inside.latency))
+    if across:
+        cluster = replace(cluster, across=Link(across * GIGA * cluster.slots, cluster.across.latency))
+    return cluster
+
+
+def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Accelerator:
+    def given(*names: str) -> list[str]:
+        return [_option(name) for name in names if getattr(arguments, name) is not None]
+
+    if machine is not None and machine.speeds is not None:
+        stated = given("accelerator", "peak_tflops", "memory_gb", "memory_gbps")
+        if stated:
+            raise TopologyError(f"{stated[0]} and measured speeds both say what a rank has: give one of them")
+        return machine.speeds.accelerator()
+    if arguments.accelerator:
+        stated = given("peak_tflops", "memory_gbps")
+        if stated:
+            raise TopologyError(f"--accelerator and {stated[0]} both say how fast it is: give one of them")
+        return accelerator_of(arguments.accelerator)
+    if len(given("peak_tflops", "memory_gb", "memory_gbps")) < 3:
+        raise TopologyError(
+            f"--accelerator NAME is missing (one of {', '.join(ACCELERATORS)}); for another one give --peak-tflops, "
+            "--memory-gb and --memory-gbps, for the machine at hand --calibrate"
+        )
+    peaks = dict.fromkeys(("bf16", "fp16", "fp32"), arguments.peak_tflops * TERA)
+    return Accelerator(
+        f"accelerator of {arguments.peak_tflops:g} TFLOP/s",
+        peaks,
+        arguments.memory_gb * GIGA,
+        arguments.memory_gbps * GIGA,
+        (arguments.link_inside_gbps or 25.0) * GIGA,
+        (arguments.link_across_gbps or 12.5) * GIGA,
+        Efficiency(dict.fromkeys(peaks, 0.6), processors=100),
+    )
+
+
+def _hosts_and_slots(
+    arguments: argparse.Namespace, accelerator: Accelerator, machine: Machine | None
+) -> tuple[int, int]:
+    if machine is not None and not (arguments.hosts or arguments.hostfile or arguments.slurm):
+        return machine.hosts, machine.slots if arguments.slots is None else arguments.slots
+    if arguments.hosts and arguments.slots is None:
+        arguments = argparse.Namespace(**{**vars(arguments), "slots": machine.slots if machine else accelerator.slots})
+    host_map = host_map_of(arguments)
+    if host_map is None:
+        raise TopologyError("hosts are needed: --hosts N [--slots M], --hostfile FILE, --slurm or --machine FILE")
+    counts = set(host_map.hosts.counts)
+    if len(counts) > 1:
+        raise TopologyError(
+            f"hosts have between {min(counts)} and {max(counts)} slots; a plan needs as many on each: use the first "
+            f"{min(counts)} of each with --num-gpus {min(counts)}, or leave hosts out with --exclude"
+        )
+    if host_map.host_indices != tuple(sorted(host_map.host_indices)):
+        raise TopologyError("ranks are not numbered host by host; a plan needs that: use Slurm's block distribution")
+    return len(host_map.hosts), host_map.hosts.counts[0]
+
+
+def wanted_of(arguments: argparse.Namespace, job: Job) -> Wanted:
+    """Return the decisions that the options make."""
+    if arguments.topology and arguments.fix:
+        raise TopologyError("--topology and --fix both decide degrees: give one of them")
+    return Wanted(
+        topology=_topology("topology", arguments.topology, job) if arguments.topology else None,
+        degrees=_fixed_degrees(arguments.fix, job) if arguments.fix else (),
+        micro_batch=arguments.micro_batch,
+        zero=arguments.zero,
+        recompute=(Recompute(arguments.recompute),) if arguments.recompute else (),
+        virtual_stages=arguments.virtual_stages,
+        sequence_parallel=arguments.sequence_parallel,
+        expert_parallel=arguments.expert_parallel,
+    )
+
+
+def _fixed_degrees(spec: str, job: Job) -> tuple[tuple[str, int], ...]:
+    if leaves_out_a_degree(spec):
+        raise TopologyError(f"--fix {spec!r}: give degrees from 1 on; those of axes that are not named are searched")
+    axes, sizes, _ = parse_spec(spec)
+    _check_axes("fix", spec, axes)
+    ranks = job.cluster.ranks
+    if ranks % prod(sizes):
+        raise TopologyError(
+            f"--fix {spec!r}: {prod(sizes)} does not divide the {ranks} ranks ({job.cluster.hosts} hosts x "
+            f"{job.cluster.slots} slots); choose degrees whose product is one of {divisors(ranks)}"
+        )
+    return tuple(zip(axes, sizes, strict=True))
+
+
+def _topology(option: str, spec: str, job: Job) -> ProcessTopology:
+    topology = ProcessTopology.from_spec(spec, world_size=job.cluster.ranks)
+    _check_axes(option, spec, topology.axes)
+    return topology
+
+
+def _check_axes(option: str, spec: str, axes: Sequence[str]) -> None:
+    unknown = [axis for axis in axes if axis not in AXES]
+    if unknown:
+        raise TopologyError(f"--{option} {spec!r}: axes {unknown} cannot be planned; choose among {list(AXES)}")
+
+
+def _calibrated(path: str) -> tuple[Machine, bool]:
+    """Measure this machine, with all ranks of a launcher. Return True too on the rank that goes on to plan."""
+    from ds_topo.measurement.calibrate import calibrate
+
+    is_first = True
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        is_first = dist.get_rank() == 0
+        machine = calibrate()
+        dist.destroy_process_group()
+    else:
+        machine = calibrate()
+    if path and is_first:
+        _write("--calibrate", path, json.dumps(machine.as_json(), indent=1))
+    return machine, is_first
+
+
+def found_as_json(found: Found, compared: Plan | str | None, spec: str | None) -> dict[str, Any]:
+    """Return everything that a search found.
+
+    ``compared`` is the plan of the topology ``spec``, or why there is none.
+    """
+    job, best, tally, costs = found.job, found.best, found.tally, Costs(found.job)
+    content: dict[str, Any] = {
+        "job": _job_as_json(job),
+        "plans": [_plan_as_json(job, plan) for plan in found.plans],
+        "reason": reason(found),
+        "explained": {
+            "seconds": [vars(term) for term in explain_time(costs, best)],
+            "bytes": [vars(term) for term in explain_memory(costs, best)],
+            "axes": [{**vars(use), "link": use.link} for use in explain_axes(costs, best.layout)],
+        },
+        "orders": [{"topology": plan.layout.topology.spec, "seconds": plan.seconds} for plan in orders_of(job, best)],
+        "search": {
+            "timed": tally.evaluated,
+            "cut": tally.bounded,
+            "too_large": tally.too_large,
+            "problems": dict(tally.problems),
+        },
+    }
+    if isinstance(compared, str):
+        content["compared"] = {"topology": spec, "problem": compared}
+    elif compared is not None:
+        loses = [vars(term) for term in differences(best, compared)]
+        content["compared"] = {**_plan_as_json(job, compared), "loses": loses}
+    return content
+
+
+def _plan_as_json(job: Job, plan: Plan) -> dict[str, Any]:
+    layout = plan.layout
+    return {
+        "topology": layout.topology.spec,
+        "micro_batch": layout.micro_batch,
+        "micro_batches": layout.micro_batches(job.batch),
+        "zero": layout.zero,
+        "recompute": layout.recompute.value,
+        "virtual_stages": layout.virtual_stages,
+        "sequence_parallel": layout.sequence_parallel,
+        "expert_parallel": layout.expert_parallel,
+        "seconds": plan.seconds,
+        "seconds_by_term": plan.time.parts(),
+        "tokens_per_second": job.batch * job.sequence / plan.seconds,
+        "memory_bytes": plan.memory.total,
+        "memory_by_term": plan.memory.parts(),
+    }
+
+
+def _job_as_json(job: Job) -> dict[str, Any]:
+    cluster = job.cluster
+    return {
+        "model": job.model.name,
+        "parameters": job.model.parameters,
+        "active_parameters": job.model.active_parameters,
+        "flops_per_token": job.model.flops_per_token(job.sequence),
+        "accelerator": cluster.accelerator.name,
+        "hosts": cluster.hosts,
+        "slots": cluster.slots,
+        "memory_limit": cluster.memory_limit,
+        "batch": job.batch,
+        "sequence": job.sequence,
+        "precision": job.precision.name,
+        "software": job.software.name,
+    }
+
+
+def _judge(arguments: argparse.Namespace) -> int:
+    """Print predictions of published runs. Return 1 if a row is beyond the bound or does not fit."""
+    judgement = judge_rows(read_rows(arguments.runs), share_of(arguments.within))
+    if arguments.json:
+        content = {
+            "within": judgement.within,
+            "median_error": judgement.median_error,
+            "beyond": [verdict.row.number for verdict in judgement.beyond],
+            "rows": [verdict.as_json() for verdict in judgement.verdicts],
+        }
+        print(json.dumps(content))
+    else:
+        from ds_topo.cli.plan_report import print_judgement
+
+        print_judgement(judgement)
+    return 1 if judgement.beyond else 0
+
+
+def share_of(text: str) -> float:
+    """Return a share given as ``15%`` or ``0.15``.
+
+    >>> share_of("15%"), share_of("0.07")
+    (0.15, 0.07)
+
+    Raises:
+        TopologyError: if it is neither, or not positive.
+    """
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not share > 0:
+        raise TopologyError(f"--within {text!r}: give a positive share such as 15% or 0.15")
+    return share

@@ -1,0 +1,255 @@
+"""Print plans and judgements of published runs as tables, and draw plans as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ds_topo.errors import TopologyError
+from ds_topo.planner.costs import Costs
+from ds_topo.planner.explain import (
+    Term,
+    bytes_text,
+    differences,
+    explain_axes,
+    explain_memory,
+    explain_time,
+    reason,
+    rejections,
+)
+from ds_topo.planner.published_runs import Judgement
+from ds_topo.planner.search import Found, Plan, orders_of
+
+SHOWN_ORDERS = 6
+FILE_COLUMNS = 132
+"""The width of tables that are written to a file or a pipe."""
+COLORS = {
+    "compute": "#4c78a8",
+    "recompute": "#9ecae9",
+    "model": "#f58518",
+    "seq": "#ffbf79",
+    "expert": "#b279a2",
+    "pipe": "#54a24b",
+    "bubble": "#d9d9d9",
+    "gradients": "#e45756",
+    "parameters": "#ff9da6",
+    "optimizer": "#72b7b2",
+    "agreement": "#9d755d",
+    "program": "#eeca3b",
+    "sharing": "#bab0ac",
+    "weights": "#4c78a8",
+    "activations": "#f58518",
+    "working": "#ffbf79",
+    "buffers": "#bab0ac",
+}
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=FILE_COLUMNS)
+
+
+def _table(left: Sequence[str], right: Sequence[str], last: str | None = None) -> Table:
+    """Return a table with columns of words, columns of numbers, and a last column of words."""
+    table = Table(box=None, pad_edge=False)
+    for column in left:
+        table.add_column(column, no_wrap=True)
+    for column in right:
+        table.add_column(column, justify="right", no_wrap=True)
+    if last is not None:
+        table.add_column(last, overflow="fold")
+    return table
+
+
+def print_found(
+    found: Found, compared: Plan | str | None, spec: str | None, *, explained: bool, advice: str | None
+) -> None:
+    """Print the table of plans, the reason for the first, and whatever else was asked for.
+
+    ``compared`` is the plan of the topology ``spec``, or why there is none.
+    """
+    console, job = _console(), found.job
+    model, cluster = job.model, job.cluster
+    active = f", {model.active_parameters / 1e9:.2f} B at work" if model.expert_count else ""
+    console.print(
+        f"{model.name}: {model.parameters:,} parameters{active}; {cluster.hosts} x {cluster.slots} "
+        f"{cluster.accelerator.name}, {cluster.memory_limit / 1e9:.1f} GB each for tensors; {job.batch} sequences of "
+        f"{job.sequence} in {job.precision.name}, {job.software.name}",
+        soft_wrap=True,
+    )
+    console.print(_plans_table(found))
+    console.print(f"first because {reason(found)}", soft_wrap=True)
+    if explained:
+        _print_explained(console, found)
+    if isinstance(compared, str):
+        console.print(f"--compare {spec!r}: {compared}", soft_wrap=True, markup=False)
+    elif compared is not None:
+        _print_compared(console, found.best, compared)
+    if advice:
+        console.print(advice, soft_wrap=True, markup=False)
+
+
+def _plans_table(found: Found) -> Table:
+    job = found.job
+    table = _table(["topology, outermost first"], ["micro", "ZeRO"], "more")
+    for column in ("GB", "s/step", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("waits for", overflow="fold")
+    for plan in found.plans:
+        layout = plan.layout
+        # the two largest terms beside computing, as shares
+        terms = [(seconds, name) for name, seconds in plan.time.parts().items() if name != "compute"]
+        largest = [(seconds / plan.seconds, name) for seconds, name in sorted(terms, reverse=True)[:2]]
+        table.add_row(
+            layout.topology.spec,
+            str(layout.micro_batch),
+            str(layout.zero),
+            ", ".join(layout.details()),
+            _gigabytes(plan.memory.total),
+            f"{plan.seconds:.4g}",
+            f"{job.batch * job.sequence / plan.seconds:,.0f}",
+            ", ".join(f"{name} {share:.0%}" for share, name in largest if share > 0.005),
+        )
+    return table
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g}" if size < 1e10 else f"{size / 1e9:.1f}"
+
+
+def _print_explained(console: Console, found: Found) -> None:
+    costs, best = Costs(found.job), found.best
+    console.print(f"\n[bold]seconds of {best.layout}[/bold]", soft_wrap=True)
+    console.print(_terms_table(explain_time(costs, best), best.seconds, "s", 1.0))
+    console.print(f"\n[bold]bytes of the fullest rank[/bold], limit {found.job.cluster.memory_limit / 1e9:.1f} GB")
+    console.print(_terms_table(explain_memory(costs, best), best.memory.total, "GB", 1e-9))
+    console.print("\n[bold]axes on hosts[/bold]")
+    table = _table(["axis"], ["ranks", "hosts"])
+    table.add_column("link")
+    table.add_column("leave a host per step", justify="right")
+    for use in explain_axes(costs, best.layout):
+        sent = bytes_text(use.bytes_per_host) if use.bytes_per_host else "-"
+        table.add_row(use.axis, str(use.ranks), str(use.hosts), use.link, sent)
+    console.print(table)
+    console.print("\n[bold]the same degrees in other orders[/bold]")
+    for plan in orders_of(found.job, best)[:SHOWN_ORDERS]:
+        console.print(f"  {plan.layout.topology.spec:40} {plan.seconds:.4g} s  {plan.seconds / best.seconds - 1:+.1%}")
+    console.print("\n[bold]the rest[/bold]")
+    for line in rejections(found.tally):
+        console.print(f"  {line}", soft_wrap=True)
+
+
+def _terms_table(terms: list[Term], whole: float, unit: str, scale: float) -> Table:
+    table = _table(["term"], [unit, "share"], "")
+    for term in terms:
+        table.add_row(term.name, f"{term.value * scale:.4g}", f"{term.value / whole:.1%}", term.text)
+    table.add_row("all", f"{whole * scale:.4g}", "", "")
+    return table
+
+
+def _print_compared(console: Console, best: Plan, compared: Plan) -> None:
+    console.print(f"\n[bold]{compared.layout}[/bold]", soft_wrap=True)
+    lost = compared.seconds / best.seconds - 1
+    console.print(
+        f"{compared.seconds:.4g} s per step, {lost:+.1%}; {_gigabytes(compared.memory.total)} GB against "
+        f"{_gigabytes(best.memory.total)}"
+    )
+    for term in sorted(differences(best, compared), key=lambda term: -abs(term.value)):
+        if abs(term.value) > 0.001 * best.seconds:
+            console.print(f"  {term.name:12} {1e3 * term.value:+10.2f} ms  ({term.text})")
+
+
+def print_judgement(judgement: Judgement) -> None:
+    """Print the predicted and the published value of every row."""
+    console = _console()
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "metric"):
+        table.add_column(column, overflow="fold")
+    for column in ("published", "predicted", "error", "GB", "of best"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for verdict in judgement.verdicts:
+        table.add_row(
+            f"{verdict.row.number} {verdict.row.name}",
+            verdict.metric.key,
+            f"{verdict.metric.value:,.4g}",
+            f"{verdict.predicted:,.4g}",
+            f"{verdict.error:+.1%}",
+            f"{verdict.plan.memory.total / 1e9:.0f}{'' if verdict.fits else ' !'}",
+            f"{verdict.plan.seconds / verdict.best.seconds:.2f}" if verdict.best else "-",
+            style="red" if verdict in judgement.beyond else None,
+        )
+    console.print(table)
+    for verdict in judgement.verdicts:
+        if not verdict.fits:
+            console.print(f"row {verdict.row.number}: {verdict.plan.layout} does not fit", soft_wrap=True)
+        if verdict.note:
+            console.print(f"row {verdict.row.number}: the best is {verdict.note}", soft_wrap=True)
+    largest = max(abs(verdict.error) for verdict in judgement.verdicts)
+    console.print(
+        f"{len(judgement.verdicts)} rows: median error {judgement.median_error:.1%}, largest {largest:.1%}; "
+        f"{len(judgement.beyond)} beyond {judgement.within:.0%}",
+        soft_wrap=True,
+    )
+
+
+def save_picture(found: Found, path: str | Path) -> None:
+    """Write a PNG, SVG or PDF of the plans: a step's seconds as stacked bars, and memory against the limit.
+
+    Raises:
+        TopologyError: if matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise TopologyError("a picture needs matplotlib: pip install matplotlib") from error
+    job, plans = found.job, found.plans
+    figure = Figure(figsize=(13, 1.9 + 0.42 * len(plans)), layout="constrained")
+    seconds, memory = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
+    layouts = [plan.layout for plan in plans]
+    labels = [
+        f"{one.topology.spec}\n{', '.join([f'micro {one.micro_batch}', f'ZeRO {one.zero}', *one.details()])}"
+        for one in layouts
+    ]
+    unit, name = (1.0, "s") if plans[0].seconds >= 1 else (1e3, "ms")
+    _bars(seconds, [plan.time.parts() for plan in plans], labels, unit, legend_columns=6)
+    for row, plan in enumerate(plans):
+        value = plan.seconds * unit
+        # the same number of digits after the point for values of one kind: 17.5 and 19.0
+        text = f"{value:.1f}" if 10 <= value < 100 else f"{value:.3g}"
+        seconds.text(value, row, f" {text}", va="center", fontsize=8)
+    seconds.set_xlim(0, 1.1 * unit * max(plan.seconds for plan in plans))
+    seconds.set_xlabel(f"{name} per step")
+    _bars(memory, [plan.memory.parts() for plan in plans], labels, 1e-9, legend_columns=3)
+    limit = job.cluster.memory_limit / 1e9
+    if limit < 4 * max(plan.memory.total for plan in plans) / 1e9:
+        memory.axvline(limit, color="black", linestyle="--", linewidth=1)
+        memory.text(limit, -0.75, f"limit {limit:.3g} GB ", ha="right", va="center", fontsize=8)
+    memory.set_xlabel("GB per rank at its peak")
+    figure.suptitle(
+        f"{job.model.name} on {job.cluster.hosts} x {job.cluster.slots} {job.cluster.accelerator.name}, "
+        f"{job.batch} sequences of {job.sequence}, {job.precision.name}",
+        fontsize=10,
+    )
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise TopologyError(f"picture {str(path)!r} cannot be written: {error}") from error
+
+
+def _bars(axes: Any, rows: list[dict[str, float]], labels: list[str], unit: float, legend_columns: int) -> None:
+    """Draw stacked horizontal bars, one per row, the first on top."""
+    left = [0.0] * len(rows)
+    whole = max(sum(row.values()) for row in rows)
+    for part in rows[0]:
+        widths = [row[part] * unit for row in rows]
+        if max(widths) > 0.002 * whole * unit:
+            axes.barh(range(len(rows)), widths, left=left, color=COLORS[part], label=part, height=0.7)
+        left = [before + width for before, width in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(rows)), labels, fontsize=7)
+    axes.set_ylim(len(rows) - 0.4, -1.1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, ncols=legend_columns, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False)

@@ -1,0 +1,147 @@
+"""``ds-topo show``: show a layout without starting a process and without importing torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_topo.cli.shared_options import add_host_options, host_map_of
+from ds_topo.errors import TopologyError
+from ds_topo.hosts.placement import changed_ranks, shards_to_other_hosts
+
+if TYPE_CHECKING:
+    from ds_topo.cli.layout_view import LayoutView
+
+_EXAMPLES = """examples:
+  ds-topo show "pipe=2,tensor=2,data=4" --groups
+  ds-topo show "pipe=2,data=-1" --hostfile hosts --rank 5
+  ds-topo show "pipe=16,data=128,model=8" --hosts "n[0001-2048]" --slots 8 --png layout.png
+  ds-topo show "pipe=2,data=4" "data=4,pipe=2" --hosts 2 --slots 4
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command and its options."""
+    parser = subparsers.add_parser(
+        "show",
+        help="show a layout, or compare two",
+        description="Show the coordinate and the host of every rank, its groups, and what crosses hosts.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "specs",
+        metavar="SPEC",
+        nargs="+",
+        help='axes, outermost first: "pipe=2,data=-1,model=2", or a DeepSpeed config with a topology; two are compared',
+    )
+    add_host_options(parser)
+    output = parser.add_argument_group("output")
+    output.add_argument("--groups", action="store_true", help="list the ranks of every group")
+    output.add_argument("--rank", metavar="R", type=int, help="show one rank's groups and neighbors")
+    output.add_argument("--json", action="store_true", help="print everything as JSON")
+    output.add_argument("--svg", metavar="FILE", type=Path, help="draw hosts and ranks into an SVG file")
+    output.add_argument("--png", metavar="FILE", type=Path, help="draw hosts and ranks into a PNG file")
+    output.add_argument(
+        "--links", metavar="AXIS", help="draw the links of this axis; default: the first that crosses hosts"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
+    from rich.console import Console
+
+    from ds_topo.cli import layout_view
+    from ds_topo.cli.layout_view import LayoutView
+
+    if len(arguments.specs) > 2:
+        raise TopologyError(f"{len(arguments.specs)} specs given: give one to show it, or two to compare them")
+    host_map = host_map_of(arguments)
+    views = [LayoutView.of(spec, host_map) for spec in arguments.specs]
+    if len({view.topology.world_size() for view in views}) > 1:
+        sizes = ", ".join(f"{view.spec} has {view.topology.world_size()}" for view in views)
+        raise TopologyError(f"only layouts with the same number of ranks can be compared: {sizes}")
+    if arguments.rank is not None:
+        views[0].topology.get_coord(arguments.rank)  # raises where it is out of range
+    links = views[-1].axis_to_draw(arguments.links)
+    for path in (arguments.svg, arguments.png):
+        if path is not None:
+            from ds_topo.cli.layout_picture import save_picture
+
+            save_picture(views[-1], links, path, "svg" if path is arguments.svg else "png")
+            print(f"picture: {path}", file=sys.stderr)
+    console = Console()
+    if arguments.json:
+        content = [layout_as_json(view, groups=arguments.groups) for view in views]
+        json.dump(content[0] if len(views) == 1 else comparison_as_json(views, content), sys.stdout)
+        print()
+    elif arguments.rank is not None:
+        for view in views:
+            layout_view.print_rank(console, view, arguments.rank)
+    else:
+        if len(views) == 2:
+            layout_view.print_moves(console, *views)
+        else:
+            layout_view.print_layout(console, views[0])
+            layout_view.print_axes(console, views[0])
+        for view in views if arguments.groups else []:
+            layout_view.print_groups(console, view)
+    return 0
+
+
+def layout_as_json(view: LayoutView, *, groups: bool) -> dict[str, Any]:
+    """Return everything that is known of a layout; with ``groups``, also the ranks of every group."""
+    topology, host_map, placement = view.topology, view.host_map, view.placement
+    names = view.axis_names
+    ranks: list[dict[str, Any]] = []
+    for rank in range(topology.world_size()):
+        indices = topology.layout.coordinate_of(rank)
+        entry: dict[str, Any] = {"rank": rank, "coordinate": dict(zip(names, indices, strict=True))}
+        if host_map is not None:
+            entry |= {"host": host_map.host_of(rank).name, "slot": host_map.slot_of(rank)}
+        ranks.append(entry)
+    kinds = []
+    for axes, name in view.group_names():
+        tables = topology.get_axis_comm_lists(axes)
+        kind: dict[str, Any] = {
+            "name": name,
+            "axes": [view.names[axis] for axis in axes],
+            "groups": len(tables),
+            "ranks_per_group": len(tables[0]),
+        }
+        if placement is not None:
+            span = placement.span(axes)
+            kind |= {
+                "hosts_per_group": list(span.hosts_per_group),
+                "groups_across_hosts": span.crossing_groups,
+                "pairs": span.pairs,
+                "pairs_across_hosts": span.crossing_pairs,
+                "ring_links": span.links,
+                "ring_links_across_hosts": span.crossing_links,
+            }
+        if groups:
+            kind["ranks"] = tables
+        kinds.append(kind)
+    hosts = None if host_map is None else [{"name": host.name, "slots": list(host.slots)} for host in host_map.hosts]
+    return {
+        "topology": view.spec,
+        "world_size": topology.world_size(),
+        "axes": [{"name": name, "degree": size} for name, size in zip(names, topology.dims, strict=True)],
+        "hosts": hosts,
+        "groups": kinds,
+        "ranks": ranks,
+    }
+
+
+def comparison_as_json(views: list[LayoutView], content: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return two layouts and what moves between them."""
+    before, after = views
+    changed = changed_ranks(before.topology, after.topology)
+    result: dict[str, Any] = {"before": content[0], "after": content[1], "ranks_that_change": changed}
+    if before.placement is not None and after.placement is not None:
+        result["shards_to_other_hosts"] = shards_to_other_hosts(before.placement, after.placement)
+    return result

@@ -1,0 +1,289 @@
+"""Check the samples of an engine's ranks: every stage has enough micro-batches, and peers read the same ones.
+
+*Micro-batches.* Only the first and the last stage of a pipeline read samples. If an iterator ends within a step,
+DeepSpeed raises ``StopIteration`` on the ranks that found it, and all others wait for activations that never come. So
+before each step the ranks agree that all of them have enough micro-batches.
+
+*Samples.* The stages and slices of one replica read samples separately. If samples are divided over all ranks of the
+job, as ``DistributedSampler`` does by default, the slices train on different samples and no error occurs. So the ranks
+compare the first samples of an engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import operator
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import wraps
+from itertools import cycle, islice, repeat
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged
+from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.topology.axes import MODEL, PIPE
+
+
+def _described(grid: MpuGrid, grid_rank: int) -> str:
+    where = ", ".join(f"{axis}={index}" for axis, index in grid.topology().get_coord(grid_rank)._asdict().items())
+    return f"rank {grid.to_global([grid_rank])[0]} ({where})"
+
+
+# -- enough micro-batches ---------------------------------------------------------------------------------------------
+
+_ENDLESS = 2**31
+_MOST_STEPS = 64
+"""The largest number of steps between two agreements, because a program may continue with another iterator."""
+_NO_ITERATOR, _FAILED = -1, -2
+_steps_promised: WeakKeyDictionary[PipelineEngine, int] = WeakKeyDictionary()
+"""The number of training steps for which the iterators of all ranks have enough; until then no rank asks again."""
+
+
+class ReadAhead(Iterator[Any]):
+    """An iterator whose next elements can be read in advance."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self._source = source
+        self._ahead: deque[Any] = deque()
+
+    def __next__(self) -> Any:
+        return self._ahead.popleft() if self._ahead else next(self._source)
+
+    def fill(self, count: int) -> int:
+        """Read ahead ``count`` elements, or all that are left; return the number of elements read ahead."""
+        self._ahead.extend(islice(self._source, max(0, count - len(self._ahead))))
+        return len(self._ahead)
+
+
+def remaining(iterator: Iterator[Any]) -> int | None:
+    """Return the number of elements that an iterator has left; None if that is unknown without reading them.
+
+    >>> remaining(iter([1, 2])), remaining(repeat(0)) > 10**6, remaining(number for number in (1, 2))
+    (2, True, None)
+    """
+    if isinstance(iterator, (RepeatingLoader, cycle)):
+        return _ENDLESS
+    if isinstance(iterator, _BaseDataLoaderIter) and hasattr(iterator._dataset, "__len__"):
+        return len(iterator) - int(iterator._num_yielded)
+    if isinstance(iterator, repeat):
+        return operator.length_hint(iterator, _ENDLESS)
+    if type(iterator).__module__ == "builtins":  # the hints of other iterators may be estimates
+        hint = operator.length_hint(iterator, -1)
+        return hint if hint >= 0 else None
+    return None
+
+
+def with_enough_micro_batches(method: Any) -> Any:
+    """Wrap ``train_batch`` or ``eval_batch`` of a pipeline engine so that it starts on all ranks or on none."""
+    signature = inspect.signature(method)
+    training = method.__name__ == "train_batch"
+
+    @wraps(method)
+    def start_together(engine: PipelineEngine, *args: Any, **options: Any) -> Any:
+        given = signature.bind(engine, *args, **options)
+        if isinstance(engine.grid, MpuGrid) and engine.grid.world_size > 1:
+            if training and _steps_promised.get(engine, 0) > 0:
+                _steps_promised[engine] -= 1
+            else:
+                wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
+                iterator = _require(engine, given.arguments.get("data_iter"), wanted, training)
+                if iterator is not None:
+                    given.arguments["data_iter"] = iterator
+        return method(*given.args, **given.kwargs)
+
+    return start_together
+
+
+def _require(engine: PipelineEngine, given: Iterator[Any] | None, wanted: int, training: bool) -> Iterator[Any] | None:
+    """Agree that all ranks have enough samples for a step; return the iterator to use instead of the given one.
+
+    Raises:
+        EndOfSamplesError: a rank has too few; raised on every rank; the message names the rank with the fewest.
+        Exception: this rank failed to read samples.
+    """
+    left, failure = _ENDLESS, None
+    iterator = engine.data_iterator if given is None and training else given
+    if engine.is_first_stage() or engine.is_last_stage():
+        if iterator is None:
+            left = _NO_ITERATOR if engine.batch_fn is None else _ENDLESS  # batch_fn may produce samples itself
+        else:
+            try:
+                iterator, left = _read_ahead(iterator, wanted)
+            except Exception as error:
+                left, failure = _FAILED, error
+            if given is None:
+                engine.data_iterator = iterator
+    fewest, rank = _fewest(left, engine.grid)
+    if failure is not None:
+        raise failure
+    if fewest < wanted:
+        reasons = {_FAILED: "failed to read samples", _NO_ITERATOR: "has no data iterator"}
+        reason = reasons.get(fewest, f"has {fewest} of the {wanted} micro-batches that this step takes")
+        raise EndOfSamplesError(
+            f"{_described(engine.grid, rank)} {reason}, so no rank starts it: every rank of the first and of the last "
+            "stage needs an iterator with enough micro-batches; deepspeed.utils.RepeatingLoader restarts one that ends"
+        )
+    if training:
+        _steps_promised[engine] = min(fewest // wanted, _MOST_STEPS) - 1
+    return None if given is None else iterator
+
+
+def _read_ahead(iterator: Iterator[Any], wanted: int) -> tuple[Iterator[Any], int]:
+    """Return an iterator of the same elements, and how many it has left, or ``wanted`` if it has at least as many.
+
+    Raises:
+        TypeError: the argument is not an iterator.
+    """
+    if not hasattr(iterator, "__next__"):
+        raise TypeError(f"data_iter={abridged(iterator)} is not an iterator: pass iter(...) of it, not the samples")
+    known = remaining(iterator)
+    if known is not None:
+        return iterator, known
+    ahead = iterator if isinstance(iterator, ReadAhead) else ReadAhead(iterator)
+    return ahead, ahead.fill(wanted)
+
+
+def _fewest(left: int, grid: MpuGrid) -> tuple[int, int]:
+    """Return the smallest ``left`` of all ranks, and the first rank that has it; collective over the grid."""
+    device = get_accelerator().current_device_name()
+    first = torch.tensor((min(left, _ENDLESS) - _FAILED) * grid.world_size + grid.grid_rank, device=device)
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=grid.get_group(grid.topology().axes))
+    number, rank = divmod(int(first), grid.world_size)
+    return number + _FAILED, rank
+
+
+# -- the same samples -------------------------------------------------------------------------------------------------
+
+_COMPARED = 2
+"""The number of micro-batches of a plain engine, or steps of a pipeline, that are compared."""
+_calls: WeakKeyDictionary[DeepSpeedEngine, int] = WeakKeyDictionary()
+_read: WeakKeyDictionary[PipelineEngine, list[tuple[int, int]]] = WeakKeyDictionary()
+"""The digests of inputs and labels that this rank has read in this step."""
+
+
+def with_same_samples(forward: Any) -> Any:
+    """Wrap ``forward`` of a plain engine so that slices first compare their arguments, in the first micro-batches."""
+
+    @wraps(forward)
+    def compare_first(engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        grid = engine.mpu
+        # A pipeline engine calls forward with activations, and later stages of other engines get parts of activations.
+        is_due = not isinstance(engine, PipelineEngine) and engine.training and _is_due(engine, grid)
+        if is_due and grid.get_axis_size(MODEL) > 1 and grid.get_axis_rank(PIPE) == 0:
+            slices = (MODEL,)  # only these: other replicas may run more or fewer micro-batches
+            _require_equal([digest((args, options), zeros_count=True)], grid, slices, slices)
+        return forward(engine, *args, **options)
+
+    return compare_first
+
+
+def remember_samples(next_batch: Any) -> Any:
+    """Wrap ``_next_batch`` of a pipeline engine so that it keeps the digests that ``with_same_batches`` compares."""
+
+    @wraps(next_batch)
+    def read(engine: PipelineEngine) -> Any:
+        batch = next_batch(engine)
+        if engine in _read:
+            inputs, labels = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
+            _read[engine].append((digest(inputs), digest(labels)))
+        return batch
+
+    return read
+
+
+def with_same_batches(train_batch: Any) -> Any:
+    """Wrap ``train_batch`` so that stages and slices compare the samples that they read in each of the first steps."""
+
+    @wraps(train_batch)
+    def compare_after(engine: PipelineEngine, *args: Any, **options: Any) -> Any:
+        grid = engine.grid
+        if not _is_due(engine, grid) or grid.get_model_parallel_world_size() == 1:
+            return train_batch(engine, *args, **options)
+        _read[engine] = []
+        try:
+            result = train_batch(engine, *args, **options)
+        finally:
+            read = _read.pop(engine)
+        if not (engine.is_first_stage() or engine.is_last_stage()):
+            read = []
+        read = (read + [(0, 0)] * engine.micro_batches)[: engine.micro_batches]
+        inputs, labels = ([pair[index] for pair in read] for index in (0, 1))
+        everyone = grid.topology().axes
+        # The last stage does not use inputs, and the first may have changed them at random: labels identify samples.
+        has_labels = _require_equal(labels, grid, (PIPE, MODEL), everyone)
+        _require_equal(inputs, grid, (MODEL,) if has_labels else (PIPE, MODEL), everyone)
+        return result
+
+    return compare_after
+
+
+def _is_due(engine: DeepSpeedEngine, grid: Any) -> bool:
+    if not isinstance(grid, MpuGrid) or not grid.check_samples or _calls.get(engine, 0) == _COMPARED:
+        return False
+    _calls[engine] = _calls.get(engine, 0) + 1
+    return True
+
+
+def _require_equal(read: list[int], grid: MpuGrid, peers: tuple[str, ...], others: Sequence[str]) -> bool:
+    """Raise on all ranks along ``others`` if some ``peers`` have read different samples; 0 means that nothing was read.
+
+    Returns:
+        True if any of the peers has read samples.
+
+    Raises:
+        DisagreementError: samples differ; the message names a rank and the axes.
+    """
+    device = get_accelerator().current_device_name()
+    own = torch.tensor(read, dtype=torch.int64, device=device)
+    # one exchange for the largest digest and for the smallest nonzero digest
+    ends = torch.cat([own, torch.where(own == 0, torch.iinfo(torch.int64).min, -own)])
+    group = grid.get_group([axis for axis in peers if axis in grid.topology().axes])
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    largest, smallest = ends.chunk(2)
+    differ = bool(((largest != -smallest) & (largest != 0)).any())
+    flag = torch.tensor(grid.world_size - grid.grid_rank if differ else 0, device=device)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=grid.get_group(others))
+    if not int(flag):
+        return bool((largest != 0).any())
+    names = " and ".join(repr(axis) for axis in peers if grid.get_axis_size(axis) > 1)
+    raise DisagreementError(
+        f"{_described(grid, grid.world_size - int(flag))} and its peers along {names} read different samples, but all "
+        f"ranks of one replica of {grid.topology().spec!r} must train on the same ones. Use grid.sampler(dataset) or "
+        "grid.data_loader(dataset), or divide samples into grid.get_sample_world_size() shares; if the difference is "
+        "intended, set grid.check_samples = False"
+    )
+
+
+def digest(samples: Any, zeros_count: bool = False) -> int:
+    """Return a positive digest of all tensors in samples, or 0 if there is none.
+
+    Without ``zeros_count`` it is also 0 if all tensors are zeros, which pipeline stages get if they do not use samples.
+    """
+    hashed = hashlib.blake2b(digest_size=7)
+    found = False
+    for tensor in _tensors(samples):
+        found = found or zeros_count or bool(tensor.detach().any())
+        content = tensor.detach().to("cpu", copy=False).resolve_conj().contiguous()
+        hashed.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
+        hashed.update(content.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(hashed.digest(), "big") + 1 if found else 0
+
+
+def _tensors(samples: Any) -> Iterator[torch.Tensor]:
+    if isinstance(samples, torch.Tensor):
+        is_wrapper = samples.is_nested or hasattr(samples, "__tensor_flatten__")  # such as a DTensor
+        if samples.layout is torch.strided and not samples.is_meta and not is_wrapper:
+            yield samples
+    elif isinstance(samples, (Mapping, tuple, list)):
+        for value in samples.values() if isinstance(samples, Mapping) else samples:
+            yield from _tensors(value)

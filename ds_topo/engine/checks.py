@@ -1,0 +1,395 @@
+"""Check options, inputs and models at the start of every engine that is built while a grid exists.
+
+The checks refuse combinations that would train a wrong model, hang, or fail later without naming the cause. All ranks
+of an engine compare their settings and models; if one rank fails, all raise. Several options of DeepSpeed's config
+group neighboring ranks of the world and ignore the mpu. They are refused for a topology with another order of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.config import DeepSpeedConfig, HybridEngineConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import groups as deepspeed_groups
+from torch import nn
+
+from ds_topo.engine.experts import create_expert_groups
+from ds_topo.engine.one_layout import check_programs, in_use
+from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged
+from ds_topo.mpu.expert_registry import registry
+from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.process_groups.agreement import agree
+from ds_topo.topology.axes import MODEL, PIPE, SEQ
+from ds_topo.topology.expert_tables import zero_partition_ranks
+from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.rank_tables import gradient_axes
+from ds_topo.torch_names import job_timeout
+
+
+def with_checks(do_sanity_check: Any) -> Any:
+    """Build the replacement of ``DeepSpeedEngine._do_sanity_check`` for an engine of a grid."""
+
+    @wraps(do_sanity_check)
+    def checked(engine: DeepSpeedEngine) -> None:
+        failure: Exception | None = None
+        try:
+            check_engine(engine._config, engine.mpu)
+            check_engine_inputs(engine, engine.mpu)
+            do_sanity_check(engine)
+        except Exception as error:
+            failure = error
+        agree_on_settings(engine, engine.mpu, failure)
+
+    return checked
+
+
+def check_engine(config: DeepSpeedConfig, grid: MpuGrid) -> None:
+    """Raise if an option of a ``DeepSpeedConfig`` would use other groups than the grid's.
+
+    Raises:
+        EngineOptionError: the message names the option, what DeepSpeed would do, and what to do instead.
+    """
+    if config.zero_config.zero_quantized_gradients:
+        check_exchange_between_all_ranks("zero_quantized_gradients", grid)
+    if config.expert_parallel_config.enabled:
+        check_exchange_between_all_ranks("expert_parallel (AutoEP)", grid)
+    if config.zero_config.zero_hpz_partition_size > 1:
+        _check_second_partition(config.zero_config.zero_hpz_partition_size, grid)
+    if config.tensor_parallel_config.autotp_size > 1:
+        _check_neighbors("tensor_parallel.autotp_size (AutoTP)", MODEL, config.tensor_parallel_config.autotp_size, grid)
+    if "autosp" in (getattr(config.compile_config, "passes", None) or []):
+        size = config._param_dict.get("sequence_parallel_size", 1)
+        _check_neighbors("sequence_parallel_size (AutoSP)", SEQ, size, grid)
+    _check_device_mesh(grid)
+    _check_long_sequence_training(grid)
+    _check_hybrid_engine(config.hybrid_engine, grid)
+
+
+def check_exchange_between_all_ranks(option: str, grid: MpuGrid) -> None:
+    """Raise unless all ranks of the job hold the same parameters, between which ``option`` exchanges.
+
+    Raises:
+        EngineOptionError: the grid has ``pipe`` or ``model``, or is not the whole job.
+    """
+    if _splits_models(grid) or grid.world_size != dist.get_world_size():
+        raise EngineOptionError(
+            f"{option} exchanges between all ranks of the job, but ranks of {grid.topology().spec!r} hold different "
+            "parameters: switch it off, or use data parallelism alone"
+        )
+
+
+def _splits_models(grid: MpuGrid) -> bool:
+    return any(grid.get_axis_size(axis) > 1 for axis in (PIPE, MODEL))
+
+
+def _check_second_partition(size: int, grid: MpuGrid) -> None:
+    size = min(size, len(grid.dp_group))  # as DeepSpeed does
+    wanted = list(grid.to_global(zero_partition_ranks(grid.topology(), size, grid.grid_rank)))
+    group = deepspeed_groups._get_zero_param_intra_parallel_group()
+    first = dist.get_rank() // size * size
+    found = list(range(first, first + size)) if group is None else dist.get_process_group_ranks(group)
+    if found != wanted:
+        raise EngineOptionError(
+            f"zero_hpz_partition_size {size}: ranks {found} would share a second partition, but in "
+            f"{grid.topology().spec!r} they hold different parameters, or another size was asked for before: call "
+            f"groups.create_zero_partition_groups(grid, {size}) before deepspeed.zero.Init and deepspeed.initialize"
+        )
+
+
+def _check_neighbors(option: str, axis: str, size: int, grid: MpuGrid) -> None:
+    """Raise unless this rank's group along an axis is the block of ``size`` neighboring ranks that DeepSpeed uses."""
+    first = dist.get_rank() // size * size
+    found = grid.get_ranks(axis) if axis in grid.topology().axes else [dist.get_rank()]
+    if found != list(range(first, first + size)):
+        raise EngineOptionError(
+            f"{option} {size} joins {size} neighboring ranks of the job, but along {axis!r} the topology "
+            f"{grid.topology().spec!r} joins ranks {found}: name {axis}={size} as the last axis, or switch it off"
+        )
+
+
+def _check_device_mesh(grid: MpuGrid) -> None:
+    mesh = deepspeed_groups.mesh_device
+    if mesh is not None:
+        _check_neighbors("mesh_param or sequence_parallel_size with data_parallel_size", SEQ, mesh.size(1), grid)
+        check_exchange_between_all_ranks("mesh_param or sequence_parallel_size with data_parallel_size", grid)
+
+
+def _check_long_sequence_training(grid: MpuGrid) -> None:
+    """Refuse sequence groups of ``UlyssesSPAttentionHF.register_with_transformers`` that differ from the grid's."""
+    state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    group = state._SEQUENCE_PARALLEL_GROUP if state is not None else None
+    if group is None:
+        return
+    found = sorted(dist.get_process_group_ranks(group))
+    expected = grid.get_ranks(SEQ) if SEQ in grid.topology().axes else [dist.get_rank()]
+    if found != expected:
+        raise EngineOptionError(
+            f"sequence_parallel_size of UlyssesSPAttentionHF (ALST) joins ranks {found}, but along {SEQ!r} the "
+            f"topology {grid.topology().spec!r} joins ranks {expected}: call ds_topo.use(grid) before "
+            f"register_with_transformers(), name seq={len(found)} as the last axis, or do not register it"
+        )
+
+
+def _check_hybrid_engine(options: HybridEngineConfig, grid: MpuGrid) -> None:
+    """Refuse a hybrid engine whose ``inference_tp_size`` is not the size of pipe x model, over which it slices."""
+    size, slices = options.inference_tp_size, grid.get_model_parallel_world_size()
+    if options.enabled and size > 1 and (size != slices or grid.pipe_parallel_size > 1):
+        raise EngineOptionError(
+            f"hybrid_engine.inference_tp_size {size} with {grid.topology().spec!r}: DeepSpeed would slice for {size} "
+            f"ranks over a group of {slices}: give the topology a model axis of {size} and no pipe axis, or set "
+            "inference_tp_size to 1"
+        )
+
+
+def with_sum_over_seq(average: Any) -> Any:
+    """Scale the averages of ZeRO-3 by the degree of ``seq``, so that they are sums over ``seq``.
+
+    Every other stage sums gradients over ``seq`` and averages them over ``data``. ZeRO-3 does the same except where it
+    uses reduce-scatter, which divides by all ranks: with ``reduce_scatter`` true (the default), without
+    ``contiguous_gradients``, and for parameters larger than ``reduce_bucket_size``.
+    """
+
+    @wraps(average)
+    def average_and_scatter(optimizer: DeepSpeedZeroOptimizer_Stage3, *arguments: Any) -> list[torch.Tensor]:
+        partitions: list[torch.Tensor] = average(optimizer, *arguments)
+        factor = optimizer.sequence_parallel_size
+        return [partition.mul(factor) for partition in partitions] if factor > 1 else partitions
+
+    return average_and_scatter
+
+
+TOPOLOGY_SECTION = "topology"
+REDUCER_SECTION = "gradient_reducer"
+_readers: list[str] = []
+"""One entry for each running call of ``ds_topo.initialize``, which reads both sections."""
+
+grids: WeakSet[MpuGrid] = WeakSet()
+"""The grids that exist; an engine without an mpu may lack one of them."""
+_warned: WeakSet[MpuGrid] = WeakSet()
+
+
+def check_mpu(mpu: Any) -> None:
+    """Refuse a topology or class that was passed as an mpu.
+
+    Raises:
+        TypeError: a topology, a spec or a class.
+    """
+    if isinstance(mpu, (ProcessTopology, str, Mapping, type)) or (hasattr(mpu, "axes") and hasattr(mpu, "dims")):
+        raise TypeError(
+            f"mpu={abridged(mpu)}: DeepSpeed needs a live grid, such as PipelineParallelGrid('data=2,model=2')"
+        )
+
+
+def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfig) -> None:
+    """Refuse an engine without mpu, or warn about it, while a grid exists whose ranks hold different parameters.
+
+    Most likely its mpu was forgotten.
+
+    Raises:
+        TypeError: the mpu is a topology, a spec or a class.
+        EngineOptionError: the config has a topology, or the model has tensor-parallel parameters.
+    """
+    check_mpu(mpu)
+    if mpu is not None:
+        return
+    if in_use:
+        raise EngineOptionError(
+            f"an engine without mpu while {in_use[-1].topology().spec!r} is in use: deepspeed.initialize was imported "
+            "by name before ds_topo.use(grid); call it as deepspeed.initialize, or call use() before that import"
+        )
+    splitting = [grid for grid in grids if grid.is_alive and _splits_models(grid)]
+    for grid in splitting:
+        remedy = f"pass mpu=grid ({grid.topology().spec!r}), or mpu=PipelineParallelGrid('data=-1') for a model that"
+        remedy += " all ranks replicate"
+        if TOPOLOGY_SECTION in config._param_dict:
+            raise EngineOptionError(
+                f'config section "{TOPOLOGY_SECTION}" is ignored by deepspeed.initialize, which got no mpu: {remedy}; '
+                "ds_topo.initialize reads the section"
+            )
+        if grid not in _warned:
+            _warned.add(grid)
+            warnings.warn(
+                f"deepspeed.initialize without mpu= while {grid.topology().spec!r} exists broadcasts the parameters of "
+                f"the first rank to all ranks: {remedy}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+    for name, parameter in model.named_parameters() if splitting else ():
+        if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
+            raise EngineOptionError(
+                f"parameter {name!r} is a slice (tensor_model_parallel), but deepspeed.initialize got no mpu= and "
+                "would broadcast the first rank's slice to all ranks: pass mpu=grid"
+            )
+
+
+@contextmanager
+def reading_sections() -> Iterator[None]:
+    """Allow the sections of the config while ``ds_topo.initialize`` reads them."""
+    _readers.append(REDUCER_SECTION)
+    try:
+        yield
+    finally:
+        _readers.pop()
+
+
+def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
+    """Raise for sections of the config that the engine would ignore.
+
+    Raises:
+        TopologyError: the topology of the config differs from the grid's.
+        EngineOptionError: ``deepspeed.initialize`` itself does not read the reducer's section.
+    """
+    reducer = engine._config._param_dict.get(REDUCER_SECTION, False)
+    is_wanted = reducer.get("enabled", True) if isinstance(reducer, Mapping) else reducer
+    if is_wanted and not _readers:
+        raise EngineOptionError(
+            f'config section "{REDUCER_SECTION}" is not read by deepspeed.initialize itself: call '
+            "ds_topo.initialize, or call ds_topo.use(grid) first"
+        )
+    section = engine._config._param_dict.get(TOPOLOGY_SECTION)
+    if section is not None:
+        wanted = ProcessTopology.from_spec(section, world_size=grid.world_size)
+        if wanted != grid.topology():
+            raise TopologyError(
+                f'config section "{TOPOLOGY_SECTION}" is {wanted.spec!r}, but the mpu is {grid.topology().spec!r}: '
+                "give only one of them, or make them equal"
+            )
+
+
+def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
+    """Raise for a model that does not fit the topology.
+
+    Raises:
+        EngineOptionError: a plain module would be on all stages of a pipeline.
+    """
+    stages = grid.get_axis_size(PIPE)
+    if stages > 1 and not isinstance(engine, PipelineEngine) and not getattr(model, "is_pipeline_stage", False):
+        raise EngineOptionError(
+            f"a plain engine on {grid.topology().spec!r}: its {stages} stages would train {stages} separate models. "
+            "Build a PipelineModule(layers, grid=grid), remove the axis 'pipe', or set "
+            "model.is_pipeline_stage = True if your own program passes activations between stages"
+        )
+
+
+def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
+    """Create the expert groups that a model needs and its user has not created.
+
+    All stages of a pipeline create them together. DeepSpeed creates them in the MoE layers, which hangs if a stage has
+    no such layer.
+    """
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    sizes = {(layer.ep_size, layer.enable_expert_tensor_parallelism) for layer in layers}
+    if isinstance(engine, PipelineEngine) and grid.pipe_parallel_size > 1:
+        gathered: list[Any] = [sizes] * grid.pipe_parallel_size
+        dist.all_gather_object(gathered, sizes, group=grid.get_pipe_parallel_group())
+        sizes = set().union(*gathered)
+    for size, sliced in sorted(sizes):
+        known = registry.find(f"ep_size_{size}")
+        if known is None or (isinstance(engine, PipelineEngine) and not known.grid.shares_groups_with(grid)):
+            create_expert_groups(grid, size, sliced, engine._config.use_data_before_expert_parallel_)
+
+
+def agree_on_settings(engine: DeepSpeedEngine, grid: MpuGrid, failure: Exception | None) -> None:
+    """Compare the settings that must be equal on all ranks of an engine; collective over them.
+
+    Raises:
+        DisagreementError: settings differ; the message names the settings, ranks and hosts.
+        Exception: ``failure``, an earlier error of this rank, which the other ranks report, too.
+    """
+    axes = [axis for axis in grid.topology().axes if axis != PIPE or isinstance(engine, PipelineEngine)]
+    _agree([] if failure else _settings(engine), grid.get_ranks(axes), "the settings of the engine", failure)
+
+
+def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
+    """Compare the parameters of replicas, and the parallel state of layers; collective over the engine's ranks.
+
+    Raises:
+        DisagreementError: replicas differ; the message names parameters, ranks and hosts. Or another rank failed.
+        TopologyError: layers use a parallel state with another layout.
+    """
+    lines = [
+        f"{name} {list(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        for name, p in model.named_parameters()
+    ]
+    if isinstance(model, DeepSpeedPipelineModule) and model.stage_id == model.num_stages - 1:
+        lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
+    replicas, is_pipeline = gradient_axes(grid.topology()), isinstance(model, DeepSpeedPipelineModule)
+    everyone = [axis for axis in grid.topology().axes if axis != PIPE or is_pipeline]
+    failure: Exception | None = None
+    try:
+        check_programs(model, grid)
+        _agree(lines, grid.get_ranks(replicas), f"the parameters of replicas along {replicas}", None)
+    except TopologyError as error:
+        failure = error
+        with suppress(DisagreementError, TopologyError):
+            _agree([], grid.get_ranks(replicas), f"the parameters of replicas along {replicas}", error)
+    except DisagreementError as error:
+        failure = error
+    if grid.get_ranks(everyone) != grid.get_ranks(replicas):
+        _agree([], grid.get_ranks(everyone), "stages and slices", failure)
+    elif failure is not None:
+        raise failure
+
+
+def _agree(lines: Sequence[str], members: Sequence[int], subject: str, failure: Exception | None) -> None:
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    text = f"{len(lines)} lines of digest {digest}"
+    agree(text, members, job_timeout(), failure=failure, subject=subject, lines=lambda: lines)
+
+
+def _settings(engine: DeepSpeedEngine) -> list[str]:
+    config = engine._config
+    optimizer = type(engine.client_optimizer).__name__ if engine.client_optimizer else config.optimizer_name
+    module = engine.module if hasattr(engine, "module") else None
+    return [
+        *(f"{name}={getattr(config, name)}" for name in _COMPARED_SETTINGS if hasattr(config, name)),
+        f"optimizer={optimizer}",
+        f"zero stage={config.zero_config.stage}",
+        f"engine={type(engine).__name__}",
+        f"micro batches of={getattr(module, 'micro_batches', None)}",
+        f"torch {torch.__version__}",
+        f"deepspeed {deepspeed.__version__}",
+        f"ds_topo {sys.modules['ds_topo'].__version__}",
+    ]
+
+
+_COMPARED_SETTINGS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "prescale_gradients",
+    "communication_data_type",
+    "optimizer_params",
+    "scheduler_name",
+)
+"""Attributes of ``DeepSpeedConfig`` that must be equal on all ranks."""
+
+
+def require_grid(name: str, value: Any) -> None:
+    """Refuse a layout, or a pipeline that has a grid, in place of a grid.
+
+    Raises:
+        TypeError: the message says what to pass.
+    """
+    if isinstance(value, MpuGrid):
+        return
+    if isinstance(getattr(value, "mpu", None), MpuGrid) or callable(getattr(value, "mpu", None)):
+        raise TypeError(f"{name}: a {type(value).__name__} is not a grid: pass its grid, module.mpu()")
+    raise TypeError(f"{name}={abridged(value)}: pass a live grid, such as PipelineParallelGrid('pipe=2,data=2')")

@@ -1,0 +1,235 @@
+"""Create the expert groups of a grid, and correct DeepSpeed's engines where they handle experts on a grid wrongly."""
+
+from __future__ import annotations
+
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups as deepspeed_groups
+
+from ds_topo.engine.norms import check_norm
+from ds_topo.errors import ExpertGroupError, ExpertSizeError
+from ds_topo.ledger import ledger
+from ds_topo.mpu import patches
+from ds_topo.mpu.expert_registry import ExpertGroups, registry
+from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.topology.axes import EXPERT
+from ds_topo.topology.expert_tables import ExpertPlan, zero_partition_ranks
+from ds_topo.topology.rank_tables import RankGroup
+
+# -- groups and tokens ------------------------------------------------------------------------------------------------
+
+
+def slices_of_experts(mpu: Any) -> int:
+    """Return the number of ranks over which the experts of an mpu are sliced; 1 for an mpu that is not a grid."""
+    sliced = any(known.plan.expert_tensor_parallel for known in registry.of(mpu))
+    return int(mpu.get_slice_parallel_world_size()) if sliced else 1
+
+
+def _gathered_into_a_list(gather: Any) -> Any:
+    @wraps(gather)
+    def gather_tokens(tokens: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Gather the tokens of all slices, one after another along ``dim``."""
+        if not isinstance(deepspeed_groups.mpu, MpuGrid):
+            others: torch.Tensor = gather(tokens, dim)
+            return others
+        group = deepspeed_groups.mpu.get_slice_parallel_group()
+        like = torch.contiguous_format
+        parts = [torch.empty_like(tokens, memory_format=like) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tokens.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
+
+    return gather_tokens
+
+
+# -- an engine with experts -------------------------------------------------------------------------------------------
+
+
+def check_engine_with_experts(engine: DeepSpeedEngine) -> None:
+    """Refuse experts that DeepSpeed would train wrongly in this engine, and pad the capacity of its gates."""
+    _check_tensor_parallelism(engine)
+    _check_sequence_scale(engine)
+    check_norm(engine)
+    slices = engine.mpu.get_slice_parallel_world_size()
+    if slices > 1:  # model parallel peers split the slots of an expert evenly; DeepSpeed asserts that this is possible
+        for gate in engine.gate_modules:
+            engine.mpu.on_destroy(gate.register_forward_hook(partial(_pad_capacity, slices)).remove)
+
+
+def _check_tensor_parallelism(engine: DeepSpeedEngine) -> None:
+    for name, module in engine.module.named_modules():
+        groups = registry.find(module.expert_group_name) if isinstance(module, MoE) else None
+        if groups is None or engine.mpu.get_slice_parallel_world_size() == 1:
+            continue
+        if module.enable_expert_tensor_parallelism != groups.plan.expert_tensor_parallel:
+            raise ExpertGroupError(
+                f"MoE layer {name!r} has enable_expert_tensor_parallelism={module.enable_expert_tensor_parallelism}, "
+                f"but its groups were created with expert_tensor_parallel={groups.plan.expert_tensor_parallel}: "
+                "give both the same value"
+            )
+
+
+def _check_sequence_scale(engine: DeepSpeedEngine) -> None:
+    """Refuse experts without ZeRO over ``seq``: DeepSpeed sums dense gradients there, but averages those of experts."""
+    if engine.sequence_parallel_size > 1 and engine.has_moe_layers and not engine.zero_optimization():
+        raise ExpertGroupError(
+            "experts with sequence parallelism and ZeRO stage 0: DeepSpeed would scale the gradients of experts by "
+            f"1/{engine.sequence_parallel_size} relative to all others; use ZeRO stage 1 or 2"
+        )
+
+
+def _pad_capacity(slices: int, _gate: object, _inputs: object, routes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Round the capacity in ``(auxiliary loss, capacity, experts, ...)`` up to a multiple of ``slices``."""
+    loss, capacity, *rest = routes
+    return (loss, torch.as_tensor(-(-int(capacity) // slices) * slices), *rest)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def saved_by_slice(save: Any) -> Any:
+    """Wrap ``_save_moe_checkpoint`` so that each slice writes the files that it will load.
+
+    File names contain the model parallel rank of the writer, and DeepSpeed writes on expert data parallel rank 0 only.
+    If replicas of an expert are on several slices, the files of the other slices would be missing.
+    """
+
+    @wraps(save)
+    def save_moe_checkpoint(engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        _check_optimizer_files(engine)
+        with ledger.bound(patches.WRITER_OF_EXPERTS, _first_writes):
+            return save(engine, *args, **options)
+
+    return save_moe_checkpoint
+
+
+def _first_writes(place: Any) -> Any:
+    def writer_first(name: str) -> int:
+        known = registry.find(name)
+        return int(place(name)) if known is None else int(not known.writes_checkpoint)
+
+    return writer_first
+
+
+def _check_optimizer_files(engine: DeepSpeedEngine) -> None:
+    """Refuse sizes whose optimizer files DeepSpeed would not write without ZeRO.
+
+    It writes one file for each expert parallel rank of the greatest size.
+    """
+    sizes = registry.sizes()
+    others = sorted(size for size in sizes if max(sizes) % size)
+    if others and not engine.zero_optimization():
+        raise ExpertGroupError(
+            f"expert parallel sizes {others} do not divide the greatest, {max(sizes)}: without ZeRO, DeepSpeed writes "
+            "one optimizer state for each rank of the greatest group, so the states of some experts would be lost. Use "
+            "ZeRO stage 1 or 2, or sizes that divide each other"
+        )
+
+
+# -- expert groups ----------------------------------------------------------------------------------------------------
+
+
+def create_expert_groups(
+    grid: MpuGrid,
+    expert_parallel_size: int | None = None,
+    expert_tensor_parallel: bool = False,
+    use_data_before_expert: bool = False,
+) -> ExpertGroups:
+    """Create the expert groups of one size on all ranks, and register them for ``deepspeed.moe.layer.MoE``.
+
+    Collective over the grid; call it before ``deepspeed.initialize``, once for each ``ep_size`` in the model. A rank
+    joins only the two groups that it belongs to. Repeating a call gives the same groups.
+
+    Args:
+        grid: the mpu of the engine (``module.mpu()`` of a ``PipelineModule``).
+        expert_parallel_size: the layers' ``ep_size``; the degree of the axis ``expert`` by default.
+        expert_tensor_parallel: the layers' ``enable_expert_tensor_parallelism``: experts are split along ``model``.
+        use_data_before_expert: place the replicas of an expert, not the experts of a layer, on neighboring ranks.
+
+    Raises:
+        ExpertSizeError: the size does not divide the number of ranks that share experts; the message lists valid sizes.
+        ExpertGroupError: another grid has groups of that name, or ``expert_tensor_parallel`` differs between sizes.
+        DisagreementError: ranks asked for different groups, or a rank did not call the function.
+
+    >>> import torch.distributed as dist
+    >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+    >>> dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    >>> from ds_topo import PipelineParallelGrid
+    >>> with PipelineParallelGrid("data=4,pipe=2") as grid:
+    ...     experts = create_expert_groups(grid, expert_parallel_size=2)
+    ...     experts.expert_ranks, experts.expert_data_ranks
+    ([5, 7], [1, 5])
+    >>> dist.destroy_process_group()
+    """
+    failure: Exception | None = None
+    registry.forget_former_worlds()
+    try:
+        if expert_parallel_size is None:
+            expert_parallel_size = _size_of_expert_axis(grid)
+        plan = ExpertPlan(grid.topology(), expert_parallel_size, expert_tensor_parallel, use_data_before_expert)
+        registry.check(grid, plan)
+    except Exception as error:  # of any kind, because the other ranks must raise, too
+        failure, plan = error, ExpertPlan(grid.topology(), 1)
+    known = registry.find(plan.name)
+    names = ("experts", "expert data")
+    ranks = (plan.expert_ranks(grid.grid_rank), plan.expert_data_ranks(grid.grid_rank))
+    groups = grid.create_groups(
+        f"{plan}",
+        [
+            RankGroup((kind, plan.name, str(plan)), grid.to_global(members))
+            for kind, members in zip(names, ranks, strict=True)
+        ],
+        failure,
+    )
+    if known is not None:
+        return known
+    created = ExpertGroups(grid, plan, *groups)
+    registry.add(created, ledger.bind(patches.GATHER_TOKENS, _gathered_into_a_list))
+    return created
+
+
+def create_zero_partition_groups(grid: MpuGrid, size: int) -> ProcessGroup:
+    """Create the groups of ZeRO++'s second partition (hpZ) inside the data parallel groups, and register them.
+
+    Collective over the grid; call it before ``deepspeed.initialize`` with the config's ``zero_hpz_partition_size``. All
+    ZeRO-3 engines use the groups until the grid is destroyed.
+
+    Raises:
+        ExpertSizeError: the size does not divide the data parallel group; the message lists valid sizes.
+        RuntimeError: such groups exist already.
+        DisagreementError: ranks asked for different sizes, or a rank did not call the function.
+    """
+    failure: Exception | None = None
+    ranks: list[int] = []
+    try:
+        ranks = zero_partition_ranks(grid.topology(), size, grid.grid_rank)
+        if deepspeed_groups._get_zero_param_intra_parallel_group() is not None:
+            raise ExpertGroupError(
+                "the ZeRO parameter intra parallel group is already initialized, and a process has only one: "
+                "destroy its grid first"
+            )
+    except Exception as error:
+        failure = error
+    name = f"hpZ {size}"
+    (group,) = grid.create_groups(name, [RankGroup((name,), grid.to_global(ranks))], failure)
+    deepspeed_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group
+    grid.on_destroy(partial(_forget_zero_partition, group))
+    return group
+
+
+def _forget_zero_partition(group: ProcessGroup) -> None:
+    if deepspeed_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is group:
+        deepspeed_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
+def _size_of_expert_axis(grid: MpuGrid) -> int:
+    if EXPERT not in grid.topology().axes:
+        raise ExpertSizeError(
+            f"expert_parallel_size is not given and {grid.topology().spec!r} has no axis {EXPERT!r}: give one of both"
+        )
+    return grid.get_axis_size(EXPERT)

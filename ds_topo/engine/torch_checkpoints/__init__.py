@@ -1,1 +1,0 @@
-"""An engine's state for ``torch.distributed.checkpoint``."""

@@ -1,0 +1,381 @@
+"""Run DeepSpeed's optimizers for ZeRO 1 and 2 on a balanced layout: same arithmetic, other addresses.
+
+Each flat tensor of parameters is cut into regions, and each region evenly over the ranks
+(:mod:`ds_topo.zero.partitions`). The rank's master weights and optimizer states move to this layout once. The flat
+tensors keep their memory, but parameters have other places in it. Checkpoints are in DeepSpeed's layout: states are
+moved back before they are saved, and moved again after they are loaded. So any tool and any engine can read them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from functools import wraps
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
+from deepspeed.moe.utils import is_moe_param, is_moe_param_group
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+from torch import nn
+
+from ds_topo.engine.norms import is_copy_of_tied
+from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
+from ds_topo.ledger import Make, Patch, always, ledger
+from ds_topo.mpu import patches
+from ds_topo.reducer.options import BucketSizes
+from ds_topo.zero.partitions import PartitionedGradients, PartitionLayout, moved
+
+
+class OwnSlices:
+    """Replaces DeepSpeed's tensor of this rank's part of the flat parameters, which its optimizers only write."""
+
+    def __init__(self, group: FlatGroup, parameters: PartitionedParameters) -> None:
+        self._group, self._parameters = group, parameters
+
+    @property
+    def data(self) -> OwnSlices:
+        """The object itself, in place of ``Tensor.data``."""
+        return self
+
+    def numel(self) -> int:
+        """Return the length of the partition."""
+        return self._group.ours.partition_numel
+
+    def copy_(self, partition: torch.Tensor) -> OwnSlices:
+        """Write the updated partition of this rank to its places in the flat parameters."""
+        self._parameters.wait()  # the previous values may not have been sent yet
+        for own, place in self._group.slices():
+            own.copy_(partition[place])
+        return self
+
+
+class PartitionedOptimizer(ABC):
+    """A wrapper that runs DeepSpeed's ZeRO 1 or 2 optimizer in our layout, from :meth:`enter` to :meth:`leave`.
+
+    Args:
+        optimizer: DeepSpeed's optimizer.
+        sizes: the sizes of the regions.
+        whole: parameters that every rank needs whole.
+    """
+
+    _rows_of_methods: ClassVar[tuple[Patch, ...]]
+    """The rows for saving, loading and refreshing."""
+
+    def __init__(self, optimizer: Any, sizes: BucketSizes, whole: Collection[nn.Parameter]) -> None:
+        self.optimizer = optimizer
+        self._sizes, self._whole = sizes, whole
+        self.groups = self._flat_groups()
+        self.parameters = PartitionedParameters(self.groups)
+        self._bindings = ExitStack()
+
+    # -- differences between the two optimizers
+
+    @abstractmethod
+    def _flat_groups(self) -> list[FlatGroup]:
+        """Return the parameter groups as DeepSpeed has laid them out."""
+
+    @abstractmethod
+    def _addresses(self) -> list[tuple[Patch, object]]:
+        """Return the replacements of the optimizer's addresses, with their rows."""
+
+    @abstractmethod
+    def _gradient_fragments(self) -> dict[int, list[torch.Tensor]]:
+        """Return the gradients that DeepSpeed's functions for single parameters read, by group."""
+
+    @abstractmethod
+    def hand_over(self) -> None:
+        """Pass this rank's partition of reduced gradients to the optimizer, after the last micro-batch."""
+
+    # -- shared
+
+    def enter(self) -> None:
+        """Move parameters and states to our layout; collective."""
+        for group in self.groups:
+            group.arrange(group.ours)
+            _ = group.gradients.exchange  # created here by all ranks together, not during a backward pass
+        self._move(to_ours=True)
+        self._bind()
+        self._relink(self._link_fragments)
+
+    def leave(self) -> None:
+        """Move parameters and states back to DeepSpeed's layout; collective."""
+        self.parameters.wait()
+        self._bindings.close()
+        self._move(to_ours=False)
+        for group in self.groups:
+            group.arrange(group.theirs)
+        self._relink(self.optimizer._link_all_hp_params)
+
+    def end(self) -> None:
+        """Restore only the names that were patched, because the optimizer is no longer used."""
+        self._bindings.close()
+
+    def _flat_group(
+        self,
+        index: int,
+        parameters: list[nn.Parameter],
+        flat: torch.Tensor,
+        master: torch.Tensor,
+        theirs: PartitionLayout,
+        dtype: torch.dtype,
+        keeps: bool,
+        flat_gradients: torch.Tensor | None = None,
+    ) -> FlatGroup:
+        process_group = self.optimizer.real_dp_process_group[index]
+        size = dist.get_world_size(process_group)
+        ours, needed_whole = balanced_layout(parameters, dtype.itemsize, size, self._sizes, self._whole)
+        memory = None if flat_gradients is None else lengthened(flat_gradients, ours.numel)
+        gradients = PartitionedGradients(
+            parameters, ours, process_group, dtype, keeps=keeps, whole=needed_whole, memory=memory
+        )
+        return FlatGroup(index, parameters, flat, master, theirs, gradients)
+
+    def _own_slices(self) -> list[list[OwnSlices]]:
+        """Return the replacement of each group's list of all ranks' partitions."""
+        return [[OwnSlices(group, self.parameters)] * (group.gradients.rank + 1) for group in self.groups]
+
+    def _bind(self) -> None:
+        rows: list[tuple[Patch, Make]] = [(row, always(value)) for row, value in self._addresses()]
+        rows += zip(self._rows_of_methods, (self._saving, self._loading, always(self._refresh)), strict=True)
+        for row, make in rows:
+            self._bindings.callback(ledger.bind(row, make, self.optimizer))
+
+    def _move(self, *, to_ours: bool) -> None:
+        for group, tensors in zip(self.groups, self._states_in(to_ours=to_ours), strict=True):
+            _put(self.optimizer.optimizer, group.master, *tensors)
+
+    def _states_in(self, *, to_ours: bool) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """Return the master weights and optimizer states of every group in the other layout; collective."""
+        result = []
+        for group in self.groups:
+            source, target = (group.theirs, group.ours) if to_ours else (group.ours, group.theirs)
+            states = self.optimizer.optimizer.state.get(group.master, {})
+            partitions = {
+                name: moved(value, source, target, group.gradients.group)
+                for name, value in sorted(states.items())
+                if torch.is_tensor(value) and value.shape == group.master.shape
+            }
+            result.append((moved(group.master.detach(), source, target, group.gradients.group), partitions))
+        return result
+
+    # -- DeepSpeed's functions for single parameters
+
+    def _relink(self, link: Callable[[], None]) -> None:
+        link()
+        optimizer = self.optimizer
+        if optimizer._hp_optimizer_states_linked:
+            optimizer._hp_optimizer_states_linked = False
+            if all(group.master in optimizer.optimizer.state for group in self.groups):
+                optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _link_fragments(self) -> None:
+        """Set the links that ``safe_get_full_fp32_param`` and similar functions follow, as ``link_hp_params`` does."""
+        gradients = self._gradient_fragments()
+        for group in self.groups:
+            for parameter in group.parameters:
+                parameter._hp_mapping = None  # type: ignore[attr-defined]
+            for place, (part, parameter) in enumerate(zip(group.own, group.owned, strict=True)):
+                parameter._index_in_param_group = place  # type: ignore[attr-defined]
+                parameter._hp_mapping = tensor_fragment(  # type: ignore[attr-defined]
+                    lp_fragment=parameter.detach().flatten()[part.start : part.start + part.numel],
+                    lp_fragment_address=fragment_address(numel=part.numel, start=part.start),
+                    hp_fragment=group.master.detach()[part.address : part.address + part.numel],
+                    hp_fragment_address=fragment_address(numel=part.numel, start=part.address),
+                    gradient_dict=gradients,
+                    offload_gradient_dict=None,
+                    use_offload=False,
+                    param_group_index=group.index,
+                )
+
+    # -- checkpoints
+
+    def _saving(self, state_dict: Any) -> Any:
+        @wraps(state_dict)
+        def in_deepspeeds_layout() -> dict[str, Any]:
+            """Collective."""
+            inner = self.optimizer.optimizer
+            kept = [(group.master.data, dict(inner.state.get(group.master, {}))) for group in self.groups]
+            theirs = self._states_in(to_ours=False)
+            try:
+                for group, tensors in zip(self.groups, theirs, strict=True):
+                    _put(inner, group.master, *tensors)
+                self._bindings.close()
+                try:
+                    result: dict[str, Any] = state_dict()
+                finally:
+                    self._bind()
+            finally:
+                for group, (master, states) in zip(self.groups, kept, strict=True):
+                    _put(inner, group.master, master, states)
+            live = {id(group.master): master for group, (master, _) in zip(self.groups, theirs, strict=True)}
+            saved = result[SINGLE_PARTITION_OF_FP32_GROUPS]
+            result[SINGLE_PARTITION_OF_FP32_GROUPS] = [live.get(id(tensor), tensor) for tensor in saved]
+            return result
+
+        return in_deepspeeds_layout
+
+    def _loading(self, load_state_dict: Any) -> Any:
+        @wraps(load_state_dict)
+        def from_deepspeeds_layout(*arguments: Any, **options: Any) -> None:
+            """Collective."""
+            self.leave()
+            try:
+                load_state_dict(*arguments, **options)
+            finally:
+                self.enter()
+
+        return from_deepspeeds_layout
+
+    def _refresh(self) -> None:
+        """Copy the parameters to the master weights, in place of ``_restore_from_bit16_weights``."""
+        self.parameters.wait()
+        for group in self.groups:
+            for own, place in group.slices():
+                group.master.data[place].copy_(own)
+
+
+class PartitionedZero(PartitionedOptimizer):
+    """``DeepSpeedZeroOptimizer`` in our layout."""
+
+    optimizer: DeepSpeedZeroOptimizer
+    _rows_of_methods = patches.METHODS_OF_PARTITIONS[DeepSpeedZeroOptimizer]
+
+    def _flat_groups(self) -> list[FlatGroup]:
+        optimizer, groups = self.optimizer, []
+        for index, parameters in enumerate(optimizer.bit16_groups):
+            in_place = optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index]
+            offsets = dict(zip(*in_place, strict=True))
+            theirs = PartitionLayout.flat(
+                [parameter.numel() for parameter in parameters],
+                [offsets[parameter] for parameter in parameters],
+                int(optimizer.partition_size[index]),
+                dist.get_world_size(optimizer.real_dp_process_group[index]),
+            )
+            flat, master = optimizer.bit16_groups_flat[index], optimizer.single_partition_of_fp32_groups[index]
+            dtype = optimizer.gradient_accumulation_dtype if optimizer.use_separate_grad_accum else flat.dtype
+            keeps = not optimizer.partition_gradients
+            groups.append(self._flat_group(index, parameters, flat, master, theirs, dtype, keeps))
+        return groups
+
+    def _addresses(self) -> list[tuple[Patch, object]]:
+        offsets = [
+            [group.gradients.offsets[parameter] for parameter in in_their_order]
+            for group, in_their_order in zip(self.groups, self.optimizer.round_robin_bit16_groups, strict=True)
+        ]
+        return [
+            (patches.ZERO_FLATS, self.parameters),
+            (patches.ZERO_PARTITIONS, self._own_slices()),
+            (patches.ZERO_PARTITION_SIZE, [group.ours.partition_numel for group in self.groups]),
+            (patches.ZERO_OWNED, [group.owned for group in self.groups]),
+            (patches.ZERO_OFFSETS, offsets),
+        ]
+
+    def _gradient_fragments(self) -> dict[int, list[torch.Tensor]]:
+        fragments: dict[int, list[torch.Tensor]] = self.optimizer.averaged_gradients
+        return fragments
+
+    def hand_over(self) -> None:
+        """Set ``averaged_gradients``, as the optimizer's own epilogue would do."""
+        for group in self.groups:
+            partition = group.gradients.take()
+            self.optimizer.averaged_gradients[group.index] = _Gradients(group.fragments_of(partition), partition)
+
+
+class _Gradients(list[torch.Tensor]):
+    """The gradients of single parameters, for the norm of ``DeepSpeedZeroOptimizer``, and their flat tensor."""
+
+    def __init__(self, fragments: list[torch.Tensor], partition: torch.Tensor) -> None:
+        super().__init__(fragments)
+        self.flat_partition = partition
+
+
+class PartitionedBF16(PartitionedOptimizer):
+    """``BF16_Optimizer``, which accumulates gradients in a second data type, in our layout."""
+
+    optimizer: BF16_Optimizer
+    _rows_of_methods = patches.METHODS_OF_PARTITIONS[BF16_Optimizer]
+
+    def _flat_groups(self) -> list[FlatGroup]:
+        optimizer, groups = self.optimizer, []
+        for index, parameters in enumerate(optimizer.bf16_groups):
+            size, flat = dist.get_world_size(optimizer.real_dp_process_group[index]), optimizer.bf16_groups_flat[index]
+            numels = [parameter.numel() for parameter in parameters]
+            offsets = [end - numel for end, numel in zip(accumulate(numels), numels, strict=True)]
+            theirs = PartitionLayout.flat(numels, offsets, flat.numel() // size, size)
+            master, gradients = optimizer.fp32_groups_flat_partition[index], optimizer.fp32_groups_gradients_flat[index]
+            dtype = optimizer.grad_acc_dtype
+            groups.append(self._flat_group(index, parameters, flat, master, theirs, dtype, True, gradients))
+        return groups
+
+    def _addresses(self) -> list[tuple[Patch, object]]:
+        return [
+            (patches.BF16_FLATS, self.parameters),
+            (patches.BF16_PARTITIONS, self._own_slices()),
+            (patches.BF16_ALL_GRADIENTS, []),
+            (patches.BF16_PARTITION_OF_GRADIENTS, [group.gradients.partition for group in self.groups]),
+            (patches.BF16_NORM, self._gradients_for_norm),
+        ]
+
+    def _gradient_fragments(self) -> dict[int, list[torch.Tensor]]:
+        return {group.index: group.fragments_of(group.gradients.partition) for group in self.groups}
+
+    def _gradients_for_norm(self, for_clipping: bool = False) -> Any:
+        """Replace ``get_grads_for_norm``, which expects whole gradients on every rank.
+
+        Collective over the ranks that share gradients. Return the norm over these ranks as the only gradient of each
+        kind, dense and expert: its norm is the same. For clipping, return the partitions themselves.
+        """
+        if for_clipping:
+            return [group.gradients.partition for group in self.groups]
+        mpu = self.optimizer.mpu
+        first_slice = mpu is None or bwc_tensor_model_parallel_rank(mpu=mpu) == 0
+        dense: list[torch.Tensor] = []
+        of_experts: dict[str, list[torch.Tensor]] = {}
+        for group in self.groups:
+            partition = group.gradients.partition
+            norms = [
+                torch.linalg.vector_norm(fragment.float())
+                for fragment, parameter in zip(group.fragments_of(partition), group.owned, strict=True)
+                if not is_copy_of_tied(parameter)
+                and (first_slice or is_model_parallel_parameter(parameter) or is_moe_param(parameter))
+            ]
+            square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=partition.device)
+            dist.all_reduce(square, group=group.gradients.group)
+            settings = self.optimizer.optimizer.param_groups[group.index]
+            kind = of_experts.setdefault(settings["name"], []) if is_moe_param_group(settings) else dense
+            kind.append(square.sqrt().reshape(1))
+        return dense or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
+
+    def hand_over(self) -> None:
+        """Mark the partition as filled; the optimizer's step reads it in place."""
+        for group in self.groups:
+            group.gradients.take()
+        for flags in self.optimizer.fp32_groups_has_gradients:
+            flags[:] = [True] * len(flags)
+
+
+def partitioned(
+    optimizer: Any, sizes: Callable[[], BucketSizes], whole: Collection[nn.Parameter]
+) -> PartitionedOptimizer | None:
+    """Wrap the optimizer for our layout; return None if its arithmetic needs whole parameters."""
+    if getattr(optimizer, "autoep_folding_tp_group", None) is not None:
+        return None
+    if isinstance(optimizer, BF16_Optimizer):
+        return None if optimizer._uses_muon else PartitionedBF16(optimizer, sizes(), whole)
+    if any(optimizer._is_muon_group(parameters) for parameters in optimizer.bit16_groups):
+        return None
+    return PartitionedZero(optimizer, sizes(), whole)
+
+
+def _put(inner: torch.optim.Optimizer, master: torch.Tensor, data: torch.Tensor, states: dict[str, Any]) -> None:
+    master.data = data
+    if states:  # a new dictionary: the result of an earlier state_dict() keeps the old one
+        inner.state[master] = {**inner.state[master], **states}

@@ -1,0 +1,344 @@
+"""Hosts and their slots: hostfiles, the filters of the ``deepspeed`` launcher, the host of every rank, addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from ds_topo.errors import HostError, listed
+
+MAX_SLOTS = 4096
+"""The most slots of one host: more than any host has, and few enough to list."""
+_AT_A_TIME = 64
+"""The number of names that are resolved simultaneously."""
+
+_SLOT_LIST = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
+_ENTRY = re.compile(r"(?P<name>[^\s=#]+)(?:\s+slots=(?P<slots>\S*))?(?P<rest>(?:\s+\S+)*)")
+_IGNORED = re.compile(r"(?:max[_-]slots=\d+)")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host by name, and the numbers of its slots (devices) in use, ascending.
+
+    Raises:
+        HostError: the name has a character that is not allowed, there is no slot, or slots do not ascend from 0.
+
+    >>> Host.of("worker-0", 2)
+    Host(name='worker-0', slots=(0, 1))
+    """
+
+    name: str
+    slots: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.name.isprintable() or set(self.name) & set(" :,#=[]"):
+            raise HostError(f"host {self.name!r}: a name has no spaces, colons, commas, brackets, '#' or '='")
+        if not self.slots:
+            raise HostError(f"host {self.name!r} has no slots: give it at least one, or leave it out")
+        if list(self.slots) != sorted(set(self.slots)) or self.slots[0] < 0 or self.slots[-1] >= MAX_SLOTS:
+            raise HostError(f"host {self.name!r}: slots {self.slots} must ascend, from 0 to {MAX_SLOTS - 1} at most")
+
+    @classmethod
+    def of(cls, name: str, slots: int) -> Host:
+        """Return a host whose first ``slots`` slots are in use."""
+        if slots > MAX_SLOTS:
+            raise HostError(f"host {name!r}: slots={slots} is more than {MAX_SLOTS}")
+        return cls(name, tuple(range(slots)))
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Hosts with different names, in the order in which a launcher numbers their ranks.
+
+    Raises:
+        HostError: there is no host, or a name is given twice.
+
+    >>> hosts = Hosts.uniform(2, slots=4)
+    >>> hosts.names, hosts.slots
+    (('host0', 'host1'), 8)
+    >>> [host.slots for host in hosts.including("host1:0,2@host0")]
+    [(0, 1, 2, 3), (0, 2)]
+    """
+
+    hosts: tuple[Host, ...]
+
+    def __post_init__(self) -> None:
+        if not self.hosts:
+            raise HostError("there are no hosts: name at least one")
+        twice = [name for name, count in Counter(self.names).items() if count > 1]
+        if twice:
+            raise HostError(f"host {twice[0]!r} is named twice: name every host once, with all its slots")
+
+    @classmethod
+    def uniform(cls, count: int, slots: int) -> Hosts:
+        """Return ``host0``, ``host1``, ... with the same number of slots."""
+        if count < 1 or slots < 1:
+            raise HostError(f"{count} hosts with {slots} slots: both must be >= 1")
+        digits = len(str(count - 1))
+        return cls.named((f"host{index:0{digits}d}" for index in range(count)), slots)
+
+    @classmethod
+    def named(cls, names: Iterable[str], slots: int) -> Hosts:
+        """Return hosts by name, with the same number of slots."""
+        if slots < 1:
+            raise HostError(f"slots={slots}: every host needs at least one")
+        return cls(tuple(Host.of(name, slots) for name in names))
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self.hosts)
+
+    def __len__(self) -> int:
+        return len(self.hosts)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, in order."""
+        return tuple(host.name for host in self.hosts)
+
+    @property
+    def slots(self) -> int:
+        """The number of slots of all hosts together."""
+        return sum(self.counts)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of slots of each host."""
+        return tuple(len(host.slots) for host in self.hosts)
+
+    # -- filters of the deepspeed launcher -----------------------------------------------------------------------------
+
+    def including(self, text: str) -> Hosts:
+        """Return only these hosts and slots, ``NAME[:SLOT,SLOT]@NAME...``, as ``deepspeed --include`` does.
+
+        Raises:
+            HostError: the filter is malformed, or names a host or slot that does not exist.
+        """
+        chosen = self._parse_filter("include", text)
+        kept = [host for host in self.hosts if host.name in chosen]
+        return Hosts(tuple(replace(host, slots=chosen[host.name]) for host in kept))
+
+    def excluding(self, text: str) -> Hosts:
+        """Return all but these hosts and slots, ``NAME[:SLOT,SLOT]@NAME...``, as ``deepspeed --exclude`` does.
+
+        >>> Hosts.uniform(2, slots=2).excluding("host0:1@host1").hosts
+        (Host(name='host0', slots=(0,)),)
+
+        Raises:
+            HostError: the filter is malformed, names a host or slot that does not exist, or leaves no slot.
+        """
+        removed = self._parse_filter("exclude", text)
+        left = {host: tuple(slot for slot in host.slots if slot not in removed.get(host.name, ())) for host in self}
+        kept = tuple(replace(host, slots=slots) for host, slots in left.items() if slots)
+        if not kept:
+            raise HostError(f"exclude {text!r} leaves no slot of {listed(self.names)}")
+        return Hosts(kept)
+
+    def first(self, hosts: int | None = None, slots: int | None = None) -> Hosts:
+        """Return the first hosts with their first slots, as ``deepspeed --num_nodes --num_gpus`` does.
+
+        Raises:
+            HostError: there are fewer hosts or slots.
+        """
+        if hosts is not None and not 1 <= hosts <= len(self):
+            raise HostError(f"{hosts} hosts requested, but there are {len(self)}: give 1 to {len(self)}")
+        kept = self.hosts[:hosts]
+        if slots is None:
+            return Hosts(kept)
+        for host in kept:
+            if not 1 <= slots <= len(host.slots):
+                raise HostError(f"{slots} slots requested, but host {host.name!r} has {len(host.slots)}")
+        return Hosts(tuple(Host.of(host.name, slots) for host in kept))
+
+    def _parse_filter(self, what: str, text: str) -> dict[str, tuple[int, ...]]:
+        """Return the slots of each host that a filter names."""
+        by_name = {host.name: host for host in self.hosts}
+        chosen: dict[str, set[int]] = {}
+        for part in text.split("@"):
+            name, colon, numbers = part.strip().partition(":")
+            if name not in by_name:
+                raise HostError(f"{what} {text!r}: host {name!r} is not among {listed(self.names)}")
+            if colon and not _SLOT_LIST.fullmatch(numbers):
+                raise HostError(
+                    f'{what} {text!r} at {part!r}: expected "NAME[:SLOT,SLOT]@NAME...", such as "worker-0@worker-1:0,2"'
+                )
+            slots = {int(number) for number in numbers.split(",")} if colon else set()
+            unknown = slots.difference(by_name[name].slots)
+            if unknown:
+                there = list(by_name[name].slots)
+                raise HostError(f"{what} {text!r}: host {name!r} has no slot {min(unknown)}, its slots are {there}")
+            chosen.setdefault(name, set()).update(slots)
+        return {name: tuple(sorted(slots)) or by_name[name].slots for name, slots in chosen.items()}
+
+
+@dataclass(frozen=True)
+class HostMap:
+    """The host and the slot of every rank.
+
+    Args:
+        hosts: the hosts, in order.
+        host_indices: the number of the host of every rank. A rank takes the next free slot of its host.
+
+    Raises:
+        HostError: a host has more ranks than slots.
+
+    >>> host_map = HostMap.block(Hosts((Host.of("a", 1), Host.of("b", 3))))
+    >>> [host_map.host_of(rank).name for rank in range(4)], host_map.slot_of(3)
+    (['a', 'b', 'b', 'b'], 2)
+    >>> cyclic = HostMap(Hosts.uniform(2, slots=2), (0, 1, 0, 1))
+    >>> cyclic.slot_of(2), cyclic.ranks_on_hosts
+    (1, ((0, 2), (1, 3)))
+    """
+
+    hosts: Hosts
+    host_indices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for host, ranks in zip(self.hosts, self.ranks_on_hosts, strict=True):
+            if len(ranks) > len(host.slots):
+                raise HostError(f"host {host.name!r} has {len(host.slots)} slots, but gets {len(ranks)} ranks")
+
+    @classmethod
+    def block(cls, hosts: Hosts) -> HostMap:
+        """Number ranks host by host, one in each slot, as every launcher does by default."""
+        return cls(hosts, tuple(index for index, count in enumerate(hosts.counts) for _ in range(count)))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.host_indices)
+
+    def host_index(self, rank: int) -> int:
+        """Return the number of the host of ``rank``."""
+        if not 0 <= rank < self.size:
+            raise HostError(f"rank {rank} is out of range: the hosts have ranks 0 to {self.size - 1}")
+        return self.host_indices[rank]
+
+    def host_of(self, rank: int) -> Host:
+        """Return the host of ``rank``."""
+        return self.hosts.hosts[self.host_index(rank)]
+
+    def slot_of(self, rank: int) -> int:
+        """Return the number of the slot of ``rank`` on its host."""
+        return self.host_of(rank).slots[self.ranks_on_hosts[self.host_index(rank)].index(rank)]
+
+    @cached_property
+    def ranks_on_hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks on every host, ascending."""
+        ranks: list[list[int]] = [[] for _ in self.hosts]
+        for rank, index in enumerate(self.host_indices):
+            ranks[index].append(rank)
+        return tuple(map(tuple, ranks))
+
+
+# -- hostfiles ---------------------------------------------------------------------------------------------------------
+
+
+def read_hostfile(path: str | Path) -> Hosts:
+    """Read a hostfile of the ``deepspeed`` launcher, with ``NAME slots=N`` on each line.
+
+    Raises:
+        HostError: the file cannot be read, or a line is wrong. The message names the line.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise HostError(f"hostfile {str(path)!r} cannot be read: {error}") from error
+    return parse_hostfile(text, str(path))
+
+
+def parse_hostfile(text: str, source: str = "hostfile") -> Hosts:
+    """Parse the text of a hostfile. ``#`` starts a comment; empty lines and Open MPI's ``max_slots=N`` are ignored.
+
+    >>> parse_hostfile("# two hosts\\nworker-0 slots=2\\n\\nworker-1 slots=1  # the small one\\n").counts
+    (2, 1)
+
+    Raises:
+        HostError: a line is malformed, a host is given twice, a number of slots is 0 or missing, or there is no host.
+    """
+    hosts: dict[str, Host] = {}
+    lines: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        where = f"{source}, line {number}, {entry!r}"
+        host = _parse_entry(entry, where)
+        if host.name in hosts:
+            raise HostError(
+                f"{where}: host {host.name!r} is on line {lines[host.name]} already; give a host one line with all its "
+                "slots"
+            )
+        hosts[host.name], lines[host.name] = host, number
+    if not hosts:
+        raise HostError(f'{source} names no host: expected lines such as "worker-0 slots=4"')
+    return Hosts(tuple(hosts.values()))
+
+
+def _parse_entry(entry: str, where: str) -> Host:
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
+        raise HostError(f'{where}: expected "NAME slots=N", such as "worker-0 slots=4"')
+    name, slots = match["name"], match["slots"]
+    if slots is None:
+        raise HostError(f'{where}: the number of slots is missing; expected "{name} slots=N"')
+    unknown = [word for word in match["rest"].split() if not _IGNORED.fullmatch(word)]
+    if unknown:
+        raise HostError(f'{where}: {unknown[0]!r} is unknown; expected "{name} slots=N"')
+    if not re.fullmatch(r"[0-9]{1,9}", slots):
+        raise HostError(f"{where}: slots={slots!r} is not a whole number")
+    if not 1 <= int(slots) <= MAX_SLOTS:
+        raise HostError(
+            f"{where}: slots={int(slots)} must be 1 to {MAX_SLOTS}; leave out a host that is not to be used"
+        )
+    try:
+        return Host.of(name, int(slots))
+    except HostError as error:
+        raise HostError(f"{where}: {error}") from None
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+def address_of(name: str) -> str:
+    """Return the first address of a host.
+
+    Raises:
+        HostError: the name cannot be resolved.
+    """
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError) as error:
+        raise HostError(
+            f"host {name!r} cannot be resolved to an address: {error}; check its spelling, /etc/hosts and DNS"
+        ) from None
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address can be reached from its own host only.
+
+    >>> is_loopback("127.0.1.1"), is_loopback("10.0.0.1")
+    (True, False)
+    """
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def check_addresses(names: Sequence[str]) -> None:
+    """Resolve all names simultaneously.
+
+    Raises:
+        HostError: names cannot be resolved. The message lists them.
+    """
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        errors = [result.exception() for result in [pool.submit(address_of, name) for name in names]]
+    failed = [str(error) for error in errors if error is not None]
+    if failed:
+        more = f" (and {len(failed) - 8} more)" if len(failed) > 8 else ""
+        raise HostError("; ".join(failed[:8]) + more)

@@ -1,0 +1,315 @@
+"""Place a topology on hosts, count what crosses hosts, and summarise large layouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ds_topo.errors import TopologyError, WorldSizeError
+from ds_topo.hosts.hosts import HostMap, Hosts
+from ds_topo.hosts.slurm import fold_node_list
+from ds_topo.topology import ProcessTopology
+from ds_topo.topology.rank_tables import axes_of, grid_groups
+from ds_topo.topology.spec import Spec
+
+
+@dataclass(frozen=True)
+class GroupSpan:
+    """One group of ranks on hosts.
+
+    Args:
+        ranks: the ranks of the group, ascending.
+        hosts: the number of each host of the group, ascending.
+        crossing_pairs: the pairs of ranks on different hosts, between which an all-to-all sends.
+        crossing_links: the links between hosts in the ring rank -> next rank -> ... -> first rank, over which an
+            all-reduce or a pipeline sends.
+    """
+
+    ranks: tuple[int, ...]
+    hosts: tuple[int, ...]
+    crossing_pairs: int
+    crossing_links: int
+
+    @property
+    def pairs(self) -> int:
+        """The number of all pairs of ranks."""
+        return len(self.ranks) * (len(self.ranks) - 1) // 2
+
+    @property
+    def links(self) -> int:
+        """The number of all links of the ring; two ranks have one."""
+        return len(self.ranks) if len(self.ranks) > 2 else len(self.ranks) - 1
+
+
+@dataclass(frozen=True)
+class AxisSpan:
+    """All groups over one axis or several on hosts.
+
+    >>> Placement.of("pipe=2,data=4", Hosts.uniform(2, slots=4)).span("pipe").crossing_pairs
+    4
+    """
+
+    axes: tuple[str, ...]
+    groups: tuple[GroupSpan, ...]
+
+    @property
+    def hosts_per_group(self) -> tuple[int, int]:
+        """The fewest and the most hosts of a group."""
+        numbers = [len(group.hosts) for group in self.groups]
+        return min(numbers), max(numbers)
+
+    @property
+    def crossing_groups(self) -> int:
+        """The number of groups on more than one host."""
+        return sum(len(group.hosts) > 1 for group in self.groups)
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs of ranks in all groups."""
+        return sum(group.pairs for group in self.groups)
+
+    @property
+    def crossing_pairs(self) -> int:
+        """The number of pairs on different hosts."""
+        return sum(group.crossing_pairs for group in self.groups)
+
+    @property
+    def links(self) -> int:
+        """The number of links in the rings of all groups."""
+        return sum(group.links for group in self.groups)
+
+    @property
+    def crossing_links(self) -> int:
+        """The number of links between hosts."""
+        return sum(group.crossing_links for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A topology on hosts.
+
+    Args:
+        topology: the coordinate of every rank.
+        host_map: the host of every rank.
+
+    Raises:
+        WorldSizeError: the numbers of ranks differ. The message gives the nearest topology that fits.
+
+    >>> placement = Placement.of("pipe=2,data=-1", Hosts.uniform(2, slots=4))
+    >>> placement.topology, placement.span("data").crossing_groups
+    (ProcessTopology('pipe=2,data=4'), 0)
+    """
+
+    topology: ProcessTopology
+    host_map: HostMap
+
+    def __post_init__(self) -> None:
+        self.topology.check_world_size(self.host_map.size)
+
+    @classmethod
+    def of(cls, spec: Spec, hosts: Hosts | HostMap) -> Placement:
+        """Place a spec on hosts, with one rank in each slot; one of its degrees may be -1.
+
+        Raises:
+            TopologyError: the spec is malformed.
+            WorldSizeError: the numbers of ranks and slots differ. The message gives the nearest topology that fits.
+        """
+        host_map = HostMap.block(hosts) if isinstance(hosts, Hosts) else hosts
+        return cls(fit(spec, host_map), host_map)
+
+    def span(self, axes: str | tuple[str, ...]) -> AxisSpan:
+        """Return all groups over one axis or several, with their hosts."""
+        names = axes_of(self.topology, axes)
+        return AxisSpan(names, tuple(self._group_span(ranks) for ranks in self.topology.get_axis_comm_lists(names)))
+
+    def hosts_of(self, ranks: Iterable[int]) -> list[str]:
+        """Return the names of the hosts of these ranks, each once, in the order of the hosts."""
+        names = self.host_map.hosts.names
+        return [names[index] for index in sorted({self.host_map.host_index(rank) for rank in ranks})]
+
+    def _group_span(self, ranks: list[int]) -> GroupSpan:
+        host_indices = self.host_map.host_indices
+        hosts = [host_indices[rank] for rank in ranks]
+        counts = Counter(hosts)
+        same_host = sum(count * (count - 1) // 2 for count in counts.values())
+        neighbors = zip(hosts, [*hosts[1:], hosts[0]] if len(hosts) > 2 else hosts[1:], strict=False)
+        return GroupSpan(
+            tuple(ranks),
+            tuple(sorted(counts)),
+            len(ranks) * (len(ranks) - 1) // 2 - same_host,
+            sum(here != there for here, there in neighbors),
+        )
+
+
+def group_axes(topology: ProcessTopology) -> list[tuple[str, ...]]:
+    """Return the axes of each kind of group that a grid creates: every axis, gradient replicas, model parallel.
+
+    Sets of axes of which only one has a degree above 1 have the same groups as that axis, and are left out.
+
+    >>> group_axes(ProcessTopology.from_spec("pipe=2,data=2,model=2"))
+    [('pipe',), ('data',), ('model',), ('pipe', 'model')]
+    """
+    spans = [group.axes for group in grid_groups(topology, 0)]
+    return [span for span in spans if len(span) == 1 or sum(topology.get_dim(axis) > 1 for axis in span) > 1]
+
+
+def fit(spec: Spec, host_map: HostMap) -> ProcessTopology:
+    """Return the topology of a spec for the slots of hosts.
+
+    Raises:
+        TopologyError: the spec is malformed.
+        WorldSizeError: the spec does not fit. The message gives the nearest that does.
+    """
+    try:
+        return ProcessTopology.from_spec(spec, host_map.size)
+    except WorldSizeError as error:
+        try:
+            needed = ProcessTopology.from_spec(spec).world_size()
+        except TopologyError:  # one degree is -1
+            needed = 0
+        if needed > host_map.size:
+            problem = "more ranks than slots"
+        elif needed:
+            problem = "slots would be left over, but launchers use each of them: use all, or leave out hosts or slots"
+        else:
+            problem = "the slots cannot be divided"
+        hosts = f"{len(host_map.hosts)} hosts" if len(host_map.hosts) > 1 else "1 host"
+        raise WorldSizeError(f"{problem}: {hosts} with {host_map.size} slots in all; {error}") from None
+
+
+# -- summaries of large layouts ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HostRun:
+    """Neighboring hosts with the same indices of the outermost axis.
+
+    Args:
+        hosts: their names, folded, ``n[0001-0128]``.
+        count: the number of hosts.
+        ranks: the first and the last rank on them.
+        indices: the indices of each axis on them, as text, ``0-127``.
+    """
+
+    hosts: str
+    count: int
+    ranks: tuple[int, int]
+    indices: tuple[str, ...]
+
+
+def host_runs(
+    topology: ProcessTopology, names: Sequence[str], ranks_on_hosts: Sequence[Sequence[int]]
+) -> list[HostRun]:
+    """Group all hosts into runs.
+
+    >>> topology = ProcessTopology.from_spec("pipe=2,data=64,model=8")
+    >>> names, ranks = [f"n{i:03d}" for i in range(128)], [range(8 * i, 8 * i + 8) for i in range(128)]
+    >>> for run in host_runs(topology, names, ranks):
+    ...     print(run.hosts, run.ranks, run.indices)
+    n[000-063] (0, 511) ('0', '0-63', '0-7')
+    n[064-127] (512, 1023) ('1', '0-63', '0-7')
+    """
+    held = _indices_held(topology, ranks_on_hosts)
+    outermost = next((axis for axis, size in enumerate(topology.dims) if size > 1), 0)
+    runs = []
+    for _, members in groupby(range(len(held)), key=lambda host: held[host][outermost]):
+        hosts = list(members)
+        indices = (sorted(set().union(*(held[host][axis] for host in hosts))) for axis in range(len(held[0])))
+        runs.append(
+            HostRun(
+                fold_node_list([names[host] for host in hosts]),
+                len(hosts),
+                (min(ranks_on_hosts[host][0] for host in hosts), max(ranks_on_hosts[host][-1] for host in hosts)),
+                tuple(fold_numbers(numbers) for numbers in indices),
+            )
+        )
+    return runs
+
+
+def _indices_held(
+    topology: ProcessTopology, ranks_on_hosts: Sequence[Sequence[int]]
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Return, for every host, the ascending indices of its ranks along each axis."""
+    coordinate_of = topology.layout.coordinate_of
+    return [
+        tuple(tuple(sorted(set(indices))) for indices in zip(*map(coordinate_of, ranks), strict=True))
+        for ranks in ranks_on_hosts
+    ]
+
+
+def host_patterns(
+    topology: ProcessTopology, ranks_on_hosts: Sequence[Sequence[int]]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Count hosts by the number of indices that they hold of each axis, the most frequent pattern first.
+
+    >>> host_patterns(ProcessTopology.from_spec("pipe=2,data=4"), [range(4), range(4, 8)])
+    [(2, (1, 4))]
+    """
+    patterns = Counter(tuple(map(len, indices)) for indices in _indices_held(topology, ranks_on_hosts))
+    return [(count, pattern) for pattern, count in patterns.most_common()]
+
+
+def fold_numbers(numbers: Sequence[int]) -> str:
+    """Write ascending numbers as ranges.
+
+    >>> fold_numbers([0, 1, 2, 5, 7, 8])
+    '0-2,5,7-8'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+def few_ranks(ranks: Sequence[int], most: int = 16) -> str:
+    """Write a list of ranks, shortened if it is long.
+
+    >>> few_ranks([0, 8, 16]), few_ranks(range(0, 1024, 8))
+    ('[0, 8, 16]', '[0, 8, 16, ..., 1016] (128 ranks)')
+    """
+    if len(ranks) <= most:
+        return f"[{', '.join(map(str, ranks))}]"
+    return f"[{', '.join(map(str, ranks[:3]))}, ..., {ranks[-1]}] ({len(ranks):,} ranks)"
+
+
+def changed_ranks(before: ProcessTopology, after: ProcessTopology) -> tuple[int, ...]:
+    """Return the ranks whose coordinates differ between two topologies of the same size; axes of degree 1 do not count.
+
+    >>> changed_ranks(ProcessTopology.from_spec("pipe=2,data=2"), ProcessTopology.from_spec("data=2,pipe=2"))
+    (1, 2)
+    """
+
+    def coordinate(topology: ProcessTopology, rank: int) -> dict[str, int]:
+        indices = topology.layout.coordinate_of(rank)
+        entries = zip(topology.axes, indices, topology.dims, strict=True)
+        return {axis: index for axis, index, size in entries if size > 1}
+
+    return tuple(rank for rank in range(before.world_size()) if coordinate(before, rank) != coordinate(after, rank))
+
+
+def shards_to_other_hosts(before: Placement, after: Placement) -> int | None:
+    """Count the coordinates, and with them the shards stored there, whose host changes between two placements.
+
+    Returns:
+        None unless both have the same axes with the same degrees, in any order: only then is a coordinate of one also a
+        coordinate of the other.
+
+    >>> hosts = Hosts.uniform(2, slots=2)
+    >>> shards_to_other_hosts(Placement.of("pipe=2,data=2", hosts), Placement.of("data=2,pipe=2", hosts))
+    2
+    """
+    old, new = before.topology, after.topology
+    if dict(zip(old.axes, old.dims, strict=True)) != dict(zip(new.axes, new.dims, strict=True)):
+        return None
+    order = [old.axes.index(axis) for axis in new.axes]
+    shards = 0
+    for rank in changed_ranks(old, new):
+        coordinate = old.layout.coordinate_of(rank)
+        target = new.layout.rank_of([coordinate[axis] for axis in order])
+        shards += before.host_map.host_of(rank).name != after.host_map.host_of(target).name
+    return shards

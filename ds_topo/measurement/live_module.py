@@ -1,0 +1,271 @@
+"""Measure the size of a live ``torch.nn.Module``, layer by layer, by one forward pass on the meta device.
+
+Nothing is allocated: the module's parameters must be on ``meta`` (build it under ``with torch.device("meta")``). A
+model of any size is measured in seconds on a laptop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ds_topo.errors import TopologyError
+from ds_topo.planner.model import MeasuredLayer, MeasuredProduct, Model
+
+BEFORE, AFTER = "before the layers", "after the layers"
+_QKV = ((0, "query"), (1, "key"), (2, "value"))
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
+
+def model_from_module(module: nn.Module, sample: Any, name: str = "") -> Model:
+    """Return a model to plan for: parameters, products, attention, memory traffic and kept values of every layer.
+
+    The layers are the items of the module's largest ``Sequential`` or ``ModuleList``. The parts before and after them
+    are two more. Tensor parallelism is not planned for it, since the module does not tell how it would be split.
+
+    Args:
+        module: a module on the meta device.
+        sample: one sequence's input, ``[1, positions]`` token ids or ``[1, positions, width]`` values, or the
+            positional arguments of ``forward`` as a tuple.
+        name: the name of the model in tables.
+
+    Raises:
+        TopologyError: if parameters are not on the meta device, or the sample's first size is not 1.
+
+    >>> import torch
+    >>> with torch.device("meta"):
+    ...     module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    ...     model = model_from_module(module, torch.zeros(1, 16, 8))
+    >>> model.parameters, model.layers, model.flops_per_token(16) == 3 * 6 * 8 * 8
+    (216, 3, True)
+    """
+    arguments = sample if isinstance(sample, tuple) else (sample,)
+    positions = _positions(module, arguments)
+    progress, owners = _run(module, arguments)
+    layers = []
+    seen: set[int] = set()
+    for key, parameters in owners.items():
+        tally = progress.tallies.get(key, _Tally())
+        sizes = [parameter.numel() for parameter in parameters if id(parameter) not in seen]
+        seen.update(id(parameter) for parameter in parameters)
+        layer = MeasuredLayer(
+            name=key,
+            weights=sum(sizes),
+            largest_weight=max(sizes, default=0),
+            products=tuple(tally.products),
+            core_flops=tally.core_flops,
+            core_width=tally.core_width,
+            values=tally.values,
+            operators=tally.operators,
+            kept=sum(tally.kept.values()),
+            kept_indices=tally.indices,
+            output=tally.output,
+            positions=positions,
+        )
+        if layer.weights or layer.products or layer.values:
+            layers.append(layer)
+    width = max((layer.output for layer in layers), default=0) / positions
+    return Model(
+        name=name or type(module).__name__,
+        hidden=max(1, round(width)),
+        vocabulary=0,
+        sequence=positions,
+        blocks=tuple(layers),
+    )
+
+
+def _positions(module: nn.Module, arguments: tuple[Any, ...]) -> int:
+    away = [key for key, parameter in module.named_parameters() if parameter.device.type != "meta"]
+    if away:
+        raise TopologyError(
+            f"module: parameter {away[0]!r} is not on the meta device; build the module under "
+            '`with torch.device("meta"):`'
+        )
+    tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    if not tensors or tensors[0].dim() < 2 or tensors[0].shape[0] != 1:
+        raise TopologyError("sample: give one sequence, a tensor of shape [1, positions] or [1, positions, width]")
+    return int(tensors[0].shape[1])
+
+
+@dataclass
+class _Tally:
+    """The counts of one layer during forward."""
+
+    products: list[MeasuredProduct] = field(default_factory=list)
+    core_flops: float = 0.0
+    core_width: int = 1
+    values: float = 0.0
+    """Values that operators other than products read and write."""
+    operators: int = 0
+    kept: dict[int, float] = field(default_factory=dict)
+    """Values kept for backward, by storage."""
+    indices: float = 0.0
+    """Bytes kept that are not floating point."""
+    output: float = 0.0
+
+
+class _Progress:
+    """The layer that runs, and the counts so far."""
+
+    def __init__(self) -> None:
+        self.tallies: dict[str, _Tally] = {}
+        self.stack: list[str] = []
+        """The layers that run, the innermost last."""
+        self.passed = False
+        """True once a layer has run."""
+        self.used_before: set[int] = set()
+        """Parameters that were used before the first layer."""
+        self._storages: list[torch.UntypedStorage] = []
+        """The kept storages. They stay alive, so that no other one gets the identity of one of them."""
+
+    @property
+    def current(self) -> _Tally:
+        """The tally of the layer that runs."""
+        name = self.stack[-1] if self.stack else AFTER if self.passed else BEFORE
+        return self.tallies.setdefault(name, _Tally())
+
+    def enter(self, name: str) -> Callable[..., None]:
+        """Return a forward pre-hook for a layer."""
+        return lambda layer, inputs: self.stack.append(name)
+
+    def leave(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        """Note a layer's output after its forward."""
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        if isinstance(first, torch.Tensor):
+            self.current.output = float(first.numel())
+        self.stack.pop()
+        self.passed = True
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that autograd keeps for backward, every storage once, parameters aside. Return it."""
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+            return tensor
+        tally, storage = self.current, tensor.untyped_storage()
+        known = any(storage._cdata in other.kept for other in self.tallies.values())
+        if tensor.is_floating_point() and not known:
+            tally.kept[storage._cdata] = storage.nbytes() / tensor.element_size()
+            self._storages.append(storage)
+        elif not tensor.is_floating_point():
+            tally.indices += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+def _run(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[_Progress, dict[str, list[nn.Parameter]]]:
+    """Run forward once. Return the counts, and each layer's parameters.
+
+    Parameters of no layer belong to the part before or after the layers, by their first use.
+    """
+    layers = _layers_of(module)
+    progress = _Progress()
+    with ExitStack() as stack:
+        for name, layer in layers:
+            stack.callback(layer.register_forward_pre_hook(progress.enter(name)).remove)
+            stack.callback(layer.register_forward_hook(progress.leave, always_call=True).remove)
+        operators = _Operators(progress)
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(progress.keep, lambda tensor: tensor))
+        stack.enter_context(operators)
+        stack.enter_context(_Functions(progress, operators))
+        module(*(value.to("meta") if isinstance(value, torch.Tensor) else value for value in arguments))
+    owners: dict[str, list[nn.Parameter]] = {BEFORE: []}
+    owners |= {name: list(layer.parameters()) for name, layer in layers}
+    owners[AFTER] = []
+    inside = {id(parameter) for _, layer in layers for parameter in layer.parameters()}
+    for parameter in module.parameters():
+        if id(parameter) not in inside:
+            owners[BEFORE if id(parameter) in progress.used_before else AFTER].append(parameter)
+    return progress, owners
+
+
+def _layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the items of the list of modules that holds most parameters; of equal lists, the outermost."""
+    lists = [
+        (sum(parameter.numel() for parameter in child.parameters()), -path.count("."), path, child)
+        for path, child in module.named_modules()
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > 1
+    ]
+    if not lists:
+        return []
+    _, _, path, chosen = max(lists, key=lambda item: item[:2])
+    return [(f"{path}.{index}" if path else str(index), layer) for index, layer in enumerate(chosen)]
+
+
+class _Attention(torch.autograd.Function):
+    """Attention without scores, as in flash kernels: keeps queries, keys, values and the result."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        result = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+
+
+class _Operators(TorchDispatchMode):
+    """Counts products by their sizes, and all other operators by the values that they move."""
+
+    def __init__(self, progress: _Progress) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._progress = progress
+        self.is_paused = False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self.is_paused:
+            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self._count(function, inputs, result)
+        return result
+
+    def _count(self, function: Any, inputs: list[torch.Tensor], result: Any) -> None:
+        progress, tally = self._progress, self._progress.current
+        if not progress.passed and not progress.stack:
+            progress.used_before.update(id(leaf) for leaf in inputs if isinstance(leaf, nn.Parameter))
+        if function.overloadpacket in _PRODUCTS:
+            left, right = inputs[-2:]
+            batched = left.dim() == 3
+            count = left.shape[0] if batched else 1
+            tally.products.append(
+                MeasuredProduct(left.shape[-2], right.shape[-1], left.shape[-1], count, batched=batched)
+            )
+        elif not function.is_view:
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            tally.values += sum(tensor.numel() for tensor in (*inputs, *outputs))
+            tally.operators += 1
+
+
+class _Functions(TorchFunctionMode):
+    """Replaces torch's attention by :class:`_Attention`, since torch has no flash kernel for meta tensors."""
+
+    def __init__(self, progress: _Progress, operators: _Operators) -> None:
+        super().__init__()
+        self._progress, self._operators = progress, operators
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if function is not torch.nn.functional.scaled_dot_product_attention:
+            return function(*args, **options)
+        query, key, value = (args[index] if index < len(args) else options[name] for index, name in _QKV)
+        causal = bool(options.get("is_causal", args[5] if len(args) > 5 else False))
+        pairs = query.numel() // query.shape[-1] * key.shape[-2]
+        tally = self._progress.current
+        tally.core_flops += 2.0 * pairs * (query.shape[-1] + value.shape[-1]) * (0.5 if causal else 1.0)
+        tally.core_width = query.shape[-1]
+        self._operators.is_paused = True
+        try:
+            return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
+        finally:
+            self._operators.is_paused = False

@@ -1,0 +1,375 @@
+"""Define the queries that DeepSpeed and Megatron make on an ``mpu``, as a protocol and as methods of a grid.
+
+*Data parallel* groups join the replicas of a parameter: all ranks that share stage and slice. An axis that DeepSpeed
+does not know (``seq``, ``expert``, any other) therefore counts as data, for gradients. *Model parallel* is pipe x
+model, *slice* the ``model`` axis alone.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.process_groups.process_grid import ProcessGrid
+from ds_topo.topology import ProcessTopology
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
+from ds_topo.topology.rank_tables import (
+    RankGroup,
+    degree,
+    fold_extra_axes,
+    gradient_axes,
+    model_parallel_axes,
+    p2p_pairs,
+)
+
+
+@runtime_checkable
+class ModelParallelUnit(Protocol):
+    """The methods that DeepSpeed calls in engines, ZeRO, checkpoints and activation checkpointing.
+
+    *Model parallel* means pipe x model (DeepSpeed's and Megatron's meaning), *slice* and *tensor model* parallel mean
+    the ``model`` axis alone.
+    """
+
+    def get_data_parallel_group(self) -> ProcessGroup: ...
+    def get_data_parallel_group_ranks(self) -> list[int]: ...
+    def get_data_parallel_rank(self) -> int: ...
+    def get_data_parallel_world_size(self) -> int: ...
+    def get_model_parallel_group(self) -> ProcessGroup: ...
+    def get_model_parallel_rank(self) -> int: ...
+    def get_model_parallel_world_size(self) -> int: ...
+    def get_slice_parallel_group(self) -> ProcessGroup: ...
+    def get_slice_parallel_rank(self) -> int: ...
+    def get_slice_parallel_world_size(self) -> int: ...
+    def get_tensor_model_parallel_group(self) -> ProcessGroup: ...
+    def get_tensor_model_parallel_rank(self) -> int: ...
+    def get_tensor_model_parallel_world_size(self) -> int: ...
+    def get_tensor_model_parallel_src_rank(self) -> int: ...
+    def get_pipe_parallel_group(self) -> ProcessGroup: ...
+    def get_pipe_parallel_rank(self) -> int: ...
+    def get_pipe_parallel_world_size(self) -> int: ...
+    def get_pipeline_model_parallel_group(self) -> ProcessGroup: ...
+    def get_pipeline_model_parallel_rank(self) -> int: ...
+    def get_pipeline_model_parallel_world_size(self) -> int: ...
+
+
+class MpuGrid(ProcessGrid):
+    """A grid with the attributes and queries of DeepSpeed's own grid, and with Megatron's names for them.
+
+    Sources: ``deepspeed.runtime.pipe.topology.PipelineParallelGrid``, whose values it has for every order of pipe, data
+    and model, and ``megatron/core/parallel_state.py``. One value differs: the model-parallel rank is
+    ``stage * slices + slice`` for every order, because the universal checkpoint format relies on it. Ranks come from
+    the actual groups, never from ``rank // size * size``, so they hold for any order of the axes.
+    """
+
+    @cached_property
+    def _topo(self) -> ProcessTopology:
+        """The topology of pipe, data and model that DeepSpeed knows; extra axes are folded into data."""
+        return fold_extra_axes(self.topology())
+
+    # -- attributes of DeepSpeed's grid -------------------------------------------------------------------------------
+
+    @cached_property
+    def stage_id(self) -> int:
+        """This rank's pipeline stage."""
+        return self.get_axis_rank(PIPE)
+
+    @cached_property
+    def is_first_stage(self) -> bool:
+        """True on the first stage."""
+        return self.stage_id == 0
+
+    @cached_property
+    def is_last_stage(self) -> bool:
+        """True on the last stage."""
+        return self.stage_id == self.pipe_parallel_size - 1
+
+    @cached_property
+    def pipe_parallel_size(self) -> int:
+        """The number of stages."""
+        return self.get_axis_size(PIPE)
+
+    @cached_property
+    def slice_parallel_size(self) -> int:
+        """The degree of ``model``."""
+        return self.get_axis_size(MODEL)
+
+    @cached_property
+    def model_parallel_size(self) -> int:
+        """An alias of ``slice_parallel_size``."""
+        return self.slice_parallel_size
+
+    @cached_property
+    def data_parallel_size(self) -> int:
+        """The number of ranks that work on distinct samples."""
+        return self.get_sample_world_size()
+
+    @cached_property
+    def data_parallel_id(self) -> int:
+        """The index of this rank among those that work on distinct samples."""
+        return self.get_sample_rank()
+
+    @cached_property
+    def ds_model_world_size(self) -> int:
+        """The number of stages times the number of slices."""
+        return degree(self.topology(), model_parallel_axes(self.topology()))
+
+    @cached_property
+    def ds_model_rank(self) -> int:
+        """The rank ``stage * slices + slice``, for every order of the axes."""
+        return self.stage_id * self.slice_parallel_size + self.get_axis_rank(MODEL)
+
+    @cached_property
+    def dp_group(self) -> list[int]:
+        """The ranks of the data parallel group."""
+        return self.get_ranks(gradient_axes(self.topology()))
+
+    @cached_property
+    def pp_group(self) -> list[int]:
+        """The ranks of this rank's pipeline."""
+        return self.get_ranks(PIPE)
+
+    @cached_property
+    def slice_group(self) -> list[int]:
+        """The ranks of the slice parallel group."""
+        return self.get_ranks(MODEL)
+
+    @cached_property
+    def mp_group(self) -> list[int]:
+        """An alias of ``slice_group``."""
+        return self.slice_group
+
+    @property
+    def dp_proc_group(self) -> ProcessGroup:
+        """The data parallel group."""
+        return self.get_data_parallel_group()
+
+    @property
+    def pp_proc_group(self) -> ProcessGroup:
+        """The pipe parallel group."""
+        return self.get_group(PIPE)
+
+    @property
+    def slice_proc_group(self) -> ProcessGroup:
+        """The slice parallel group."""
+        return self.get_group(MODEL)
+
+    @property
+    def ds_model_proc_group(self) -> ProcessGroup:
+        """The model parallel group, pipe x model."""
+        return self.get_group(model_parallel_axes(self.topology()))
+
+    @cached_property
+    def dp_groups(self) -> list[list[int]]:
+        """The ranks of every data parallel group of the job."""
+        return self._all_to_global(self._topo.get_axis_comm_lists(DATA))
+
+    @cached_property
+    def pipe_groups(self) -> list[list[int]]:
+        """The ranks of every pipeline of the job."""
+        return self._all_to_global(self._topo.get_axis_comm_lists(PIPE))
+
+    @cached_property
+    def model_groups(self) -> list[list[int]]:
+        """The ranks of every slice parallel group of the job; ``[]`` without a ``model`` axis."""
+        return self._all_to_global(self._topo.get_axis_comm_lists(MODEL))
+
+    @cached_property
+    def p2p_groups(self) -> list[list[int]]:
+        """The pairs ``[rank, rank of its next stage]`` of the job; the first stage follows the last."""
+        return self._all_to_global(p2p_pairs(self._topo))
+
+    # -- queries ---------------------------------------------------------------------------------------------------
+
+    def get_global_rank(self) -> int:
+        """Return this rank in the whole job."""
+        return self.global_rank
+
+    def get_stage_id(self) -> int:
+        """Return this rank's pipeline stage."""
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        """Return the number of stages."""
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> ProcessGroup:
+        """Return the group of the stages of this rank's pipeline."""
+        return self.get_group(PIPE)
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the index of this rank among those that work on distinct samples."""
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of ranks that work on distinct samples."""
+        return self.data_parallel_size
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Return the global ranks of the data parallel group, ascending."""
+        return list(self.dp_group)
+
+    def get_model_parallel_rank(self) -> int:
+        """Return the rank ``stage * slices + slice``, for every order of the axes."""
+        return self.ds_model_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return the number of stages times the number of slices."""
+        return self.ds_model_world_size
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """Return the group of all ranks of this rank's replica of the model (pipe x model)."""
+        return self.ds_model_proc_group
+
+    def get_slice_parallel_rank(self) -> int:
+        """Return this rank's index along ``model``."""
+        return self.get_axis_rank(MODEL)
+
+    def get_slice_parallel_world_size(self) -> int:
+        """Return the degree of ``model``."""
+        return self.slice_parallel_size
+
+    def get_slice_parallel_group(self) -> ProcessGroup:
+        """Return this rank's group along ``model``."""
+        return self.get_group(MODEL)
+
+    get_pipe_parallel_rank = get_stage_id
+    get_data_parallel_id = get_data_parallel_rank
+
+    def stage_to_global(self, stage_id: int, **axes: int) -> int:
+        """Return the global rank at a stage. Other coordinates are this rank's own, or given by ``axes``.
+
+        ``data`` counts all replicas (0 to the size of the data parallel group - 1) unless an extra axis is named too.
+
+        Raises:
+            CoordinateError: a stage or index is out of range; stages do not wrap around.
+            UnknownAxisError: an axis is not in the topology.
+        """
+        by_folded_axes = set(axes) <= {*self._topo.axes, "tensor"}
+        topology = self._topo if by_folded_axes else self.topology()
+        own: dict[str, int] = topology.get_coord(self.grid_rank)._asdict()
+        if MODEL in own and "tensor" in axes:
+            axes[MODEL] = axes.pop("tensor")
+        if PIPE in own or stage_id != 0:
+            axes[PIPE] = stage_id
+        (rank,) = self.to_global([topology.get_rank(**own | axes)])
+        return rank
+
+    def _is_grid_valid(self) -> bool:
+        return self.topology().world_size() == self.world_size
+
+    def _all_to_global(self, table: list[list[int]]) -> list[list[int]]:
+        return [list(self.to_global(ranks)) for ranks in table]
+
+    # -- Megatron's names: tensor and pipeline parallelism -----------------------------------------------------------
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+    get_tensor_model_parallel_group = get_slice_parallel_group
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_model_parallel_group = get_pipe_parallel_group
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        """Return the global rank of the first member of the tensor parallel group."""
+        return self.slice_group[0]
+
+    # -- Megatron's names: context parallelism is the ``seq`` axis, or this rank alone without one --------------------
+
+    def get_context_parallel_group(self) -> ProcessGroup:
+        """Return the group of ranks that hold the parts of the same sequences."""
+        if SEQ in self.topology().axes:
+            return self.get_group(SEQ)
+        return self.create_group(RankGroup(("this rank",), (self.global_rank,)))
+
+    def get_context_parallel_global_ranks(self) -> list[int]:
+        """Return the global ranks of the context parallel group, ascending."""
+        return self.get_ranks(SEQ) if SEQ in self.topology().axes else [self.global_rank]
+
+    def get_context_parallel_world_size(self) -> int:
+        """Return the size of the context parallel group."""
+        return len(self.get_context_parallel_global_ranks())
+
+    def get_context_parallel_rank(self) -> int:
+        """Return the index of the part of the sequences that this rank holds."""
+        return self.get_context_parallel_global_ranks().index(self.global_rank)
+
+    # -- Megatron's names: neighbors in the pipeline -----------------------------------------------------------------
+
+    def get_pipeline_model_parallel_first_rank(self) -> int:
+        """Return the global rank of this pipeline's first stage."""
+        return self.pp_group[0]
+
+    def get_pipeline_model_parallel_last_rank(self) -> int:
+        """Return the global rank of this pipeline's last stage."""
+        return self.pp_group[-1]
+
+    def get_pipeline_model_parallel_next_rank(self) -> int:
+        """Return the global rank of the next stage; the first stage follows the last."""
+        return self.get_next_rank(PIPE)
+
+    def get_pipeline_model_parallel_prev_rank(self) -> int:
+        """Return the global rank of the previous stage; the last stage precedes the first."""
+        return self.get_prev_rank(PIPE)
+
+    def is_pipeline_first_stage(self, ignore_virtual: bool = True) -> bool:
+        """Tell whether this rank holds the first stage; stages are never virtual here."""
+        return self.is_first_stage
+
+    def is_pipeline_last_stage(self, ignore_virtual: bool = True) -> bool:
+        """Tell whether this rank holds the last stage; stages are never virtual here."""
+        return self.is_last_stage
+
+    def get_data_parallel_src_rank(self) -> int:
+        """Return the global rank of the first member of the data parallel group."""
+        return self.dp_group[0]
+
+    # -- Megatron's names: tied embeddings on the first and last stage -----------------------------------------------
+
+    def is_rank_in_embedding_group(self) -> bool:
+        """Tell whether this rank holds the input or the output embedding."""
+        return self.is_first_stage or self.is_last_stage
+
+    def get_embedding_group(self) -> ProcessGroup:
+        """Return the group of the first and last stage of this pipeline, which share tied embeddings.
+
+        The first call creates it, collectively on both stages, unless the pipeline has only these two.
+
+        Raises:
+            RuntimeError: this rank is on a middle stage.
+        """
+        if not self.is_rank_in_embedding_group():
+            raise RuntimeError(
+                f"rank {self.global_rank} is on stage {self.stage_id}: the embedding group joins stage 0 and stage "
+                f"{self.pipe_parallel_size - 1}; check is_rank_in_embedding_group() first"
+            )
+        ranks = tuple(dict.fromkeys((self.pp_group[0], self.pp_group[-1])))
+        return self.create_group(RankGroup(("embedding",), ranks))
+
+    def is_rank_in_position_embedding_group(self) -> bool:
+        """Tell whether this rank holds the position embedding, as the first stage does."""
+        return self.is_first_stage
+
+    def get_position_embedding_group(self) -> ProcessGroup:
+        """Return the group of the first stage alone, which holds the position embedding.
+
+        Raises:
+            RuntimeError: this rank is on another stage.
+        """
+        if not self.is_first_stage:
+            raise RuntimeError(
+                f"rank {self.global_rank} is on stage {self.stage_id}, but stage 0 holds the position embedding: check "
+                "is_rank_in_position_embedding_group() first"
+            )
+        return self.create_group(RankGroup(("position embedding",), (self.global_rank,)))
+
+    # -- life cycle ----------------------------------------------------------------------------------------------
+
+    def model_parallel_is_initialized(self) -> bool:
+        """Tell whether the groups exist."""
+        return self.is_alive
+
+    def destroy_model_parallel(self) -> None:
+        """Destroy the grid, as ``destroy()`` does."""
+        self.destroy()

@@ -1,0 +1,252 @@
+"""Describe the tested releases of DeepSpeed and torch: known defects, the rows that each one needs, fingerprints.
+
+A fingerprint is a hash of the syntax tree of a function or class that a row names, without comments, docstrings, blank
+lines and line breaks. It is equal on every version of Python that ds_topo supports, because the tree is written out
+here and not by ``ast.dump`` or ``ast.unparse``, which differ between versions. ``fingerprints.json`` stores the
+fingerprints of the releases for which the rows were checked, so that another release shows which functions it has
+changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from textwrap import indent
+from types import MethodType
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from ds_topo.ledger import Make, Patch, Reliance, exists, ledger, name_of
+
+FILE = Path(__file__).with_name("fingerprints.json")
+INSTALLED = {
+    library.__name__: Version(library.__version__).base_version  # without a local part such as +cpu
+    for library in (deepspeed, torch)
+}
+"""The installed release of each library."""
+_OF_ONE_VERSION = {"ctx", "kind", "type_comment", "type_params"}
+"""Fields of syntax trees that some versions of Python lack, or that say nothing about the code."""
+
+
+class Defect(NamedTuple):
+    """A defect of all releases of a library before ``fixed_in``."""
+
+    fixed_in: Version
+    what: str
+
+
+class Supported(NamedTuple):
+    """The releases of a library from the oldest to the newest that all tests were run with."""
+
+    name: str
+    oldest: Version
+    newest: Version
+    defects: tuple[Defect, ...]
+
+    def defects_of(self, release: str) -> list[str]:
+        """Return the known defects of a release that concern this package.
+
+        >>> DEEPSPEED.defects_of("0.19.8")
+        []
+        >>> DEEPSPEED.defects_of("0.19.7")
+        ['crashes in activation checkpointing on a CPU']
+        """
+        return [defect.what for defect in self.defects if _number(release) < defect.fixed_in]
+
+    def doubts_about(self, release: str) -> str:
+        """Return a warning about a release; empty for one between the oldest and the newest.
+
+        >>> TORCH.doubts_about("2.13.0+cpu")
+        ''
+        """
+        if _number(release) > self.newest:
+            return (
+                f"{self.name} {release} is newer than {self.newest}, the newest that ds_topo was run with: "
+                "compare losses and norms of the first steps; python -m ds_topo.engine lists the names it relies on"
+            )
+        if _number(release) < self.oldest:
+            known = "".join(f"; it {defect}" for defect in self.defects_of(release))
+            return f"{self.name} {release} is older than {self.oldest}, the oldest that ds_topo was run with{known}"
+        return ""
+
+
+def _number(release: str) -> Version:
+    """Return the release of a build: ``2.13.0`` for ``2.13.0+cpu`` and for ``2.13.0a0``."""
+    return Version(Version(release).base_version)
+
+
+DEEPSPEED = Supported(
+    "DeepSpeed",
+    oldest=Version("0.19.8"),
+    newest=Version("0.19.8"),
+    defects=(
+        # reproduced on 0.14.5, 0.15.4, 0.16.9, 0.17.6, 0.18.9 and 0.19.0
+        Defect(Version("0.16"), "cannot load its own checkpoints on torch >= 2.6"),
+        Defect(Version("0.19.8"), "crashes in activation checkpointing on a CPU"),  # seen on 0.19.7
+        Defect(Version("0.19.3"), "scales pipeline gradients wrongly when gradient accumulation is greater than 1"),
+    ),
+)
+TORCH = Supported(
+    "torch",
+    oldest=Version("2.8"),
+    newest=Version("2.13"),
+    defects=(
+        # seen on 2.6.0, not on 2.8.0
+        Defect(Version("2.8"), "may hang when a gloo group is destroyed"),
+    ),
+)
+
+
+@cache
+def warn_of_releases(of_deepspeed: str, of_torch: str) -> None:
+    """Warn once about each installed release that is older or newer than all tested ones."""
+    for doubts in (DEEPSPEED.doubts_about(of_deepspeed), TORCH.doubts_about(of_torch)):
+        if doubts:
+            warnings.warn(doubts, RuntimeWarning, stacklevel=3)
+
+
+def bind_methods(rows: Iterable[tuple[Patch, Make]], target: object) -> ExitStack:
+    """Patch the methods of one object that rows name for its class; return the releases.
+
+    A make function gets the function of the class and returns a function that takes the object first.
+    """
+
+    def method_of(make: Make) -> Make:
+        return lambda method: MethodType(make(method.__func__), target)
+
+    with ExitStack() as releases:
+        for row, make in rows:
+            if isinstance(row.owner, type) and isinstance(target, row.owner) and is_due(row):
+                releases.callback(ledger.bind(row, method_of(make), target))
+        return releases.pop_all()
+
+
+def is_missing(row: Patch | Reliance) -> bool:
+    """Tell whether the installed release lacks a name that it should have."""
+    return is_due(row) and not exists(row)
+
+
+def is_due(row: Patch | Reliance) -> bool:
+    """Tell whether the row is for the installed release."""
+    if row.releases == "all":
+        return True
+    if row.releases == "builds with NCCL":
+        return dist.is_nccl_available()
+    release = {"deepspeed": deepspeed.__version__, "torch": torch.__version__}[name_of(row.owner).split(".")[0]]
+    return _number(release) in SpecifierSet(row.releases)
+
+
+# -- fingerprints -----------------------------------------------------------------------------------------------------
+
+
+def fingerprint(source: str) -> str:
+    """Return the fingerprint of the source of a function or class, which may be indented.
+
+    >>> fingerprint("def f(x):\\n    return x") == fingerprint("  def f(x):  # text\\n    'Text.'\\n    return (x)")
+    True
+    >>> fingerprint("def f(x): return x") == fingerprint("def f(x): return -x")
+    False
+    """
+    block = ast.parse("if True:\n" + indent(source, " ", lambda line: True)).body[0]
+    assert isinstance(block, ast.If)
+    return hashlib.sha256(repr(_shape(block.body)).encode()).hexdigest()[:16]
+
+
+def _shape(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_shape(item) for item in node]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = dict(ast.iter_fields(node))
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+        fields["body"] = node.body[1:]
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 has empty constants in format specifications
+        fields["values"] = [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
+    shapes = [(name, _shape(value)) for name, value in fields.items() if name not in _OF_ONE_VERSION and value != []]
+    return type(node).__name__, shapes
+
+
+def source_of(row: Patch | Reliance) -> str | None:
+    """Return the source of the function or class that a row names; None for a value, or a function written in C."""
+    value = getattr(row.owner, row.name, None)
+    if isinstance(value, property):
+        value = value.fget
+    while callable(value) and (inner := _decorated_by_deepspeed(value)):
+        value = inner
+    try:
+        return inspect.getsource(inspect.unwrap(value)) if callable(value) else None
+    except (OSError, TypeError):
+        return None
+
+
+def _decorated_by_deepspeed(value: Any) -> Any:
+    """Return the function inside ``instrument_w_nvtx``, a decorator that keeps it in a closure, without wraps()."""
+    code = getattr(value, "__code__", None)
+    if code is None or "instrument_w_nvtx" not in value.__qualname__:
+        return None
+    cells = (cell.cell_contents for cell in value.__closure__ or ())
+    return dict(zip(code.co_freevars, cells, strict=True)).get("func")
+
+
+def sources(rows: Iterable[Patch | Reliance]) -> dict[str, str]:
+    """Return the sources of the rows that the installed releases need, by the names of rows; without rows of values."""
+    found = {str(row): source_of(row) for row in rows if is_due(row)}
+    return {name: source for name, source in sorted(found.items()) if source is not None}
+
+
+def without_source(rows: Iterable[Patch | Reliance]) -> list[str]:
+    """Return the names of rows that have no fingerprint: values, and functions written in C."""
+    return sorted({str(row) for row in rows if is_due(row) and source_of(row) is None})
+
+
+def fingerprints(rows: Iterable[Patch | Reliance]) -> dict[str, dict[str, str]]:
+    """Return the fingerprints of the installed releases: ``{"deepspeed 0.19.8": {name of a row: fingerprint}}``."""
+    found: dict[str, dict[str, str]] = {f"{library} {release}": {} for library, release in INSTALLED.items()}
+    for name, source in sources(rows).items():
+        library = name.partition(".")[0]
+        found[f"{library} {INSTALLED[library]}"][name] = fingerprint(source)
+    return found
+
+
+def recorded(file: Path = FILE) -> dict[str, dict[str, str]]:
+    """Read the fingerprints of all recorded releases."""
+    content: dict[str, dict[str, str]] = json.loads(file.read_text(encoding="utf-8"))
+    return content
+
+
+def record(rows: Iterable[Patch | Reliance], file: Path = FILE) -> None:
+    """Write the fingerprints of the installed releases to the file, beside those of other releases."""
+    content = dict(sorted((recorded(file) | fingerprints(rows)).items()))
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def release_to_compare(library: str, releases: Iterable[str]) -> str | None:
+    """Return the newest recorded release of a library up to the installed one, else the oldest one, if any.
+
+    >>> release_to_compare("torch", ["torch 1.9", "torch 1.10", "deepspeed 1.11"])
+    'torch 1.10'
+    """
+    known = sorted((name for name in releases if name.startswith(f"{library} ")), key=_version_of)
+    older = [name for name in known if _version_of(name) <= Version(INSTALLED[library])]
+    return older[-1] if older else next(iter(known), None)
+
+
+def _version_of(release: str) -> Version:
+    return Version(release.partition(" ")[2])
+
+
+def changed(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
+    """Return the names that have another fingerprint than before, or had none."""
+    return [name for name, value in now.items() if before.get(name) != value]

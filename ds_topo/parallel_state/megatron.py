@@ -1,0 +1,468 @@
+"""The parallel states of Megatron-DeepSpeed and Megatron-LM, ``megatron.core.parallel_state``."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from ds_topo.errors import TopologyError
+from ds_topo.mpu.expert_registry import ExpertGroups, registry
+from ds_topo.parallel_state.program_state import ParallelState
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.topology.axes import MODEL, PIPE, SEQ
+from ds_topo.topology.rank_tables import RankGroup, axes_of
+
+_FIXED_DEGREE = "a grid's degrees do not change"
+_FIXED_RANK = "a rank's place in its grid does not change"
+_NO_PARTS = "a grid has no such parts of its groups"
+
+
+class _Megatron(ParallelState):
+    """The functions that Megatron-DeepSpeed and Megatron-LM share. *Model* parallel means pipe x tensor."""
+
+    _ignores_virtual_stages: ClassVar[bool]
+    """The default of ``ignore_virtual``."""
+
+    def _set_virtual_stages(self, count: int | None) -> None:
+        self._virtual_world_size = count
+        self._virtual_rank = None if count is None else 0
+
+    def get_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of this replica of the model."""
+        return self._group((PIPE, MODEL), check_initialized)
+
+    def get_model_parallel_src_rank(self) -> int:
+        """Return the global rank of the first rank of this replica of the model."""
+        return self.grid.get_ranks((PIPE, MODEL))[0]
+
+    def is_pipeline_first_stage(self, ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
+        """Return whether this rank is at the first (virtual) stage."""
+        return self._is_at_virtual_stage(0, ignore_virtual, vp_stage) and self.get_pipeline_model_parallel_rank() == 0
+
+    def is_pipeline_last_stage(self, ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
+        """Return whether this rank is at the last (virtual) stage."""
+        is_last = self.get_pipeline_model_parallel_rank() == self.get_pipeline_model_parallel_world_size() - 1
+        return self._is_at_virtual_stage(-1, ignore_virtual, vp_stage) and is_last
+
+    def is_rank_in_embedding_group(self, ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
+        """Return whether this rank holds the input or the output embedding."""
+        if self._ignores_virtual_stages if ignore_virtual is None else ignore_virtual:
+            return self.grid.is_rank_in_embedding_group()
+        return self.is_pipeline_first_stage(False, vp_stage) or self.is_pipeline_last_stage(False, vp_stage)
+
+    def _is_at_virtual_stage(self, wanted: int, ignore_virtual: bool | None, vp_stage: int | None) -> bool:
+        ignored = self._ignores_virtual_stages if ignore_virtual is None else ignore_virtual
+        if ignored or self._virtual_world_size is None:
+            return True
+        return (self._virtual_rank if vp_stage is None else vp_stage) == wanted % self._virtual_world_size
+
+    # with_gtp_remat and the partial_* options change nothing: there is one distributed optimizer, over all replicas
+
+    def get_data_parallel_group(
+        self, with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+    ) -> ProcessGroup | None:
+        """Return the group of the replicas with different samples, or of all replicas of this rank's parameters."""
+        return self._group(self._data_axes(with_context_parallel))
+
+    def get_data_parallel_group_gloo(
+        self, with_context_parallel: bool = False, partial_data_parallel: bool = False
+    ) -> ProcessGroup | None:
+        """Return the data parallel group for tensors on the CPU."""
+        return self._check_cpu(self.get_data_parallel_group(with_context_parallel), "get_data_parallel_group_gloo")
+
+    def get_data_parallel_world_size(
+        self, with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+    ) -> int:
+        """Return the size of the data parallel group."""
+        return len(self._ranks(self._data_axes(with_context_parallel)))
+
+    def get_data_parallel_rank(
+        self, with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
+    ) -> int:
+        """Return this rank's index in the data parallel group."""
+        return self._rank_in(self._ranks(self._data_axes(with_context_parallel)))
+
+    def get_data_parallel_src_rank(self, with_context_parallel: bool = False) -> int:
+        """Return the global rank of the first replica."""
+        return self._ranks(self._data_axes(with_context_parallel))[0]
+
+    def get_amax_reduction_group(
+        self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
+    ) -> ProcessGroup | None:
+        """Return the group of the ranks that share the scales of FP8."""
+        seq = (SEQ,) if with_context_parallel else ()
+        return self._group((MODEL, *seq) if tp_only_amax_red else (MODEL, *seq, *self._sample_axes()))
+
+    def _data_axes(self, with_context_parallel: bool) -> tuple[str, ...]:
+        return self._replica_axes() if with_context_parallel else self._sample_axes()
+
+
+class MegatronDeepSpeedState(_Megatron):
+    """``megatron.core.parallel_state`` of Megatron-DeepSpeed."""
+
+    _ignores_virtual_stages = False
+    refused: ClassVar[dict[str, str]] = {
+        "set_sequence_parallel_world_size": _FIXED_DEGREE,
+        "set_sequence_parallel_rank": _FIXED_RANK,
+        "set_sequence_data_parallel_world_size": _FIXED_DEGREE,
+        "set_sequence_data_parallel_rank": _FIXED_RANK,
+    }
+    translated: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            ("get_model_parallel_world_size", "get_model_parallel_rank"),
+            "tensor parallel, without a pipeline only; the grid's is pipe x model",
+        ),
+        **{
+            f"get_sequence_parallel_{name}": f"{answer} without an axis seq, where the grid does not have the name: "
+            "DeepSpeed takes another path then"
+            for name, answer in (("group", "1 rank"), ("world_size", "1"), ("rank", "0"))
+        },
+    }
+
+    def initialize_model_parallel(
+        self,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        sequence_parallel_size: int = 1,
+        virtual_pipeline_model_parallel_size: int | None = None,
+        pipeline_model_parallel_split_rank: int | None = None,
+        use_fp8: bool = False,
+        use_distributed_optimizer: bool = False,
+    ) -> None:
+        """Check that the program asks for the grid's layout; create no groups.
+
+        Raises:
+            TopologyError: a degree differs.
+        """
+        self._check_degrees(
+            model=tensor_model_parallel_size, pipe=pipeline_model_parallel_size, seq=sequence_parallel_size
+        )
+        self._set_virtual_stages(virtual_pipeline_model_parallel_size)
+        self._split_rank = pipeline_model_parallel_split_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        """Return the number of slices of each layer, in programs without a pipeline."""
+        self._refuse_pipelines("get_model_parallel_world_size")
+        return self.get_tensor_model_parallel_world_size()
+
+    def get_model_parallel_rank(self) -> int:
+        """Return the index of this rank's slice, in programs without a pipeline."""
+        self._refuse_pipelines("get_model_parallel_rank")
+        return self.get_tensor_model_parallel_rank()
+
+    def _refuse_pipelines(self, name: str) -> None:
+        if self.get_pipeline_model_parallel_world_size() > 1:
+            tensor, pipeline = (name.replace("_model_", f"_{kind}_model_") for kind in ("tensor", "pipeline"))
+            raise RuntimeError(
+                f"{name}() has an answer only without a pipeline, but {self.grid.topology().spec!r} has one: "
+                f"call {tensor}() or {pipeline}()"
+            )
+
+    def sequence_parallel_is_initialized(self) -> bool:
+        """Return whether the groups exist. Without an axis ``seq``, each of them is one rank."""
+        return self.grid.is_alive
+
+    sequence_data_parallel_is_initialized = ParallelState.model_parallel_is_initialized
+
+    def get_sequence_parallel_group(self) -> ProcessGroup | None:
+        """Return the group of the ranks that share this rank's sequences."""
+        return self._group((SEQ,))
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """Return the number of parts of each sequence."""
+        return len(self._ranks((SEQ,)))
+
+    def get_sequence_parallel_rank(self) -> int:
+        """Return the index of this rank's part of the sequences."""
+        return self._rank_in(self._ranks((SEQ,)))
+
+    def get_sequence_parallel_src_rank(self) -> int:
+        """Return the global rank that has the first part."""
+        return self._ranks((SEQ,))[0]
+
+    def get_sequence_data_parallel_group(self) -> ProcessGroup | None:
+        """Return the group of all replicas of this rank's parameters."""
+        return self._group(self._replica_axes())
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        """Return the number of replicas of this rank's parameters."""
+        return len(self._ranks(self._replica_axes()))
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        """Return the index of this rank's replica."""
+        return self._rank_in(self._ranks(self._replica_axes()))
+
+
+class MegatronState(_Megatron):
+    """``megatron.core.parallel_state`` of Megatron-LM."""
+
+    _ignores_virtual_stages = True
+    refused: ClassVar[dict[str, str]] = {
+        "get_hybrid_data_context_parallel_groups": _NO_PARTS,
+        "create_all_gather_groups": "a grid has one group of any ranks; these would be laid out in Megatron-LM's order",
+        "set_expert_model_parallel_world_size": _FIXED_DEGREE,
+        "set_expert_model_parallel_rank": _FIXED_RANK,
+        "set_expert_tensor_parallel_world_size": _FIXED_DEGREE,
+        "set_expert_tensor_parallel_rank": _FIXED_RANK,
+        "set_data_parallel_rank": _FIXED_RANK,
+    }
+    _lacking: ClassVar[dict[str, str]] = {
+        "gtp_remat_size": "axis for rematerialised weights",
+        "expert_gtp_remat_size": "axis for rematerialised weights",
+        "num_distributed_optimizer_instances": "distributed optimizers of part of the replicas",
+        "hierarchical_context_parallel_sizes": "parts of its groups over context",
+        "hybrid_context_parallel": "parts of its groups over context",
+    }
+    """Arguments of ``initialize_model_parallel`` that ask for what a grid lacks, unless they are 1, False or None."""
+
+    def initialize_model_parallel(
+        self,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        virtual_pipeline_model_parallel_size: int | None = None,
+        *args: Any,
+        context_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
+        expert_tensor_parallel_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Check that the program asks for the grid's layout; create the groups over several axes.
+
+        Collective over the grid. The groups are created here, in one order: later the ranks ask for them in different
+        orders (``ProcessGroupCollection.use_mpu_process_groups`` iterates over a set).
+
+        Raises:
+            TopologyError: a degree differs, or the program asks for something that a grid lacks.
+        """
+        self._check_degrees(
+            model=tensor_model_parallel_size, pipe=pipeline_model_parallel_size, seq=context_parallel_size
+        )
+        if expert_model_parallel_size > 1 and self.get_expert_model_parallel_world_size() != expert_model_parallel_size:
+            raise TopologyError(
+                f"initialize_model_parallel wants experts over {expert_model_parallel_size} ranks, but the grid has "
+                f"them over {self.get_expert_model_parallel_world_size()}: call "
+                f"ds_topo.create_expert_groups(grid, {expert_model_parallel_size}) before"
+            )
+        slices = self.get_expert_tensor_parallel_world_size()
+        if expert_tensor_parallel_size not in (None, slices):
+            raise TopologyError(
+                f"initialize_model_parallel wants experts in {expert_tensor_parallel_size} slices, but they are in "
+                f"{slices}: pass expert_tensor_parallel= to create_expert_groups()"
+            )
+        for name, lacking in self._lacking.items():
+            if options.get(name) not in (None, False, 1):
+                raise TopologyError(
+                    f"initialize_model_parallel got {name}={options[name]}: a grid has no {lacking}; leave it out"
+                )
+        self._set_virtual_stages(virtual_pipeline_model_parallel_size)
+        for axes in (self._sample_axes(), (MODEL, SEQ)):
+            self._group(axes)
+        for with_context_parallel in (False, True):
+            self.get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
+        self.get_intra_distributed_optimizer_instance_group()
+        self.get_embedding_group(check_initialized=False)
+        self.get_expert_tensor_and_model_parallel_group()
+        self.get_expert_tensor_model_pipeline_parallel_group()
+
+    is_initialized = ParallelState.model_parallel_is_initialized
+
+    # -- data and context ----------------------------------------------------------------------------------------
+    # Groups over several axes are created when their ranks ask for them the first time, so all of them must ask.
+
+    def get_context_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of the ranks that share this rank's sequences: axis ``seq``."""
+        return self._group((SEQ,), check_initialized)
+
+    def get_context_parallel_global_ranks(self, check_initialized: bool = True) -> list[int]:
+        """Return the global ranks that share this rank's sequences."""
+        return self._ranks((SEQ,))
+
+    def get_context_parallel_world_size(self) -> int:
+        """Return the number of parts of each sequence."""
+        return len(self._ranks((SEQ,)))
+
+    def get_context_parallel_rank(self) -> int:
+        """Return the index of this rank's part of the sequences."""
+        return self._rank_in(self._ranks((SEQ,)))
+
+    def get_tensor_and_data_parallel_group(
+        self, check_initialized: bool = True, with_context_parallel: bool = False
+    ) -> ProcessGroup | None:
+        """Return the group over tensor and data parallelism."""
+        return self._group((MODEL, *self._data_axes(with_context_parallel)), check_initialized)
+
+    def get_tensor_and_context_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group over tensor and context parallelism."""
+        return self._group((MODEL, SEQ), check_initialized)
+
+    def get_tensor_and_context_parallel_world_size(self) -> int:
+        """Return the size of the group over tensor and context parallelism."""
+        return len(self._ranks((MODEL, SEQ)))
+
+    def get_tensor_and_context_parallel_rank(self) -> int:
+        """Return this rank's index in the group over tensor and context parallelism."""
+        return self._rank_in(self._ranks((MODEL, SEQ)))
+
+    def get_hierarchical_context_parallel_groups(self, check_initialized: bool = True) -> None:
+        """Return None: there are no such groups. Raise ``RuntimeError`` if ``check_initialized``."""
+        if check_initialized:
+            raise RuntimeError(f"get_hierarchical_context_parallel_groups(): {_NO_PARTS}")
+
+    def get_intra_distributed_optimizer_instance_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the ranks of the only distributed optimizer: the whole grid."""
+        return self._group(self.grid.topology().axes, check_initialized)
+
+    def get_inter_distributed_optimizer_instance_group(self, check_initialized: bool = True) -> None:
+        """Return None: there is one distributed optimizer. Raise ``RuntimeError`` if ``check_initialized``."""
+        if check_initialized:
+            raise RuntimeError("get_inter_distributed_optimizer_instance_group(): a grid has one distributed optimizer")
+
+    # -- experts -------------------------------------------------------------------------------------------------
+
+    def get_expert_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of the ranks that share the experts of a layer."""
+        known = self._experts()
+        return self._alone() if known is None else known.expert_group
+
+    def get_expert_model_parallel_world_size(self) -> int:
+        """Return the number of ranks that share the experts of a layer; 1 without expert groups."""
+        return len(self._with_experts(()))
+
+    def get_expert_model_parallel_rank(self) -> int:
+        """Return this rank's index among the ranks that share the experts of a layer."""
+        return self._rank_in(self._with_experts(()))
+
+    def get_expert_model_parallel_src_rank(self) -> int:
+        """Return the first global rank that shares the experts of a layer."""
+        return self._with_experts(())[0]
+
+    def get_expert_tensor_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of the slices of this rank's experts.
+
+        It is this rank alone if experts are whole, and the slices of its layers without expert groups.
+        """
+        return self._group(self._expert_tensor_axes(), check_initialized)
+
+    def get_expert_tensor_parallel_world_size(self) -> int:
+        """Return the number of slices of each expert."""
+        return len(self._ranks(self._expert_tensor_axes()))
+
+    def get_expert_tensor_parallel_rank(self) -> int:
+        """Return the index of this rank's slice of its experts."""
+        return self._rank_in(self._ranks(self._expert_tensor_axes()))
+
+    def get_expert_tensor_and_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of all slices of all experts of a layer."""
+        return self._group_with_experts(self._expert_tensor_axes(), check_initialized)
+
+    def get_expert_tensor_and_model_parallel_world_size(self) -> int:
+        """Return the number of ranks that have slices of the experts of a layer."""
+        return len(self._with_experts(self._expert_tensor_axes()))
+
+    def get_expert_tensor_and_model_parallel_rank(self) -> int:
+        """Return this rank's index among the ranks that have slices of the experts of a layer."""
+        return self._rank_in(self._with_experts(self._expert_tensor_axes()))
+
+    def get_expert_tensor_model_pipeline_parallel_group(
+        self, check_initialized: bool = True, with_egtp_remat: bool = False
+    ) -> ProcessGroup | None:
+        """Return the group of all slices of all experts, over all stages."""
+        return self._group_with_experts((PIPE, *self._expert_tensor_axes()), check_initialized)
+
+    def get_expert_data_parallel_group(
+        self, check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    ) -> ProcessGroup | None:
+        """Return the group of the replicas of this rank's experts; of its parameters without expert groups."""
+        known = self._experts()
+        return self._group(self._replica_axes(), check_initialized) if known is None else known.expert_data_group
+
+    def get_expert_data_parallel_group_gloo(self, partial_expert_data_parallel: bool = False) -> ProcessGroup | None:
+        """Return the group of the replicas of this rank's experts, for tensors on the CPU."""
+        return self._check_cpu(self.get_expert_data_parallel_group(), "get_expert_data_parallel_group_gloo")
+
+    def get_expert_data_parallel_world_size(
+        self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    ) -> int:
+        """Return the number of replicas of this rank's experts."""
+        return len(self._expert_replicas())
+
+    def get_expert_data_parallel_rank(
+        self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    ) -> int:
+        """Return this rank's index among the replicas of its experts."""
+        return self._rank_in(self._expert_replicas())
+
+    def get_all_ranks(self) -> str:
+        """Return this rank's indices along tensor, rematerialisation, data, context, pipeline and expert parallelism.
+
+        They are joined by ``_``.
+        """
+        indices = (
+            self.get_tensor_model_parallel_rank(),
+            self.get_gtp_weight_remat_rank(),
+            self.get_data_parallel_rank(),
+            self.get_context_parallel_rank(),
+            self.get_pipeline_model_parallel_rank(),
+            self.get_expert_model_parallel_rank(),
+        )
+        return "_".join(map(str, indices))
+
+    # -- rematerialised weights: a grid has no axis for them -----------------------------------------------------
+
+    def get_gtp_weight_remat_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of this rank alone."""
+        return self._group((), check_initialized)
+
+    def get_gtp_weight_remat_global_ranks(self, check_initialized: bool = True) -> list[int]:
+        """Return this rank alone."""
+        return self._ranks(())
+
+    def get_gtp_weight_remat_world_size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def get_gtp_weight_remat_rank(self) -> int:
+        """Return 0."""
+        return 0
+
+    get_expert_gtp_weight_remat_group = get_gtp_weight_remat_group
+    get_expert_gtp_weight_remat_global_ranks = get_gtp_weight_remat_global_ranks
+    get_expert_gtp_weight_remat_world_size = get_gtp_weight_remat_world_size
+    get_expert_gtp_weight_remat_rank = get_gtp_weight_remat_rank
+
+    # -- expert groups of the grid -------------------------------------------------------------------------------
+
+    def _experts(self) -> ExpertGroups | None:
+        """Return the expert groups of this grid, or None.
+
+        Raises:
+            RuntimeError: the grid has expert groups of several sizes.
+        """
+        known = registry.of(self.grid)
+        if len(known) > 1:
+            names = [entry.plan.name for entry in known]
+            raise RuntimeError(
+                f"the grid has expert groups of several sizes, {names}, but Megatron-LM knows one: destroy() the others"
+            )
+        return known[0] if known else None
+
+    def _expert_replicas(self) -> list[int]:
+        known = self._experts()
+        return self._ranks(self._replica_axes()) if known is None else known.expert_data_ranks
+
+    def _expert_tensor_axes(self) -> tuple[str, ...]:
+        known = self._experts()
+        return (MODEL,) if known is None or known.plan.expert_tensor_parallel else ()
+
+    def _with_experts(self, axes: tuple[str, ...]) -> list[int]:
+        """Return the global ranks along some axes from every rank that shares this rank's experts."""
+        known, topology = self._experts(), self.grid.topology()
+        own = [self.grid.grid_rank] if known is None else known.plan.expert_ranks(self.grid.grid_rank)
+        span = axes_of(topology, axes)
+        return sorted(self.grid.to_global({peer for rank in own for peer in topology.get_axis_ranks(span, rank)}))
+
+    def _group_with_experts(self, axes: tuple[str, ...], check_initialized: bool) -> ProcessGroup | None:
+        if not check_initialized and not self.grid.is_alive:
+            return None
+        known = self._experts()
+        name = "no experts" if known is None else f"experts {known.plan.name}"
+        return self.grid.create_group(RankGroup((name, *axes), tuple(self._with_experts(axes))))

@@ -1,0 +1,419 @@
+"""The machine that a job runs on: accelerators, links and hosts, from tables of data sheets or from measurements.
+
+``ds-topo plan --calibrate`` writes a file with measured speeds and links; ``ds-topo check --json`` writes one with
+measured links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from ds_topo.errors import TopologyError
+from ds_topo.planner import read_json
+
+GIGA, TERA = 1e9, 1e12
+CONTEXT_BYTES = 3e9
+"""Device memory that no tensor can use: driver context, libraries' workspaces, communicators."""
+USABLE_SHARE = 0.96
+"""The share of the rest that tensors can use: torch's allocator rounds blocks up and leaves gaps."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link's bandwidth in bytes per second and direction, and the seconds of one hop of an empty message."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The share of an accelerator's peaks that kernels reach.
+
+    Args:
+        products: share of the peak FLOP/s, by format, for matrix products so large that only the chip's clock and its
+            schedulers limit them.
+        processors: multiprocessors. A product is split over them in tiles of 128 x 256 results. 0: no such loss.
+        product_depth: terms of an inner product that a tile's start and end cost.
+        attention_forward: share of the bf16 peak for flash attention over long sequences with heads of 128 features.
+        attention_backward: the same in backward.
+        attention_length: positions at which flash attention reaches half of that share.
+        attention_width: features of a head at which it does; 0: by the square root if there are ``processors``.
+        memory: share of the memory's bandwidth for kernels that read and write long vectors.
+        kernel_seconds: from the end of a kernel to the start of the next.
+        update_bytes: memory traffic of Adam's update per parameter; None for that of a fused one.
+        links: share of the links' bandwidth for collectives over long messages (inside a host, across hosts).
+    """
+
+    products: Mapping[str, float]
+    processors: int
+    product_depth: int = 64
+    attention_forward: float = 0.60
+    attention_backward: float = 0.48
+    attention_length: float = 256
+    attention_width: float = 0
+    memory: float = 0.80
+    kernel_seconds: float = 2e-6
+    update_bytes: float | None = None
+    links: tuple[float, float] = (0.78, 0.85)
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One device.
+
+    Args:
+        name: its name in data sheets.
+        peak_flops: dense FLOP/s by format (``fp32``: what torch uses by default).
+        memory_bytes: memory as the driver shows it.
+        memory_bandwidth: bytes per second.
+        link_inside: bytes per second and direction to peers in its host (or NVLink domain).
+        link_across: bytes per second and direction of its network adapter.
+        efficiency: the shares of these peaks that kernels reach.
+        slots: devices per host in common systems.
+        transport: ``nccl`` (collectives use every link at once) or ``gloo`` (one ring over a shared interface).
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    memory_bytes: float
+    memory_bandwidth: float
+    link_inside: float
+    link_across: float
+    efficiency: Efficiency
+    slots: int = 8
+    transport: str = "nccl"
+    aliases: tuple[str, ...] = ()
+
+    def peak(self, precision: str) -> float:
+        """Return the FLOP/s of a format.
+
+        Raises:
+            TopologyError: if the accelerator does not have the format.
+        """
+        if precision not in self.peak_flops:
+            name = self.name if self.name.startswith("accelerator") else f"accelerator {self.name}"
+            raise TopologyError(f"{name} has no {precision}: choose one of {list(self.peak_flops)}")
+        return self.peak_flops[precision]
+
+
+AMPERE = Efficiency({"fp32": 0.75, "bf16": 0.785, "fp16": 0.785}, processors=108)
+HOPPER = Efficiency({"fp32": 0.70, "bf16": 0.54, "fp16": 0.54, "fp8": 0.60}, processors=132)
+BLACKWELL = Efficiency({"fp32": 0.70, "bf16": 0.60, "fp16": 0.60, "fp8": 0.555}, processors=148)
+BLACKWELL_ULTRA = Efficiency({"fp32": 0.70, "bf16": 0.65, "fp16": 0.65, "fp8": 0.62}, processors=148)
+"""Blackwell's peaks at a sixth more power, and therefore a higher clock under load."""
+VOLTA = Efficiency({"fp32": 0.80, "fp16": 0.75}, processors=80)
+CDNA = Efficiency({"fp32": 0.60, "bf16": 0.55, "fp16": 0.55, "fp8": 0.50}, processors=304)
+
+
+def _accelerator(
+    name: str,
+    efficiency: Efficiency,
+    tflops: tuple[float, ...],
+    memory: float,
+    bandwidth: float,
+    links: tuple[float, float],
+    slots: int = 8,
+    aliases: tuple[str, ...] = (),
+) -> Accelerator:
+    """Return an accelerator from the TFLOP/s (in fp32, half precision, fp8), GB and GB/s of its data sheet."""
+    fp32, half, fp8 = (*tflops, 0.0)[:3]
+    by_format = {"fp32": fp32, "fp16": half, "bf16": half, "fp8": fp8}
+    peaks = {one: by_format[one] * TERA for one in efficiency.products}
+    inside, across = (link * GIGA for link in links)
+    return Accelerator(name, peaks, memory * GIGA, bandwidth * GIGA, inside, across, efficiency, slots, aliases=aliases)
+
+
+_TABLE = (
+    _accelerator("V100-16GB", VOLTA, (15.7, 125), 16.9, 900, (150, 12.5)),
+    _accelerator("V100-32GB", VOLTA, (15.7, 125), 34.1, 900, (150, 12.5), aliases=("V100",)),
+    _accelerator("A100-40GB", AMPERE, (19.5, 312), 42.4, 1555, (300, 25)),
+    _accelerator("A100-80GB", AMPERE, (19.5, 312), 85.0, 2039, (300, 25), aliases=("A100",)),
+    _accelerator("A800-80GB", AMPERE, (19.5, 312), 85.0, 2039, (200, 25), aliases=("A800",)),
+    _accelerator("H100-80GB", HOPPER, (67, 989.4, 1978.9), 85.0, 3352, (450, 50), aliases=("H100",)),
+    _accelerator("H800-80GB", HOPPER, (67, 989.4, 1978.9), 85.0, 3352, (200, 50), aliases=("H800",)),
+    _accelerator("H200-141GB", HOPPER, (67, 989.4, 1978.9), 150.0, 4800, (450, 50), aliases=("H200",)),
+    _accelerator("B200", BLACKWELL, (75, 2250, 4500), 191.0, 7700, (900, 50), aliases=("B200-180GB", "B200-192GB")),
+    _accelerator("GB200", BLACKWELL, (80, 2500, 5000), 197.0, 8000, (900, 50), slots=72),
+    _accelerator("B300", BLACKWELL_ULTRA, (75, 2250, 4500), 288.0, 7700, (900, 100)),
+    _accelerator("GB300", BLACKWELL_ULTRA, (80, 2500, 5000), 296.0, 8000, (900, 100), slots=72),
+    _accelerator("MI300X", CDNA, (163.4, 1307.4, 2614.9), 206.0, 5300, (448, 50)),
+)
+ACCELERATORS = {accelerator.name: accelerator for accelerator in _TABLE}
+
+
+def accelerator_of(name: str) -> Accelerator:
+    """Return the accelerator of this name, in any spelling.
+
+    >>> accelerator_of("a100").name, accelerator_of("h100 80gb").name
+    ('A100-80GB', 'H100-80GB')
+
+    Raises:
+        TopologyError: if the table does not have it.
+    """
+    for accelerator in ACCELERATORS.values():
+        if _letters(name) in map(_letters, (accelerator.name, *accelerator.aliases)):
+            return accelerator
+    raise TopologyError(
+        f"accelerator {name!r} is not in the table: choose one of {list(ACCELERATORS)}, or give its numbers with "
+        "--peak-tflops --memory-gb --memory-gbps --link-inside-gbps --link-across-gbps"
+    )
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``hosts`` equal hosts of ``slots`` accelerators; rank r is on host r // slots.
+
+    Args:
+        accelerator: the accelerator of every slot.
+        hosts: the number of hosts.
+        slots: ranks on each host.
+        inside: the link from one rank to a peer on its host.
+        across: the link from one host to the others, shared by its ranks.
+        processors: the number of ranks that can compute at full speed at the same time. It is below the number of ranks
+            if they share processors (ranks on a CPU).
+        memory_limit: bytes that tensors of one rank may take.
+        start_seconds: from the call of a collective to its first message.
+    """
+
+    accelerator: Accelerator
+    hosts: int
+    slots: int
+    inside: Link
+    across: Link
+    processors: float
+    memory_limit: float
+    start_seconds: float = 10e-6
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return self.hosts * self.slots
+
+    @property
+    def is_cpu(self) -> bool:
+        """True if ranks compute on CPUs and send with gloo, over one interface per host."""
+        return self.accelerator.transport == "gloo"
+
+
+def cluster_of(accelerator: Accelerator, hosts: int, slots: int | None = None) -> Cluster:
+    """Return a cluster of known accelerators.
+
+    >>> cluster_of(accelerator_of("A100"), hosts=4).ranks
+    32
+
+    Raises:
+        TopologyError: if there are no hosts or slots.
+    """
+    slots = accelerator.slots if slots is None else slots
+    if hosts < 1 or slots < 1:
+        raise TopologyError(f"hosts={hosts}, slots={slots}: a cluster has at least one host with one slot")
+    shares = accelerator.efficiency.links
+    return Cluster(
+        accelerator,
+        hosts,
+        slots,
+        inside=Link(accelerator.link_inside * shares[0], latency=1.5e-6),
+        across=Link(accelerator.link_across * slots * shares[1], latency=5e-6),
+        processors=float(hosts * slots),
+        memory_limit=usable_bytes(accelerator.memory_bytes),
+    )
+
+
+def usable_bytes(memory_bytes: float) -> float:
+    """Return the part of a device's memory that tensors can use."""
+    return USABLE_SHARE * (memory_bytes - CONTEXT_BYTES)
+
+
+def cluster_of_ranks(accelerator: Accelerator, ranks: int) -> Cluster:
+    """Return the smallest cluster with so many ranks: full hosts, or hosts on which fewer slots are used.
+
+    >>> clusters = cluster_of_ranks(accelerator_of("A100"), 280), cluster_of_ranks(accelerator_of("GB200"), 256)
+    >>> [(cluster.hosts, cluster.slots) for cluster in clusters]
+    [(35, 8), (4, 64)]
+    """
+    slots = next(slots for slots in range(min(ranks, accelerator.slots), 0, -1) if ranks % slots == 0)
+    return cluster_of(accelerator, ranks // slots, slots)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The measured speeds of one device, with every rank at work.
+
+    Args:
+        name: the name of the device.
+        transport: ``nccl`` or ``gloo``.
+        product_flops: FLOP/s of the largest matrix products, by format.
+        depth: terms of an inner product at which a product reaches half of that.
+        attention_flops: FLOP/s of attention's core, forward and backward (half of a causal mask counted).
+        memory_bandwidth: bytes per second of kernels that read and write long vectors.
+        kernel_seconds: seconds of a kernel over a few values, with torch's work around it.
+        update_bytes: memory traffic of Adam's update per parameter, at that bandwidth.
+        memory_bytes: the memory of the device.
+        processors: the number of ranks that work at full speed at the same time.
+        attention_half: positions, and features of a head, at which attention reaches half of its FLOP/s.
+        block_share: the share of the speeds above, which are those of single kernels, that a block of layers reaches.
+    """
+
+    name: str
+    transport: str
+    product_flops: Mapping[str, float]
+    depth: int
+    attention_flops: tuple[float, float]
+    memory_bandwidth: float
+    kernel_seconds: float
+    update_bytes: float
+    memory_bytes: float
+    processors: float
+    attention_half: tuple[float, float] = (0.0, 0.0)
+    block_share: float = 1.0
+
+    def accelerator(self) -> Accelerator:
+        """Return the accelerator whose peaks are the measured speeds."""
+        products, share = dict(self.product_flops), self.block_share
+        fastest = max(products.values())
+        efficiency = Efficiency(
+            dict.fromkeys(products, share),
+            processors=0,
+            product_depth=self.depth,
+            attention_forward=share * self.attention_flops[0] / fastest,
+            attention_backward=share * self.attention_flops[1] / fastest,
+            attention_length=self.attention_half[0],
+            attention_width=self.attention_half[1],
+            memory=share,
+            kernel_seconds=self.kernel_seconds,
+            update_bytes=self.update_bytes * share,
+            links=(1.0, 1.0),
+        )
+        return Accelerator(
+            self.name,
+            products,
+            self.memory_bytes,
+            self.memory_bandwidth,
+            link_inside=self.memory_bandwidth / 2,
+            link_across=self.memory_bandwidth / 2,
+            efficiency=efficiency,
+            slots=1,
+            transport=self.transport,
+        )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The measurements of a cluster; None for what was not measured.
+
+    Args:
+        hosts: the number of hosts.
+        slots: ranks on each host.
+        speeds: the speeds of a device.
+        inside: the link from a rank to a peer on its host.
+        across: the link from a host to another, shared by all of their ranks.
+        start_seconds: seconds of an empty collective.
+    """
+
+    hosts: int
+    slots: int
+    speeds: Speeds | None = None
+    inside: Link | None = None
+    across: Link | None = None
+    start_seconds: float | None = None
+
+    def applied_to(self, cluster: Cluster) -> Cluster:
+        """Return the cluster with measurements in place of the table's values."""
+        speeds, processors = self.speeds, float(cluster.ranks)
+        if speeds and speeds.processors < self.hosts * self.slots:
+            processors = speeds.processors * cluster.ranks / (self.hosts * self.slots)
+        return replace(
+            cluster,
+            accelerator=speeds.accelerator() if speeds else cluster.accelerator,
+            inside=self.inside or cluster.inside,
+            across=self.across or cluster.across,
+            processors=processors,
+            memory_limit=speeds.memory_bytes if speeds else cluster.memory_limit,
+            start_seconds=cluster.start_seconds if self.start_seconds is None else self.start_seconds,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the content of a machine file."""
+        content = asdict(self)
+        slots = content.pop("slots")
+        return {**content, "hosts": [{"ranks": slots}] * self.hosts}
+
+
+def read_machine(path: str | Path) -> Machine:
+    """Read a file of ``plan --calibrate`` or of ``check --json``.
+
+    Raises:
+        TopologyError: if the file cannot be read or is neither of them.
+    """
+    content = read_json(path, "machine file")
+    try:
+        return machine_from_json(content)
+    except TopologyError as error:
+        raise TopologyError(f"machine file {str(path)!r}: {error}") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TopologyError(
+            f"machine file {str(path)!r} is neither of `ds-topo plan --calibrate` nor of `ds-topo check --json`: "
+            f"{error!r}"
+        ) from error
+
+
+def machine_from_json(content: Mapping[str, Any]) -> Machine:
+    """Return the machine of a loaded file of ``plan --calibrate`` or ``check --json``.
+
+    >>> machine_from_json({"hosts": [{"ranks": [0, 1]}], "inside": {"bandwidth": 1e9, "latency": 1e-4}}).slots
+    2
+
+    Raises:
+        TopologyError: if a measurement has an impossible value.
+        KeyError, TypeError, ValueError: if the content is something else.
+    """
+    hosts = content["hosts"]
+    if not hosts:
+        raise ValueError("no hosts")
+    ranks = hosts[0]["ranks"]
+    inside, across = _link("inside", content.get("inside")), _link("across", content.get("across"))
+    speeds = _speeds(content["speeds"]) if content.get("speeds") else None
+    if speeds is None and inside is None and across is None:
+        raise ValueError("no links and no speeds")
+    start = content.get("start_seconds")
+    if start is not None:
+        _check_positive("start_seconds", start, or_zero=True)
+    return Machine(len(hosts), ranks if isinstance(ranks, int) else len(ranks), speeds, inside, across, start)
+
+
+def _link(name: str, content: Mapping[str, Any] | None) -> Link | None:
+    if not content:
+        return None
+    link = Link(float(content["bandwidth"]), float(content["latency"]))
+    _check_positive(f"bandwidth of {name!r}", link.bandwidth)
+    _check_positive(f"latency of {name!r}", link.latency, or_zero=True)
+    return link
+
+
+def _speeds(content: Mapping[str, Any]) -> Speeds:
+    forward, backward = map(float, content["attention_flops"])
+    length, width = map(float, content.get("attention_half", (0.0, 0.0)))
+    speeds = Speeds(**{**content, "attention_flops": (forward, backward), "attention_half": (length, width)})
+    for name, flops in speeds.product_flops.items():
+        _check_positive(f"product_flops of {name}", flops)
+    _check_positive("product_flops", max(speeds.product_flops.values(), default=0.0))
+    _check_positive("attention_flops", min(forward, backward))
+    for name in ("memory_bandwidth", "memory_bytes", "processors", "block_share"):
+        _check_positive(name, getattr(speeds, name))
+    for name in ("depth", "kernel_seconds", "update_bytes"):
+        _check_positive(name, getattr(speeds, name), or_zero=True)
+    return speeds
+
+
+def _check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
+    if not (0 < value < inf or (or_zero and value == 0)):
+        raise TopologyError(f"{name} is {value!r}; it must be {'zero or ' if or_zero else ''}a positive number")

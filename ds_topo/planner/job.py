@@ -1,0 +1,453 @@
+"""A training job (model, cluster, batch, number formats, program), and a layout of it.
+
+A layout says which degrees each axis has, in which order the axes are placed on ranks, and how a rank works through its
+samples. ``layout_problem`` holds the rules that a layout must keep.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+
+from ds_topo.errors import TopologyError
+from ds_topo.planner.hardware import Cluster
+from ds_topo.planner.model import Model
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
+from ds_topo.topology.expert_tables import divisors
+from ds_topo.topology.process_topology import ProcessTopology
+
+AXES = (PIPE, DATA, SEQ, MODEL)
+"""The axes that a plan can have, in the order that is tried first: ``model`` peers are neighbors."""
+
+ADAM_MOMENTS_BYTES = 8
+"""Adam keeps two fp32 moments per parameter (Kingma and Ba, arXiv:1412.6980)."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The number formats of a training run, as in mixed precision (Micikevicius et al., arXiv:1710.03740).
+
+    Args:
+        name: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
+        products: the format in which linear layers multiply.
+        attention: the format in which attention and the output layer multiply.
+        activation_bytes: bytes of a value between layers, and of a weight.
+        input_bytes: bytes of a linear layer's input as it is kept for backward.
+        master_bytes: bytes of the optimizer's own copy of a parameter; 0 where the weights themselves are fp32.
+    """
+
+    name: str
+    products: str
+    attention: str
+    activation_bytes: int
+    input_bytes: int
+    master_bytes: int
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if the optimizer keeps an fp32 copy of the weights."""
+        return self.master_bytes > 0
+
+
+FP32 = Precision("fp32", "fp32", "fp32", 4, 4, 0)
+BF16 = Precision("bf16", "bf16", "bf16", 2, 2, 4)
+FP16 = Precision("fp16", "fp16", "fp16", 2, 2, 4)
+FP8 = Precision("fp8", "fp8", "bf16", 2, 1, 4)
+PRECISIONS = {precision.name: precision for precision in (FP32, BF16, FP16, FP8)}
+
+
+def precision_of(text: str) -> Precision:
+    """Return the precision that a word or a phrase names.
+
+    >>> precision_of("fp8 (per-tensor scaling)").name, precision_of("MXFP8").name, precision_of("bfloat16").name
+    ('fp8', 'fp8', 'bf16')
+
+    Raises:
+        TopologyError: if the phrase names none of them.
+    """
+    words = text.lower().replace("float", "fp").replace("bfp", "bf").replace("half", "fp16")
+    for name in ("fp8", "bf16", "fp16", "fp32"):
+        if name in words:
+            return PRECISIONS[name]
+    raise TopologyError(f"precision {text!r} is not known: choose one of {list(PRECISIONS)}")
+
+
+class Recompute(Enum):
+    """The activations that backward computes again instead of keeping them."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    """Attention's core if its scores are kept (Korthikanti et al.); otherwise the outputs of norms and activations."""
+    FULL = "full"
+    """Every block, from its input (Chen et al., arXiv:1604.06174)."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """The abilities of a training program. The same layout takes a different time under a different program.
+
+    Args:
+        name: its name in tables.
+        flash_attention: scores never reach memory (Dao et al., arXiv:2205.14135).
+        recompute: the kinds of recomputation that it offers.
+        sequence_parallel: activations between tensor-parallel layers can be split along the sequence (Korthikanti et
+            al.).
+        virtual_stages: the most stages per rank (Narayanan et al., section 2.2).
+        zero: ZeRO stages that it offers without a pipeline, in an fp32 pipeline, and in a mixed-precision pipeline.
+        seq: attention can work on a split sequence, without and with a pipeline.
+        seq_exchange: how attention sees a split sequence: ``ring`` sends keys and values around (Liu et al.,
+            arXiv:2310.01889), ``all_to_all`` exchanges positions for heads (Jacobs et al., arXiv:2309.14509).
+        accumulation_bytes: bytes of an accumulated gradient in mixed precision.
+        reduction_bytes: bytes of a gradient in a message in mixed precision.
+        sends_to_owners: ZeRO stages whose gradients are sent to the owners of their slices, and whose parameters come
+            from them, as this package's reducer does.
+        two_level: an all_reduce may be split into one inside hosts and one across hosts.
+        eager: it has the buffers of DeepSpeed's engines: an fp32 copy of what ZeRO updates, outputs of micro-batches in
+            flight, fp32 gradients for the update, and a number of parameters that stay gathered.
+        overlaps_gradients: gradients are reduced during backward.
+        overlaps_update: updated parameters are gathered during the next forward.
+        overlaps_pipe: activations are sent while the next micro-batch is computed (with virtual stages).
+        overlaps_model: messages of sequence parallelism alternate with pieces of matrix products.
+        overlaps_model_backward: in backward these messages run beside the products for the weights' gradients.
+        regathers: inputs that were split along the sequence are kept split, and gathered again for backward.
+        agreements: small collectives per step, about losses, norms and overflows.
+        own_starts: the program's own work per step, per micro-batch of a stage, and per collective of its layers, in
+            kernel launches. It delays processors that also compute the model; a GPU's work hides it.
+        balances_parameters: stages get layers by their parameters (DeepSpeed's default), not by their number.
+        choice: how the degrees of its published runs were chosen.
+    """
+
+    name: str
+    flash_attention: bool = True
+    recompute: tuple[Recompute, ...] = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+    sequence_parallel: bool = True
+    virtual_stages: int = 1000
+    zero: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] = ((0, 1, 2, 3), (0, 1), (0, 1))
+    seq: tuple[bool, bool] = (True, True)
+    seq_exchange: str = "ring"
+    accumulation_bytes: int = 4
+    reduction_bytes: int = 4
+    sends_to_owners: tuple[int, ...] = ()
+    two_level: bool = False
+    eager: bool = False
+    overlaps_gradients: bool = True
+    overlaps_update: bool = True
+    overlaps_pipe: bool = True
+    overlaps_model: bool = False
+    overlaps_model_backward: bool = True
+    regathers: bool = True
+    agreements: int = 3
+    own_starts: tuple[int, int, int] = (0, 0, 0)
+    balances_parameters: bool = False
+    choice: str = "the source does not say how degrees were chosen"
+
+    def zero_stages(self, pipe: int, precision: Precision) -> tuple[int, ...]:
+        """Return the ZeRO stages that it offers for a pipeline of this degree."""
+        return self.zero[(2 if precision.is_mixed else 1) if pipe > 1 else 0]
+
+    def accumulated_bytes(self, precision: Precision) -> int:
+        """Return the bytes of an accumulated gradient."""
+        return self.accumulation_bytes if precision.is_mixed else precision.activation_bytes
+
+    def reduced_bytes(self, precision: Precision) -> int:
+        """Return the bytes of a gradient in a message."""
+        return self.reduction_bytes if precision.is_mixed else precision.activation_bytes
+
+    def splits_sequences(self, pipe: int) -> bool:
+        """Return True if a ``seq`` axis can be combined with a pipeline of this degree."""
+        return self.seq[pipe > 1]
+
+
+DEEPSPEED = Software(
+    "deepspeed",
+    recompute=(Recompute.NONE, Recompute.FULL),
+    virtual_stages=1,
+    zero=((0, 1, 2, 3), (0, 1), (1,)),
+    seq=(True, False),
+    seq_exchange="all_to_all",
+    accumulation_bytes=2,
+    reduction_bytes=2,
+    sends_to_owners=(1, 2),
+    two_level=True,
+    eager=True,
+    overlaps_update=False,
+    overlaps_pipe=False,
+    overlaps_model_backward=False,
+    regathers=False,
+    agreements=5,
+    own_starts=(1400, 430, 25),
+    balances_parameters=True,
+)
+"""DeepSpeed's engines with this package's reducer. ``own_starts`` was measured on CPUs, with tiny models. Its bf16
+pipelines shard the optimizer without ZeRO, too; stage 1 is the same with fewer oddities, and stands for both."""
+
+DEEPSPEED_PIPELINE = replace(DEEPSPEED, name="deepspeed-pipeline", zero=((0, 1), (0, 1), (1,)), seq=(False, False))
+"""A program whose model is a ``PipelineModule`` in every topology, as in the examples."""
+
+MEGATRON = Software(
+    "megatron", zero=((0, 1, 3), (0, 1), (0, 1)), accumulation_bytes=2, reduction_bytes=2, overlaps_model=True
+)
+"""Megatron-LM since 2023: flash attention, distributed optimizer, overlap, context parallelism, FSDP."""
+
+MEGATRON_2022 = Software(
+    "megatron-2022",
+    flash_attention=False,
+    virtual_stages=3,
+    seq=(False, False),
+    zero=((0,), (0,), (0,)),
+    reduction_bytes=2,
+    overlaps_gradients=False,
+    overlaps_pipe=False,
+    choice="its authors compared recomputation at a layout that they did not vary (the paper's table 3)",
+)
+"""Megatron-LM of Korthikanti et al.: sequence parallelism and selective recomputation, attention with scores; the
+paper's runs have up to 3 virtual stages."""
+
+MEGATRON_2021 = replace(
+    MEGATRON_2022,
+    name="megatron-2021",
+    recompute=(Recompute.NONE, Recompute.FULL),
+    sequence_parallel=False,
+    overlaps_model_backward=False,
+    choice="its authors did not search; they took tensor parallelism up to a host's size by rule (section 3)",
+)
+"""Megatron-LM of Narayanan et al.; their runs, too, have up to 3 virtual stages (scripts of table 1)."""
+
+SOFTWARE = {
+    software.name: software for software in (DEEPSPEED, DEEPSPEED_PIPELINE, MEGATRON, MEGATRON_2022, MEGATRON_2021)
+}
+
+
+def software_of(name: str) -> Software:
+    """Return the program of this name.
+
+    Raises:
+        TopologyError: if there is none.
+    """
+    if name not in SOFTWARE:
+        raise TopologyError(f"software {name!r} is not known: choose one of {list(SOFTWARE)}")
+    return SOFTWARE[name]
+
+
+def software_of_year(source: str) -> Software:
+    """Return the program that a published run can have used, by the first year in its source; the newest without one.
+
+    >>> software_of_year("Narayanan et al., SC 2021, table 1").name, software_of_year("container 25.11").name
+    ('megatron-2021', 'megatron')
+    """
+    years = [int(year) for year in re.findall(r"\b(20[12]\d)\b", source)]
+    if years and years[0] <= 2021:
+        return MEGATRON_2021
+    return MEGATRON_2022 if years and years[0] == 2022 else MEGATRON
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model to train, the cluster to train it on, and what is fixed about each step.
+
+    Args:
+        model: the layers.
+        cluster: the hosts, accelerators and links.
+        batch: sequences per step, over all ranks.
+        sequence: positions of a sequence.
+        precision: the number formats.
+        software: the abilities of the training program.
+        expert_load: rows that every expert has room for, over the mean (in DeepSpeed without dropping: rows of the
+            fullest expert, over the mean).
+    """
+
+    model: Model
+    cluster: Cluster
+    batch: int
+    sequence: int
+    precision: Precision
+    software: Software
+    expert_load: float = 1.0
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a micro-batch that one rank works on.
+
+    >>> Share(micro_batch=2, sequence=1024, seq=4).tokens
+    512.0
+    """
+
+    micro_batch: int
+    sequence: int
+    tensor: int = 1
+    seq: int = 1
+    sequence_parallel: bool = False
+    expert_parallel: int = 1
+    expert_load: float = 1.0
+
+    @property
+    def tokens(self) -> float:
+        """The tokens of a micro-batch for which this rank computes (its part of) attention and feed-forward layers."""
+        return self.micro_batch * self.sequence / self.seq
+
+    @property
+    def spread(self) -> int:
+        """The ranks that share the activations between tensor-parallel layers (``r`` in formulas)."""
+        return self.tensor if self.sequence_parallel else 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout of a job.
+
+    Args:
+        topology: the axes among ``pipe``, ``data``, ``seq``, ``model``, outermost first.
+        micro_batch: sequences of one replica that are computed at a time.
+        zero: the stage of sharded states (Rajbhandari et al., arXiv:1910.02054).
+        recompute: what backward computes again.
+        virtual_stages: stages per rank (Narayanan et al., section 2.2).
+        sequence_parallel: activations between tensor-parallel layers are split along the sequence.
+        expert_parallel: ranks over which the experts of a layer are distributed; neighbors among the replicas.
+    """
+
+    topology: ProcessTopology
+    micro_batch: int
+    zero: int = 0
+    recompute: Recompute = Recompute.NONE
+    virtual_stages: int = 1
+    sequence_parallel: bool = False
+    expert_parallel: int = 1
+
+    @cached_property
+    def pipe(self) -> int:
+        """The stages of the pipeline."""
+        return max(1, self.topology.get_dim(PIPE))
+
+    @cached_property
+    def data(self) -> int:
+        """The replicas with samples of their own."""
+        return max(1, self.topology.get_dim(DATA))
+
+    @cached_property
+    def model(self) -> int:
+        """The ranks that share a layer's weights (tensor parallelism)."""
+        return max(1, self.topology.get_dim(MODEL))
+
+    @cached_property
+    def seq(self) -> int:
+        """The ranks that share a sequence."""
+        return max(1, self.topology.get_dim(SEQ))
+
+    @property
+    def replicas(self) -> int:
+        """The ranks with the same parameters, along ``data`` and ``seq``. Gradients are summed over them."""
+        return self.data * self.seq
+
+    def micro_batches(self, batch: int) -> int:
+        """Return the micro-batches of a replica in one step."""
+        return batch // (self.data * self.micro_batch)
+
+    def share(self, job: Job) -> Share:
+        """Return a rank's part of a micro-batch."""
+        return Share(
+            self.micro_batch,
+            job.sequence,
+            self.model,
+            self.seq,
+            self.sequence_parallel,
+            self.expert_parallel,
+            job.expert_load,
+        )
+
+    def details(self) -> list[str]:
+        """Return the settings beside topology, micro-batch and ZeRO stage that are not the default, in words."""
+        details = {
+            f"recompute {self.recompute.value}": self.recompute is not Recompute.NONE,
+            f"{self.virtual_stages} virtual stages": self.virtual_stages > 1,
+            "sequence parallel": self.sequence_parallel,
+            f"experts over {self.expert_parallel}": self.expert_parallel > 1,
+        }
+        return [text for text, is_set in details.items() if is_set]
+
+    def __str__(self) -> str:
+        return ", ".join([self.topology.spec, f"micro-batch {self.micro_batch}", f"ZeRO {self.zero}", *self.details()])
+
+
+def degrees_problem(job: Job, pipe: int, data: int, seq: int, tensor: int) -> str | None:
+    """Return why these degrees do not divide heads, widths, layers, batch or positions, or None."""
+    model, software, batch, heads = job.model, job.software, job.batch, job.model.heads
+    if heads % tensor:
+        return f"model={tensor} does not divide the {heads} attention heads; choose one of {divisors(heads)}"
+    if seq > 1 and software.seq_exchange == "all_to_all" and (heads // tensor) % seq:
+        return f"seq={seq} does not divide the {heads // tensor} attention heads of a model rank"
+    odd = [width for width in model.split_widths if width % tensor]
+    if odd:
+        return f"model={tensor} does not divide the width {min(odd)} of a feed-forward layer"
+    if pipe > max(model.layers, 1):
+        return f"pipe={pipe} is more than the {model.layers} layers"
+    if batch % data:
+        less = batch // data * data
+        near = f"{less} or {less + data}" if less else f"{data}"
+        return f"data={data} does not divide the batch of {batch} sequences (a batch of {near} would do)"
+    if job.sequence % seq:
+        return f"seq={seq} does not divide the {job.sequence} positions of a sequence"
+    if seq > 1 and not software.splits_sequences(pipe):
+        return f"{software.name} cannot split sequences" + (" in a pipeline" if pipe > 1 else "")
+    return None
+
+
+def layout_problem(job: Job, layout: Layout) -> str | None:
+    """Return the rule that a layout breaks, or None."""
+    model, batch, data, micro_batch = job.model, job.batch, layout.data, layout.micro_batch
+    unknown = [axis for axis in layout.topology.axes if axis not in AXES]
+    if unknown:
+        return f"axes {unknown} cannot be planned; choose among {list(AXES)}"
+    if layout.topology.world_size() != job.cluster.ranks:
+        return f"its degrees make {layout.topology.world_size()} ranks, the cluster has {job.cluster.ranks}"
+    problem = degrees_problem(job, layout.pipe, data, layout.seq, layout.model)
+    if problem:
+        return problem
+    if layout.pipe * layout.virtual_stages > model.layers + 2:
+        return f"{layout.pipe} x {layout.virtual_stages} stages for {model.layers} layers"
+    if batch % (data * micro_batch):
+        return (
+            f"the batch of {batch} sequences is not a multiple of data={data} x micro-batch {micro_batch}; "
+            f"choose a micro-batch among {divisors(batch // data)}"
+        )
+    if job.sequence % (layout.seq * (layout.model if layout.sequence_parallel else 1)):
+        return f"{job.sequence} positions cannot be split over seq={layout.seq} x model={layout.model}"
+    if model.positions and job.sequence > model.positions:
+        return f"the model has {model.positions} positions, fewer than the sequence's {job.sequence}"
+    return _experts_problem(model, layout) or _software_problem(job, layout)
+
+
+def _experts_problem(model: Model, layout: Layout) -> str | None:
+    size = layout.expert_parallel
+    if size == 1:
+        return None
+    if not model.expert_count:
+        return f"experts over {size} ranks, but the model has none"
+    if model.expert_count % size:
+        return f"{model.expert_count} experts cannot be distributed over {size} ranks"
+    if layout.replicas % size:
+        return f"experts over {size} ranks: not a divisor of the {layout.replicas} replicas"
+    return None
+
+
+def _software_problem(job: Job, layout: Layout) -> str | None:
+    software, name, pipe = job.software, job.software.name, layout.pipe
+    stages, micro_batches = software.zero_stages(pipe, job.precision), layout.micro_batches(job.batch)
+    if layout.zero not in stages:
+        return f"{name} has no ZeRO {layout.zero} {'with' if pipe > 1 else 'without'} a pipeline, only {list(stages)}"
+    if layout.recompute not in software.recompute:
+        return f"{name} cannot recompute {layout.recompute.value!r}"
+    if layout.virtual_stages > (software.virtual_stages if pipe > 1 else 1):
+        return f"{name} has no {layout.virtual_stages} virtual stages with pipe={pipe}"
+    if layout.virtual_stages > 1 and micro_batches % pipe:
+        return f"virtual stages need a multiple of pipe={pipe} micro-batches, not {micro_batches}"
+    if layout.sequence_parallel and not (software.sequence_parallel and layout.model > 1):
+        return f"{name} has no sequence parallelism with model={layout.model}"
+    if software.eager and layout.zero == 3 and layout.expert_parallel > 1:
+        return (
+            f"{name} has no ZeRO 3 where experts are distributed over ranks, "
+            f"only {[stage for stage in stages if stage < 3]}"
+        )
+    return None

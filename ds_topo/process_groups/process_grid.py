@@ -1,0 +1,445 @@
+"""The live topology of one rank: its process groups, neighbors and samples. It needs torch, but not DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from typing_extensions import Self
+
+from ds_topo.errors import abridged
+from ds_topo.launch.launchers import export_coordinates
+from ds_topo.process_groups.agreement import agree
+from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
+from ds_topo.topology import ProcessTopology
+from ds_topo.topology.axes import canonical_axis, check_meanings
+from ds_topo.topology.rank_tables import (
+    RankGroup,
+    axes_of,
+    degree,
+    factorized_topology,
+    gradient_axes,
+    grid_groups,
+    neighbor,
+    sample_axes,
+)
+from ds_topo.topology.spec import Spec
+from ds_topo.torch_names import devices_of, job_timeout, timeout_of
+
+
+class AxesAndDims(Protocol):
+    """Any other topology class, such as DeepSpeed's: ranks along its last axis are adjacent."""
+
+    axes: list[str]
+    dims: list[int]
+
+
+AnyTopology: TypeAlias = "ProcessTopology | AxesAndDims | Spec"
+"""A topology, or a spec such as ``"pipe=2,data=-1"``."""
+
+
+@dataclass(eq=False)
+class _Core:
+    """The state of a grid, which several views of the grid share."""
+
+    topology: ProcessTopology
+    members: Sequence[int]
+    """The global rank of each rank of the topology."""
+    rank: int
+    """This process's rank in the topology."""
+    groups: ProcessGroups
+    meshes: dict[tuple[str | None, tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
+    """Meshes by the requested device type (None: the default) and the names of the dimensions."""
+    check_samples: bool = True
+
+
+class ProcessGrid:
+    """The process groups of one job's topology, as this rank sees them.
+
+    Construction is collective: all ranks compare the groups that they are about to create, and raise together if they
+    differ. A rank joins only the groups that it belongs to, each distinct set of ranks once. These are one group per
+    axis, data parallel (the replicas of a parameter: all axes but ``pipe`` and ``model``) and model parallel (``pipe``
+    x ``model``).
+
+    A grid of the whole job exports this rank's coordinate as environment variables, ``DS_TOPO_PIPE=1``, ..., until
+    ``destroy()``.
+
+    ``PipelineParallelGrid`` adds the methods that DeepSpeed and Megatron-style code call on an ``mpu``.
+
+    Args:
+        topology: a topology (also DeepSpeed's own) or a spec such as ``"pipe=2,data=-1"``. Without one, the world size
+            is factorised as DeepSpeed does.
+        process_group: the ranks of the job to lay out; all by default.
+        timeout: the timeout of the agreement and of every group, in seconds or as a ``timedelta``; the job's own
+            (``init_process_group(timeout=)``) by default. A group of all ranks is the world's own group and keeps the
+            job's timeout.
+        extra_axes: names of axes in the topology, besides ``pipe``, ``data``, ``model``, ``seq`` and ``expert``, along
+            which ranks are replicas. ``"+name=2"`` in a spec has the same effect.
+
+    Raises:
+        RuntimeError: ``torch.distributed`` is not initialised.
+        TopologyError: the topology is malformed or not for this number of ranks.
+        UnknownAxisError: an axis has no known meaning and is not in ``extra_axes``.
+        DisagreementError: ranks passed different topologies, or did not come.
+
+    >>> import torch.distributed as dist
+    >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+    >>> dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
+    >>> with ProcessGrid("pipe=2,data=2,model=2") as grid:
+    ...     print(grid)
+    ...     grid.get_ranks("data"), grid.get_ranks(("pipe", "model")), grid.get_next_rank("pipe")
+    ProcessGrid('pipe=2,data=2,model=2', rank 5: pipe=1, data=0, model=1)
+    ([5, 7], [0, 1, 4, 5], 1)
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        topology: AnyTopology | None = None,
+        process_group: ProcessGroup | None = None,
+        *,
+        timeout: float | timedelta | None = None,
+        extra_axes: Iterable[str] = (),
+    ) -> None:
+        require_initialized(type(self).__name__)
+        members = _members_of(process_group)
+        # the job's own timeout may differ by milliseconds between ranks; a given one must be equal
+        given = "the job's timeout"
+        try:
+            limit = timeout_of(timeout)
+            if timeout is not None:
+                given = f"timeout {limit}"
+            agreed = as_topology(topology, len(members)).with_extra_axes(extra_axes)
+            check_meanings(agreed.axes, agreed.extra_axes)
+            agreed.check_world_size(len(members))
+        except Exception as error:  # the other ranks name any error
+            agree("", members, job_timeout(), failure=error)
+            raise
+        rank = members.index(dist.get_rank())
+        groups = [
+            RankGroup(group.axes, tuple(members[rank] for rank in group.ranks))
+            for group in grid_groups(agreed, rank)
+            if len(group.ranks) > 1  # a group of one rank is created when that rank first requests it
+        ]
+        created = ProcessGroups(f"grid {agreed.spec}, {given}", groups, members, limit)
+        self._core = _Core(agreed, members, rank, created)
+        if len(members) == dist.get_world_size():
+            self.on_destroy(export_coordinates(agreed, rank))
+
+    @classmethod
+    def over(cls, grid: ProcessGrid) -> Self:
+        """Return another view of an existing grid, with the same ranks and groups, which both then own."""
+        view = cls.__new__(cls)
+        view._core = grid._core
+        return view
+
+    def shares_groups_with(self, other: ProcessGrid) -> bool:
+        """Return whether both are views of one grid, as a module's ``mpu()`` is of the ``grid`` it was built on."""
+        return self._core is other._core
+
+    # -- this rank ---------------------------------------------------------------------------------------------------
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process in the whole job."""
+        return self._core.members[self._core.rank]
+
+    @property
+    def grid_rank(self) -> int:
+        """The rank of this process in the topology; the global rank unless the grid lays out a part of the job."""
+        return self._core.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the topology."""
+        return len(self._core.members)
+
+    def topology(self) -> ProcessTopology:
+        """Return the topology of the grid."""
+        return self._core.topology
+
+    def to_global(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Convert ranks of the topology to global ranks."""
+        return tuple(self._core.members[rank] for rank in ranks)
+
+    # -- any axis, any set of axes -----------------------------------------------------------------------------------
+
+    def get_ranks(self, axes: str | Iterable[str]) -> list[int]:
+        """Return the global ranks, ascending, of this rank's group over one axis or several.
+
+        Raises:
+            UnknownAxisError: an axis is not in the topology. ``pipe``, ``data`` and ``model`` have degree 1 then.
+        """
+        topology = self._core.topology
+        return list(self.to_global(topology.get_axis_ranks(axes_of(topology, axes), self._core.rank)))
+
+    def get_group(self, axes: str | Iterable[str]) -> ProcessGroup:
+        """Return this rank's process group over one axis or several.
+
+        Groups over a single axis, model parallel groups (pipe x model) and data parallel groups exist from the start:
+        returning them never communicates. A group over any other set of axes is created at the first call, which is
+        collective over its ranks.
+
+        Raises:
+            UnknownAxisError: an axis is not in the topology.
+            DisagreementError: the group is new, and some of its ranks did not call this within the timeout.
+            RuntimeError: the grid was destroyed.
+        """
+        span = axes_of(self._core.topology, axes)
+        group = self._core.groups.get(span)
+        return self.create_group(RankGroup(span, tuple(self.get_ranks(span)))) if group is None else group
+
+    def get_axis_rank(self, axis: str) -> int:
+        """Return this rank's index along one axis, which is its rank in ``get_group(axis)``."""
+        topology = self._core.topology
+        return topology.get_axis_index(axes_of(topology, axis), self._core.rank)
+
+    def get_axis_size(self, axis: str) -> int:
+        """Return the degree of one axis."""
+        return degree(self._core.topology, axes_of(self._core.topology, axis))
+
+    def get_next_rank(self, axis: str) -> int:
+        """Return the global rank of the next peer along ``axis``; the last rank's next peer is the first."""
+        return self._neighbor(axis, +1)
+
+    def get_prev_rank(self, axis: str) -> int:
+        """Return the global rank of the previous peer along ``axis``; the first rank's previous peer is the last."""
+        return self._neighbor(axis, -1)
+
+    # -- replicas and samples ----------------------------------------------------------------------------------------
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """Return the group of all replicas of this rank's parameters: ranks with the same stage and slice."""
+        return self.get_group(gradient_axes(self._core.topology))
+
+    def get_sample_rank(self) -> int:
+        """Return the index of this rank's share of each step's samples; pipe, model and seq peers have the same."""
+        topology = self._core.topology
+        return topology.get_axis_index(sample_axes(topology), self._core.rank)
+
+    def get_sample_world_size(self) -> int:
+        """Return the number of shares into which each step's samples are divided."""
+        return degree(self._core.topology, sample_axes(self._core.topology))
+
+    def sampler(
+        self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> DistributedSampler[Any]:
+        """Return a sampler of this rank's share of a dataset; ``pipe``, ``model`` and ``seq`` peers get the same share.
+
+        It is torch's ``DistributedSampler`` over :meth:`get_sample_world_size` shares. By default that class would
+        shard over all ranks of the job. If it shuffles, call its ``set_epoch(epoch)`` before every epoch.
+
+        Args:
+            dataset: a dataset with a length.
+            shuffle: shuffle by ``seed`` and epoch, in the same order on all ranks.
+            seed: the seed, equal on all ranks.
+            drop_last: leave out samples that do not fill all shares; otherwise some samples are read twice.
+
+        Raises:
+            TypeError: the dataset is iterable. Shard it by ``get_sample_rank()`` of ``get_sample_world_size()``.
+
+        >>> import torch.distributed as dist
+        >>> from torch.testing._internal.distributed.fake_pg import FakeStore
+        >>> dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+        >>> with ProcessGrid("data=2,model=2") as grid:
+        ...     list(grid.sampler(range(6), shuffle=False))
+        [1, 3, 5]
+        >>> dist.destroy_process_group()
+        """
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise TypeError(
+                f"dataset={abridged(dataset)} has no length, so its samples have no index: shard it yourself, every "
+                "grid.get_sample_world_size()-th sample from grid.get_sample_rank()"
+            )
+        return DistributedSampler(
+            dataset,  # type: ignore[arg-type]
+            num_replicas=self.get_sample_world_size(),
+            rank=self.get_sample_rank(),
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+    def data_loader(
+        self,
+        dataset: Sized,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> DataLoader[Any]:
+        """Return a torch ``DataLoader`` of this rank's samples; its ``sampler`` is that of :meth:`sampler`.
+
+        Args:
+            dataset: a dataset with a length.
+            batch_size: samples per micro-batch.
+            shuffle: shuffle the samples; off by default, as in ``DataLoader``.
+            seed: the seed, equal on all ranks.
+            drop_last: leave out samples that do not fill all shares, and the last incomplete batch.
+            **options: further options of ``DataLoader``.
+
+        Raises:
+            TypeError: the dataset is iterable, or ``options`` has a sampler.
+        """
+        if given := {"sampler", "batch_sampler"} & options.keys():
+            raise TypeError(
+                f"options {sorted(given)}: the grid provides the sampler; for your own, construct a DataLoader instead"
+            )
+        sampler = self.sampler(dataset, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        options |= {"sampler": sampler, "drop_last": drop_last}
+        return DataLoader(dataset, batch_size, **options)  # type: ignore[arg-type]
+
+    @property
+    def check_samples(self) -> bool:
+        """Whether engines check that ranks which share samples read the same first ones; True by default."""
+        return self._core.check_samples
+
+    @check_samples.setter
+    def check_samples(self, value: bool) -> None:
+        self._core.check_samples = value
+
+    # -- more groups -------------------------------------------------------------------------------------------------
+
+    def create_group(self, group: RankGroup) -> ProcessGroup:
+        """Create a group of any of this grid's ranks; collective over ``group.ranks`` (global, ascending).
+
+        Equal rank sets share one process group, which lives as long as the grid.
+
+        Raises:
+            DisagreementError: ranks of the group did not call this within the timeout.
+        """
+        return self._core.groups.extend(group)
+
+    def create_groups(
+        self, description: str, groups: Sequence[RankGroup], failure: Exception | None = None
+    ) -> list[ProcessGroup]:
+        """Create groups of any ranks; collective over the grid.
+
+        Args:
+            description: the groups to create, as the same text on every rank.
+            groups: this rank's own groups, global ranks ascending, in the one order that all ranks follow.
+            failure: the reason why this rank cannot take part. It is raised here, and named on the other ranks.
+
+        Raises:
+            DisagreementError: ranks passed different descriptions, failed, or did not come.
+        """
+        return self._core.groups.extend_all(description, groups, self._core.members, failure)
+
+    def device_mesh(self, device_type: str | None = None, names: Mapping[str, str] | None = None) -> DeviceMesh:
+        """Return this layout as a torch ``DeviceMesh``: one dimension per axis, over this grid's own process groups.
+
+        Use it for ``parallelize_module``, ``DTensor``, ``fully_shard`` and ``torch.distributed.checkpoint``. Slice it
+        by axis, ``grid.device_mesh()["data"]``. It lives as long as the grid.
+
+        Args:
+            device_type: ``"cpu"``, ``"cuda"``, ...; by default the accelerator that the groups serve, else the CPU.
+            names: other names for some axes, such as ``{"model": "tp", "data": "dp"}``.
+
+        Raises:
+            UnknownAxisError: ``names`` has an axis that is not in the topology.
+        """
+        meshes, topology = self._core.meshes, self._core.topology
+        names = {canonical_axis(axis): name for axis, name in (names or {}).items()}
+        axes_of(topology, names)
+        dimensions = tuple(names.get(axis, axis) for axis in topology.axes)
+        if (device_type, dimensions) not in meshes:
+            groups = [self.get_group(axis) for axis in topology.axes]
+            wanted = device_type
+            if wanted is None:
+                accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+                serves = accelerator is not None and accelerator.type in devices_of(groups[0])
+                wanted = accelerator.type if accelerator is not None and serves else "cpu"
+            if (wanted, dimensions) not in meshes:
+                ranks = torch.tensor(self.to_global(topology.layout.offsets(range(len(groups)))), dtype=torch.int)
+                if len(groups) == 1:  # torch accepts no list here
+                    made = DeviceMesh.from_group(groups[0], wanted, mesh_dim_names=dimensions)
+                else:
+                    mesh = ranks.view(topology.dims)
+                    made = DeviceMesh.from_group(groups, wanted, mesh=mesh, mesh_dim_names=dimensions)
+                meshes[wanted, dimensions] = made
+            meshes[device_type, dimensions] = meshes[wanted, dimensions]
+        return meshes[device_type, dimensions]
+
+    # -- life cycle --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether ``destroy()`` has not been called yet."""
+        return self._core.groups.is_alive
+
+    @property
+    def has_its_world(self) -> bool:
+        """Return whether the job's ``torch.distributed`` is still the one in which the grid was created."""
+        return self._core.groups.has_its_world
+
+    def on_destroy(self, callback: Callable[[], None]) -> None:
+        """Register a function to call before the groups are destroyed; the last one registered is called first."""
+        self._core.groups.on_destroy(callback)
+
+    def destroy(self) -> None:
+        """Destroy the groups of this grid. Every rank should call it. Later queries for groups raise RuntimeError."""
+        self._core.meshes.clear()
+        self._core.groups.destroy()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.destroy()
+
+    def __repr__(self) -> str:
+        coordinate = self._core.topology.get_coord(self._core.rank)._asdict()
+        where = ", ".join(f"{axis}={index}" for axis, index in coordinate.items())
+        return f"{type(self).__name__}({self._core.topology.spec!r}, rank {self.global_rank}: {where})"
+
+    def _neighbor(self, axis: str, step: int) -> int:
+        topology = self._core.topology
+        axes_of(topology, axis)
+        return self._core.members[neighbor(topology, axis, self._core.rank, step)]
+
+
+def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
+    """Return the global ranks of a group; the whole world by default."""
+    if process_group is None:
+        return range(dist.get_world_size())
+    members = dist.get_process_group_ranks(process_group)
+    if dist.get_rank() not in members:
+        raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks {members}")
+    if members != sorted(members):
+        raise ValueError(
+            f"process_group: its ranks {members} do not ascend, so indices along an axis would differ from ranks in "
+            "its groups: create it without sort_ranks=False, and name the axes in the order that you want"
+        )
+    return members
+
+
+def as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopology:
+    """Convert a topology of any class, or a spec, to a topology; None gives DeepSpeed's default for the world size.
+
+    Raises:
+        TopologyError: the topology or spec is malformed.
+        TypeError: the argument is neither.
+    """
+    if topology is None:
+        return factorized_topology(world_size)
+    if isinstance(topology, ProcessTopology):
+        return topology
+    if hasattr(topology, "axes") and hasattr(topology, "dims") and not isinstance(topology, type):
+        return ProcessTopology(topology.axes, topology.dims)
+    if isinstance(topology, (ProcessGrid, type)) or callable(topology) or hasattr(topology, "mpu"):
+        raise TypeError(
+            f"topology={abridged(topology)}: give a topology or a spec such as 'pipe=2,data=-1'"
+            + (", or use that grid itself" if isinstance(topology, ProcessGrid) or hasattr(topology, "mpu") else "")
+        )
+    return ProcessTopology.from_spec(topology, world_size)

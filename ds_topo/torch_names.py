@@ -1,0 +1,289 @@
+"""Use private names of torch: no other module uses them for process groups.
+
+``GROUP_ROWS``, ``REDUCER_ROWS`` and ``MEASUREMENT_ROWS`` list the names, to check them for a new release of torch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+import torch._C._distributed_c10d as _C
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d as c10d
+
+from ds_topo.ledger import ONE_CALL, Patch, Reliance, ledger
+
+# -- process groups ---------------------------------------------------------------------------------------------------
+
+Store: TypeAlias = c10d.Store
+"""A key-value store that all ranks of a job can access."""
+
+GROUP_NAME = Patch(
+    c10d,
+    "_process_group_name",
+    instead="A function that returns the name on which the members have agreed.",
+    why="torch names a members-only group after its ranks and the number of groups in this process. If that number "
+    "differs, as for tied layers on the first and last stage, members wait for each other under different names and "
+    "hang.",
+    during=f"{ONE_CALL} of new_group()",
+)
+DEFAULT_TIMEOUT = Patch(
+    c10d,
+    "_get_default_timeout",
+    instead="A function that returns the timeout of the job.",
+    why="new_group() without a timeout, as DeepSpeed calls it, uses torch's default of 30 minutes (NCCL: 10).",
+    during="the process has joined its job through ds_topo",
+    process_wide="new_group() looks the function up in its module, and DeepSpeed and programs call new_group().",
+)
+GROUP_ROWS: tuple[Patch | Reliance, ...] = (
+    GROUP_NAME,
+    DEFAULT_TIMEOUT,
+    Reliance(c10d.Store, "append", "Ranks append their plans to one key."),
+    Reliance(c10d, "_get_default_store", "Ranks compare their plans through the job's store."),
+    Reliance(c10d.Store, "clone", "The watch opens its own connection."),
+    Reliance(c10d.Store, "multi_get", "The watch reads several values by one request."),
+    Reliance(dist.ProcessGroup, "_get_sequence_number_for_group", "It counts the collectives that a rank has called."),
+    Reliance(_C, "_dump_fr_trace", "The watch saves this rank's entries of torch's flight recorder."),
+    Reliance(c10d, "_abort_process_group", "The watch aborts NCCL's collectives that are blocked."),
+    Reliance(c10d.PrefixStore, "underlying_store", "Messages name the address of the store."),
+    Reliance(c10d, "_get_default_group", "It has the job's timeout, which new_group() does not inherit."),
+    Reliance(
+        c10d,
+        "_world",
+        "It tells whether a group still exists, since torch forgets all groups together with the world. It also keeps "
+        "an empty list under the tag of each destroyed group, which ds_topo deletes.",
+    ),
+    Reliance(dist.ProcessGroup, "bound_device_id", "It is None while members alone create a group."),
+    Reliance(dist.ProcessGroup, "_device_types", "It lists the types of devices that a group serves."),
+    Reliance(dist.ProcessGroup, "_get_backend", "It returns the backend, which has the job's timeout."),
+    Reliance(torch.Tensor, "_make_wrapper_subclass", "It creates a tensor of which a process holds parts."),
+)
+
+
+DESCRIPTION = "ds_topo:"
+"""The start of the descriptions of our groups."""
+
+
+def append(store: Store, key: str, text: str) -> None:
+    """Append to the text of a key, atomically: several ranks may append at once."""
+    store.append(key, text)  # type: ignore[attr-defined]
+
+
+def get_several(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """Return the values of keys that exist, by one request."""
+    values: list[bytes] = store.multi_get(list(keys))
+    return values
+
+
+def clone(store: Store) -> Store:
+    """Return another connection to the same store, whose calls do not wait for those of the first one."""
+    other: Store = store.clone()  # type: ignore[attr-defined]
+    return other
+
+
+def served_at(store: Store) -> tuple[str, int] | None:
+    """Return the host and port of a store; None if it is not a ``TCPStore``."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return (str(host), int(port)) if host and port else None
+
+
+def default_store() -> Store:
+    """Return the store of the job."""
+    return c10d._get_default_store()
+
+
+def address_of_store() -> str:
+    """Return the address of the job's store for messages; empty if it is unknown."""
+    place = served_at(default_store())
+    return f" at {place[0]}:{place[1]}" if place else ""
+
+
+def timeout_of(given: float | timedelta | None) -> timedelta:
+    """Convert a timeout in seconds to a ``timedelta``; return the job's timeout for None.
+
+    Raises:
+        TypeError: the timeout is neither a number nor a ``timedelta``.
+        ValueError: the timeout is not positive.
+    """
+    if given is None:
+        return job_timeout()
+    if isinstance(given, bool) or not isinstance(given, (int, float, timedelta)):
+        raise TypeError(f"timeout={given!r}: give seconds, or a datetime.timedelta")
+    limit = given if isinstance(given, timedelta) else timedelta(seconds=given)
+    if limit <= timedelta():
+        raise ValueError(f"timeout={given!r}: give seconds, or a datetime.timedelta, above 0")
+    return limit
+
+
+def job_timeout() -> timedelta:
+    """Return the timeout that the job passed to ``init_process_group``; ``new_group`` would use torch's default."""
+    world = c10d._get_default_group()
+    if dist.get_backend(world) == "fake":
+        return dist.default_pg_timeout
+    for device in world._device_types:
+        timeout = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    warnings.warn(
+        f"the timeout of a {dist.get_backend(world)} job is unknown in torch {torch.__version__}: groups get torch's "
+        f"default, {dist.default_pg_timeout}; pass timeout= to the grid",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return dist.default_pg_timeout
+
+
+def inherit_timeout() -> None:
+    """Make groups that are created without a timeout inherit the job's from now on. Idempotent."""
+    if DEFAULT_TIMEOUT not in ledger.in_force():
+        ledger.bind(DEFAULT_TIMEOUT, _job_timeout_or)
+
+
+def _job_timeout_or(original: Callable[[str], timedelta]) -> Callable[[str], timedelta]:
+    def default_timeout(backend: str) -> timedelta:
+        return job_timeout() if dist.is_initialized() else original(backend)
+
+    return default_timeout
+
+
+def devices_of(group: dist.ProcessGroup) -> list[str]:
+    """Return the types of devices, ``"cpu"``, ``"cuda"``, ..., that a group's backends serve."""
+    return [str(device.type) for device in group._device_types]
+
+
+def describe(group: dist.ProcessGroup) -> tuple[str, str]:
+    """Return a group's description and its name, which is equal on all members; both may be empty."""
+    description = str(getattr(group, "group_desc", "") or "").removeprefix(DESCRIPTION).partition("+ExpertPlan(")[0]
+    return "" if description == "undefined" else description, c10d._world.pg_names.get(group, "")
+
+
+def calls_of(group: dist.ProcessGroup) -> int:
+    """Return the number of collectives of a group that this rank has called."""
+    calls: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return calls
+
+
+def abort_nccl() -> None:
+    """Abort NCCL's collectives that are blocked. Collectives of gloo continue."""
+    if dist.is_initialized() and "nccl" in dist.get_backend():
+        c10d._abort_process_group()
+
+
+def flight_record() -> bytes:
+    """Return the entries of torch's flight recorder for this rank, except NCCL's; empty if it is off.
+
+    The result is a pickle in the format that ``torchfrtrace`` reads. The groups are added, because gloo does not record
+    them.
+    """
+    dump = getattr(_C, "_dump_fr_trace", None)
+    record = pickle.loads(dump()) if dump is not None else {}
+    if not record.get("entries"):
+        return b""
+    record["pg_config"] = {
+        name: {"name": name, "desc": group.group_desc, "ranks": str(dist.get_process_group_ranks(group))}
+        for group, name in c10d._world.pg_names.items()
+    }
+    return pickle.dumps(record)
+
+
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Tell whether torch still has the group."""
+    return group in c10d._world.pg_map
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy a group and the empty entry under its tag, which torch would keep as long as the process lives."""
+    world = c10d._world
+    tag = world.pg_to_tag.get(group)
+    dist.destroy_process_group(group)
+    if tag and world.tags_to_pg.get(tag) == []:  # groups without a tag share the empty one
+        del world.tags_to_pg[tag]
+
+
+def key_of_address(group: dist.ProcessGroup) -> str | None:
+    """Return the key of the job's store with this rank's gloo address in the group; None for other backends.
+
+    Members read it while they connect: before ``new_group`` returns, or with ``TORCH_GLOO_LAZY_INIT`` at the first use
+    of the group.
+    """
+    if "cpu:gloo" not in dist.get_backend_config(group):
+        return None
+    return f"{group.group_name}//cpu//0/{dist.get_rank(group)}"
+
+
+@contextmanager
+def next_group_named(name: str) -> Iterator[None]:
+    """Give the group that the ``with`` block creates this name and its own communicator.
+
+    If the job is bound to a device, as DeepSpeed binds it on GPUs, torch would split the world's communicator. That is
+    collective over the world, so members alone would wait for the other ranks forever.
+    """
+    world = c10d._get_default_group()
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        with ledger.bound(GROUP_NAME, lambda _: lambda ranks, use_hashed_name: name):
+            yield
+    finally:
+        world.bound_device_id = bound
+
+
+# -- the reducer ------------------------------------------------------------------------------------------------------
+
+A_REDUCER = "a reducer exists"
+ZERO_GRAD_OF_MODULES = Patch(
+    nn.Module,
+    "zero_grad",
+    instead="The same. Reducers also discard these gradients.",
+    why="Gradients that accumulate in another data type or buffer are not in parameter.grad.",
+    during=A_REDUCER,
+    process_wide="Any module or optimizer of the program may hold parameters of the reducer.",
+)
+ZERO_GRAD_OF_OPTIMIZERS = Patch(
+    torch.optim.Optimizer,
+    "zero_grad",
+    instead=ZERO_GRAD_OF_MODULES.instead,
+    why=ZERO_GRAD_OF_MODULES.why,
+    during=A_REDUCER,
+    process_wide=ZERO_GRAD_OF_MODULES.process_wide,
+)
+REDUCER_ROWS: tuple[Patch | Reliance, ...] = (
+    ZERO_GRAD_OF_MODULES,
+    ZERO_GRAD_OF_OPTIMIZERS,
+    Reliance(torch, "_foreach_copy_", "It copies many gradients into a bucket by one call."),
+    Reliance(torch, "_foreach_mul_", "It scales all gradients of a bucket by one call."),
+    Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),
+    Reliance(dist, "_make_nccl_premul_sum", "NCCL multiplies while it sums.", releases="builds with NCCL"),
+)
+
+_BROADCAST_BYTES = 250 << 20
+"""The number of bytes that are broadcast at once, as in DDP."""
+ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
+
+
+def premultiplied_sum(factor: float) -> ReduceOp:
+    """Return NCCL's ``ReduceOp`` that multiplies by ``factor`` while it sums."""
+    op: ReduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+    return op
+
+
+def broadcast_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Broadcast the values of the group's first rank, in place; collective."""
+    if tensors:
+        tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]  # gloo's types
+        dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+
+
+MEASUREMENT_ROWS: tuple[Patch | Reliance, ...] = (
+    Reliance(torch.Tensor, "_base", "It tells whether a tensor that backward keeps is a view of a parameter."),
+    Reliance(torch.UntypedStorage, "_cdata", "It tells which tensors on the meta device share their storage."),
+)

@@ -1,0 +1,435 @@
+"""Reduce-scatter and all-gather of slices, in the background, for ZeRO stages 1 and 2.
+
+On gloo the ranks exchange slices point to point, in place and without a copy: gloo's own reduce_scatter is an
+all_reduce and a copy, and its all_gather sends in one direction at a time. Other backends use torch's collectives.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.topology.rank_tables import has_two_levels, two_level_ranks
+from ds_topo.zero.gloo_threads import gloo_threads
+
+_MESSAGE_BYTES = 1 << 20
+"""Slices are sent in pieces of at most this size; larger messages do not keep both directions of a link busy."""
+_PIECES_UNDER_WAY = 4
+"""The number of pieces of every slice that are posted at a time."""
+_RECEIVED_BYTES = 1 << 24
+"""The limit on bytes being received at a time: groups of many ranks use smaller messages."""
+_SECONDS_TO_END = 10
+_FIRST_TAG = 1 << 30
+"""The first message tag; the program's own messages use lower tags."""
+_TAGS = 1 << 29
+
+
+class Pending(Protocol):
+    """An exchange in flight."""
+
+    def is_done(self) -> bool:
+        """Return True if ``wait()`` would return at once."""
+        ...
+
+    def wait(self) -> int:
+        """Wait for the end. Return its ``time.perf_counter_ns()``, or the time at which the wait returned."""
+        ...
+
+
+class Exchange(ABC):
+    """Reduce-scatter and gather over one process group of ``n`` ranks.
+
+    All ranks start the same exchanges in the same order. Tensors are contiguous, ``[n * numel]``: slice ``i``,
+    ``[numel]``, belongs to rank ``i``.
+    """
+
+    @abstractmethod
+    def reduce_scatter(self, flat: torch.Tensor) -> Pending:
+        """Sum this rank's slice over all ranks, in place. The contents of the other slices become undefined."""
+
+    @abstractmethod
+    def gather(self, flat: torch.Tensor) -> Pending:
+        """Receive the slices of all other ranks, in place."""
+
+    def gather_now(self, flat: torch.Tensor) -> None:
+        """Gather and block until the slices have arrived; starts no background thread."""
+        self.gather(flat).wait()
+
+    def rest(self) -> None:  # noqa: B027 - a subclass without background work need not define it
+        """Stop background work until the next exchange begins. Idempotent."""
+
+
+def exchange_of(group: ProcessGroup, device: torch.device) -> Exchange:
+    """Return the fastest exchange for tensors on a device; the first call is collective over ``group``."""
+    if dist.get_world_size(group) == 1:
+        return SingleRankExchange()
+    if device.type != "cpu" or dist.get_backend(group) != "gloo":
+        return CollectiveExchange(group)
+    if group not in _by_group:
+        _by_group[group] = PeerExchange(group, hosts_in_order(group))
+    return _by_group[group]
+
+
+def hosts_in_order(group: ProcessGroup) -> list[str]:
+    """Return the host name of every rank of a group, in the order of its ranks; collective."""
+    hosts: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    return hosts
+
+
+class _Done:
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> int:
+        return time.perf_counter_ns()
+
+
+class SingleRankExchange(Exchange):
+    """The exchange of a group with a single rank, which already holds every slice."""
+
+    def reduce_scatter(self, flat: torch.Tensor) -> Pending:
+        return _Done()
+
+    def gather(self, flat: torch.Tensor) -> Pending:
+        return _Done()
+
+
+@dataclass(frozen=True)
+class _Collective:
+    work: dist.Work
+
+    def is_done(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> int:
+        """Wait for the collective; on a GPU the current stream waits, not the caller."""
+        self.work.wait()
+        return time.perf_counter_ns()
+
+
+class CollectiveExchange(Exchange):
+    """The exchange by torch's collectives, which on NCCL work in place and know the machine's links."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
+
+    def reduce_scatter(self, flat: torch.Tensor) -> Pending:
+        return _Collective(dist.reduce_scatter_tensor(self._own(flat), flat, group=self._group, async_op=True))
+
+    def gather(self, flat: torch.Tensor) -> Pending:
+        own = self._own(flat) if flat.is_cuda else self._own(flat).clone()
+        return _Collective(dist.all_gather_into_tensor(flat, own, group=self._group, async_op=True))
+
+    def _own(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(self._size, -1)[self._rank]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The slices that this rank exchanges with one other rank of the group in one round."""
+
+    rank: int
+    """The other rank, within the group."""
+    theirs: tuple[int, ...]
+    """Slices that the other rank is responsible for after this round: a reduce-scatter sends them to it."""
+    mine: tuple[int, ...]
+    """Slices that this rank is responsible for: a reduce-scatter receives them from the other rank."""
+
+
+def rounds_of(rank: int, hosts: Sequence[str]) -> list[list[Peer]]:
+    """Return the rounds of a reduce-scatter for one rank of a group.
+
+    There are two rounds if the group spans several hosts with equally many ranks, several each; otherwise there is one.
+
+    A reduce-scatter goes through the rounds in order. A gather goes through the same rounds backwards, with sending and
+    receiving exchanged. With ``n`` ranks on each of ``h`` hosts and ``B`` bytes, a direct exchange sends
+    ``B n (h - 1) / h`` over each host's link; two rounds (inside hosts, then across them) send ``B (h - 1) / h``.
+
+    Args:
+        rank: the rank within the group.
+        hosts: the host of every rank of the group.
+
+    >>> rounds_of(0, ["a", "a"])
+    [[Peer(rank=1, theirs=(1,), mine=(0,))]]
+    >>> for peers in rounds_of(0, ["a", "a", "b", "b"]):
+    ...     print(peers)
+    [Peer(rank=1, theirs=(1, 3), mine=(0, 2))]
+    [Peer(rank=2, theirs=(2,), mine=(0,))]
+    """
+    ranks, of_rank = range(len(hosts)), dict(enumerate(hosts))
+    if not has_two_levels(of_rank):
+        return [[Peer(other, (other,), (rank,)) for other in _others_from_next(ranks, rank)]]
+    local, counterparts = two_level_ranks(ranks, of_rank, rank)
+    inside = [
+        Peer(other, tuple(two_level_ranks(ranks, of_rank, other)[1]), tuple(counterparts))
+        for other in _others_from_next(local, rank)
+    ]
+    across = [Peer(other, (other,), (rank,)) for other in _others_from_next(counterparts, rank)]
+    return [inside, across]
+
+
+def _others_from_next(ranks: Sequence[int], rank: int) -> list[int]:
+    """Return the other ranks, starting with the next one, so that the ranks do not all begin with the same peer."""
+    place = list(ranks).index(rank)
+    return [*ranks[place + 1 :], *ranks[:place]]
+
+
+_by_group: WeakKeyDictionary[ProcessGroup, PeerExchange] = WeakKeyDictionary()
+"""One exchange for each group, because its ranks number the messages alike. It is freed with the group."""
+_Messages: TypeAlias = Generator[list[dist.Work], None, None]
+"""The messages of one piece, round by round; advance it when those of the last round have arrived."""
+
+
+class PeerExchange(Exchange):
+    """The exchange by point-to-point messages, which a thread carries while any are in flight.
+
+    It does not keep the group alive.
+
+    Args:
+        group: a gloo group.
+        hosts: the hosts of its ranks; between several hosts with several ranks each, slices travel in two rounds.
+    """
+
+    def __init__(self, group: ProcessGroup, hosts: list[str]) -> None:
+        self._peers = _Peers(group, rounds_of(dist.get_rank(group), hosts))
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._worker = _Worker(self._jobs, self._peers)
+        self._end_thread: Callable[[], object] | None = None
+        """Set while the thread exists."""
+
+    def reduce_scatter(self, flat: torch.Tensor) -> Pending:
+        return self._submit(flat, sums=True)
+
+    def gather(self, flat: torch.Tensor) -> Pending:
+        return self._submit(flat, sums=False)
+
+    def gather_now(self, flat: torch.Tensor) -> None:
+        if self._end_thread is None:
+            job = _Job(flat.detach(), sums=False, peers=self._peers)
+            self._worker.do(job)
+            job.wait()
+        else:
+            self.gather(flat).wait()
+
+    def rest(self) -> None:
+        if self._end_thread is not None:
+            self._end_thread()
+            self._end_thread = None
+
+    def _submit(self, flat: torch.Tensor, *, sums: bool) -> Pending:
+        job = _Job(flat.detach(), sums, self._peers)
+        if self._end_thread is None:
+            thread = threading.Thread(target=self._worker.run, name="ds_topo exchange of slices", daemon=True)
+            thread.start()
+            gloo_threads.begin_yielding()
+            self._end_thread = weakref.finalize(self, _end_exchange, thread, partial(self._jobs.put, None))
+        self._jobs.put(job)
+        return job
+
+
+def end_thread(thread: threading.Thread, tell: Callable[[], None]) -> None:
+    """Tell a thread to end and wait for it: the interpreter must not exit while the thread is inside torch."""
+    tell()
+    if thread is not threading.current_thread():
+        thread.join(_SECONDS_TO_END)
+
+
+def _end_exchange(thread: threading.Thread, tell: Callable[[], None]) -> None:
+    end_thread(thread, tell)
+    gloo_threads.end_yielding()
+
+
+class _Job:
+    """One tensor to exchange."""
+
+    def __init__(self, flat: torch.Tensor, sums: bool, peers: _Peers) -> None:
+        self.flat, self.sums, self.peers = flat, sums, peers
+        self.pieces_left = 0
+        self.done: Future[int] = Future()
+
+    def is_done(self) -> bool:
+        return self.done.done()
+
+    def wait(self) -> int:
+        return self.done.result()
+
+
+class _Peers:
+    """Sends and receives pieces of slices."""
+
+    def __init__(self, group: ProcessGroup, rounds: list[list[Peer]]) -> None:
+        self._group, self._rounds, self._size = weakref.ref(group), rounds, dist.get_world_size(group)
+        self._spare: list[torch.Tensor] = []
+        """Receive buffers that are not in use, as bytes."""
+        under_way = _PIECES_UNDER_WAY * max(1, self._size - 1)
+        self._message_bytes = min(_MESSAGE_BYTES, _RECEIVED_BYTES // under_way)
+        self._pieces = 0
+        """The number of pieces exchanged so far. It is the same on all ranks, and so are the tags made from it."""
+
+    def pieces(self, job: _Job) -> Generator[_Messages, None, None]:
+        """Yield the pieces of a tensor, in order."""
+        slices = job.flat.view(self._size, -1)
+        numel = max(1, self._message_bytes // slices.itemsize)
+        for start in range(0, slices.shape[1], numel):
+            piece = slices[:, start : start + numel]
+            self._pieces += 1
+            yield self._sum(piece, self._pieces) if job.sums else self._gather(piece, self._pieces)
+
+    def _sum(self, piece: torch.Tensor, number: int) -> _Messages:
+        for peers in self._rounds:
+            received = [(index, self._receive_buffer(piece[index]), peer.rank) for peer in peers for index in peer.mine]
+            works = [
+                self._receive(_like(piece[index], buffer), rank, number, index) for index, buffer, rank in received
+            ]
+            works += [self._send(piece[index], peer.rank, number, index) for peer in peers for index in peer.theirs]
+            yield works
+            for index, buffer, _ in sorted(received, key=lambda entry: entry[2]):
+                piece[index].add_(_like(piece[index], buffer))
+                self._spare.append(buffer)
+
+    def _gather(self, piece: torch.Tensor, number: int) -> _Messages:
+        for peers in reversed(self._rounds):
+            works = [self._receive(piece[index], peer.rank, number, index) for peer in peers for index in peer.theirs]
+            works += [self._send(piece[index], peer.rank, number, index) for peer in peers for index in peer.mine]
+            yield works
+
+    def _receive_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a buffer of at least ``like.nbytes`` bytes, a spare one if possible."""
+        spare = self._spare.pop() if self._spare else None
+        if spare is None or len(spare) < like.nbytes:
+            return torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
+        return spare
+
+    def _send(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
+        work = dist.isend(tensor, group=self.living_group, group_dst=rank, tag=self._tag(number, index))
+        assert work is not None
+        return work
+
+    def _receive(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
+        work = dist.irecv(tensor, group=self.living_group, group_src=rank, tag=self._tag(number, index))
+        assert work is not None
+        return work
+
+    @property
+    def living_group(self) -> ProcessGroup:
+        """The process group, if it still exists."""
+        group = self._group()
+        if group is None:  # torch reads None as the whole world
+            raise RuntimeError(
+                "the process group was destroyed while parameters or gradients were in flight over it, so they cannot "
+                "arrive: call wait() of the GradientReducer, or destroy the engine, before the grid or the process "
+                "group"
+            )
+        return group
+
+    def _tag(self, number: int, index: int) -> int:
+        return _FIRST_TAG + (number * self._size + index) % _TAGS
+
+
+def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Return the front of some memory as a tensor of this type and shape."""
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+class _Worker:
+    """The work of the thread; it does not keep the exchange alive.
+
+    A few pieces are in flight at a time. They take turns, so that one travels inside hosts while another crosses them.
+    Every rank posts the rounds in the order of the pieces, so the ranks cannot deadlock.
+    """
+
+    def __init__(self, jobs: queue.SimpleQueue[_Job | None], peers: _Peers) -> None:
+        self._jobs, self._peers = jobs, peers
+        self._under_way: deque[_Piece] = deque()
+        self._failure: BaseException | None = None
+        """The first error. Ranks may get it at different pieces, so every later job fails with it, too."""
+
+    def run(self) -> None:
+        """Do jobs until None arrives."""
+        while True:
+            while self._under_way and self._jobs.empty():
+                self._advance_or_fail()
+            job = self._jobs.get()
+            if job is None:
+                self._finish()
+                return
+            self._begin(job)
+            del job  # it would keep its tensor alive until the next job
+
+    def do(self, job: _Job) -> None:
+        """Do one job in the calling thread."""
+        self._begin(job)
+        self._finish()
+
+    def _begin(self, job: _Job) -> None:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            pieces = list(self._peers.pieces(job))
+            if not pieces:
+                job.done.set_result(time.perf_counter_ns())
+            job.pieces_left = len(pieces)
+            for messages in pieces:
+                while len(self._under_way) >= _PIECES_UNDER_WAY:
+                    self._advance()
+                self._under_way.append(_Piece(job, messages, next(messages)))
+        except BaseException as error:  # passed to the callers of wait()
+            self._fail(error, job)
+
+    def _finish(self) -> None:
+        while self._under_way:
+            self._advance_or_fail()
+
+    def _advance_or_fail(self) -> None:
+        try:
+            self._advance()
+        except BaseException as error:  # passed to the callers of wait()
+            self._fail(error)
+
+    def _advance(self) -> None:
+        piece = self._under_way.popleft()
+        try:
+            for work in piece.works:
+                work.wait()
+            works = next(piece.messages, None)
+        except BaseException:
+            self._under_way.append(piece)
+            raise
+        if works is not None:
+            self._under_way.append(_Piece(piece.job, piece.messages, works))
+            return
+        piece.job.pieces_left -= 1
+        if not piece.job.pieces_left:
+            piece.job.done.set_result(time.perf_counter_ns())
+
+    def _fail(self, error: BaseException, *jobs: _Job) -> None:
+        self._failure = error
+        waiting = dict.fromkeys([*(piece.job for piece in self._under_way), *jobs])
+        self._under_way.clear()
+        for job in waiting:
+            job.done.set_exception(error)
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A piece in flight: its current messages, and the remaining rounds."""
+
+    job: _Job
+    messages: _Messages
+    works: list[dist.Work]

@@ -1,0 +1,345 @@
+"""Steps start on all ranks or on none, and peers that read different samples are named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import cycle, repeat
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.dataloader import RepeatingLoader
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from ds_topo import PipelineModule, PipelineParallelGrid, ProcessTopology, initialize
+from ds_topo.engine import batches
+from ds_topo.engine.batches import ReadAhead, remaining
+from ds_topo.errors import DisagreementError, EndOfSamplesError
+from tests.support.fake_world import fake_world
+from tests.support.small_engines import settings, start
+from tests.support.world import Worlds
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+}
+
+
+def _loader(samples: int, **options: Any) -> DataLoader[Any]:
+    values = torch.arange(samples).float().reshape(-1, 1)
+    return DataLoader(TensorDataset(values, values), **options)
+
+
+def _generated(samples: int) -> Iterator[Any]:
+    yield from _loader(samples)
+
+
+def test_remaining_counts_without_reading() -> None:
+    loader = iter(_loader(10, batch_size=3))
+    next(loader)
+    assert remaining(loader) == 3
+    assert remaining(iter([1, 2, 3])) == 3
+    assert remaining(repeat(0, 5)) == 5
+    assert remaining(iter(range(7))) == 7
+    for endless in (repeat(0), cycle([1]), RepeatingLoader(_loader(1))):
+        assert remaining(endless) > 10**9  # type: ignore[operator]
+    for unknown in (_generated(2), zip([1], [2], strict=True), map(str, [1]), ReadAhead(iter([1]))):
+        assert remaining(unknown) is None
+
+
+def test_read_ahead_returns_every_element_once_in_order() -> None:
+    ahead = ReadAhead(iter(range(5)))
+    assert ahead.fill(2) == 2
+    assert next(ahead) == 0
+    assert ahead.fill(3) == 3
+    assert ahead.fill(2) == 3
+    assert list(ahead) == [1, 2, 3, 4]
+    assert ahead.fill(1) == 0
+
+
+def _engine() -> Any:
+    torch.manual_seed(0)
+    module = PipelineModule([nn.Linear(1, 1), nn.Linear(1, 1)], "pipe=2,data=2", loss_fn=_note_labels)
+    return initialize(model=module, config=CONFIG)[0]
+
+
+_labels: list[float] = []
+
+
+def _note_labels(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    _labels.append(float(labels))
+    return (outputs - labels).square().sum()
+
+
+def _count_questions() -> list[int]:
+    """Count the steps before which ranks agree, for every kind of iterator."""
+    asked: list[Any] = []
+    ask, batches._fewest = batches._fewest, lambda *args: asked.append(args) or ask(*args)
+    counts = []
+    try:
+        for samples in (
+            lambda: iter(_loader(8)),
+            lambda: iter(list(_loader(8))),
+            lambda: iter(RepeatingLoader(_loader(3))),
+            lambda: _generated(8),
+        ):
+            engine, before, iterator = _engine(), len(asked), samples()
+            _labels.clear()
+            for _ in range(4):
+                engine.train_batch(data_iter=iterator)
+            if engine.is_last_stage():
+                expected = [0, 1, 2, 0, 1, 2, 0, 1] if isinstance(iterator, RepeatingLoader) else list(range(8))
+                assert _labels == expected
+            counts.append(len(asked) - before)
+            engine.module.mpu().destroy()
+            engine.destroy()
+    finally:
+        batches._fewest = ask
+    return counts
+
+
+def test_ranks_agree_again_only_after_promised_steps(world: Worlds) -> None:
+    assert world(4).run(_count_questions) == [[1, 1, 1, 4]] * 4
+
+
+def _change_iterators() -> None:
+    """After an endless iterator, a program may continue with one that ends."""
+    engine = _engine()
+    before, batches._MOST_STEPS = batches._MOST_STEPS, 3
+    try:
+        engine.train_batch(data_iter=iter(RepeatingLoader(_loader(2))))
+        assert batches._steps_promised[engine] == 2
+        for _ in range(2):
+            engine.train_batch(data_iter=_generated(2))
+        with pytest.raises(EndOfSamplesError, match="has 1 of the 2"):
+            engine.train_batch(data_iter=_generated(1))
+    finally:
+        batches._MOST_STEPS = before
+    engine.module.mpu().destroy()
+    engine.destroy()
+
+
+def test_an_endless_iterator_is_promised_for_a_limited_number_of_steps(world: Worlds) -> None:
+    world(4).run(_change_iterators)
+
+
+def _count_until(end: type[Exception], step: Callable[[], Any]) -> int:
+    done = 0
+    with suppress(end):
+        while True:
+            step()
+            done += 1
+    return done
+
+
+def _train_to_the_end() -> tuple[int, int]:
+    """Count the steps of training and of evaluation until samples end; then continue with another iterator."""
+    engine = _engine()
+    generated, given = _generated(5), iter(_loader(5))
+    steps = _count_until(StopIteration, lambda: engine.train_batch(data_iter=given))
+    evaluations = _count_until(EndOfSamplesError, lambda: engine.eval_batch(generated))
+    engine.eval_batch(_generated(1), num_micro_batches=1)
+    engine.set_dataiterator(_generated(4))
+    for _ in range(2):
+        engine.train_batch()
+    with pytest.raises(EndOfSamplesError, match=r"rank 0 \(pipe=0, data=0\) has 0 of the 2"):
+        engine.train_batch()
+    engine.train_batch(data_iter=_generated(2))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    engine.module.mpu().destroy()
+    engine.destroy()
+    return steps, evaluations
+
+
+def test_end_of_samples_raises_on_all_ranks_and_training_continues(world: Worlds) -> None:
+    assert world(4).run(_train_to_the_end) == [(2, 2)] * 4
+
+
+# -- samples ---------------------------------------------------------------------------------------------------------
+
+
+class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((4,), float(index)), torch.zeros(4)
+
+
+def _train_on_samples(kind: str, dealt_by: str) -> str | list[float]:
+    start()
+    grid = PipelineParallelGrid("data=2,model=2" if kind == "plain" else "pipe=2,data=2")
+    data = Numbers()
+    if dealt_by == "torch":
+        loader: DataLoader[Any] = DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False))
+    else:
+        loader = grid.data_loader(data, 2, drop_last=True)
+    grid.check_samples = dealt_by != "torch, meant"
+    if dealt_by == "torch, meant":
+        loader = DataLoader(data, 2, sampler=DistributedSampler(data, shuffle=False))
+    batches = iter(loader)
+    found: list[float] = []
+    try:
+        if kind == "plain":
+            engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), mpu=grid, config=settings())
+            for _ in range(4):
+                inputs, labels = next(batches)
+                loss = F.mse_loss(engine(inputs), labels)
+                engine.backward(loss)
+                engine.step()
+                found.append(inputs[0, 0].item())
+        else:
+            module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, grid=grid, loss_fn=F.mse_loss)
+            engine, *_ = deepspeed.initialize(model=module, config=settings())
+            found = [engine.train_batch(batches).item() for _ in range(2)]
+    except DisagreementError as error:
+        return str(error)
+    finally:
+        grid.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "pipeline"])
+def test_peers_that_read_different_samples_raise(world: Worlds, kind: str) -> None:
+    for rank, message in enumerate(world(4).run(_train_on_samples, kind, "torch")):
+        assert isinstance(message, str), "accepted in silence"
+        assert f"rank {rank // 2 * 2 if kind == 'plain' else 0} (" in message
+        assert "read different samples" in message
+        assert "grid.sampler(dataset)" in message
+    for losses in world(4).run(_train_on_samples, kind, "torch, meant"):
+        assert isinstance(losses, list)
+    for losses in world(4).run(_train_on_samples, kind, "the grid"):
+        assert isinstance(losses, list)
+
+
+UNLIKE: dict[str, tuple[Any, Any]] = {
+    "values": (torch.arange(3), torch.arange(1, 4)),
+    "shapes": (torch.ones(3), torch.ones(1, 3)),
+    "types": (torch.ones(3), torch.ones(3, dtype=torch.bfloat16)),
+    "one of several": ({"a": torch.ones(1), "b": [torch.ones(2)]}, {"a": torch.ones(1), "b": [torch.zeros(2)]}),
+    "an order": ((torch.ones(1), torch.zeros(1)), (torch.zeros(1), torch.ones(1))),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_different_samples_have_different_digests(what: str) -> None:
+    one, other = UNLIKE[what]
+    assert batches.digest(one) != batches.digest(other)
+    assert batches.digest(one) == batches.digest(copy.deepcopy(one)) > 0
+
+
+@pytest.mark.parametrize(
+    "nothing", [None, (), {"a": None}, "words", 3.0, torch.zeros(2, 3), (torch.zeros(1), torch.empty(0))], ids=repr
+)
+def test_unused_samples_have_no_digest(nothing: Any) -> None:
+    assert batches.digest(nothing) == 0
+
+
+@pytest.mark.parametrize(
+    "lawful", [torch.tensor(3.0), torch.ones(4, 4).t(), torch.ones(2).bfloat16(), torch.ones(1) > 0]
+)
+def test_digest_ignores_layout_and_nesting(lawful: torch.Tensor) -> None:
+    assert batches.digest(lawful) == batches.digest((lawful.clone().contiguous(),)) > 0
+
+
+def _changed_at_random() -> None:
+    start()
+    with PipelineParallelGrid("pipe=2,data=2") as grid:
+        module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, grid=grid, loss_fn=F.mse_loss)
+        engine, *_ = deepspeed.initialize(model=module, config=settings())
+        noise = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(2):
+            engine.train_batch(iter([(torch.randn(2, 4, generator=noise), torch.ones(2, 4))] * 2))
+        engine.destroy()
+
+
+def test_inputs_changed_on_the_first_stage_are_accepted(world: Worlds) -> None:
+    world(4).run(_changed_at_random)
+
+
+def _other_kinds_of_samples() -> None:
+    start()
+    with PipelineParallelGrid("pipe=2,model=2") as grid:
+        module = nn.Linear(4, 4)
+        module.is_pipeline_stage = True  # type: ignore[assignment]
+        engine, *_ = deepspeed.initialize(model=module, mpu=grid, config=settings())
+        stage, slice_ = grid.get_axis_rank("pipe"), grid.get_axis_rank("model")
+        for _ in range(2):  # later stages get parts of sequences
+            engine(torch.full((2, 4), float(stage * slice_)))
+        engine.destroy()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        engine, *_ = deepspeed.initialize(model=TakesAnything(), mpu=grid, config=settings())
+        engine(torch.ones(3, dtype=torch.cfloat).conj(), [nested, torch.eye(2).to_sparse(), torch.empty(0, 3), None])
+        with pytest.raises(DisagreementError, match="read different samples"):
+            engine({"phase": torch.full((3,), complex(0, grid.get_axis_rank("model"))).conj()})
+        engine.destroy()
+
+
+def _one_replica_alone() -> None:
+    start()
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), mpu=grid, config=settings())
+        for _ in range(grid.get_sample_rank() + 1):  # such as a program that shows a first result without engine.eval()
+            engine(torch.ones(2, 4))
+        for _ in range(4):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        engine.destroy()
+
+
+def test_a_replica_may_run_more_forward_passes_than_others(world: Worlds) -> None:
+    world(4).run(_one_replica_alone)
+
+
+class TakesAnything(nn.Module):
+    """A module that accepts any arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, *_: Any) -> torch.Tensor:
+        return self.weight.sum()
+
+
+def test_samples_of_all_types_are_compared_on_the_first_stage(world: Worlds) -> None:
+    world(4).run(_other_kinds_of_samples)
+
+
+@pytest.mark.parametrize("spec", ["pipe=2,data=3,seq=2", "model=2,data=3,pipe=2", "seq=3,data=2,+copies=2"])
+def test_every_sample_is_distributed_once_and_to_all_peers(spec: str) -> None:
+    world_size = ProcessTopology.from_spec(spec).world_size()
+    shares: dict[int, set[tuple[int, ...]]] = {}
+    for rank in range(world_size):
+        with fake_world(rank, world_size), PipelineParallelGrid(spec) as grid:
+            count = grid.get_sample_world_size()
+            sampler = grid.sampler(range(12 * count), seed=3)
+            sampler.set_epoch(1)
+            shares.setdefault(grid.get_sample_rank(), set()).add(tuple(sampler))
+            loader = grid.data_loader(range(12 * count), 5, drop_last=True)
+            assert [len(batch) for batch in loader] == [5, 5]
+    assert all(len(orders) == 1 for orders in shares.values())
+    dealt = [index for orders in shares.values() for index in next(iter(orders))]
+    assert sorted(dealt) == list(range(len(dealt)))
+
+
+def test_sampler_and_data_loader_refuse_invalid_arguments() -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with fake_world(0, 4), PipelineParallelGrid("data=4") as grid:
+        with pytest.raises(TypeError, match="has no length"):
+            grid.sampler(Stream())  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="the grid provides the sampler"):
+            grid.data_loader(range(8), sampler=[0, 1])

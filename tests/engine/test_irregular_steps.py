@@ -1,0 +1,258 @@
+"""Engines with a reducer train as without it through exceptions, skipped, repeated and frozen layers, and hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint
+
+from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, groups, initialize
+from ds_topo.engine import reducer_drivers
+from ds_topo.reducer import reductions, two_level
+from tests.support.failing import FailsInBackward
+from tests.support.small_engines import settings, start
+from tests.support.world import Worlds
+
+SMALL = {"bucket_bytes": 600, "first_bucket_bytes": 200, "last_bucket_bytes": 200}
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+BF16 = {"bf16": {"enabled": True}}
+
+
+def samples(step: int, width: int = 8) -> torch.Tensor:
+    return torch.randn(2, width, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+class Unruly(nn.Module):
+    """A chain of layers; one of them can fail in backward, be skipped, or be repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+
+    def forward(self, hidden: torch.Tensor, what: str = "") -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index == 2 and what == "fail":
+                hidden = FailsInBackward.apply(hidden)
+            for _ in range(3 if index == 2 and what == "repeat" else 1):
+                if index != 2 or what != "skip":
+                    hidden = hidden + checkpoint(layer, hidden, use_reentrant=True)
+        return hidden
+
+
+def trained(script: list[str], reduced: bool, torch_style: bool = False, **more: Any) -> dict[str, torch.Tensor]:
+    """Return the parameters after a script of micro-batches, with or without our reducer."""
+    with PipelineParallelGrid("data=2") as grid:
+        module = Unruly()
+        config = settings(gradient_reducer=SMALL if reduced else False, **more)
+        engine, *_ = initialize(model=module, mpu=grid, config=config)
+        dtype = next(module.parameters()).dtype
+        for step, what in enumerate(script):
+            if what in ("freeze", "unfreeze"):
+                module.layers[1].requires_grad_(what == "unfreeze")
+                continue
+            hidden = samples(step).to(dtype).requires_grad_()
+            loss = engine(hidden, what).square().mean()
+            try:
+                loss.backward() if torch_style else engine.backward(loss)
+            except ArithmeticError:
+                engine.optimizer.zero_grad()
+                engine.zero_grad()
+                continue
+            engine.step()
+        engine.destroy()
+        return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+SCRIPTS = {
+    "an exception in the last micro-batch": ["", "", "", "fail", "", "", ""],
+    "an exception in every step": ["", "fail", "", "fail", "", "", ""],
+    "a layer left out": ["", "", "skip", "skip", "", ""],
+    "a layer repeated": ["", "", "repeat", "repeat", "", "repeat", "", ""],
+    "a layer repeated in the first step": ["repeat", "repeat", "", "", "repeat", "repeat"],
+    "frozen and unfrozen": ["", "", "freeze", "", "", "unfreeze", "", ""],
+}
+
+
+def _as_without(script: str, torch_style: bool, more: dict[str, Any]) -> None:
+    start()
+    expected = trained(SCRIPTS[script], False, torch_style, **more)
+    found = trained(SCRIPTS[script], True, torch_style, **more)
+    tolerance = 2e-2 if "bf16" in more else 1e-6
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance, msg=f"{script}: {name}")
+        everyone = [torch.empty_like(value) for _ in range(2)]
+        dist.all_gather(everyone, found[name])
+        assert torch.equal(*everyone), "replicas are bit-equal"
+
+
+@pytest.mark.parametrize("more", [{}, ZERO_1, BF16], ids=["ZeRO 0", "ZeRO 1", "bf16"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_plain_engines_train_as_without_the_reducer(world: Worlds, script: str, more: dict[str, Any]) -> None:
+    world(2).run(_as_without, script, False, more)
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if "exception" not in name])
+def test_loss_backward_trains_as_without_the_reducer(world: Worlds, script: str) -> None:
+    """DeepSpeed accepts ``loss.backward()`` under ZeRO, but cannot continue after an exception in it."""
+    world(2).run(_as_without, script, True, ZERO_1)
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+
+class MayFail(nn.Linear):
+    """A stage's layer whose backward fails while ``fails`` is set."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(hidden).tanh()
+        return FailsInBackward.apply(hidden) if self.fails else hidden
+
+
+def _pipeline_after_an_exception(zero: int) -> None:
+    """Make backward fail in two steps; each rank is a replica with one stage."""
+    start()
+    results = []
+    for reduced in (False, True):
+        with PipelineParallelGrid("data=4") as grid:
+            module = PipelineModule([LayerSpec(MayFail)] * 4, grid=grid, loss_fn=F.mse_loss, seed_layers=True)
+            config = settings(gradient_reducer=SMALL if reduced else False, zero_optimization={"stage": zero})
+            engine, *_ = initialize(model=module, config=config)
+            for step in range(6):
+                MayFail.fails = step in (1, 3)
+                batches = [(samples(10 * step + index), samples(10 * step + index).roll(1, 1)) for index in range(2)]
+                try:
+                    engine.train_batch(iter(batches))
+                except ArithmeticError:
+                    engine.timers("train_batch").stop()  # without this, DeepSpeed refuses the next batch
+                    engine.optimizer.zero_grad()
+                    engine.zero_grad()
+            results.append([parameter.detach().clone() for parameter in module.parameters()])
+            engine.destroy()
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_pipeline_continues_after_an_exception(world: Worlds, zero: int) -> None:
+    world(4).run(_pipeline_after_an_exception, zero)
+
+
+def _frozen_middle_stage(zero: int) -> None:
+    start()
+    results = []
+    for reduced in (False, True):
+        with PipelineParallelGrid("pipe=3,data=2") as grid:
+            module = PipelineModule([LayerSpec(nn.Linear, 8, 8)] * 3, grid=grid, loss_fn=F.mse_loss, seed_layers=True)
+            if grid.stage_id == 1:
+                module.requires_grad_(False)
+            config = settings(gradient_reducer=SMALL if reduced else False, zero_optimization={"stage": zero})
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            config.pop("optimizer")
+            engine, *_ = initialize(model=module, config=config, optimizer=optimizer)
+            for step in range(3):
+                data = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + grid.get_sample_rank()))
+                engine.train_batch(iter([(data, data.roll(1, 1))] * 2))
+            if reduced and grid.stage_id == 1:
+                assert engine.gradient_reducer.buckets == []
+                assert "0 buckets" in str(engine.gradient_reducer.report())
+            results.append([parameter.detach().clone() for parameter in module.parameters()])
+            engine.destroy()
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_frozen_stage_has_a_reducer_without_buckets(world: Worlds) -> None:
+    world(6).run(_frozen_middle_stage, 0)
+
+
+# -- hooks, norms, unfreezing -----------------------------------------------------------------------------------------
+
+
+def _comm_hook_in_an_engine() -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine, *_ = deepspeed.initialize(model=Unruly(), mpu=grid, config=settings())
+        reducer = GradientReducer.attach(engine)
+        reducer.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        for step in range(4):
+            engine.backward(engine(samples(step).requires_grad_()).square().mean())
+            engine.step()
+        weights = [torch.empty(8, 8) for _ in range(2)]
+        dist.all_gather(weights, engine.module.layers[0].weight.detach())
+        assert torch.equal(*weights)
+        reducer.detach()
+        stated = GradientReducer.attach(engine, communication_dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match="a communication hook scales and converts by itself"):
+            stated.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        engine.destroy()
+
+
+def test_communication_hook_in_an_engine(world: Worlds) -> None:
+    world(2).run(_comm_hook_in_an_engine)
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.dense = nn.Linear(256, 256)
+        self.moe = MoE(
+            256, nn.Linear(256, 256), num_experts=4, ep_size=size, k=1, drop_tokens=False, use_rts=False, min_capacity=0
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.moe(self.dense(hidden))[0]
+        return output
+
+
+def _links_of_different_speed() -> list[list[str]]:
+    """Make one data parallel group measure a slow link, the other a fast one; expert-data groups span both."""
+    start()
+    with PipelineParallelGrid("data=2,model=2") as grid:
+        grid.check_samples = False  # only the buckets matter here
+        groups.create_expert_groups(grid, 1)
+        engine, *_ = deepspeed.initialize(model=Mixture(1), mpu=grid, config=settings(**ZERO_1))
+        slow = dist.get_process_group_ranks(grid.get_data_parallel_group()) == [0, 2]
+
+        def measured(group: Any, device: Any) -> int:
+            sizes = two_level.suitable_bucket_bytes(group, device)  # its collectives, whatever they contain
+            spans_both = dist.get_world_size(group) == 4
+            return max(sizes, 1) * 0 + (700_000 if spans_both or slow else 2_000_000)
+
+        with mock.patch.object(reductions, "suitable_bucket_bytes", measured):
+            reducer = GradientReducer.attach(engine)
+        for step in range(4):
+            engine.backward(engine(samples(step, 256)).square().mean())
+            engine.step()
+        buckets = [[name for name in bucket if "experts" in name] for bucket in reducer.buckets]
+        engine.destroy()
+        return [bucket for bucket in buckets if bucket]
+
+
+def test_expert_buckets_are_equal_on_all_replicas(world: Worlds) -> None:
+    layouts = world(4).run(_links_of_different_speed)
+    assert layouts[0] == layouts[1] == layouts[2] == layouts[3]
+    assert len(layouts[0]) > 1
+
+
+def test_gradient_reducer_derives_from_the_standalone_reducer() -> None:
+    assert reducer_drivers.GradientReducer.__mro__[1].__module__ == "ds_topo.reducer.reducer"

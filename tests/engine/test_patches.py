@@ -1,0 +1,437 @@
+"""Every row names an existing object, every private name has a row, and every patch is called and restored."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import os
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import MethodType, ModuleType
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.moe.sharded_moe import TopKGate
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+import ds_topo
+from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize, use
+from ds_topo import ledger as ledger_module
+from ds_topo.engine.__main__ import ROWS, page
+from ds_topo.ledger import Patch, Reliance, ledger
+from ds_topo.mpu import patches
+from ds_topo.mpu.releases import is_missing
+from ds_topo.torch_names import inherit_timeout
+from tests.support.moe_training import Case, Trainer
+from tests.support.ranks import run_ranks
+
+PACKAGE = Path(ds_topo.__file__).parent
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_installed_release_has_every_name(row: Patch | Reliance) -> None:
+    assert not is_missing(row)
+
+
+def test_no_row_is_listed_twice() -> None:
+    assert max(Counter((str(row), getattr(row, "during", "")) for row in ROWS).values()) == 1
+
+
+def test_page_shows_every_row() -> None:
+    text = page()
+    for row in ROWS:
+        assert f"{row}" in text
+    absent = Reliance(dict, "absent", "nothing")
+    assert "builtins.dict.absent  MISSING" in page([absent])
+    assert "missing here: builtins.dict.absent" in page([absent])
+
+
+def private_names_of_others() -> dict[str, set[str]]:
+    """Return every ``x._name`` that the package uses but does not define, with the files that use it."""
+    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    own: set[str] = set()
+    used: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                own.add(node.target.id)
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+                is_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "face", "topology")
+                if is_self and isinstance(node.ctx, ast.Store):
+                    own.add(node.attr)
+                used.setdefault(node.attr, set()).add(path.name)
+    return {name: files for name, files in used.items() if name not in own}
+
+
+def test_no_private_name_is_used_without_a_row() -> None:
+    listed = {row.name for row in ROWS}
+    used = private_names_of_others()
+    public = {"_asdict", "_make", "_fields"}  # of named tuples
+    public |= {"_hp_mapping", "_index_in_param_group"}  # on parameters, set by functions that have a row
+    public |= {"_SubParsersAction", "_ArgumentGroup"}  # argparse has no public names for these types
+    public |= {"_exit", "_current_frames", "_current_exceptions"}  # documented, of os and sys
+    assert "_process_group_name" in listed
+    assert "_world" in used, "the search finds what there is to find"
+    modules_of_torch = {"_c10d_functional", "_parameters", "_modules"}  # documented for extensions of torch
+    assert used.keys() - listed - public - modules_of_torch == set()
+
+
+# -- every patch is restored -------------------------------------------------------------------------------------------
+
+
+def owners_of_rows() -> list[type | ModuleType]:
+    return list({id(row.owner): row.owner for row in ROWS}.values())
+
+
+def snapshot() -> dict[str, Any]:
+    """Return everything in the process that must be equal before and after."""
+    gc.collect()  # engines are reference cycles, and keep the sockets of their groups open
+    values: dict[str, Any] = {}
+    for owner in owners_of_rows():
+        for name in (row.name for row in ROWS if row.owner is owner):
+            value = vars(owner).get(name, "absent")
+            values[f"{owner.__name__}.{name}"] = dict(value) if isinstance(value, dict) else value
+    files = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    ]
+    return {
+        **values,
+        "in force": ledger.in_force(),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "files": Counter(file.partition(":")[0] for file in files),
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "mpu": deepspeed.utils.groups.mpu,
+    }
+
+
+def hooks_of(module: nn.Module) -> int:
+    """Count the hooks on parameters and gates, and the marks on parameters."""
+    on_parameters = sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in module.parameters())
+    on_gates = sum(len(part._forward_hooks) for part in module.modules() if isinstance(part, TopKGate))
+    return on_parameters + on_gates + sum(hasattr(parameter, "_hp_grad") for parameter in module.parameters())
+
+
+def bound_on(*objects: Any) -> set[str]:
+    """Return the names of rows that objects have of their own."""
+    methods = {row.name for row in patches.ROWS if isinstance(row, Patch) and callable(getattr(row.owner, row.name, 0))}
+    return {name for item in objects for name in vars(item) if name in methods | {"_INSTRUCTION_MAP"}}
+
+
+def _settings(**more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.1,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **more,
+    }
+
+
+def plain(**settings: Any) -> None:
+    with PipelineParallelGrid("data=2,model=2") as grid:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        config = _settings(**{"gradient_reducer": True, **settings})
+        engine, *_ = initialize(model=module, mpu=grid, config=config)
+        dtype = next(module.parameters()).dtype
+        for _ in range(4):
+            engine.backward(engine(torch.ones(2, 4, dtype=dtype)).sum())
+            engine.step()
+        assert bound_on(engine, engine.optimizer)
+        engine.destroy()
+    assert not bound_on(engine, engine.optimizer)
+    assert hooks_of(module) == 0
+
+
+def save_and_load(folder: str, settings: dict[str, Any]) -> None:
+    """Save and load with our reducer and without it, also the parameters alone."""
+    with PipelineParallelGrid("data=4") as grid:
+        for reduced in (True, False):
+            module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            config = _settings(gradient_reducer=reduced, **settings)
+            engine, *_ = initialize(model=module, mpu=grid, config=config)
+            for _ in range(2):
+                engine.backward(engine(torch.ones(2, 4, dtype=next(module.parameters()).dtype)).sum())
+                engine.step()
+            engine.save_checkpoint(folder, "last")
+            engine.load_checkpoint(folder, "last")
+            engine.load_checkpoint(folder, "last", load_module_only=True)
+            engine.destroy()
+
+
+def load_weights_alone(folder: str) -> None:
+    """Load the parameters of ZeRO 3 without optimizer states, which reads the partitions of all ranks."""
+    with PipelineParallelGrid("data=4") as grid:
+        config = _settings(zero_optimization={"stage": 3}, gradient_accumulation_steps=1)
+        for is_saved in (False, True):
+            engine, *_ = initialize(model=nn.Linear(4, 4), mpu=grid, config=config)
+            if is_saved:
+                engine.load_checkpoint(folder, "whole", load_optimizer_states=False)
+            else:
+                engine.save_checkpoint(folder, "whole")
+            engine.destroy()
+
+
+def pipeline(**settings: Any) -> None:
+    grid = PipelineParallelGrid("pipe=2,data=2")
+    module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 4, grid=grid, loss_fn=F.mse_loss)
+    engine, *_ = initialize(model=module, config=_settings(gradient_reducer=True, **settings))
+    dtype = next(module.parameters()).dtype
+    for _ in range(2):
+        engine.train_batch(iter([(torch.ones(2, 4, dtype=dtype), torch.zeros(2, 4, dtype=dtype))] * 2))
+    engine.gradient_reducer.detach()
+    engine.destroy()
+    grid.destroy()
+    assert not bound_on(engine, engine.optimizer, module)
+    assert hooks_of(module) == 0
+    assert module.world_group is dist.group.WORLD
+
+
+def mixture(**case: Any) -> None:
+    trainer = Trainer(Case(pipeline=False, clip=0.1, **case))
+    trainer.train(range(2))
+    engine, optimizer, module = trainer.engine, trainer.engine.optimizer, trainer.engine.module
+    trainer.destroy()
+    assert not bound_on(engine, optimizer)
+    assert hooks_of(module) == 0
+
+
+def zero_3_over_seq() -> None:
+    with PipelineParallelGrid("data=2,seq=2") as grid:
+        config = _settings(zero_optimization={"stage": 3}, gradient_accumulation_steps=1)
+        engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), mpu=grid, config=config)
+        assert patches.AVERAGE_AND_SCATTER.name in vars(engine.optimizer)
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+        engine.destroy()
+    assert not bound_on(engine, engine.optimizer)
+
+
+class StockPipeline(deepspeed.PipelineModule):  # type: ignore[misc]
+    """A pipeline that a program derives from DeepSpeed's class before a grid exists."""
+
+
+def grid_in_use() -> None:
+    grid = PipelineParallelGrid("data=2,pipe=2")
+    with use(grid):
+        tied = TiedLayerSpec("tied", nn.Linear, 4, 4)
+        module = StockPipeline([tied, LayerSpec(nn.Linear, 4, 4), tied], num_stages=2, loss_fn=F.mse_loss)
+        assert module.mpu().shares_groups_with(grid)
+        engine, *_ = deepspeed.initialize(model=module, config=_settings(gradient_reducer=True))
+        engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 2))
+        engine.destroy()
+    grid.destroy()
+    assert not bound_on(engine, engine.optimizer, module)
+    assert module.world_group is dist.group.WORLD
+    use(grid := PipelineParallelGrid("seq=2,data=2"))
+    config = _settings(zero_optimization={"stage": 3}, gradient_accumulation_steps=1)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        plain_module = nn.Linear(4, 4)
+    engine, *_ = deepspeed.initialize(model=plain_module, config=config)
+    assert engine.mpu is grid
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    engine.destroy()
+    grid.destroy()
+
+
+def two_levels() -> None:
+    with mock.patch("socket.gethostname", return_value=f"host{dist.get_rank() // 2}"):
+        module = nn.Linear(4, 4)
+        reducer = GradientReducer(module, two_level=True)
+        for _ in range(2):
+            module(torch.ones(1, 4)).sum().backward()
+            reducer.finish()
+        assert any("two-level" in thread.name for thread in threading.enumerate())
+        dist.barrier()
+        reducer.detach()
+        GradientReducer(nn.Linear(4, 4)).detach()  # the slower of the two reductions is gone
+    assert hooks_of(module) == 0
+
+
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP32_GRADIENTS = {**BF16, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+SCENES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+    "plain, ZeRO 0": (plain, {}),
+    "plain, ZeRO 1": (plain, {"zero_optimization": {"stage": 1}}),
+    "plain, ZeRO 2": (plain, {"zero_optimization": {"stage": 2}}),
+    "plain, parameters overlapped": (
+        plain,
+        {"zero_optimization": {"stage": 1}, "gradient_reducer": {"overlap_parameters": True}},
+    ),
+    "plain, bf16": (plain, BF16),
+    "pipeline, ZeRO 0": (pipeline, {}),
+    "pipeline, ZeRO 1": (pipeline, {"zero_optimization": {"stage": 1}}),
+    "pipeline, bf16 in fp32 buffers": (
+        pipeline,
+        FP32_GRADIENTS,
+    ),
+    "experts on slices": (mixture, {"topology": "data=2,model=2", "sizes": (0, 2), "reduced": True}),
+    "tensor-parallel experts, ZeRO 2": (
+        mixture,
+        {"topology": "model=2,data=2", "sizes": (0, 2), "zero": 2, "tensor_parallel": True},
+    ),
+    "ZeRO 3 over seq": (zero_3_over_seq, {}),
+    "two levels": (two_levels, {}),
+    "a grid in use": (grid_in_use, {}),
+}
+
+
+KEPT_BY_DEEPSPEED = {name for name in SCENES if name.startswith("pipeline")} | {"ZeRO 3 over seq", "a grid in use"}
+"""DeepSpeed itself never frees the engine of a last stage or of ZeRO-3, and so never closes their sockets."""
+
+
+def _play_twice(names: list[str]) -> dict[str, dict[str, Any]]:
+    """Run each scene once to warm up, then between two snapshots; return the differences."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    found = {}
+    for name in names:
+        scene, settings = SCENES[name]
+        scene(**settings)
+        before = _settled(None, set())
+        scene(**settings)
+        compared = before.keys() - ({"files"} if name in KEPT_BY_DEEPSPEED else set())
+        after = _settled(before, compared)
+        found[name] = {key: f"{before[key]} -> {after[key]}" for key in compared if before[key] != after[key]}
+        dist.barrier()
+    return found
+
+
+def _settled(wanted: dict[str, Any] | None, compared: Collection[str]) -> dict[str, Any]:
+    """Return a snapshot once it has the wanted value, or after some seconds; peers close their connections later."""
+    dist.barrier()
+    now, end = snapshot(), time.monotonic() + (1 if wanted is None else 10)
+    while (wanted is None or any(now[key] != wanted[key] for key in compared)) and time.monotonic() < end:
+        time.sleep(0.2)
+        now = snapshot()
+    return now
+
+
+@pytest.fixture(scope="module")
+def played() -> list[dict[str, dict[str, Any]]]:
+    """Return by rank what each scene left behind. Scenes of which DeepSpeed keeps something come last."""
+    names = sorted(SCENES, key=lambda name: name in KEPT_BY_DEEPSPEED)
+    return run_ranks(4, _play_twice, names, deadline=300)
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_everything_is_restored(played: list[dict[str, dict[str, Any]]], name: str) -> None:
+    assert [differing[name] for differing in played] == [{}] * 4
+
+
+# -- every replacement is called ------------------------------------------------------------------------------------
+
+NOT_BOUND = {patches.BF16_HOOKS, patches.PAD_CAPACITY}
+"""The rows of hooks, which torch adds and removes."""
+CALLED_BY_MISTAKES = {
+    patches.COALESCE,
+    patches.OFFLOAD_STATES,
+    patches.COMPILE,
+}
+"""The rows of replacements that raise; each is tested with its feature."""
+CALLED_BY_PROGRAMS = {
+    patches.INITIALIZE,
+    patches.NAME_OF_PIPELINES,
+    patches.MODIFIED,
+    patches.MODIFIED_BY_ONE,
+    patches.STEP,
+    patches.TRAIN_BATCH,
+    *patches.NAMES_OF_TOPOLOGIES,
+    patches.GATHERING_METHODS[1],
+}
+"""The rows of names that DeepSpeed does not call itself, or only for universal checkpoints."""
+VALUES = {
+    patches.ZERO_OVERLAP,
+    patches.HP_GRADIENT,
+    patches.PARAMETERS,
+    *patches.LONG_SEQUENCES,
+    *patches.ADDRESSES,
+}
+"""Values, and the function that long sequence training calls (tests/programs)."""
+
+
+def _calls_of_a_job(folder: str) -> set[tuple[str, str]]:
+    """Return the patches whose replacement DeepSpeed or torch calls in a job that uses every feature."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    called: set[Patch] = set()
+
+    def counting(patch: Patch, replacement: Any) -> Any:
+        if isinstance(replacement, dict):
+            return {key: counting(patch, value) for key, value in replacement.items()}
+        if isinstance(replacement, MethodType):
+            return MethodType(counting(patch, replacement.__func__), replacement.__self__)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            called.add(patch)
+            return replacement(*args, **options)
+
+        return counted if callable(replacement) else replacement
+
+    replace = ledger_module._replace
+
+    def replace_and_count(owner: Any, patch: Patch, make: Any) -> Any:
+        return replace(owner, patch, lambda original: counting(patch, make(original)))
+
+    with mock.patch.object(ledger_module, "_replace", replace_and_count):
+        inherit_timeout()
+        group = dist.new_group()
+        dist.barrier(group)  # all have connected
+        dist.destroy_process_group(group)
+        plain(zero_optimization={"stage": 1})
+        plain(zero_optimization={"stage": 2})
+        # Muon's own kernels do not matter here, so neither they nor DeepSpeed's Adam are compiled.
+        with torch.compiler.set_stance("force_eager"):
+            muon = {"type": "Muon", "params": {"lr": 0.1, "torch_adam": True}}
+            plain(zero_optimization={"stage": 1}, optimizer=muon)
+        plain(**BF16)
+        pipeline(**BF16, zero_optimization={"stage": 1}, data_types={"grad_accum_dtype": "fp32"})
+        zero_3_over_seq()
+        grid_in_use()
+        save_and_load(folder, {"zero_optimization": {"stage": 1}})
+        save_and_load(folder, FP32_GRADIENTS)
+        load_weights_alone(folder)
+        for zero in (0, 1):
+            trainer = Trainer(Case("data=2,model=2", (0, 2), zero, pipeline=False, clip=0.1))
+            trainer.train(range(2))
+            trainer.engine.save_checkpoint(folder)
+            trainer.engine.load_checkpoint(folder)
+            trainer.destroy()
+        with PipelineParallelGrid("pipe=2,data=2") as grid:
+            module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, grid=grid, loss_fn=F.mse_loss)
+            engine, *_ = initialize(model=module, config=_settings())
+            engine.eval_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 2))
+            engine.destroy()
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+        reducer = GradientReducer(nn.Linear(2, 2))
+        reducer.module.zero_grad()
+        optimizer.zero_grad()
+        reducer.detach()
+    dist.barrier()
+    return {(str(patch), patch.during) for patch in called}
+
+
+def test_every_replacement_is_called(tmp_path: Path) -> None:
+    """A name that DeepSpeed has but no longer calls would be patched in vain."""
+    called = set().union(*run_ranks(4, _calls_of_a_job, str(tmp_path), deadline=240))
+    bound = {row for row in ROWS if isinstance(row, Patch)} - NOT_BOUND - CALLED_BY_MISTAKES
+    bound -= CALLED_BY_PROGRAMS | VALUES
+    assert {(str(patch), patch.during) for patch in bound} - called == set()

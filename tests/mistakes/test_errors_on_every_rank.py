@@ -1,0 +1,540 @@
+"""Mistakes with grids, engines, pipelines and reducers raise on every rank, and the next attempt works."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_topo import (
+    GradientReducer,
+    PipelineModule,
+    PipelineParallelGrid,
+    ProcessGrid,
+    ProcessTopology,
+    collectives,
+    groups,
+    initialize,
+)
+from ds_topo.errors import (
+    CoordinateError,
+    DisagreementError,
+    EndOfSamplesError,
+    EngineOptionError,
+    ExpertSizeError,
+    MissingTopologyError,
+    TopologyError,
+    UnknownAxisError,
+    WorldSizeError,
+)
+from ds_topo.torch_names import default_store
+from tests.support.world import Worlds
+
+CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+PIPELINE = {**CONFIG, "gradient_accumulation_steps": 2}
+
+
+_made: list[Any] = []
+"""The objects that a mistake has created; the test destroys them."""
+
+
+def _grid(spec: Any = "data=2,model=2", **options: Any) -> PipelineParallelGrid:
+    _made.append(PipelineParallelGrid(spec, **options))
+    return _made[-1]
+
+
+def _engine(model: nn.Module | None = None, **options: Any) -> Any:
+    return deepspeed.initialize(model=model or nn.Linear(4, 4), **{"config": CONFIG, **options})[0]
+
+
+def _pipeline(layers: Any = None, *args: Any, **options: Any) -> PipelineModule:
+    module = PipelineModule([nn.Linear(4, 4)] * 4 if layers is None else layers, *args, **options)
+    _made.append(module.mpu())
+    return module
+
+
+def _reduce_inside_ddp() -> None:
+    whole = DistributedDataParallel(nn.Linear(4, 4))
+    GradientReducer(whole.module)
+
+
+class _Broken:
+    """A topology whose queries raise."""
+
+    axes = ("data",)
+
+    @property
+    def dims(self) -> list[int]:
+        return [1 // 0]
+
+
+def _on_rank(rank: int, wrong: Any, right: Any) -> Any:
+    return wrong if dist.get_rank() == rank else right
+
+
+class _Marked(nn.Linear):
+    """A slice of a layer with Megatron's marks."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.weight.tensor_model_parallel = True
+
+
+def _after(what: str) -> Any:
+    grid = _grid()
+    if what == "destroy":
+        grid.destroy()
+    return grid
+
+
+def _train_on(samples: Any, spec: str = "pipe=4", **options: Any) -> None:
+    """Train one step of a pipeline on the batches that this function returns."""
+    module = _pipeline(topology=spec, **{"loss_fn": nn.MSELoss(), **options})
+    engine = _engine(module, config={**PIPELINE, "train_micro_batch_size_per_gpu": 2})
+    try:
+        engine.train_batch(data_iter=samples())
+    finally:
+        engine.destroy()
+
+
+_SAMPLE = (torch.ones(2, 4), torch.ones(2, 4))
+
+
+def _ends_badly() -> Any:
+    yield _SAMPLE
+    raise OSError("disk on fire")
+
+
+MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    # grids
+    "pip": (lambda: _grid("pip=2,data=2"), UnknownAxisError, "did you mean 'pipe'?"),
+    "modle": (lambda: _grid("modle=2,data=2"), UnknownAxisError, "did you mean 'model'?"),
+    "dat": (lambda: _grid("dat=4"), UnknownAxisError, "did you mean 'data'?"),
+    "rows": (lambda: _grid("rows=2,data=2"), UnknownAxisError, "extra_axes=['rows'], or '+rows=...'"),
+    "axes of a topology": (lambda: _grid(ProcessTopology(["hosts", "data"], [2, 2])), UnknownAxisError, "'hosts'"),
+    "extra axis with a meaning": (lambda: _grid("data=4", extra_axes=["data"]), TopologyError, "needs no declaration"),
+    "extra axis that is absent": (lambda: _grid("data=4", extra_axes=["row"]), TopologyError, "not in the topology"),
+    "too many ranks": (lambda: _grid("data=8"), WorldSizeError, "Nearest that does: 'data=4'"),
+    "too few ranks": (lambda: _grid("data=2"), WorldSizeError, "Nearest that does: 'data=4'"),
+    "no divisor": (lambda: _grid("pipe=3,data=-1"), WorldSizeError, "does not divide the world size 4"),
+    "far off": (lambda: _grid("data=3,pipe=30000001"), WorldSizeError, "Nearest that does"),
+    "a spec without degrees": (lambda: _grid("data"), TopologyError, "expected"),
+    "another order on rank 2": (
+        lambda: _grid(_on_rank(2, "model=2,data=2", "data=2,model=2")),
+        DisagreementError,
+        "ranks [2] on",
+    ),
+    "a wrong product on rank 3": (lambda: _grid(_on_rank(3, "data=3", "data=4")), RuntimeError, "is for 3 ranks"),
+    "a timeout of words": (lambda: _grid("data=4", timeout="60"), TypeError, "give seconds, or a datetime.timedelta"),
+    "a timeout of words on rank 2": (
+        lambda: _grid("data=4", timeout=_on_rank(2, "60", 60)),
+        TypeError,
+        "give seconds, or a datetime.timedelta",
+    ),
+    "a topology of a class of one's own on rank 1": (
+        lambda: _grid(_on_rank(1, _Broken(), "data=4")),
+        ZeroDivisionError,
+        "by zero",
+    ),
+    "experts in words on rank 3": (
+        lambda: groups.create_expert_groups(_grid("data=4"), _on_rank(3, "2", 2)),
+        Exception,
+        "'2'",
+    ),
+    "a timeout of nothing": (lambda: _grid("data=4", timeout=0), ValueError, "above 0"),
+    "a grid of a grid": (lambda: _grid(_grid()), TypeError, "use that grid itself"),
+    "a class": (lambda: _grid(ProcessTopology), TypeError, "give a topology or a spec"),
+    "a list of ranks": (lambda: _grid([0, 1, 2, 3]), TopologyError, "malformed topology"),
+    "no such axis": (lambda: _grid().get_group("pip"), UnknownAxisError, "its axes are|is not in the topology"),
+    "no such index": (lambda: _grid().stage_to_global(3), CoordinateError, "out of range"),
+    "after destroy": (lambda: _after("destroy").get_group("data"), RuntimeError, "build a new grid"),
+    "a torch grid of nonsense": (lambda: ProcessGrid("nope=4"), UnknownAxisError, "has no meaning here"),
+    # experts
+    "experts that do not divide": (lambda: groups.create_expert_groups(_grid("data=4"), 3), ExpertSizeError, "3"),
+    "experts of none": (lambda: groups.create_expert_groups(_grid("data=4"), 0), ExpertSizeError, "0"),
+    "no size of experts": (lambda: groups.create_expert_groups(_grid("data=4")), ExpertSizeError, "no axis 'expert'"),
+    "a size on rank 1 alone": (
+        lambda: groups.create_expert_groups(_grid("data=4"), _on_rank(1, 2, 4)),
+        DisagreementError,
+        "ranks [1] on",
+    ),
+    # engines
+    "a topology as mpu": (
+        lambda: initialize(model=nn.Linear(4, 4), mpu=ProcessTopology(["data"], [4]), config=CONFIG),
+        TypeError,
+        "needs a live grid",
+    ),
+    "a spec as mpu": (
+        lambda: initialize(model=nn.Linear(4, 4), mpu="data=4", config=CONFIG),
+        TypeError,
+        "needs a live",
+    ),
+    "a class as mpu": (
+        lambda: initialize(model=nn.Linear(4, 4), mpu=PipelineParallelGrid, config=CONFIG),
+        TypeError,
+        "needs a live grid",
+    ),
+    "a plain model on stages": (lambda: _engine(mpu=_grid("pipe=2,data=2")), EngineOptionError, "PipelineModule"),
+    "slices without an mpu": (lambda: (_grid(), _engine(_Marked())), EngineOptionError, "pass mpu=grid"),
+    "a section that is not read": (
+        lambda: (_grid(), _engine(config={**CONFIG, "topology": "data=2,model=2"})),
+        EngineOptionError,
+        "ds_topo.initialize reads the section",
+    ),
+    "a reducer that deepspeed.initialize does not read": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "gradient_reducer": {"bucket_bytes": 4096}}),
+        EngineOptionError,
+        '"gradient_reducer" is not read by deepspeed.initialize itself: call ds_topo.initialize',
+    ),
+    "another section than the mpu": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "topology": "model=2,data=2"}),
+        TopologyError,
+        "give only one of them, or make them equal",
+    ),
+    "a section of nonsense": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "topology": "modle=2,data=2"}),
+        TopologyError,
+        "is 'modle=2,data=2'",
+    ),
+    "ours with a section of nonsense": (
+        lambda: initialize(model=nn.Linear(4, 4), config={**CONFIG, "topology": "modle=2,data=2"}),
+        UnknownAxisError,
+        "did you mean 'model'?",
+    ),
+    "one layer more": (
+        lambda: _engine(
+            nn.Sequential(*[nn.Linear(4, 4)] * _on_rank(3, 1, 1), *_on_rank(3, [nn.Linear(4, 4)], [])),
+            mpu=_grid("data=4"),
+        ),
+        DisagreementError,
+        "the parameters of replicas",
+    ),
+    "another width": (
+        lambda: _engine(nn.Linear(4, _on_rank(1, 5, 4)), mpu=_grid("data=4")),
+        DisagreementError,
+        "weight [5, 4]",
+    ),
+    "another data type": (
+        lambda: _engine(_on_rank(1, nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4)), mpu=_grid("data=4")),
+        DisagreementError,
+        "bfloat16",
+    ),
+    "frozen on one rank": (
+        lambda: _engine(nn.Linear(4, 4).requires_grad_(_on_rank(2, False, True)), mpu=_grid("data=4")),
+        DisagreementError,
+        "frozen",
+    ),
+    "another accumulation": (
+        lambda: _engine(mpu=_grid("data=4"), config={**CONFIG, "gradient_accumulation_steps": _on_rank(1, 2, 1)}),
+        DisagreementError,
+        "gradient_accumulation_steps=2",
+    ),
+    "another micro-batch": (
+        lambda: _engine(mpu=_grid("data=4"), config={**CONFIG, "train_micro_batch_size_per_gpu": _on_rank(0, 4, 2)}),
+        DisagreementError,
+        "train_micro_batch_size_per_gpu=4",
+    ),
+    "another optimizer": (
+        lambda: _engine(
+            mpu=_grid("data=4"),
+            config={**CONFIG, "optimizer": {"type": _on_rank(1, "Adam", "SGD"), "params": {"lr": 0.1}}},
+        ),
+        DisagreementError,
+        "optimizer=",
+    ),
+    "another learning rate": (
+        lambda: _engine(
+            mpu=_grid("data=4"),
+            config={**CONFIG, "optimizer": {"type": "SGD", "params": {"lr": _on_rank(1, 0.2, 0.1)}}},
+        ),
+        DisagreementError,
+        "'lr': 0.2",
+    ),
+    "another clipping": (
+        lambda: _engine(mpu=_grid("data=4"), config={**CONFIG, "gradient_clipping": _on_rank(1, 1.0, 0.5)}),
+        DisagreementError,
+        "gradient_clipping",
+    ),
+    "another stage of ZeRO": (
+        lambda: _engine(mpu=_grid("data=4"), config={**CONFIG, "zero_optimization": {"stage": _on_rank(3, 1, 0)}}),
+        DisagreementError,
+        "zero stage=1",
+    ),
+    # pipelines
+    "no topology": (lambda: _pipeline(), MissingTopologyError, "needs a topology"),
+    "a topology and a grid": (
+        lambda: _pipeline(topology="pipe=4", grid=_grid("pipe=4")),
+        TopologyError,
+        "pass one of them",
+    ),
+    "a spec as grid": (lambda: _pipeline(grid="pipe=4"), TypeError, "pass a live grid"),
+    "a module as grid": (lambda: _pipeline(grid=_pipeline(topology="pipe=4")), TypeError, "pass its grid"),
+    "other stages than the topology's": (
+        lambda: _pipeline(num_stages=2, topology="pipe=4"),
+        TopologyError,
+        "num_stages=2, but 'pipe=4' has 4",
+    ),
+    "fewer layers than stages": (
+        lambda: _pipeline([nn.Linear(4, 4)], topology="pipe=4"),
+        TopologyError,
+        "1 layers for the 4",
+    ),
+    "no layers": (lambda: _pipeline([], topology="pipe=4"), ValueError, "layers is empty"),
+    "a class as layer": (
+        lambda: _pipeline([nn.Linear] * 4, topology="pipe=4"),
+        TypeError,
+        "give LayerSpec(Linear, ...)",
+    ),
+    "a name as layer": (lambda: _pipeline(["linear"] * 4, topology="pipe=4"), TypeError, "layer 0 is 'linear'"),
+    "a number as layer": (lambda: _pipeline([4] * 4, topology="pipe=4"), TypeError, "layer 0 is 4"),
+    "None as layer": (
+        lambda: _pipeline([nn.Linear(4, 4), None], topology="pipe=2,data=2"),
+        TypeError,
+        "layer 1 is None",
+    ),
+    "a word as layers": (lambda: _pipeline("linear", topology="pipe=4"), TypeError, "give a list of modules"),
+    "a class as layers": (lambda: _pipeline(nn.Linear, topology="pipe=4"), TypeError, "give a list of modules"),
+    "stages that do not divide": (lambda: _pipeline(num_stages=3), WorldSizeError, "does not divide the world size 4"),
+    "a topology without stages' ranks": (lambda: _pipeline(topology="pipe=8"), WorldSizeError, "Nearest that does"),
+    "a mistyped stage axis": (lambda: _pipeline(topology="pip=2,data=2"), UnknownAxisError, "did you mean 'pipe'?"),
+    "a config that is absent": (lambda: _pipeline(config="absent.json"), TopologyError, "cannot be read"),
+    "a config without a topology": (lambda: _pipeline(config={"a": 1}), TopologyError, 'no "topology" section'),
+    "an iterator that is too short": (
+        lambda: _train_on(lambda: iter([_SAMPLE])),
+        EndOfSamplesError,
+        "rank 0 (pipe=0) has 1 of the 2 micro-batches",
+    ),
+    "a generator that is too short on the last stage": (
+        lambda: _train_on(lambda: (_SAMPLE for _ in range(_on_rank(3, 1, 2)))),
+        EndOfSamplesError,
+        "rank 3 (pipe=3) has 1 of the 2 micro-batches",
+    ),
+    "an iterator that is too short along data": (
+        lambda: _train_on(lambda: iter([_SAMPLE] * _on_rank(2, 1, 2)), "data=4"),
+        EndOfSamplesError,
+        "rank 2 (data=2) has 1 of the 2 micro-batches",
+    ),
+    "no iterator on the last stage": (
+        lambda: _train_on(lambda: _on_rank(3, None, iter([_SAMPLE] * 2))),
+        EndOfSamplesError,
+        "rank 3 (pipe=3) has no data iterator",
+    ),
+    "a list as iterator on the first stage": (
+        lambda: _train_on(lambda: _on_rank(0, [_SAMPLE] * 2, iter([_SAMPLE] * 2))),
+        Exception,
+        "pass iter(...) of it|rank 0 (pipe=0) failed to read samples",
+    ),
+    "samples that cannot be read on the first stage": (
+        lambda: _train_on(lambda: _on_rank(0, _ends_badly(), iter([_SAMPLE] * 2))),
+        Exception,
+        "disk on fire|rank 0 (pipe=0) failed to read samples",
+    ),
+    "no loss function on one last stage": (
+        lambda: _train_on(lambda: iter([_SAMPLE] * 2), "pipe=2,data=2", loss_fn=_on_rank(3, None, nn.MSELoss())),
+        DisagreementError,
+        "loss function=none",
+    ),
+    # reducers
+    "a spec as the reducer's grid": (lambda: GradientReducer(nn.Linear(4, 4), grid="data=4"), TypeError, "give a grid"),
+    "a topology as the reducer's grid": (
+        lambda: GradientReducer(nn.Linear(4, 4), grid=ProcessTopology(["data"], [4])),
+        TypeError,
+        "get_data_parallel_group()",
+    ),
+    "ranks as a group": (lambda: GradientReducer(nn.Linear(4, 4), process_group=[0, 1]), TypeError, "process group"),
+    "a grid and a group": (
+        lambda: GradientReducer(nn.Linear(4, 4), grid=_grid(), process_group=dist.group.WORLD),
+        ValueError,
+        "give one of them",
+    ),
+    "DDP": (
+        lambda: GradientReducer(DistributedDataParallel(nn.Linear(4, 4))),
+        ValueError,
+        "reduces its gradients already",
+    ),
+    "inside DDP": (
+        _reduce_inside_ddp,
+        ValueError,
+        "reduces its gradients already",
+    ),
+    "no module": (lambda: GradientReducer([nn.Linear(4, 4)]), TypeError, "give a torch.nn.Module"),
+    "parameters": (lambda: GradientReducer(nn.Linear(4, 4).parameters()), TypeError, "give a torch.nn.Module"),
+    "nothing to train": (
+        lambda: GradientReducer(nn.Linear(4, 4).requires_grad_(False)),
+        ValueError,
+        "no parameter requires a gradient",
+    ),
+    "an engine to the constructor": (
+        lambda: GradientReducer.attach(nn.Linear(4, 4)),
+        TypeError,
+        "what deepspeed.initialize returns",
+    ),
+    "another option on rank 1": (
+        lambda: GradientReducer(nn.Linear(4, 4), keep_steps=4, bucket_bytes=_on_rank(1, 8, 4)),
+        DisagreementError,
+        "bucket_bytes=8",
+    ),
+    "an option of words on rank 1": (
+        lambda: GradientReducer(nn.Linear(4, 4), overlap=_on_rank(1, "false", None)),
+        Exception,
+        "overlap='false'",
+    ),
+    "ignored names that are not there": (
+        lambda: GradientReducer(nn.Linear(4, 4), ignored_parameters=["wight"]),
+        ValueError,
+        "wight",
+    ),
+}
+
+
+def _make(name: str) -> tuple[type[Exception] | None, str, float]:
+    warnings.simplefilter("ignore")
+    if not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed(verbose=False)
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+    mistake, _, _ = MISTAKES[name]
+    start = time.monotonic()
+    try:
+        mistake()
+    except Exception as error:
+        found = (type(error), str(error), time.monotonic() - start)
+    else:
+        found = (None, "no error", time.monotonic() - start)
+    while _made:
+        _made.pop().destroy()
+    with _grid("data=2,pipe=2") as grid:  # a valid grid works after any refused input
+        total = torch.ones(1)
+        dist.all_reduce(total, group=grid.get_group("data"))
+        assert total.item() == 2
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_raises_on_every_rank_and_leaves_nothing_behind(world: Worlds, name: str) -> None:
+    _, kind, message = MISTAKES[name]
+    for raised, text, seconds in world(4).run(_make, name):
+        assert raised is not None, "accepted in silence"
+        assert issubclass(raised, kind) or issubclass(raised, DisagreementError), (raised, text)
+        assert any(part in text for part in message.split("|")), text
+        assert seconds < 10, "before any timeout"
+
+
+def _accepted() -> list[str]:
+    """Check inputs that must be accepted."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    done = []
+    with _grid("+copies=2,data=2") as grid:
+        done.append(grid.topology().spec)
+    with _grid("rows=2,data=2", extra_axes=["rows"], timeout=30) as grid:
+        done.append(f"{grid.get_data_parallel_group_ranks()}")
+    with _grid("pipe=2,data=2") as grid:
+        model = nn.Linear(4, 4)
+        model.is_pipeline_stage = True
+        engine = _engine(model, mpu=grid)
+        done.append(type(engine).__name__)
+        engine.destroy()
+    engine, *_ = initialize(model=nn.Linear(4, 4), config={**CONFIG, "topology": "data=2,model=-1"})
+    done.append(engine.mpu.topology().spec)
+    grid = engine.mpu
+    engine.destroy()
+    grid.destroy()
+    module = _pipeline([LayerSpec(nn.Linear, 4, 4), torch.relu, nn.Linear(4, 4)], "pipe=2,data=2", loss_fn=nn.MSELoss())
+    done.append(module.topology().spec)
+    module.mpu().destroy()
+    module = _pipeline(num_stages=2, topology="pipe=2,data=2")
+    module.mpu().destroy()
+    return done
+
+
+def test_valid_inputs_are_accepted(world: Worlds) -> None:
+    assert world(4).run(_accepted)[0] == [
+        "+copies=2,data=2",
+        "[0, 1, 2, 3]",
+        "DeepSpeedEngine",
+        "data=2,model=2",
+        "pipe=2,data=2",
+    ]
+
+
+def _after_the_world() -> str:
+    grid = _grid("data=2,model=2")
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"torch\.distributed was destroyed after this grid was built") as caught:
+        grid.get_group("data")
+    grid.destroy()
+    return str(caught.value)
+
+
+def test_grid_of_a_destroyed_world_raises(world: Worlds) -> None:
+    assert "build a new grid" in world(4).run(_after_the_world)[0]
+
+
+def _reduce_on_one_rank() -> None:
+    with _grid("data=1,model=2") as grid:
+        group = grid.get_group("model")
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError, match=r"ds_topo\.collectives\.debug\(\) names"):
+                collectives.reduce(torch.ones(4), group)
+            default_store().set("raised", "")
+        default_store().wait(["raised"], timedelta(seconds=30))
+
+
+def test_error_of_different_collectives_names_the_debug_mode(world: Worlds) -> None:
+    world(2).run(_reduce_on_one_rank, timeout=3.0)
+
+
+def _forgotten_expert_groups() -> list[float]:
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    torch.manual_seed(0)
+    losses = []
+    with _grid("model=2,data=2") as grid:
+        model = nn.Sequential(nn.Linear(4, 4), _Mixture())
+        engine = _engine(model, mpu=grid)
+        for _ in range(2):
+            loss = engine(torch.ones(2, 8, 4)).sum()
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+        engine.destroy()
+    return losses
+
+
+class _Mixture(nn.Module):
+    """A mixture of two experts, each on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2, k=1, min_capacity=0)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.experts(hidden)[0]
+
+
+def test_engine_creates_missing_expert_groups(world: Worlds) -> None:
+    losses = world(4).run(_forgotten_expert_groups)
+    assert all(len(own) == 2 and own[0] != own[1] for own in losses)
+
+
+def _second_engine_warns() -> None:
+    deepspeed.init_distributed(verbose=False)
+    with _grid(), pytest.warns(RuntimeWarning, match=r"mpu=PipelineParallelGrid\('data=-1'\)"):
+        _engine().destroy()
+
+
+def test_engine_without_an_mpu_warns_while_a_grid_splits_models(world: Worlds) -> None:
+    world(4).run(_second_engine_warns)

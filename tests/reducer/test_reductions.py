@@ -1,0 +1,702 @@
+"""Routes and reductions: scaling, types, communication hooks, two levels, and notes at the end of a step."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ds_topo import GradientReducer
+from ds_topo.reducer import ReductionOptions, reductions, two_level
+from ds_topo.reducer import two_level as probes
+from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
+from ds_topo.reducer.parameters import ParameterState, Route
+from ds_topo.reducer.reductions import Reduction, UsedParameters, assign_routes, launch, scaling
+from ds_topo.reducer.two_level import TwoLevelReduction
+from ds_topo.topology.rank_tables import RankGroup
+from tests.support.fake_world import fake_world
+from tests.support.reduced_model import (
+    SMALL,
+    alone,
+    assert_close,
+    assert_equal_on_all_ranks,
+    gradients,
+    model,
+    tokens,
+)
+from tests.support.world import Worlds
+
+
+def _reduced(**options: Any) -> dict[str, torch.Tensor | None]:
+    module = model()
+    reducer = GradientReducer(module, **SMALL | options)
+    module(tokens(0, dist.get_rank())).backward()
+    reducer.finish()
+    return gradients(module)
+
+
+def _scaled() -> None:
+    average = _reduced()
+    for options, factor in (
+        ({"op": "sum"}, 2.0),
+        ({"predivide_factor": 4.0}, 1.0),
+        ({"divisor": 8}, 0.25),
+        ({"op": "sum", "predivide_factor": 2.0}, 2.0),
+    ):
+        expected = {name: None if value is None else value * factor for name, value in average.items()}
+        assert_close(_reduced(**options), expected)
+    rounded = _reduced(communication_dtype=torch.bfloat16)
+    assert_close(rounded, average, rtol=2e-2)
+    assert not all(torch.equal(rounded[name], value) for name, value in average.items() if value is not None)
+    assert_equal_on_all_ranks(rounded)
+
+
+def test_scaling_options_and_communication_dtype(world: Worlds) -> None:
+    world(2).run(_scaled)
+
+
+def _native_ops() -> None:
+    group = dist.group.WORLD
+    with (
+        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch.object(dist, "_make_nccl_premul_sum", lambda factor: ("premul", factor), create=True),
+    ):
+        assert scaling(ReductionOptions(), 2, group) == (1.0, 1.0, dist.ReduceOp.AVG)
+        assert scaling(ReductionOptions(), 8, group) == (1.0, 1.0, ("premul", 0.125)), "experts: a group of 2 out of 8"
+        assert scaling(ReductionOptions(predivide_factor=4.0), 2, group) == (1.0, 2.0, ("premul", 0.25))
+        assert scaling(ReductionOptions(op="sum"), 2, group) == (1.0, 1.0, dist.ReduceOp.SUM)
+        assert scaling(ReductionOptions(), 2, group, is_flat=False) == (0.5, 1.0, dist.ReduceOp.SUM)
+    assert scaling(ReductionOptions(), 2, group) == (0.5, 1.0, dist.ReduceOp.SUM)
+
+
+def test_scaling_on_nccl_uses_native_operations(world: Worlds) -> None:
+    world(2).run(_native_ops)
+
+
+def _bf16_accumulated_wide() -> None:
+    """Add many small bf16 gradients; in bf16 the sum would stop growing."""
+    count = 300
+    module = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    reducer = GradientReducer(module, accumulation_dtype=torch.float32)
+    for _ in range(2):
+        for index in range(count):
+            with reducer.no_sync() if index < count - 1 else nullcontext():
+                module(torch.full((1, 4), 1.0 + dist.get_rank(), dtype=torch.bfloat16)).sum().backward()
+        reducer.finish()
+        assert torch.equal(module.weight.main_grad, torch.full((4, 4), 1.5 * count))
+        assert module.weight.grad.dtype == torch.bfloat16
+        assert torch.equal(module.weight.grad, torch.full((4, 4), 1.5 * count, dtype=torch.bfloat16))
+        module.zero_grad()
+
+
+def test_bf16_gradients_accumulate_in_fp32(world: Worlds) -> None:
+    world(2).run(_bf16_accumulated_wide)
+
+
+def _hooked() -> None:
+    rank = dist.get_rank()
+    hooks: list[tuple[Callable[[], Any], Callable[..., Any]]] = [
+        (lambda: None, default_hooks.allreduce_hook),
+        (lambda: None, default_hooks.bf16_compress_hook),
+        (lambda: None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+        (
+            lambda: powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1),
+            powerSGD_hook.powerSGD_hook,
+        ),
+    ]
+    sizes = {"bucket_bytes": 1 << 20, "first_bucket_bytes": 1 << 20, "last_bucket_bytes": 1 << 20}  # DDP's: one bucket
+    for make_state, hook in hooks:
+        ours, theirs = model(), DistributedDataParallel(model(), gradient_as_bucket_view=True)
+        reducer = GradientReducer(ours, **SMALL | sizes)
+        reducer.register_comm_hook(make_state(), hook)
+        with mock.patch.object(DistributedDataParallel, "_check_comm_hook"):  # it wants CUDA for bf16
+            theirs.register_comm_hook(make_state(), hook)
+        for step in range(4):
+            for module in (ours, theirs):
+                module.zero_grad()
+            ours(tokens(step, rank)).backward()
+            reducer.finish()
+            theirs(tokens(step, rank)).backward()
+            if hook is not powerSGD_hook.powerSGD_hook or step < 2:
+                assert_close(gradients(ours), gradients(theirs))
+            assert_equal_on_all_ranks(gradients(ours))
+        exact = alone(3, 1, 2)
+        if hook is powerSGD_hook.powerSGD_hook:  # an approximation whose error depends on the order in the bucket
+            assert reducer._dense.hook_state.error_dict
+            assert not torch.equal(ours.hidden[1].weight.grad, exact["hidden.1.weight"])
+        with pytest.raises(ValueError, match="predivide_factor"):
+            GradientReducer(model(), predivide_factor=2.0).register_comm_hook(None, hook)
+
+
+def test_communication_hooks_give_gradients_of_ddp(world: Worlds) -> None:
+    world(2).run(_hooked)
+
+
+def _two_level() -> None:
+    """Pretend to run on two hosts with two ranks each."""
+    rank = dist.get_rank()
+    with mock.patch("socket.gethostname", return_value=f"host{rank // 2}"):
+        module = model(seed=rank)
+        reducer = GradientReducer(module, **SMALL | {"two_level": True})
+        assert reducer.uses_two_levels
+        for step in range(3):
+            module.zero_grad()
+            module(tokens(10 * step, rank)).backward()
+            reducer.finish()
+            assert_equal_on_all_ranks(gradients(module))
+            assert_close(gradients(module), alone(step, 1, 4))
+        trace = reducer.report().chrome_trace()
+        reducer.detach()
+        chosen = GradientReducer(model(), bucket_bytes=1000)  # measured: all ranks choose alike
+        choices: list[bool] = [False] * 4
+        dist.all_gather_object(choices, chosen.uses_two_levels)
+        assert len(set(choices)) == 1
+        assert len([event for event in trace["traceEvents"] if event["name"] == "bucket 0"]) == 3
+    with pytest.raises(ValueError, match="two_level=True: the group must span at least two hosts"):
+        GradientReducer(model(), two_level=True)
+
+
+def test_two_level_gradients_equal_those_of_one_process(world: Worlds) -> None:
+    world(4).run(_two_level)
+
+
+def _bucket_bytes() -> list[int]:
+    module = nn.Linear(2, 2)
+    sizes = []
+    for slow_link_seconds in (0.0, 1e9):
+        with mock.patch.object(probes, "_SLOW_LINK_SECONDS", slow_link_seconds):
+            reducer = GradientReducer(module)
+            sizes.append(reducer._dense.bucket_bytes)
+            reducer.detach()
+    return sizes
+
+
+def test_bucket_bytes_follow_the_measured_link(world: Worlds) -> None:
+    assert world(2).run(_bucket_bytes) == [[4 << 20, 25 << 20]] * 2
+
+
+def _two_level_failure() -> None:
+    """Submit a tensor that cannot be split: only its own future raises."""
+    levels = TwoLevelReduction({0: "a", 1: "a", 2: "b", 3: "b"})
+    good, bad = torch.ones(4), torch.ones(3)
+    first, second = levels.submit(good), levels.submit(bad)
+    levels.flush()
+    first.result(timeout=30)
+    assert torch.equal(good, torch.full((4,), 4.0))
+    with pytest.raises(RuntimeError):
+        second.result(timeout=30)
+    levels.destroy()
+
+
+def test_two_level_failure_is_raised_for_its_tensor_only(world: Worlds) -> None:
+    world(4).run(_two_level_failure)
+
+
+# -- reductions of one bucket, in one process ----------------------------------------------------------------------
+
+
+def _state(index: int = 0, numel: int = 4, is_sparse: bool = False, **marks: Any) -> ParameterState:
+    parameter = nn.Parameter(torch.zeros(numel))
+    for name, mark in marks.items():
+        setattr(parameter, name, mark)
+    return ParameterState(index, f"p{index}", parameter, torch.float32, is_sparse)
+
+
+def _bucket(values: torch.Tensor, route: Route) -> GradientBucket:
+    """Build a bucket with one gradient."""
+    state = _state(numel=len(values))
+    state.dtype, state.route = values.dtype, route
+    bucket = GradientBucket(3, [state])
+    bucket.install()
+    bucket.flat[: len(values)] = values
+    return bucket
+
+
+def _sparse_bucket(rows: torch.Tensor, route: Route) -> GradientBucket:
+    state = _state(is_sparse=True)
+    state.route = route
+    bucket = GradientBucket(3, [state])
+    bucket.install()
+    state.view = rows.to_sparse()
+    return bucket
+
+
+def _route(after: float = 1.0, **more: Any) -> Route:
+    given = {"op": dist.ReduceOp.SUM, "communication_dtype": None, "bucket_bytes": 1} | more
+    return Route("data", dist.group.WORLD, 1.0, after, **given)
+
+
+class _Sent:
+    """A fake ``dist.Work``; its future is completed by the test."""
+
+    def __init__(self) -> None:
+        self.future: torch.futures.Future[None] = torch.futures.Future()
+        self.wait, self.get_future = mock.Mock(), lambda: self.future
+
+
+@contextmanager
+def _recorded_sums(factor: float = 1.0) -> Iterator[list[tuple[torch.Tensor, Any, _Sent]]]:
+    """Replace ``all_reduce`` by a multiplication, and record its calls."""
+    sums: list[tuple[torch.Tensor, Any, _Sent]] = []
+
+    def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> _Sent:
+        assert async_op, "reductions are asynchronous"
+        assert group is dist.group.WORLD
+        sums.append((tensor, op, _Sent()))
+        tensor.mul_(factor)
+        return sums[-1][2]
+
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        yield sums
+
+
+def _soon(happens: Callable[[], bool]) -> bool:
+    """Wait up to ten seconds for another thread; return True if the condition becomes true."""
+    end = time.monotonic() + 10
+    while not happens() and time.monotonic() < end:
+        time.sleep(0.001)
+    return happens()
+
+
+VALUES = torch.tensor([1.0, 2.0, 3.0, 5.0])
+
+
+def test_bucket_is_summed_and_scaled_once() -> None:
+    for after in (1.0, 0.25):
+        with fake_world(0, 2), _recorded_sums(2.0) as sums:
+            route = _route(after, op=dist.ReduceOp.AVG)
+            bucket, sparse = _bucket(VALUES, route), _sparse_bucket(VALUES, route)
+            in_flight = [launch(bucket, True), launch(sparse, True)]
+            for reduction, (_, _, work) in zip(in_flight, sums, strict=True):
+                assert not work.wait.called, "the reduction is in flight"
+                reduction.wait()
+                assert work.wait.called
+        assert torch.equal(bucket.flat, VALUES * 2 * after)
+        assert torch.equal(sparse.members[0].view.to_dense(), VALUES * 2 * after)
+        assert sums[0][0] is bucket.flat, "no copy"
+        assert sums[0][1] == dist.ReduceOp.AVG
+    with fake_world(0, 1), _recorded_sums() as sums:
+        bucket = _bucket(VALUES, _route(0.25))
+        launch(bucket, True).wait()
+        assert torch.equal(bucket.flat, VALUES * 0.25), "a single rank only scales"
+        assert not sums
+
+
+def test_communication_dtype_applies_to_real_gradients_only() -> None:
+    with fake_world(0, 2), _recorded_sums() as sums:
+        for values in (VALUES / 3, VALUES.to(torch.complex64) / 3):
+            bucket = _bucket(values, _route(communication_dtype=torch.bfloat16))
+            launch(bucket, True).wait()
+            is_sent_narrow = sums[-1][0].dtype == torch.bfloat16
+            assert is_sent_narrow is not values.is_complex()
+            assert torch.equal(bucket.flat, values.bfloat16().float() if is_sent_narrow else values)
+
+
+def test_bucket_is_timed_from_launch_to_end_of_sum() -> None:
+    with fake_world(0, 2), _recorded_sums() as sums:
+        early, late = launch(_bucket(VALUES, _route()), False), launch(_bucket(VALUES, _route()), True)
+        sums[0][2].future.set_result(None)
+        for reduction in (early, late):
+            reduction.wait()
+        for timing in (early.timing, late.timing):
+            assert 0 < timing.launched_ns <= timing.wait_started_ns <= timing.wait_ended_ns
+            assert (timing.index, timing.nbytes, timing.parameters, timing.label) == (3, 16, 1, "data")
+        assert early.timing.launched_ns <= early.timing.done_ns <= early.timing.wait_started_ns
+        assert late.timing.done_ns == late.timing.wait_ended_ns
+
+
+def test_two_level_padding_is_sent_but_not_copied_back() -> None:
+    def submit(tensor: torch.Tensor) -> Future[int]:
+        done: Future[int] = Future()
+        done.set_result(1234)
+        sent.append(tensor)
+        tensor.mul_(2)
+        return done
+
+    sent: list[torch.Tensor] = []
+    levels: Any = SimpleNamespace(
+        padded=lambda tensor: torch.cat([tensor, torch.zeros(2)]), submit=submit, inner_size=1
+    )
+    for padded in (levels.padded, lambda tensor: tensor):
+        levels.padded = padded
+        with fake_world(0, 2):
+            bucket = _bucket(VALUES, _route(two_level=levels))
+            reduction = launch(bucket, True)
+            reduction.wait()
+        assert torch.equal(bucket.flat, VALUES * 2)
+        assert reduction.timing.done_ns == 1234
+    assert [len(tensor) for tensor in sent] == [6, 4]
+    assert sent[1] is bucket.flat
+
+
+@pytest.mark.parametrize("kind", ["in place", "elsewhere", "list", "tuple"])
+def test_result_of_comm_hook_becomes_the_gradient(kind: str) -> None:
+    seen: list[CommHookBucket] = []
+    futures: list[torch.futures.Future[Any]] = []
+
+    def hook(state: object, bucket: CommHookBucket) -> torch.futures.Future[Any]:
+        assert state == "state"
+        assert all(future.done() for future in futures), "one at a time"
+        seen.append(bucket)
+        futures.append(torch.futures.Future())
+        buffer = bucket.buffer()
+        result: Any = buffer.mul_(2) if kind == "in place" else (buffer * 2).view(2, -1)
+        result = {"list": [result], "tuple": (result,)}.get(kind, result)
+        threading.Timer(0.05, futures[-1].set_result, [result]).start()
+        return futures[-1]
+
+    with fake_world(0, 2), mock.patch.object(dist, "all_reduce", side_effect=AssertionError("the hook sums")):
+        route = _route(hook=hook, hook_state="state", two_level=SimpleNamespace(inner_size=3))
+        buckets = [_bucket(VALUES, route), _bucket(VALUES, route)]
+        in_flight: list[Reduction] = [launch(bucket, bucket is buckets[1]) for bucket in buckets]
+        route.wait_for_hook()
+        assert futures[1].done()
+        assert route.last_hook is None
+        for reduction, bucket in zip(in_flight, buckets, strict=True):
+            assert _soon(lambda timing=reduction.timing: timing.done_ns > timing.launched_ns)
+            reduction.wait()
+            assert torch.equal(bucket.flat[:4], VALUES * 2)
+            assert reduction.timing.done_ns <= reduction.timing.wait_started_ns
+    assert [bucket.is_last() for bucket in seen] == [False, True]
+    assert [len(bucket.buffer()) for bucket in seen] == [4, 4], "without padding"
+
+
+def test_comm_hook_serves_a_single_rank_but_not_sparse_gradients() -> None:
+    with fake_world(0, 1), _recorded_sums() as sums:
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(VALUES)
+        hook = mock.Mock(return_value=done)
+        launch(_sparse_bucket(VALUES, _route(hook=hook)), True).wait()
+        assert len(sums) == 1
+        assert not hook.called
+        launch(_bucket(VALUES, _route(hook=hook)), True).wait()
+        assert hook.called
+
+
+# -- routes, in one process ----------------------------------------------------------------------------------------
+
+
+def test_experts_are_averaged_over_all_replicas_and_only_used_links_are_measured() -> None:
+    with fake_world(0, 8):
+        used, unused = dist.new_group([0, 1]), dist.new_group([0, 2])
+        options = ReductionOptions(expert_groups={"used": used, "unused": unused}, communication_dtype=torch.bfloat16)
+        states = [_state(0), _state(1, allreduce=False, group_name="used"), _state(2, is_sparse=True)]
+        measured: list[object] = []
+
+        def measure(group: object, device: torch.device) -> int:
+            measured.append(group)
+            return 1000 * len(measured)
+
+        with mock.patch.object(reductions, "suitable_bucket_bytes", measure):
+            dense = assign_routes(states, options, dist.group.WORLD, torch.device("cpu"))
+        of_each = [state.route for state in states]
+        assert [route.label for route in of_each] == ["data", "experts of used", "data"]
+        assert of_each[0] is of_each[2] is dense
+        assert [route.group for route in of_each[:2]] == measured == [dist.group.WORLD, used]
+        assert [route.bucket_bytes for route in of_each[:2]] == [1000, 2000]
+        assert [route.size for route in of_each[:2]] == [8, 2]
+        assert {(route.before, route.after, route.communication_dtype) for route in of_each} == {
+            (1 / 8, 1.0, torch.bfloat16)
+        }
+        assert [state.scale for state in states] == [1 / 8] * 3
+        with (
+            mock.patch.object(dist, "get_backend", return_value="nccl"),
+            mock.patch.object(reductions, "premultiplied_sum"),
+        ):
+            options = ReductionOptions(bucket_bytes=77)
+            dense = assign_routes(states[::2], options, dist.group.WORLD, torch.device("cpu"))
+        assert (dense.before, dense.after, dense.op, dense.bucket_bytes) == (1.0, 1.0, dist.ReduceOp.AVG, 77)
+        assert [state.scale for state in states[::2]] == [1.0, 1 / 8], "NCCL does not average sparse ones"
+
+
+@pytest.mark.parametrize(
+    ("wish", "is_faster", "uses", "measures"),
+    [(True, False, True, False), (None, True, True, True), (None, False, False, True), (False, True, False, False)],
+)
+def test_two_levels_are_used_if_wanted_or_faster(
+    wish: bool | None, is_faster: bool, uses: bool, measures: bool
+) -> None:
+    made = mock.Mock(inner_size=3)
+    probed = mock.Mock(return_value=is_faster)
+    hosts = dict.fromkeys(range(3), "a") | dict.fromkeys(range(3, 6), "b")
+    with (
+        fake_world(0, 6),
+        mock.patch.object(reductions, "hosts_of", return_value=hosts) as asked,
+        mock.patch.object(reductions, "TwoLevelReduction", return_value=made),
+        mock.patch.object(reductions, "is_two_level_faster", probed),
+    ):
+        for bucket_bytes, numel in ((1000, 249), (1, 3)):
+            options = ReductionOptions(two_level=wish, bucket_bytes=bucket_bytes)
+            dense = assign_routes([_state()], options, dist.group.WORLD, torch.device("cpu"))
+            assert (dense.two_level is made) is uses
+            assert probed.called is measures
+            assert not measures or len(probed.call_args.args[2]) == numel, "what fits a bucket and splits evenly"
+    assert asked.called is (wish is not False)
+    assert made.destroy.called is (measures and not is_faster)
+
+
+def test_two_levels_are_refused_if_the_placement_has_none() -> None:
+    with fake_world(0, 4), mock.patch.object(reductions, "hosts_of", return_value=dict.fromkeys(range(4), "a")):
+        options = ReductionOptions(bucket_bytes=10)
+        dense = assign_routes([_state()], options, dist.group.WORLD, torch.device("cpu"))
+        assert dense.two_level is None
+        options = ReductionOptions(bucket_bytes=10, two_level=True)
+        with pytest.raises(ValueError, match="two_level=True: the group must span"):
+            assign_routes([_state()], options, dist.group.WORLD, torch.device("cpu"))
+
+
+# -- two levels, in one process ------------------------------------------------------------------------------------
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor whose ``is_cuda`` is True."""
+
+    is_cuda = property(lambda _: True)  # type: ignore[assignment]
+
+
+@contextmanager
+def _recorded_levels() -> Iterator[list[tuple[str, int, list[int]]]]:
+    """Record the collectives of two levels: name, number of elements and ranks."""
+    events: list[tuple[str, int, list[int]]] = []
+
+    def note(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        events.append((name, len(tensor), dist.get_process_group_ranks(group)))
+        return mock.Mock()
+
+    def exchange(parts: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        parts.copy_(tensor)
+        note("scatter", tensor, group)
+
+    def scatter(share: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        assert len(tensor) == 2 * len(share)
+        note("scatter", tensor, group)
+
+    def gather(tensor: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup) -> None:
+        tensor.copy_(torch.cat([share, share]))
+        note("gather", tensor, group)
+
+    def cross(share: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+        work = note("cross", share, group)
+        return work if async_op else None
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", exchange),
+        mock.patch.object(dist, "reduce_scatter_tensor", scatter),
+        mock.patch.object(dist, "all_gather_into_tensor", gather),
+        mock.patch.object(dist, "all_reduce", cross),
+    ):
+        yield events
+
+
+HOSTS = {0: "a", 1: "b", 2: "a", 3: "b"}
+
+
+def _level_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "two-level" in thread.name]
+
+
+def test_gather_of_a_tensor_follows_the_scatter_of_the_next() -> None:
+    with fake_world(2, 4), _recorded_levels() as events:
+        levels = TwoLevelReduction(HOSTS)
+        assert levels.inner_size == 2
+        levels.flush()
+        assert not _level_threads(), "none before there is work"
+        first, second = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.ones(6)
+        started, done = time.perf_counter_ns(), levels.submit(first)
+        assert _soon(lambda: len(events) == 2)
+        assert [name for name, *_ in events] == ["scatter", "cross"]
+        assert not done.done()
+        later = levels.submit(second)
+        assert started < done.result(timeout=20) < time.perf_counter_ns()
+        assert not later.done()
+        levels.flush()
+        assert later.result(timeout=20) >= done.result()
+        inside, across = [0, 2], [2, 3]
+        assert events == [
+            ("scatter", 4, inside),
+            ("cross", 2, across),
+            ("scatter", 6, inside),
+            ("cross", 3, across),
+            ("gather", 4, inside),
+            ("gather", 6, inside),
+        ]
+        assert torch.equal(first, torch.tensor([4.0, 6.0, 4.0, 6.0]))
+        threads = _level_threads()
+        assert len(threads) == 1
+        levels.destroy()
+        levels.destroy()
+        assert not threads[0].is_alive()
+        assert len(dist.distributed_c10d._world.pg_map) == 1, "its groups are destroyed"
+
+
+def test_two_level_groups_do_not_depend_on_the_order_of_hosts() -> None:
+    with fake_world(2, 4), mock.patch.object(two_level, "ProcessGroups") as made:
+        for hosts in (HOSTS, dict(reversed(HOSTS.items()))):
+            TwoLevelReduction(hosts)
+    first, second = made.call_args_list
+    assert first == second
+    assert first.args[1:3] == (
+        [RankGroup(("inside host",), (0, 2)), RankGroup(("across hosts",), (2, 3))],
+        [0, 1, 2, 3],
+    )
+
+
+def test_two_level_thread_ends_with_its_reduction() -> None:
+    with fake_world(0, 4), _recorded_levels():
+        levels = TwoLevelReduction(HOSTS)
+        done = levels.submit(torch.ones(2))
+        levels.flush()
+        done.result(timeout=20)
+        threads = _level_threads()
+        assert len(threads) == 1
+        del levels
+        gc.collect()
+        assert _soon(lambda: not threads[0].is_alive())
+
+
+@pytest.mark.parametrize("failing", ["all_to_all_single", "all_gather_into_tensor"])
+def test_two_level_future_raises_the_error_of_its_collective(failing: str) -> None:
+    with fake_world(0, 4), _recorded_levels() as events, mock.patch.object(dist, failing, side_effect=ArithmeticError):
+        levels = TwoLevelReduction(HOSTS)
+        sums = [levels.submit(torch.ones(2)) for _ in range(2)]
+        levels.flush()
+        for done in sums:
+            with pytest.raises(ArithmeticError):
+                done.result(timeout=10)
+        assert len(events) == (0 if failing == "all_to_all_single" else 4)
+        levels.destroy()
+
+
+def test_padded_tensor_splits_evenly_inside_a_host() -> None:
+    with fake_world(0, 4):
+        levels = TwoLevelReduction(HOSTS)
+        even = torch.ones(4)
+        assert levels.padded(even) is even
+        assert torch.equal(levels.padded(torch.ones(3)), torch.tensor([1.0, 1.0, 1.0, 0.0]))
+
+
+def test_two_levels_on_gpu_use_a_separate_stream() -> None:
+    streams: list[Any] = []
+
+    def new_stream(_: object) -> Any:
+        streams.append(mock.Mock())
+        return streams[-1]
+
+    current = mock.Mock()
+    with (
+        fake_world(0, 4),
+        _recorded_levels() as events,
+        mock.patch.object(torch.cuda, "Stream", new_stream),
+        mock.patch.object(torch.cuda, "current_stream", return_value=current),
+        mock.patch.object(torch.cuda, "stream", return_value=nullcontext()) as queued_on,
+    ):
+        levels = TwoLevelReduction(HOSTS)
+        for _ in range(2):
+            done = levels.submit(torch.ones(4).as_subclass(OnGpu))
+            assert 0 < done.result(timeout=0) <= time.perf_counter_ns()
+        assert [name for name, *_ in events] == ["scatter", "cross", "gather"] * 2
+        assert [ranks for *_, ranks in events] == [[0, 2], [0, 1], [0, 2]] * 2
+        (stream,) = streams
+        assert stream.wait_stream.call_args_list == [mock.call(current)] * 2, "after what fills the bucket"
+        assert queued_on.call_args_list == [mock.call(stream)] * 2
+        assert not current.wait_stream.called
+        levels.flush()
+        current.wait_stream.assert_called_once_with(stream)
+        assert not _level_threads()
+        levels.destroy()
+
+
+# -- notes at the end of a step ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps_of", [None, 0, 2], ids=["alike", "the first rank is ahead", "the last rank is ahead"])
+def test_notes_count_unused_late_and_failed_ranks_and_compare_steps(steps_of: int | None) -> None:
+    """Make the notes of three ranks in turn, then sum them."""
+    used = {"everywhere": [1, 1, 1], "some": [0, 1, 1], "nowhere": [0, 0, 0], "late": [1, 1, 1], "all late": [1, 1, 1]}
+    late = [{"late", "all late"}, {"all late"}, {"all late", "nowhere"}]
+    members = [
+        ParameterState(10 - place, name, nn.Parameter(torch.zeros(1)), torch.float32, False)
+        for place, name in enumerate(used)
+    ]
+    notes: list[torch.Tensor] = []
+    works: list[mock.Mock] = []
+
+    def all_reduce(counts: torch.Tensor, group: object, async_op: bool) -> mock.Mock:
+        assert async_op
+        notes.append(counts)
+        works.append(mock.Mock())
+        return works[-1]
+
+    previous: Any = mock.Mock()
+    with fake_world(0, 3), mock.patch.object(dist, "all_reduce", all_reduce):
+        route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1, last_hook=previous)
+        told = [
+            UsedParameters(
+                members,
+                [bool(used[state.name][rank]) for state in members],
+                {state.index for state in members if state.name in late[rank]},
+                route,
+                failed=rank == 1,
+                prefers_to_defer=rank > 0,
+                step=255 + (rank == steps_of),
+            )
+            for rank in range(3)
+        ]
+        previous.wait.assert_called_once_with()
+        total = torch.stack(notes).sum(0)
+        for rank in range(3):
+            notes[rank].copy_(total)
+            told[rank].settle()
+            works[rank].wait.assert_called_once_with()
+            counts = told[rank].counts()
+            assert [state.name for state in counts.unused_anywhere] == ["some", "nowhere"]
+            assert [state.name for state in counts.unused_everywhere] == ["nowhere"]
+            assert [state.name for state in counts.late_anywhere] == ["nowhere", "late", "all late"]
+            assert [state.name for state in counts.late_everywhere] == ["all late"]
+            assert (counts.failed, counts.prefer_to_defer, counts.route) == (1, 2, route)
+            assert counts.steps_differ == (steps_of is not None)
+
+
+def test_notes_of_30000_ranks_do_not_overflow() -> None:
+    ranks, state = 30_000, ParameterState(0, "p", nn.Parameter(torch.zeros(1)), torch.float32, False)
+    for late, unused in (((), False), ((0,), False), ((), True), ((0,), True)):
+        with fake_world(0, ranks), mock.patch.object(dist, "all_reduce", lambda counts, **_: counts.mul_(ranks)):
+            route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1)
+            counts = UsedParameters(
+                [state], [not unused], late, route, failed=True, prefers_to_defer=False, step=255
+            ).counts()
+        assert counts.late_everywhere == counts.late_anywhere == ([state] if late else [])
+        assert counts.unused_everywhere == counts.unused_anywhere == ([state] if unused else [])
+        assert (counts.failed, counts.prefer_to_defer, counts.steps_differ) == (ranks, 0, False)
+
+
+def test_notes_on_gpu_are_copied_asynchronously_and_read_after_synchronization() -> None:
+    state, calls = ParameterState(0, "p", nn.Parameter(torch.zeros(1)), torch.float32, False), mock.Mock()
+    calls.notes.is_cuda = True
+    calls.notes.to.return_value.tolist.return_value = [2, 0, 0, 0, 0]
+    with (
+        fake_world(0, 2),
+        mock.patch.object(torch, "tensor", return_value=calls.notes),
+        mock.patch.object(torch.cuda, "Event", return_value=calls.event),
+        mock.patch.object(dist, "all_reduce", return_value=calls.sum),
+    ):
+        route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1)
+        told = UsedParameters([state], [True], (), route, failed=False, prefers_to_defer=False, step=0)
+        told.settle()
+        queued = [mock.call.sum.wait(), mock.call.notes.to("cpu", non_blocking=True), mock.call.event.record()]
+        assert calls.mock_calls == queued
+        assert told.counts().unused_anywhere == []
+    assert calls.mock_calls == [*queued, mock.call.event.synchronize(), mock.call.notes.to().tolist()]

@@ -1,0 +1,126 @@
+"""Reduce-scatter, gather and the move between layouts, in real processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.zero.exchange import CollectiveExchange, Exchange, PeerExchange, exchange_of
+from ds_topo.zero.partitions import PartitionLayout, moved
+from tests.support.ranks import run_ranks
+from tests.support.world import Worlds
+
+Make = Callable[[ProcessGroup], Exchange]
+DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
+
+
+def _group() -> ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@cache
+def _remainders(numel: int) -> torch.Tensor:
+    return torch.arange(numel) % 13
+
+
+def _numbers(numel: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return (_remainders(numel * dist.get_world_size()) + rank).to(dtype)
+
+
+def _exchanges(make: Make, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
+    exchange, rank, size = make(_group()), dist.get_rank(), dist.get_world_size()
+    for numel in (1, 7, 300_000):
+        for dtype in dtypes:
+            flats = [_numbers(numel, rank + place, dtype) for place in range(5)]
+            under_way = [exchange.reduce_scatter(flat) for flat in flats]
+            for place, (flat, pending) in enumerate(zip(flats, under_way, strict=True)):
+                assert pending.wait() > 0
+                total = torch.stack([_numbers(numel, other + place, dtype) for other in range(size)]).sum(0)
+                assert torch.equal(flat.view(size, -1)[rank], total.view(size, -1)[rank])
+            for gather in (lambda flat: exchange.gather(flat).wait(), exchange.gather_now):
+                flat = torch.full((numel * size,), -1).to(dtype)
+                flat.view(size, -1)[rank] = rank
+                gather(flat)
+                assert torch.equal(flat.view(size, -1), torch.arange(size).to(dtype)[:, None].expand(size, numel))
+    assert exchange.gather(torch.empty(0)).wait() > 0
+    for _ in range(2):
+        exchange.rest()
+    assert not any("slices" in thread.name for thread in threading.enumerate())
+
+
+WAYS: dict[str, Make] = {
+    "peers": lambda group: PeerExchange(group, ["a"] * dist.get_world_size(group)),
+    "peers_on_two_hosts": partial(PeerExchange, hosts=["a", "a", "b", "b"]),
+    "peers_on_hosts_in_turn": partial(PeerExchange, hosts=["a", "b", "a", "b"]),
+    "collectives": CollectiveExchange,
+}
+
+
+def _exchange_by(way: str) -> None:
+    gloo_sums_all = Version(torch.__version__) >= Version("2.13")
+    _exchanges(WAYS[way], DTYPES if way != "collectives" or gloo_sums_all else DTYPES[:1])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reduce_scatter_sums_owned_slice_and_gather_fills_all_slices(world: Worlds, way: str) -> None:
+    world(4).run(_exchange_by, way)
+
+
+def _one_exchange() -> None:
+    group, cpu = _group(), torch.device("cpu")
+    assert exchange_of(group, cpu) is exchange_of(group, cpu), "the ranks number the messages of a group alike"
+
+
+def test_exchange_of_returns_one_object_per_group(world: Worlds) -> None:
+    world(2).run(_one_exchange)
+
+
+def _fails() -> None:
+    exchange = PeerExchange(_group(), ["a", "a"])
+    sent = mock.patch.object(dist, "isend", side_effect=RuntimeError("connection closed"))
+    with sent:
+        under_way = [exchange.gather(torch.zeros(4)), exchange.reduce_scatter(torch.zeros(4))]
+        for pending in under_way:
+            with pytest.raises(RuntimeError, match="connection closed"):
+                pending.wait()
+    with pytest.raises(RuntimeError, match="connection closed"):
+        exchange.gather(torch.zeros(4)).wait()
+    exchange.rest()
+
+
+def test_every_wait_after_an_error_raises_that_error() -> None:
+    run_ranks(2, _fails, deadline=60)
+
+
+def _move(case: int) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(case)
+    numels = torch.randint(0, 40, (6,), generator=generator).tolist()
+    offsets = [sum(numels[:place]) for place in range(6)]
+    flat = PartitionLayout.flat(numels, offsets, -(-sum(numels) // size), size)
+    balanced = PartitionLayout.balanced(numels, [(4, 5), (0, 1, 2), (3,)], size)
+    values = [torch.rand(numel, generator=generator) for numel in numels]
+
+    def partition(layout: PartitionLayout) -> torch.Tensor:
+        result = torch.zeros(layout.partition_numel)
+        for part in layout.fragments(rank):
+            result[part.address : part.address + part.numel] = values[part.parameter][part.start :][: part.numel]
+        return result
+
+    for source, target in ((flat, balanced), (balanced, flat), (flat, flat)):
+        assert torch.equal(moved(partition(source), source, target, _group()), partition(target))
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_moved_returns_the_partition_of_the_other_layout(world: Worlds, case: int) -> None:
+    world(4 if case else 1).run(_move, case)

@@ -1,0 +1,112 @@
+"""Properties of partition layouts and of the rounds of an exchange, over many shapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_topo.zero.exchange import rounds_of
+from ds_topo.zero.partitions import ALIGNMENT, PartitionLayout
+
+NUMELS = st.lists(st.integers(0, 50), min_size=1, max_size=12)
+SIZES = st.integers(1, 9)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[PartitionLayout, int]:
+    """Draw balanced layouts with any groups, and flat ones with gaps."""
+    numels, size = draw(NUMELS), draw(SIZES)
+    order = draw(st.permutations(range(len(numels))))
+    if draw(st.booleans()):
+        cuts = sorted(draw(st.sets(st.integers(1, len(numels)))) | {len(numels)})
+        groups = [order[start:end] for start, end in zip([0, *cuts], cuts, strict=False) if start < end]
+        return PartitionLayout.balanced(numels, groups, size), size
+    offsets, end = [0] * len(numels), 0
+    for member in order:
+        offsets[member] = end
+        end += numels[member] + draw(st.integers(0, 3))
+    return PartitionLayout.flat(numels, offsets, max(1, -(-end // size)), size), size
+
+
+@given(layouts())
+@settings(max_examples=200, deadline=None)
+def test_every_element_has_one_owner_and_one_address(drawn: tuple[PartitionLayout, int]) -> None:
+    layout, size = drawn
+    owners: Counter[tuple[int, int]] = Counter()
+    for rank in range(size):
+        taken: set[int] = set()
+        for part in layout.fragments(rank):
+            owners.update((part.parameter, element) for element in range(part.start, part.start + part.numel))
+            addresses = set(range(part.address, part.address + part.numel))
+            assert not addresses & taken
+            assert max(addresses) < layout.partition_numel
+            taken |= addresses
+    assert owners == Counter((index, element) for index, n in enumerate(layout.numels) for element in range(n))
+
+
+@given(layouts(), st.data())
+@settings(max_examples=200, deadline=None)
+def test_owners_agree_with_fragments(drawn: tuple[PartitionLayout, int], data: st.DataObject) -> None:
+    layout, size = drawn
+    address = {
+        (part.parameter, part.start + place): (rank, part.address + place)
+        for rank in range(size)
+        for part in layout.fragments(rank)
+        for place in range(part.numel)
+    }
+    parameter = data.draw(st.sampled_from(range(len(layout.numels))))
+    start = data.draw(st.integers(0, layout.numels[parameter]))
+    numel = data.draw(st.integers(0, layout.numels[parameter] - start))
+    found = [
+        ((parameter, owner.start + place), (owner.rank, owner.address + place))
+        for owner in layout.owners(parameter, start, numel)
+        for place in range(owner.numel)
+    ]
+    assert found == [((parameter, element), address[parameter, element]) for element in range(start, start + numel)]
+
+
+@given(NUMELS, SIZES)
+def test_regions_are_even_and_adjacent(numels: list[int], size: int) -> None:
+    layout = PartitionLayout.balanced(numels, [(index,) for index in range(len(numels))], size)
+    end = 0
+    for region, numel in zip(layout.regions, numels, strict=True):
+        assert region.start == end
+        assert region.address == end // size
+        assert region.slice_numel % ALIGNMENT == 0
+        assert 0 <= region.numel - numel < ALIGNMENT * size
+        end += region.numel
+    assert (layout.numel, layout.partition_numel) == (end, end // size)
+
+
+HOSTS = [["a"] * 3, ["a", "b"], ["a", "a", "b", "b"], ["a", "b", "a", "b"], ["a", "a", "b"], ["a", "b", "c"] * 4]
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids="-".join)
+def test_rounds_deliver_every_contribution_to_its_owner_once(hosts: list[str]) -> None:
+    ranks = range(len(hosts))
+    rounds = [rounds_of(rank, hosts) for rank in ranks]
+    held = {(rank, index): Counter([rank]) for rank in ranks for index in ranks}
+    for number in range(len(rounds[0])):
+        before = {key: value.copy() for key, value in held.items()}
+        for rank in ranks:
+            for peer in rounds[rank][number]:
+                back = next(found for found in rounds[peer.rank][number] if found.rank == rank)
+                assert (peer.mine, peer.theirs) == (back.theirs, back.mine), "both sides know the same"
+                for index in peer.mine:
+                    held[rank, index] += before[peer.rank, index]
+    assert all(held[rank, rank] == Counter(ranks) for rank in ranks)
+
+
+def test_two_rounds_send_every_slice_between_hosts_once() -> None:
+    hosts = ["a", "b"] * 4
+    sent = sum(
+        len(peer.theirs)
+        for rank in range(8)
+        for peers in rounds_of(rank, hosts)
+        for peer in peers
+        if hosts[peer.rank] != hosts[rank]
+    )
+    assert sent == 8, "of 8 slices one copy goes either way; directly it would be 32"
