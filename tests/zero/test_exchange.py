@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -74,6 +78,50 @@ def _exchange_by(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_reduce_scatter_sums_owned_slice_and_gather_fills_all_slices(world: Worlds, way: str) -> None:
     world(4).run(_exchange_by, way)
+
+
+def _policies() -> dict[int, int]:
+    """Return the scheduling policy of every gloo thread of this process, by Linux thread id."""
+    policies: dict[int, int] = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # another thread has just ended
+            if (task / "comm").read_text() == "gloo_tcp_loop\n":
+                policies[int(task.name)] = os.sched_getscheduler(int(task.name))
+    assert policies, "gloo has renamed its threads"
+    return policies
+
+
+def _yielding() -> None:
+    assert set(_policies().values()) == {os.SCHED_OTHER}
+    first, second = (PeerExchange(_group(), ["a"] * dist.get_world_size()) for _ in range(2))
+    first.gather_now(torch.zeros(2))
+    assert set(_policies().values()) == {os.SCHED_OTHER}, "the caller waits, so no computation is interrupted"
+    for exchange in (first, second):
+        exchange.gather(torch.zeros(2)).wait()
+        assert set(_policies().values()) == {os.SCHED_BATCH}
+    first.rest()
+    assert set(_policies().values()) == {os.SCHED_BATCH}, "the second exchange is still at work"
+    del exchange, second  # without rest()
+    gc.collect()
+    assert set(_policies().values()) == {os.SCHED_OTHER}
+    first.gather(torch.zeros(2)).wait()
+    assert set(_policies().values()) == {os.SCHED_BATCH}
+    first.rest()
+    with mock.patch("os.sched_setscheduler", side_effect=PermissionError):  # as in some sandboxes
+        first.gather(torch.zeros(2)).wait()
+        first.rest()
+    assert set(_policies().values()) == {os.SCHED_OTHER}
+    for thread in _policies():
+        os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+    first.gather(torch.zeros(2)).wait()
+    first.rest()
+    assert set(_policies().values()) == {os.SCHED_BATCH}, "the user's own policy stays"
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has this policy")
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="torch 2.8 does not name gloo's threads")
+def test_gloo_threads_yield_while_an_exchange_is_at_work() -> None:
+    run_ranks(2, _yielding)
 
 
 def _one_exchange() -> None:
