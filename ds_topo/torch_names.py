@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
+from ds_topo.backends import traits_of
 from ds_topo.ledger import ONE_CALL, Patch, Reliance, ledger
 
 # -- process groups ---------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def timeout_of(given: float | timedelta | None) -> timedelta:
 def job_timeout() -> timedelta:
     """Return the timeout that the job passed to ``init_process_group``; ``new_group`` would use torch's default."""
     world = c10d._get_default_group()
-    if dist.get_backend(world) == "fake":
+    if not communicates():
         return dist.default_pg_timeout
     for device in world._device_types:
         timeout = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
@@ -140,6 +141,11 @@ def job_timeout() -> timedelta:
         stacklevel=3,
     )
     return dist.default_pg_timeout
+
+
+def communicates() -> bool:
+    """Tell whether the job moves data between processes; torch's ``fake`` backend does not."""
+    return traits_of(c10d._get_default_group(), torch.device("cpu")).communicates
 
 
 def inherit_timeout() -> None:
@@ -173,9 +179,11 @@ def calls_of(group: dist.ProcessGroup) -> int:
 
 
 def abort_nccl() -> None:
-    """Abort NCCL's collectives that are blocked. Collectives of gloo continue."""
-    if dist.is_initialized() and "nccl" in dist.get_backend():
-        c10d._abort_process_group()
+    """Abort blocked collectives of backends that can do this, such as NCCL. Those of gloo continue."""
+    if dist.is_initialized():
+        world = c10d._get_default_group()
+        if any(traits_of(world, device).aborts for device in world._device_types):
+            c10d._abort_process_group()
 
 
 def flight_record() -> bytes:
@@ -210,12 +218,12 @@ def destroy_group(group: dist.ProcessGroup) -> None:
 
 
 def key_of_address(group: dist.ProcessGroup) -> str | None:
-    """Return the key of the job's store with this rank's gloo address in the group; None for other backends.
+    """Return the key of the job's store with this rank's address in the group; None for backends without one.
 
     Members read it while they connect: before ``new_group`` returns, or with ``TORCH_GLOO_LAZY_INIT`` at the first use
     of the group.
     """
-    if "cpu:gloo" not in dist.get_backend_config(group):
+    if not traits_of(group, torch.device("cpu")).publishes_addresses:
         return None
     return f"{group.group_name}//cpu//0/{dist.get_rank(group)}"
 
@@ -262,6 +270,9 @@ REDUCER_ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(torch, "_foreach_copy_", "It copies many gradients into a bucket by one call."),
     Reliance(torch, "_foreach_mul_", "It scales all gradients of a bucket by one call."),
     Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),
+    Reliance(torch._C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
+    Reliance(torch._C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
+    Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),
     Reliance(dist, "_make_nccl_premul_sum", "NCCL multiplies while it sums.", releases="builds with NCCL"),
 )
 
@@ -281,6 +292,12 @@ def broadcast_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -
     if tensors:
         tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]  # gloo's types
         dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """Return the number of tensors that share a tensor's memory, and a constant."""
+    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return users
 
 
 MEASUREMENT_ROWS: tuple[Patch | Reliance, ...] = (

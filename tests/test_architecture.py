@@ -19,7 +19,7 @@ from tests.support.imports import circles_in, imports_in
 PACKAGE = Path(ds_topo.__file__).parent
 LAYERS: tuple[set[str], ...] = (
     {"errors", "ledger", "_lazy"},
-    {"topology"},
+    {"backends", "topology"},
     {"hosts", "planner", "torch_names"},
     {"launch"},
     {"process_groups"},

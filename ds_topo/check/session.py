@@ -11,10 +11,10 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # classes of torch.distributed, which mypy finds only here
 
+from ds_topo.backends import device_served_by
 from ds_topo.check.faults import (
     Anomaly,
     Fault,
@@ -103,8 +103,7 @@ def run_check(launch: Launch, options: Options, progress: Callable[[str, int, in
         StepFailure: on other ranks than 0, the check ended early.
     """
     progress("waiting for all ranks", 0, 0)
-    if "nccl" in options.backend:
-        take_device(launch)
+    take_device(launch, options.backend)
     store = open_store(launch, options.timeout)
     wait_for_all(store, launch, options.timeout)
     check = _Check(launch, options, progress, store)
@@ -218,8 +217,7 @@ class _Check:
             self.grid = ProcessGrid(topology, timeout=options.timeout)
 
         self.gather("groups", create)
-        device = torch.device("cuda", launch.local_rank) if "nccl" in options.backend else torch.device("cpu")
-        self.device = Device(device, options.most_bytes)
+        self.device = Device(device_served_by(options.backend, launch.local_rank), options.most_bytes)
         assert dist.group.WORLD is not None
         self.world: ProcessGroup = dist.group.WORLD
         kinds = [(" x ".join(axes), axes) for axes in group_axes(topology)]

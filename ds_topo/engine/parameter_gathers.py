@@ -1,36 +1,33 @@
 """Gather updated parameters from their owners, in the optimizer's step or during the next forward pass.
 
 DeepSpeed gathers at the end of its step, by one collective for each flat tensor. On gloo, slices sent point to point
-arrive in about half that time, in DeepSpeed's layout and in ours. In ours they may arrive during the next forward pass,
-in which modules wait for the parameters that they look up (:mod:`ds_topo.zero.arrivals`).
+arrive in about half that time, in DeepSpeed's layout and in ours. In ours they may arrive during the next forward pass;
+whatever reads a parameter then waits for it (:mod:`ds_topo.zero.arrivals`).
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from ds_topo.backends import traits_of
 from ds_topo.ledger import Make, Patch, ledger
 from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.buckets import plan_buckets
 from ds_topo.reducer.options import BucketSizes
 from ds_topo.reducer.report import BucketTiming
-from ds_topo.zero.arrivals import Arrival, Arrivals, AwaitingParameters, used_by_reference
+from ds_topo.zero.arrivals import Arrival, Arrivals, SharedMemory, unaware_of_arrivals
 from ds_topo.zero.exchange import exchange_of
 from ds_topo.zero.partitions import Fragment, PartitionedGradients, PartitionLayout, Region
-
-_SECONDS_UNTIL_SENT = 0.1
-"""The longest time for which parameters wait while the previous stage, which needs its own first, uses the link."""
 
 
 def balanced_layout(
@@ -119,26 +116,26 @@ class PartitionedParameters(list[torch.Tensor]):
     def __init__(self, groups: Sequence[FlatGroup]) -> None:
         super().__init__(group.memory for group in groups)
         self._groups = groups
-        self._arrivals = Arrivals()
         self._regions = [(group, region) for group in groups for region in group.ours.regions]
-        self._early: list[nn.Parameter] = []
-        """Parameters that the program uses without looking them up in their module."""
-        self._overlap = ExitStack()
-        """Restores the modules' dictionaries of parameters."""
-        self.overlaps = False
-        """True if parameters arrive during the next forward pass."""
-        self.waits_for_use = False
-        """True if parameters are sent only when the first one is looked up: other transfers need the link first."""
-        self._under_way: list[tuple[Arrival, BucketTiming]] = []
+        self._in_flight: list[tuple[Arrival, BucketTiming]] = []
+        """The regions of the last gather."""
+        self._arrivals = Arrivals()
+        self._memory: SharedMemory | None = None
+        """Set while parameters may arrive after the step."""
+        self._has_warned = False
+
+    @property
+    def overlaps(self) -> bool:
+        """True if parameters may arrive during the next forward pass."""
+        return self._memory is not None
 
     def gather(self) -> None:
         """Send the updated parameters from their owners to all ranks; collective."""
         self.wait()
-        if self.overlaps and self.waits_for_use:
-            self._arrivals.expect(self._everything(), Arrival(OnDemand(self._launch_all).wait))
-            return
-        self._launch_all()
-        if not self.overlaps:
+        arrives_later = self._memory is not None and not self._is_shared(self._memory)
+        self._in_flight = [self._launch(group, region, arrives_later) for group, region in self._regions]
+        self._arrivals.expect(arrival for arrival, _ in self._in_flight)
+        if not arrives_later:
             self.wait()
 
     def wait(self) -> None:
@@ -147,33 +144,36 @@ class PartitionedParameters(list[torch.Tensor]):
 
     def timings(self) -> list[BucketTiming]:
         """Return the timings of the last gather."""
-        for arrival, timing in self._under_way:
+        for arrival, timing in self._in_flight:
             timing.done_ns = arrival.done_ns
             timing.wait_started_ns, timing.wait_ended_ns = arrival.done_ns - arrival.waited_ns, arrival.done_ns
-        return [timing for _, timing in self._under_way]
+        return [timing for _, timing in self._in_flight]
 
-    def _launch_all(self) -> None:
-        self._under_way = [self._launch(group, region) for group, region in self._regions]
-
-    def _launch(self, group: FlatGroup, region: Region) -> tuple[Arrival, BucketTiming]:
+    def _launch(self, group: FlatGroup, region: Region, arrives_later: bool) -> tuple[Arrival, BucketTiming]:
         flat = group.memory[region.start : region.start + region.numel]
         timing = BucketTiming(
             region.index, flat.nbytes, len(region.members), "parameters from owners", time.perf_counter_ns()
         )
-        arrival = Arrival(group.gradients.exchange.gather(flat).wait)
-        self._arrivals.expect([group.parameters[member] for member in region.members], arrival)
-        return arrival, timing
-
-    def _everything(self) -> list[nn.Parameter]:
-        return [parameter for group in self._groups for parameter in group.parameters]
+        tensors: list[torch.Tensor] = []
+        if arrives_later:
+            for member in region.members:
+                parameter = group.parameters[member]
+                tensors.append(parameter)
+                linked = getattr(parameter, "_hp_mapping", None)
+                tensors += [linked.lp_fragment] if linked is not None else []
+        return Arrival(group.gradients.exchange.gather(flat), flat.device, tensors), timing
 
     # -- during the next forward pass
 
     def start_overlapping(self, module: nn.Module) -> None:
-        """Receive parameters while the module runs, which waits for each one when it looks it up.
+        """Receive parameters while the program goes on; see Note [Readers] in :mod:`ds_topo.zero.arrivals`.
 
         They are sent in the order of the module's parameters, which is the order in which forward needs them.
         """
+        part = unaware_of_arrivals(module)
+        if part is not None:
+            self._warn(f"{part} reads parameters without waiting for them")
+            return
         order = {parameter: place for place, parameter in enumerate(module.parameters())}
 
         def first_use(entry: tuple[FlatGroup, Region]) -> int:
@@ -181,17 +181,17 @@ class PartitionedParameters(list[torch.Tensor]):
             return min(order.get(group.parameters[member], 0) for member in region.members)
 
         self._regions.sort(key=first_use)
-        served = {id(parameter) for parameter in self._everything()}
-        for part in module.modules():
-            if any(id(parameter) in served for parameter in part._parameters.values()):
-                self._overlap.callback(_await_parameters(part, self._arrivals))
-        self.overlaps = True
+        self._memory = SharedMemory(self)
+
+    def renew(self) -> None:
+        """Accept the tensors that share the parameters' memory now, after they were laid out anew."""
+        if self._memory is not None:
+            self._memory = SharedMemory(self)
 
     def stop_overlapping(self) -> None:
-        """Restore the modules' dictionaries. Idempotent."""
-        self.wait()
-        self.overlaps = False
-        self._overlap.close()
+        """Let parameters arrive in the step from now on. Idempotent."""
+        self._memory = None
+        self._arrivals.end()
 
     def rest(self) -> None:
         """Stop all background work."""
@@ -199,65 +199,25 @@ class PartitionedParameters(list[torch.Tensor]):
         for group in self._groups:
             group.gradients.exchange.rest()
 
-    def before_forward(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a forward pass so that it also waits for parameters that it uses without looking them up.
+    def _is_shared(self, memory: SharedMemory) -> bool:
+        """Tell whether other tensors share the parameters' memory, such as ``parameter.data`` that a program keeps."""
+        shared = memory.has_new_users()
+        if shared and not self._has_warned:
+            self._warn("tensors such as parameter.data, or a graph of an earlier step, share their memory")
+        return shared
 
-        The first pass determines which parameters these are.
-        """
-        is_first = True
-
-        @wraps(forward)
-        def with_parameters(*args: Any, **options: Any) -> Any:
-            nonlocal is_first
-            for parameter in self._early:
-                self._arrivals.wait_for(parameter)
-            if not is_first or not self.overlaps:
-                return forward(*args, **options)
-            with used_by_reference(self._everything(), self._arrivals) as self._early:
-                result = forward(*args, **options)
-            is_first = False
-            return result
-
-        return with_parameters
-
-
-class OnDemand:
-    """A gather that starts when a parameter is read, or after a short time, because other ranks may have read one."""
-
-    def __init__(self, launch: Callable[[], None]) -> None:
-        self._launch: Callable[[], None] | None = launch
-        self._lock = threading.Lock()
-        self._timer = threading.Timer(_SECONDS_UNTIL_SENT, self.wait)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def wait(self) -> int:
-        """Launch the gather; readers then wait for their own parts of it."""
-        self._timer.cancel()
-        with self._lock:
-            if self._launch is not None:
-                self._launch()
-                self._launch = None
-        return time.perf_counter_ns()
-
-
-def _await_parameters(module: nn.Module, arrivals: Arrivals) -> Callable[[], None]:
-    """Make a module wait for the parameters that it looks up; return a function that restores its dictionary."""
-    plain = module._parameters
-    release = ledger.bind(patches.PARAMETERS, lambda found: AwaitingParameters(found, arrivals), module)
-
-    def put_back() -> None:
-        current = dict(module._parameters)
-        release()
-        plain.clear()
-        plain.update(current)
-
-    return put_back
+    def _warn(self, reason: str) -> None:
+        self._has_warned = True
+        warnings.warn(
+            f"overlap_parameters: {reason}, so parameters arrive within step(); correct, but slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _in_slices(gather: Any) -> Any:
-    def is_on_gloo(flat: torch.Tensor, group: ProcessGroup) -> bool:
-        return flat.device.type == "cpu" and dist.get_backend(group) == "gloo"
+    def has_messages(flat: torch.Tensor, group: ProcessGroup) -> bool:
+        return traits_of(group, flat.device).tagged_messages
 
     @wraps(gather)
     def all_gather_dp_groups(
@@ -269,7 +229,7 @@ def _in_slices(gather: Any) -> Any:
     ) -> None:
         if isinstance(groups_flat, PartitionedParameters):
             groups_flat.gather()
-        elif all(is_on_gloo(flat, dp_process_group[index]) for index, flat in enumerate(groups_flat)):
+        elif all(has_messages(flat, dp_process_group[index]) for index, flat in enumerate(groups_flat)):
             for index, flat in enumerate(groups_flat):
                 exchange_of(dp_process_group[index], flat.device).gather_now(flat)
         else:

@@ -31,7 +31,6 @@ from ds_topo.reducer.options import BucketSizes, ReductionArguments, ReductionOp
 from ds_topo.reducer.reducer import StepDriver
 from ds_topo.reducer.report import BucketTiming
 from ds_topo.reducer.two_level import suitable_bucket_bytes
-from ds_topo.zero.exchange import hosts_in_order
 
 
 class GradientReducer(BucketReducer):
@@ -202,7 +201,7 @@ class EngineDriver(StepDriver):
 
     def _watch_for_exceptions(self, reducer: BucketReducer) -> None:
         """Discard an unfinished step before a forward pass, because an exception has ended it."""
-        self._replace(patches.FORWARD, lambda forward: self._using(_after(reducer.give_up_unfinished, forward)))
+        self._replace(patches.FORWARD, partial(_after, reducer.give_up_unfinished))
 
     def _samples(self, replicas: int) -> int:
         """Return the number of replicas that work on different samples."""
@@ -221,11 +220,6 @@ class EngineDriver(StepDriver):
             return ReductionOptions(**self._wanted).bucket_sizes(suitable)
         except (TypeError, ValueError):
             return ReductionOptions().bucket_sizes(suitable)
-
-    def _using(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a pass that uses parameters, which may not have arrived yet."""
-        parameters = self._gradients.parameters
-        return forward if parameters is None else parameters.before_forward(forward)
 
     def _gather_in_step(self) -> None:
         assert self._gradients.parameters is not None
@@ -262,11 +256,6 @@ class PipelineDriver(EngineDriver):
     def bind(self, reducer: BucketReducer, options: ReductionOptions) -> None:
         """Patch the instructions of the schedule so that they drive this reducer, too."""
         super().bind(reducer, options)
-        if options.overlap_parameters and self._gradients.parameters is not None:
-            # If the stage before is on the same host, it needs the link first.
-            stage, group = self.engine.stage_id, self.engine.grid.get_pipe_parallel_group()
-            hosts = hosts_in_order(group) if self.engine.num_stages > 1 else [""]
-            self._gradients.parameters.waits_for_use = bool(stage > 0 and hosts[stage] == hosts[stage - 1])
 
         def with_ours(instructions: dict[type, Any]) -> dict[type, Any]:
             backward, reduce_tied = instructions[schedule.BackwardPass], instructions[schedule.ReduceTiedGrads]
@@ -309,7 +298,7 @@ class PipelineDriver(EngineDriver):
             self._passes = 0
             reducer.give_up_unfinished()
 
-        self._replace(patches.EXECUTE_SCHEDULE, lambda execute: self._using(_after(start_anew, execute)))
+        self._replace(patches.EXECUTE_SCHEDULE, partial(_after, start_anew))
 
     def _samples(self, replicas: int) -> int:
         return replicas

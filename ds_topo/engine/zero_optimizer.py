@@ -104,6 +104,7 @@ class PartitionedOptimizer(ABC):
         self._move(to_ours=True)
         self._bind()
         self._relink(self._link_fragments)
+        self.parameters.renew()
 
     def leave(self) -> None:
         """Move parameters and states back to DeepSpeed's layout; collective."""

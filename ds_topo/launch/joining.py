@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )  # mypy finds them only here
 
+from ds_topo.backends import default_backend, device_served_by
 from ds_topo.errors import DisagreementError, HostError, LaunchError
 from ds_topo.hosts.hosts import address_of, is_loopback
 from ds_topo.hosts.placement import fold_numbers
@@ -138,7 +139,7 @@ def join(
     Args:
         timeout: the timeout of joining and of every group, in seconds or as a ``timedelta``; by default the minutes in
             ``DEEPSPEED_TIMEOUT``, or 10 minutes.
-        backend: the torch backend; by default ``nccl`` where there is a GPU, else ``gloo``.
+        backend: the torch backend; by default torch's for this machine's accelerator, else ``gloo``.
         end_with_launcher: end this rank when its launcher has ended, so that no rank outlives a killed launcher.
         verbose: let rank 0 write a line to standard error that names the launcher.
 
@@ -152,9 +153,8 @@ def join(
     if dist.is_initialized():
         return _joined_already(limit if timeout is not None else None)
     launch = prepare(end_with_launcher=end_with_launcher)
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    if "nccl" in backend:
-        take_device(launch)
+    backend = backend or default_backend()
+    take_device(launch, backend)
     warn_of_restarts(launch)
     store = open_store(launch, limit)
     wait_for_all(store, launch, limit)
@@ -320,20 +320,28 @@ def _joined_already(timeout: timedelta | None) -> Launch:
     return launch
 
 
-def take_device(launch: Launch) -> None:
-    """Make the GPU of this rank the current device.
+def take_device(launch: Launch, backend: str) -> torch.device:
+    """Return the device of this rank, and make it the current one if it is an accelerator.
+
+    Args:
+        launch: this rank.
+        backend: the torch backend of the job, which may serve an accelerator.
 
     Raises:
-        LaunchError: there are fewer GPUs than ranks on this host.
+        LaunchError: there are fewer accelerators than ranks on this host.
     """
-    visible = torch.cuda.device_count()
+    device = device_served_by(backend, launch.local_rank)
+    if device.type == "cpu":
+        return device
+    visible = torch.accelerator.device_count()
     if launch.local_rank >= visible:
         raise LaunchError(
-            f"rank {launch.rank} on {socket.gethostname()} has local rank {launch.local_rank}, but {visible} GPUs: "
-            "start as many ranks on a host as it has GPUs, and let each rank see all of them (srun: --gpus-per-node "
-            "instead of --gpus-per-task, or --gpu-bind=none)"
+            f"rank {launch.rank} on {socket.gethostname()} has local rank {launch.local_rank}, but {visible} devices "
+            f"of type {device.type}: start as many ranks on a host as it has GPUs, and let each rank see all of them "
+            "(srun: --gpus-per-node instead of --gpus-per-task, or --gpu-bind=none)"
         )
-    torch.cuda.set_device(launch.local_rank)
+    torch.accelerator.set_device_index(launch.local_rank)
+    return device
 
 
 def _who_is_missing(store: Store, keys: list[str], launch: Launch, waited: timedelta) -> str:

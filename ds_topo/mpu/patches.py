@@ -29,7 +29,6 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from deepspeed.utils import mixed_precision_linkage, tensor_fragment
-from torch import nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ds_topo.ledger import ONE_CALL, Patch, Reliance
@@ -435,7 +434,7 @@ COMPILE = Patch(
     DeepSpeedEngine,
     "compile",
     instead="The same after overlap_parameters is switched off, so that parameters arrive in the step.",
-    why="Compiled code does not look parameters up.",
+    why="Compiled code reads memory without asking whether it has arrived.",
     during="overlap_parameters is on",
 )
 INSTRUCTIONS = Patch(
@@ -493,13 +492,6 @@ METHODS_OF_PARTITIONS = {
     )
     for optimizer in (DeepSpeedZeroOptimizer, BF16_Optimizer)
 }
-PARAMETERS = Patch(
-    nn.Module,
-    "_parameters",
-    instead="A dictionary on each module that waits for a parameter which has not arrived yet.",
-    why="Parameters arrive during the next forward pass.",
-    during="overlap_parameters is on",
-)
 STEP, TRAIN_BATCH = (
     Patch(
         engine,

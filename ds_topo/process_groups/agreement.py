@@ -31,8 +31,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ds_topo.backends import device_in_use
 from ds_topo.errors import DisagreementError, StoreTimeoutError, listed
-from ds_topo.torch_names import Store, address_of_store, append, default_store
+from ds_topo.torch_names import Store, address_of_store, append, communicates, default_store
 
 Result = TypeVar("Result")
 UNANSWERED_AFTER = 1.2
@@ -90,12 +91,12 @@ def within(limit: timedelta, what: str, call: Callable[[], Result]) -> Result:
     2
     """
     result: Future[Result] = Future()
-    device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    device = device_in_use()
 
     def run() -> None:
         try:
             if device is not None:
-                torch.cuda.set_device(device)
+                torch.accelerator.set_device_index(device)
             result.set_result(call())
         except BaseException as error:  # re-raised in the caller's thread
             result.set_exception(error)
@@ -145,7 +146,7 @@ def agree(
     key = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()[:12]
     _rounds[key] += 1
     token = f"ds_topo/{key}/{_rounds[key]}"
-    if dist.get_backend() == "fake" or len(members) == 1:
+    if len(members) == 1 or not communicates():
         if failure is not None:
             raise failure
         return token

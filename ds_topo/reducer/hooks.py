@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_topo.ledger import Make, Patch, ledger
 from ds_topo.torch_names import ZERO_GRAD_OF_MODULES, ZERO_GRAD_OF_OPTIMIZERS
-from ds_topo.zero.arrivals import peeking
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,10 +123,9 @@ def _telling_reducers(parameters_of: Callable[[Any], Iterable[torch.Tensor]]) ->
     def make(zero_grad: Any) -> Any:
         @wraps(zero_grad)
         def zero(owner: Any, *args: Any, **options: Any) -> None:
-            with peeking():
-                for reducer in watch:
-                    reducer.before_zero_grad(parameters_of(owner))
-                zero_grad(owner, *args, **options)
+            for reducer in watch:
+                reducer.before_zero_grad(parameters_of(owner))
+            zero_grad(owner, *args, **options)
 
         return zero
 

@@ -17,7 +17,6 @@ from ds_topo.errors import DisagreementError, abridged, listed
 from ds_topo.reducer.buckets import is_replaced
 from ds_topo.reducer.hooks import GradientHooks
 from ds_topo.reducer.parameters import COPIED_IN, ParameterState
-from ds_topo.zero.arrivals import peeking
 
 _RANKS_SHOWN = 8
 
@@ -80,11 +79,18 @@ def missing_gradients(names: Sequence[str], whose: str) -> RuntimeError:
     )
 
 
-def unequal_repetition(names: Sequence[str]) -> RuntimeError:
-    """Return the error for parameters of a GPU group that got late gradients on some ranks only."""
+def unequal_use(names: Sequence[str], ranks: int, size: int) -> RuntimeError:
+    """Return the error for parameters on a GPU that some ranks did not use, or used more often.
+
+    Args:
+        names: the parameters that got late gradients on this rank.
+        ranks: the number of ranks with such parameters.
+        size: the number of ranks that share gradients.
+    """
+    which = f"such as {listed(names)} on this rank" if names else "which the errors of those ranks name"
     return RuntimeError(
-        f"parameters {listed(names)} got more gradients than in the first step, on some ranks only: let every rank "
-        "reach a parameter equally often in a step"
+        f"on {ranks} of {size} ranks parameters, {which}, got no gradient, or more gradients than in the first step: "
+        "let every rank reach the same parameters equally often in a step"
     )
 
 
@@ -139,8 +145,7 @@ class Changes:
 
     def problem(self) -> str | None:
         """Return a description of changed parameters, or of replaced gradients; None if there are none."""
-        with peeking():
-            return self._changed_parameters() or self._replaced_gradients()
+        return self._changed_parameters() or self._replaced_gradients()
 
     def _changed_parameters(self) -> str | None:
         held = self._held_now()

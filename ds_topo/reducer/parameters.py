@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ds_topo.backends import BackendTraits
 from ds_topo.errors import abridged, listed
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup
@@ -32,6 +33,8 @@ class Route:
 
     label: str
     group: ProcessGroup
+    traits: BackendTraits
+    """The traits of the group's backend for gradients."""
     before: float
     """The factor for gradients before the sum, on their way into the bucket."""
     after: float
@@ -45,10 +48,10 @@ class Route:
     hook: CommHook | None = None
     hook_state: object = None
     last_hook: torch.futures.Future[Any] | None = None
-    """On a CPU, the result of the hook for the previous bucket."""
+    """The result of the hook for the previous bucket, unless streams order its collectives."""
 
     def wait_for_hook(self) -> None:
-        """Wait for the last hook: on a CPU its callbacks may start collectives, which must not mix with others."""
+        """Wait for the last hook: its callbacks may start collectives, which must not mix with others."""
         if self.last_hook is not None:
             self.last_hook.wait()
             self.last_hook = None

@@ -50,7 +50,7 @@ from ds_topo.reducer.misuse import (
     check_module,
     different_steps,
     missing_gradients,
-    unequal_repetition,
+    unequal_use,
     unexpected_gradient,
     unreduced_gradients,
 )
@@ -68,7 +68,7 @@ from ds_topo.reducer.parameters import (
     make_equal,
     owners,
 )
-from ds_topo.reducer.reductions import Counts, Reduction, UsedParameters, assign_routes, launch
+from ds_topo.reducer.reductions import Counts, Reduction, StepNotes, assign_routes, launch
 from ds_topo.reducer.report import BucketTiming, GradientReport, StepTiming
 from ds_topo.zero.partitions import PartitionedGradients
 
@@ -113,6 +113,8 @@ class Step:
     next_bucket: int = 0
     """The first bucket that has not been launched."""
     in_flight: list[Reduction] = field(default_factory=list)
+    absent: list[ParameterState] = field(default_factory=list)
+    """Parameters without a gradient in the last micro-batch."""
     late: dict[int, ParameterState] = field(default_factory=dict)
     """Parameters that got a gradient after they were copied in, by index."""
     discarded: set[int] = field(default_factory=set)
@@ -225,8 +227,10 @@ class BucketReducer:
         """True if gradients of earlier micro-batches wait for the last one."""
         self._all_prefer_to_defer = False
         """The preference that the ranks agreed on in the last step."""
-        self._unread: list[UsedParameters] = []
-        """On a GPU, the notes of the last step, which are read in the next one."""
+        self._reads_later = self._dense.traits.ordered_by_stream
+        """True if the notes of a step are read in the next one, so that nothing waits for the device."""
+        self._unread: list[StepNotes] = []
+        """The notes of the last step, if they are read later."""
 
         # -- the record
         self._timings: deque[StepTiming] = deque(maxlen=self.options.keep_steps)
@@ -555,34 +559,38 @@ class BucketReducer:
         for partition in partitions:
             partition.discard()
 
-    def _launch_the_rest(self, failed: bool) -> tuple[list[ParameterState], list[UsedParameters]]:
+    def _launch_the_rest(self, failed: bool) -> tuple[list[ParameterState], list[StepNotes]]:
         """Launch the remaining buckets, with zeros for unused parameters, so that no rank waits forever.
 
         Returns:
             The parameters without a gradient, and the notes for the other ranks, in flight.
         """
-        used = [state.arrived > 0 for state in self._states]
-        if self.options.find_unused_parameters:  # parameters of earlier micro-batches are used, too
-            used = [
-                found or state.parameter.grad is not None or state.holds_sum
-                for found, state in zip(used, self._states, strict=True)
-            ]
+        step, options = self._step, self.options
+        incomplete = [bucket for bucket in self._layout.buckets if bucket.pending]
+        step.absent = [state for bucket in incomplete for state in bucket.members if not state.arrived]
+        unused: set[int] = set()
+        if not options.zero_unused_parameters:
+            unused = {
+                state.index
+                for state in step.absent
+                # parameters of earlier micro-batches are used, too
+                if not (options.find_unused_parameters and (state.parameter.grad is not None or state.holds_sum))
+            }
         without: list[ParameterState] = []
-        for bucket in self._layout.buckets:
-            if bucket.pending:
-                without += copy_in(bucket.members) if bucket.accumulates else ()
-                bucket.pending = 0
+        for bucket in incomplete:
+            without += copy_in(bucket.members) if bucket.accumulates else ()
+            bucket.pending = 0
         self._launch_full_buckets()
         if self._dense.two_level is not None:
             self._dense.two_level.flush()
         times = [timing.communication_ns for timing in self._timings if timing.ended_ns]
         prefers_to_defer = self.driver.prefers_to_defer(times)
         notes = [
-            UsedParameters(
+            StepNotes(
                 members,
-                [used[state.index] for state in members],
-                self._step.late.keys(),
                 route,
+                unused,
+                set(step.late),
                 failed=failed,
                 prefers_to_defer=prefers_to_defer,
                 step=self.driver.steps_taken(),
@@ -591,7 +599,7 @@ class BucketReducer:
         ]
         return without, notes
 
-    def _wait(self, notes: list[UsedParameters]) -> None:
+    def _wait(self, notes: list[StepNotes]) -> None:
         for reduction in self._step.in_flight:
             reduction.wait()
         for note in notes:
@@ -599,28 +607,29 @@ class BucketReducer:
         self._step.timing.buckets = [reduction.timing for reduction in self._step.in_flight]
         self._step.timing.gathers = self.driver.gathers()
 
-    def _read(self, notes: list[UsedParameters]) -> tuple[list[ParameterState], list[ParameterState]]:
+    def _read(self, notes: list[StepNotes]) -> tuple[list[ParameterState], list[ParameterState]]:
         """Read the notes of all ranks; raise if they are an error.
 
         On a GPU, read those of the step before, so that nothing waits for the device. Exceptions are the first step,
-        the search for unused parameters, and late gradients on this rank.
+        the search for unused parameters, and unusual notes of this rank.
 
         Returns:
             The parameters that no rank used, if those are searched for, and those that got late gradients.
         """
-        missing = [state.name for state in self._states if not state.arrived]
-        if missing and not self._may_miss:
-            raise missing_gradients(missing, "this rank")
-        is_first = self._layout.arrivals is not None
-        at_once = self.options.find_unused_parameters or is_first or bool(self._step.late)
-        if self._device.type == "cuda" and not at_once:
-            notes, self._unread = self._unread, notes
+        all_read = not self._reads_later or self.options.find_unused_parameters or self._layout.arrivals is not None
+        due, self._unread = self._unread, notes
+        if all_read or any(note.are_unusual for note in notes):
+            due, self._unread = due + notes, []
+        # All notes are read before any is refused: reading unusual ones is collective.
+        read = [note.counts(all_read=all_read and note in notes) for note in due]
+        if self._step.absent and not self._may_miss:
+            raise missing_gradients([state.name for state in self._step.absent], "this rank")
         unused: list[ParameterState] = []
         late: list[ParameterState] = []
-        for counts in (note.counts() for note in notes):
+        for counts in read:
             self._raise_for(counts)
             unused += counts.unused_everywhere if self.options.find_unused_parameters else []
-            late += counts.late_anywhere
+            late += counts.late
         return unused, late
 
     def _raise_for(self, counts: Counts) -> None:
@@ -629,9 +638,9 @@ class BucketReducer:
             self._all_prefer_to_defer = counts.prefer_to_defer == size
         if counts.failed:
             raise RuntimeError(f"{counts.failed} of {size} ranks failed in finish(); their own errors say why")
+        if not counts.are_named:
+            raise unequal_use([state.name for state in self._step.late.values()], counts.unusual, size)
         if counts.unused_anywhere and not self._may_miss:
             raise missing_gradients([state.name for state in counts.unused_anywhere], "some other ranks")
-        if self._device.type == "cuda" and len(counts.late_anywhere) > len(counts.late_everywhere):
-            raise unequal_repetition([state.name for state in counts.late_anywhere])
         if counts.steps_differ:  # this comes last, because the error needs a collective that all ranks reach
             raise different_steps(self.driver.steps_taken(), counts.route.group)

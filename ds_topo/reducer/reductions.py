@@ -1,8 +1,8 @@
 """Reductions in flight: the routes of parameters, the reductions of buckets, and the notes that ranks sum at the end.
 
 :func:`assign_routes` chooses process group, divisor, and flat or two-level reduction for every parameter when a reducer
-is built. :func:`launch` starts the reduction of one full bucket over its route. :class:`UsedParameters` tells the ranks
-of a route about each other's step.
+is built. :func:`launch` starts the reduction of one full bucket over its route. :class:`StepNotes` tells the ranks of a
+route about each other's step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ds_topo.backends import traits_of
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
 from ds_topo.reducer.options import ReductionOptions
@@ -40,14 +41,16 @@ def assign_routes(
     size = dist.get_world_size(group)
     dtype = options.communication_dtype
     bucket_bytes = _bucket_bytes(options, group, device)
-    two_level = None if options.two_level is False else _chosen_two_level(states, options, group, bucket_bytes)
-    dense = Route("data", group, *scaling(options, size, group, two_level is None), dtype, bucket_bytes, two_level)
+    two_level = None if options.two_level is False else _chosen_two_level(states, options, group, device, bucket_bytes)
+    scale = scaling(options, size, group, device, two_level is None)
+    dense = Route("data", group, traits_of(group, device), *scale, dtype, bucket_bytes, two_level)
     used = {expert_group_name(state.parameter) for state in states}
     experts = {
         name: Route(
             f"experts of {name}",
             expert_group,
-            *scaling(options, size, expert_group),
+            traits_of(expert_group, device),
+            *scaling(options, size, expert_group, device),
             dtype,
             _bucket_bytes(options, expert_group, device),
         )
@@ -66,7 +69,7 @@ def _bucket_bytes(options: ReductionOptions, group: ProcessGroup, device: torch.
 
 
 def scaling(
-    options: ReductionOptions, data_parallel_size: int, group: ProcessGroup, is_flat: bool = True
+    options: ReductionOptions, data_parallel_size: int, group: ProcessGroup, device: torch.device, is_flat: bool = True
 ) -> tuple[float, float, ReduceOp]:
     """Return the factors before and after the sum over ``group``, and its ``ReduceOp``.
 
@@ -74,15 +77,21 @@ def scaling(
     the bucket.
     """
     before, after = options.scales(data_parallel_size)
-    if not is_flat or dist.get_backend(group) != "nccl" or before == 1.0:
-        return before, after, dist.ReduceOp.SUM
-    if after == 1.0 and before * dist.get_world_size(group) == 1.0:
-        return 1.0, 1.0, dist.ReduceOp.AVG
-    return 1.0, after, premultiplied_sum(before)
+    traits = traits_of(group, device)
+    if is_flat and before != 1.0:
+        if traits.averages and after == 1.0 and before * dist.get_world_size(group) == 1.0:
+            return 1.0, 1.0, dist.ReduceOp.AVG
+        if traits.premultiplies:
+            return 1.0, after, premultiplied_sum(before)
+    return before, after, dist.ReduceOp.SUM
 
 
 def _chosen_two_level(
-    states: Sequence[ParameterState], options: ReductionOptions, group: ProcessGroup, bucket_bytes: int
+    states: Sequence[ParameterState],
+    options: ReductionOptions,
+    group: ProcessGroup,
+    device: torch.device,
+    bucket_bytes: int,
 ) -> TwoLevelReduction | None:
     """Return two levels if asked for, or if the placement has them and they measure faster than a flat reduction."""
     hosts = hosts_of(group)
@@ -93,10 +102,10 @@ def _chosen_two_level(
                 "it out to choose by placement"
             )
         return None
-    two_level = TwoLevelReduction(hosts)
+    two_level = TwoLevelReduction(hosts, device)
     if options.two_level:
         return two_level
-    dtype, device = states[0].dtype, states[0].parameter.device
+    dtype = states[0].dtype
     numel = max(1, bucket_bytes // dtype.itemsize // two_level.inner_size) * two_level.inner_size
     if is_two_level_faster(two_level, group, torch.zeros(numel, dtype=dtype, device=device)):
         return two_level
@@ -171,7 +180,7 @@ class _AllReduce(Reduction):
 
     def _start(self) -> None:
         self._work = dist.all_reduce(self._payload, self.route.op, group=self.route.group, async_op=True)
-        if not self._payload.is_cuda:
+        if not self.route.traits.ordered_by_stream:
             self._work.get_future().add_done_callback(self._note_done)
 
     def _complete(self) -> None:
@@ -192,10 +201,10 @@ class _TwoLevelAllReduce(_AllReduce):
 
     def _start(self) -> None:
         self._payload = self._two_level.padded(self._payload)
-        self._done = self._two_level.submit(self._payload)
+        self._pending = self._two_level.submit(self._payload)
 
     def _complete(self) -> None:
-        self.timing.done_ns = self._done.result()
+        self.timing.done_ns = self._pending.wait()
         self._copy_out()
 
 
@@ -206,7 +215,7 @@ class _ReduceScatter(Reduction):
         super().__init__(bucket)
         self._region = region
         self._payload = _payload(bucket)
-        self._pending: Pending | None = region.gradients.exchange.reduce_scatter(self._payload)
+        self._pending: Pending | None = region.gradients.exchange.reduce_scatter(self._payload, self.route.op)
         region.gradients.note(self)
 
     def is_done(self) -> bool:
@@ -250,7 +259,7 @@ class _HookReduction(Reduction):
         super().__init__(bucket)
         self.route.wait_for_hook()
         self._future = hook(self.route.hook_state, CommHookBucket(bucket, is_last))
-        if not bucket.flat.is_cuda:
+        if not self.route.traits.ordered_by_stream:
             self.route.last_hook = self._future
             self._future.add_done_callback(self._note_done)
 
@@ -273,28 +282,34 @@ class Counts:
     """The sums of the notes of all ranks of one route's group."""
 
     route: Route
-    unused_anywhere: list[ParameterState]
-    """Parameters for which at least one rank has no gradient."""
-    unused_everywhere: list[ParameterState]
-    """Parameters for which no rank has a gradient."""
-    late_anywhere: list[ParameterState]
-    """Parameters that got a gradient after they were copied in, on at least one rank."""
-    late_everywhere: list[ParameterState]
-    """Parameters that got a gradient after they were copied in, on all ranks."""
+    unusual: int
+    """The number of ranks with unused parameters or late gradients."""
     failed: int
     """The number of ranks that failed in ``finish()``."""
     prefer_to_defer: int
     """The number of ranks that prefer to launch the next step's reductions after its backward."""
     steps_differ: bool
     """True if ranks are at different steps."""
+    unused_anywhere: Sequence[ParameterState] = ()
+    """Parameters for which at least one rank has no gradient."""
+    unused_everywhere: Sequence[ParameterState] = ()
+    """Parameters for which no rank has a gradient."""
+    late: Sequence[ParameterState] = ()
+    """Parameters that got a gradient after they were copied in, on at least one rank."""
+    are_named: bool = True
+    """False if single parameters were not summed, because not all ranks read these notes in the same step."""
 
 
-class UsedParameters:
-    """The sum of the notes of all ranks, in flight; it extends DDP's map of globally used parameters.
+class StepNotes:
+    """The notes that the ranks of one route's group exchange at the end of a step.
+
+    Five numbers tell whether anything unusual has happened. Only then are notes on single parameters summed as well,
+    as in DDP's map of globally used parameters.
 
     Args:
-        members: the parameters of a route.
-        used: for each of them, True if this rank has a gradient.
+        members: the parameters of the route.
+        route: the route.
+        unused: those of them without a gradient on this rank, if the other ranks need to know them.
         late: indices of parameters whose gradient came late on this rank.
         failed: True if this rank failed in ``finish()``.
         prefers_to_defer: True if this rank prefers to launch the next step's reductions after its backward.
@@ -304,9 +319,9 @@ class UsedParameters:
     def __init__(
         self,
         members: Sequence[ParameterState],
-        used: Sequence[bool],
-        late: Collection[int],
         route: Route,
+        unused: Collection[int],
+        late: Collection[int],
         *,
         failed: bool,
         prefers_to_defer: bool,
@@ -314,37 +329,53 @@ class UsedParameters:
     ) -> None:
         route.wait_for_hook()
         self._members, self._route = members, route
+        self._unused, self._late = unused, late
+        unusual = {*unused, *late}
+        self.are_unusual = bool(unusual) and any(state.index in unusual for state in members)
+        """True if this rank has notes on single parameters."""
         number = step % _STEPS
-        notes: list[int] = [*used, failed, prefers_to_defer, number, number * number]
-        if late:
-            for place, state in enumerate(members):
-                notes[place] += _LATE * (state.index in late)
-        self._counts = torch.tensor(notes, dtype=torch.int32, device=members[0].parameter.device)
-        self._work = dist.all_reduce(self._counts, group=route.group, async_op=True)
-        self._event: torch.cuda.Event | None = None
+        self._sums = self._on_device([self.are_unusual, failed, prefers_to_defer, number, number * number])
+        self._work = dist.all_reduce(self._sums, group=route.group, async_op=True)
+        self._event: torch.Event | None = None
 
     def settle(self) -> None:
-        """Wait for the sum; on a GPU queue its copy to the host and return."""
+        """Wait for the sum; on an accelerator queue its copy to the host and return."""
         self._work.wait()
-        if self._counts.is_cuda:
-            self._counts = self._counts.to("cpu", non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+        if self._sums.device.type != "cpu":
+            self._sums = self._sums.to("cpu", non_blocking=True)
+            self._event = torch.accelerator.current_stream().record_event()
 
-    def counts(self) -> Counts:
-        """Read the sum."""
+    def counts(self, *, all_read: bool) -> Counts:
+        """Read the sums; collective if they are unusual.
+
+        Args:
+            all_read: True if all ranks of the group read the notes of this step now.
+        """
         if self._event is not None:
             self._event.synchronize()
-        *counts, failed, prefer_to_defer, steps, squares = self._counts.tolist()
+        unusual, failed, prefer_to_defer, steps, squares = self._sums.tolist()
         size = self._route.size
-        ranks = [(state, count % _LATE, count // _LATE) for state, count in zip(self._members, counts, strict=True)]
+        differ = steps * steps != size * squares  # the step numbers have a variance
+        if not unusual or failed:
+            return Counts(self._route, unusual, failed, prefer_to_defer, differ)
+        if not all_read and unusual < size:
+            return Counts(self._route, unusual, failed, prefer_to_defer, differ, are_named=False)
+        notes = [(state.index not in self._unused) + _LATE * (state.index in self._late) for state in self._members]
+        sums = self._on_device(notes)
+        dist.all_reduce(sums, group=self._route.group)
+        ranks = [(state, each % _LATE, each // _LATE) for state, each in zip(self._members, sums.tolist(), strict=True)]
         return Counts(
             self._route,
+            unusual,
+            failed,
+            prefer_to_defer,
+            differ,
             [state for state, used, _ in ranks if used < size],
             [state for state, used, _ in ranks if not used],
             [state for state, _, late in ranks if late],
-            [state for state, _, late in ranks if late == size],
-            failed,
-            prefer_to_defer,
-            steps * steps != size * squares,  # the step numbers have a variance
         )
+
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        device = self._members[0].parameter.device
+        on_host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type != "cpu")
+        return on_host.to(device, non_blocking=True)

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import TypeAlias
@@ -23,27 +23,30 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from ds_topo.backends import SideStream, order_after, synchronize, traits_of
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups
 from ds_topo.reducer.options import MIB
 from ds_topo.topology.rank_tables import RankGroup, two_level_ranks
-from ds_topo.zero.exchange import end_thread, hosts_in_order
+from ds_topo.zero.exchange import Pending, end_thread, hosts_in_order
 
 
 class TwoLevelReduction:
     """Sums contiguous tensors over ``group`` in two levels, in the order in which they are submitted.
 
-    On the CPU a thread runs the three collectives of a tensor; while one tensor crosses hosts, it reduces the next one
-    inside the host. On every rank the gather of a tensor follows the scatter of its successor, so the ranks of a host
-    always meet in the same collective. On a GPU the collectives are queued on a separate stream.
+    If a wait blocks the caller, as on gloo, a thread runs the three collectives of a tensor; while one tensor crosses
+    hosts, it reduces the next one inside the host. On every rank the gather of a tensor follows the scatter of its
+    successor, so the ranks of a host always meet in the same collective. If collectives are ordered by streams, as on
+    NCCL, the caller queues them on a side stream.
 
     Creating it is collective over the group.
 
     Args:
         hosts: the group's global ranks, each with its host (:func:`~ds_topo.topology.rank_tables.has_two_levels`).
+        device: the device of the tensors.
         timeout: the timeout of the groups inside and across hosts.
     """
 
-    def __init__(self, hosts: Mapping[int, str], timeout: timedelta | None = None) -> None:
+    def __init__(self, hosts: Mapping[int, str], device: torch.device, timeout: timedelta | None = None) -> None:
         inner, outer = two_level_ranks(list(hosts), hosts, dist.get_rank())
         groups = [RankGroup(("inside host",), tuple(inner)), RankGroup(("across hosts",), tuple(outer))]
         table = hashlib.sha256(repr(sorted(hosts.items())).encode()).hexdigest()[:16]
@@ -54,39 +57,35 @@ class TwoLevelReduction:
         self._inner, self._outer = inside, across
         self.inner_size = len(inner)
         """The number of elements of a tensor must be a multiple of this."""
+        self._device = device
+        self._stream = SideStream(device) if traits_of(inside, device).ordered_by_stream else None
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stream: torch.cuda.Stream | None = None
 
     def padded(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, or a longer copy if it cannot be split evenly inside a host."""
         missing = -len(tensor) % self.inner_size
         return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
-    def submit(self, tensor: torch.Tensor) -> Future[int]:
+    def submit(self, tensor: torch.Tensor) -> Pending:
         """Start summing ``tensor`` in place; all ranks submit the same tensors in the same order.
 
-        The result is the time of the end, ``time.perf_counter_ns``. The last tensor submitted may stay in flight until
-        :meth:`flush`.
+        The last tensor submitted may stay in flight until :meth:`flush`.
         """
-        done: Future[int] = Future()
-        if tensor.is_cuda:
-            self._queue_on_stream(tensor)
-            done.set_result(time.perf_counter_ns())
-            return done
+        if self._stream is not None:
+            return self._queue_on(self._stream, tensor)
         if self._thread is None:
             worker = _Worker(self._jobs, self._inner, self._outer)
             self._thread = threading.Thread(target=worker.run, name="ds_topo two-level reduction", daemon=True)
             self._thread.start()
             weakref.finalize(self, end_thread, self._thread, partial(self._jobs.put, _Mark.END))
-        self._jobs.put(_Sum(tensor, done))
-        return done
+        job = _Sum(tensor)
+        self._jobs.put(job)
+        return job
 
     def flush(self) -> None:
         """Let the last tensor end without waiting for a successor; further tensors may be submitted later."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-        elif self._thread is not None:
+        if self._thread is not None:
             self._jobs.put(_Mark.FLUSH)
 
     def destroy(self) -> None:
@@ -97,14 +96,29 @@ class TwoLevelReduction:
             self._thread = None
         self._groups.destroy()
 
-    def _queue_on_stream(self, tensor: torch.Tensor) -> None:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(tensor.device)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            share = _reduce_scatter(tensor, self._inner)
+    def _queue_on(self, stream: SideStream, tensor: torch.Tensor) -> Pending:
+        with stream.after_current(tensor):
+            share = torch.empty(tensor.numel() // self.inner_size, dtype=tensor.dtype, device=tensor.device)
+            dist.reduce_scatter_tensor(share, tensor, group=self._inner)
             dist.all_reduce(share, group=self._outer)
             dist.all_gather_into_tensor(tensor, share, group=self._inner)
+        return _Queued(stream.mark(), self._device)
+
+
+@dataclass(frozen=True)
+class _Queued:
+    """A sum that was queued on a side stream."""
+
+    end: torch.Event | None
+    """The end of the sum; None on a CPU, where it has ended already."""
+    device: torch.device
+
+    def is_done(self) -> bool:
+        return self.end is None or self.end.query()
+
+    def wait(self) -> int:
+        order_after(self.end, self.device)
+        return time.perf_counter_ns()
 
 
 @dataclass(eq=False)
@@ -112,7 +126,13 @@ class _Sum:
     """A tensor to sum, and the future of its end."""
 
     tensor: torch.Tensor
-    done: Future[int]
+    done: Future[int] = field(default_factory=Future)
+
+    def is_done(self) -> bool:
+        return self.done.done()
+
+    def wait(self) -> int:
+        return self.done.result()
 
 
 class _Mark(enum.Enum):
@@ -174,17 +194,13 @@ class _Worker:
 
 
 def _reduce_scatter(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Return this rank's share of the sum: ``[numel] -> [numel / size]``."""
-    size = dist.get_world_size(group)
-    share = torch.empty(tensor.numel() // size, dtype=tensor.dtype, device=tensor.device)
-    if tensor.is_cuda:
-        dist.reduce_scatter_tensor(share, tensor, group=group)
-        return share
-    # gloo's own reduce_scatter is an all_reduce and a copy; this sends 1 / size of that.
+    """Return this rank's share of the sum: ``[numel] -> [numel / size]``.
+
+    gloo's own reduce_scatter is an all_reduce and a copy; this sends 1 / size of that.
+    """
     parts = torch.empty_like(tensor)
     dist.all_to_all_single(parts, tensor, group=group)
-    torch.sum(parts.view(size, -1), dim=0, out=share)
-    return share
+    return parts.view(dist.get_world_size(group), -1).sum(dim=0)
 
 
 def hosts_of(group: ProcessGroup) -> dict[int, str]:
@@ -216,9 +232,9 @@ def is_two_level_faster(two_level: TwoLevelReduction, group: ProcessGroup, probe
     """Reduce ``probe`` in two levels and flat, alternating, and compare; collective over ``group``."""
 
     def reduce_in_two_levels() -> None:
-        done = two_level.submit(probe)
+        pending = two_level.submit(probe)
         two_level.flush()
-        done.result()
+        pending.wait()
 
     probe.zero_()
     ways = [lambda: dist.all_reduce(probe, group=group), reduce_in_two_levels]
@@ -234,8 +250,7 @@ def _best_seconds(ways: Sequence[Callable[[], object]], group: ProcessGroup, dev
             dist.barrier(group=group)
             started = time.perf_counter()
             way()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             taken.append(time.perf_counter() - started)
     best = torch.tensor([min(taken[1:]) for taken in times], device=device)
     dist.all_reduce(best, op=dist.ReduceOp.MAX, group=group)

@@ -1,7 +1,8 @@
 """Reduce-scatter and all-gather of slices, in the background, for ZeRO stages 1 and 2.
 
 On gloo the ranks exchange slices point to point, in place and without a copy: gloo's own reduce_scatter is an
-all_reduce and a copy, and its all_gather sends in one direction at a time. Other backends use torch's collectives.
+all_reduce and a copy, and its all_gather sends in one direction at a time. Other backends use torch's collectives,
+which the caller's own thread starts.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ds_topo.backends import BackendTraits, traits_of
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.rank_tables import has_two_levels, two_level_ranks
+from ds_topo.torch_names import ReduceOp
 from ds_topo.zero.gloo_threads import gloo_threads
 
 _MESSAGE_BYTES = 1 << 20
@@ -43,11 +46,14 @@ class Pending(Protocol):
     """An exchange in flight."""
 
     def is_done(self) -> bool:
-        """Return True if ``wait()`` would return at once."""
+        """Return True if the result is in memory, for every thread and every stream of the device."""
         ...
 
     def wait(self) -> int:
-        """Wait for the end. Return its ``time.perf_counter_ns()``, or the time at which the wait returned."""
+        """Wait for the end: the calling thread, or on an accelerator its current stream. May be called again.
+
+        Return the ``time.perf_counter_ns()`` of the end, or of this wait's return.
+        """
         ...
 
 
@@ -59,8 +65,8 @@ class Exchange(ABC):
     """
 
     @abstractmethod
-    def reduce_scatter(self, flat: torch.Tensor) -> Pending:
-        """Sum this rank's slice over all ranks, in place. The contents of the other slices become undefined."""
+    def reduce_scatter(self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM) -> Pending:
+        """Reduce this rank's slice over all ranks, in place. The contents of the other slices become undefined."""
 
     @abstractmethod
     def gather(self, flat: torch.Tensor) -> Pending:
@@ -78,8 +84,9 @@ def exchange_of(group: ProcessGroup, device: torch.device) -> Exchange:
     """Return the fastest exchange for tensors on a device; the first call is collective over ``group``."""
     if dist.get_world_size(group) == 1:
         return SingleRankExchange()
-    if device.type != "cpu" or dist.get_backend(group) != "gloo":
-        return CollectiveExchange(group)
+    traits = traits_of(group, device)
+    if not traits.tagged_messages:
+        return CollectiveExchange(group, traits)
     if group not in _by_group:
         _by_group[group] = PeerExchange(group, hosts_in_order(group))
     return _by_group[group]
@@ -103,7 +110,7 @@ class _Done:
 class SingleRankExchange(Exchange):
     """The exchange of a group with a single rank, which already holds every slice."""
 
-    def reduce_scatter(self, flat: torch.Tensor) -> Pending:
+    def reduce_scatter(self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM) -> Pending:
         return _Done()
 
     def gather(self, flat: torch.Tensor) -> Pending:
@@ -124,16 +131,22 @@ class _Collective:
 
 
 class CollectiveExchange(Exchange):
-    """The exchange by torch's collectives, which on NCCL work in place and know the machine's links."""
+    """The exchange by torch's collectives, which on NCCL work in place and know the machine's links.
 
-    def __init__(self, group: ProcessGroup) -> None:
+    Args:
+        group: the process group.
+        traits: the traits of its backend for the tensors' device.
+    """
+
+    def __init__(self, group: ProcessGroup, traits: BackendTraits) -> None:
         self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._traits = traits
 
-    def reduce_scatter(self, flat: torch.Tensor) -> Pending:
-        return _Collective(dist.reduce_scatter_tensor(self._own(flat), flat, group=self._group, async_op=True))
+    def reduce_scatter(self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM) -> Pending:
+        return _Collective(dist.reduce_scatter_tensor(self._own(flat), flat, op, group=self._group, async_op=True))
 
     def gather(self, flat: torch.Tensor) -> Pending:
-        own = self._own(flat) if flat.is_cuda else self._own(flat).clone()
+        own = self._own(flat) if self._traits.gathers_in_place else self._own(flat).clone()
         return _Collective(dist.all_gather_into_tensor(flat, own, group=self._group, async_op=True))
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:
@@ -213,7 +226,8 @@ class PeerExchange(Exchange):
         self._end_thread: Callable[[], object] | None = None
         """Set while the thread exists."""
 
-    def reduce_scatter(self, flat: torch.Tensor) -> Pending:
+    def reduce_scatter(self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM) -> Pending:
+        assert op == dist.ReduceOp.SUM, "a backend with tagged messages does not average by itself"
         return self._submit(flat, sums=True)
 
     def gather(self, flat: torch.Tensor) -> Pending:

@@ -1,0 +1,172 @@
+"""What the backends of ``torch.distributed`` can do, and what they require. No other module compares their names.
+
+A collective of gloo blocks the thread that waits for it. One of NCCL is queued on a stream of the device: ``wait()``
+only orders the current stream after it, so another stream must wait by itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class BackendTraits:
+    """The traits of a backend. The defaults are the careful ones, for a backend that is not in :data:`TRAITS`."""
+
+    averages: bool = False
+    """It has ``ReduceOp.AVG``."""
+    premultiplies: bool = False
+    """It has NCCL's ``ReduceOp`` that multiplies while it sums."""
+    gathers_in_place: bool = False
+    """``all_gather_into_tensor`` accepts an input that is a part of its output."""
+    ordered_by_stream: bool = True
+    """``Work.wait()`` returns at once, and only the current stream waits. Results may arrive later."""
+    one_order: bool = True
+    """All ranks must call the collectives of a group in one order, so only one thread may call them."""
+    tagged_messages: bool = False
+    """Messages with a tag find their receiver in any order, beside collectives of the same group."""
+    aborts: bool = False
+    """``abort()`` ends a collective that is blocked."""
+    sums_sparse: bool = False
+    """``all_reduce`` takes sparse tensors."""
+    publishes_addresses: bool = False
+    """Each rank puts its address into the job's store, where the other members of a group read it."""
+    communicates: bool = True
+    """It moves data between processes."""
+
+
+TRAITS: dict[str, BackendTraits] = {
+    "gloo": BackendTraits(
+        ordered_by_stream=False, one_order=False, tagged_messages=True, sums_sparse=True, publishes_addresses=True
+    ),
+    "mpi": BackendTraits(ordered_by_stream=False),
+    "nccl": BackendTraits(averages=True, premultiplies=True, gathers_in_place=True, aborts=True),
+    "fake": BackendTraits(ordered_by_stream=False, communicates=False),
+    # Nobody has run ds_topo on these: they get no trait that is not certain.
+    "ucc": BackendTraits(),
+    "xccl": BackendTraits(),
+    "hccl": BackendTraits(),
+}
+"""The traits of backends, by the name that torch gives them."""
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend that serves a group's tensors on a device; empty if none does.
+
+    ``dist.get_backend()`` is ``cpu:gloo,cuda:nccl`` or ``undefined`` for some ways to join a job.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> backend_of(dist.group.WORLD, torch.device("cpu"))
+    'gloo'
+    >>> dist.destroy_process_group()
+    """
+    for entry in dist.get_backend_config(group).split(","):
+        kind, _, name = entry.rpartition(":")
+        if kind in ("", device.type):
+            return name.lower()
+    return ""
+
+
+def traits_of(group: dist.ProcessGroup, device: torch.device) -> BackendTraits:
+    """Return the traits of the backend that serves a group's tensors on a device.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> traits_of(dist.group.WORLD, torch.device("cpu")).averages
+    False
+    >>> dist.destroy_process_group()
+    """
+    traits = TRAITS.get(backend_of(group, device), BackendTraits())
+    if device.type != "cpu" and not traits.ordered_by_stream and traits.communicates:
+        return BackendTraits()  # gloo and MPI copy results to an accelerator on a stream
+    return traits
+
+
+def default_backend() -> str:
+    """Return torch's backend for this machine's accelerator, or for its CPU."""
+    return str(dist.get_default_backend_for_device(accelerator() or "cpu"))
+
+
+def accelerator() -> torch.device | None:
+    """Return this machine's accelerator, if it has one that torch can use now."""
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
+def device_served_by(backend: str, index: int) -> torch.device:
+    """Return the device of a backend's tensors: the accelerator with this index, if the backend serves it.
+
+    Args:
+        backend: a name that ``init_process_group`` takes, such as ``nccl`` or ``cpu:gloo,cuda:nccl``.
+        index: the index of the accelerator on this host.
+
+    >>> device_served_by("gloo", 0)
+    device(type='cpu')
+    """
+    device = accelerator()
+    names = [entry.rpartition(":") for entry in backend.lower().split(",")]
+    served = {kind for kind, _, name in names if kind} | {
+        kind for _, _, name in names for kind in dist.Backend.backend_capability.get(name, ()) if name != "gloo"
+    }
+    return torch.device("cpu") if device is None or device.type not in served else torch.device(device.type, index)
+
+
+def device_in_use() -> torch.device | None:
+    """Return the accelerator that this thread uses; None if the process has not used one yet."""
+    device = accelerator()
+    module = torch.get_device_module(device) if device is not None else None
+    if module is None or not module.is_initialized():
+        return None
+    return torch.device(device.type, torch.accelerator.current_device_index())  # type: ignore[union-attr]
+
+
+# -- streams and events of any accelerator; a CPU has none ------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work that was queued on a device."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def stream_key(device: torch.device) -> int:
+    """Return a number for the current stream of a device; 0 on a CPU."""
+    return 0 if device.type == "cpu" else int(torch.accelerator.current_stream(device).stream_id)
+
+
+class SideStream:
+    """A stream beside the current one. On a CPU, which has no streams, everything runs in order.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+
+    def after_current(self, *tensors: torch.Tensor) -> AbstractContextManager[Any]:
+        """Return a context in which work is queued on this stream, after the work queued so far on the current one.
+
+        The memory of ``tensors`` is not used again before this stream has used it.
+        """
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+        context: AbstractContextManager[Any] = self._stream
+        return context
+
+    def mark(self) -> torch.Event | None:
+        """Return an event after all work queued so far on this stream; None on a CPU."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+def order_after(event: torch.Event | None, device: torch.device) -> None:
+    """Order the current stream after an event. No-op for None."""
+    if event is not None:
+        torch.accelerator.current_stream(device).wait_event(event)
