@@ -132,6 +132,7 @@ class PartitionedParameters(list[torch.Tensor]):
     def gather(self) -> None:
         """Send the updated parameters from their owners to all ranks; collective."""
         self.wait()
+        self._in_flight = []  # it shares the parameters' memory
         arrives_later = self._memory is not None and not self._is_shared(self._memory)
         self._in_flight = [self._launch(group, region, arrives_later) for group, region in self._regions]
         self._arrivals.expect(arrival for arrival, _ in self._in_flight)
@@ -154,14 +155,8 @@ class PartitionedParameters(list[torch.Tensor]):
         timing = BucketTiming(
             region.index, flat.nbytes, len(region.members), "parameters from owners", time.perf_counter_ns()
         )
-        tensors: list[torch.Tensor] = []
-        if arrives_later:
-            for member in region.members:
-                parameter = group.parameters[member]
-                tensors.append(parameter)
-                linked = getattr(parameter, "_hp_mapping", None)
-                tensors += [linked.lp_fragment] if linked is not None else []
-        return Arrival(group.gradients.exchange.gather(flat), flat.device, tensors), timing
+        parameters = [group.parameters[member] for member in region.members] if arrives_later else ()
+        return Arrival(group.gradients.exchange.gather(flat), flat.device, parameters), timing
 
     # -- during the next forward pass
 

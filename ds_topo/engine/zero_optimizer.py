@@ -277,6 +277,7 @@ class PartitionedZero(PartitionedOptimizer):
             (patches.ZERO_PARTITION_SIZE, [group.ours.partition_numel for group in self.groups]),
             (patches.ZERO_OWNED, [group.owned for group in self.groups]),
             (patches.ZERO_OFFSETS, offsets),
+            (patches.ZERO_SET_VIEWS, lambda group_index: None),
         ]
 
     def _gradient_fragments(self) -> dict[int, list[torch.Tensor]]:

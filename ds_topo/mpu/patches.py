@@ -473,6 +473,13 @@ ADDRESSES = ZERO_FLATS, ZERO_PARTITIONS, ZERO_PARTITION_SIZE, ZERO_OWNED, ZERO_O
     )
 )
 BF16_FLATS, BF16_PARTITIONS, BF16_PARTITION_OF_GRADIENTS, BF16_ALL_GRADIENTS = _OF_BF16
+ZERO_SET_VIEWS = Patch(
+    DeepSpeedZeroOptimizer,
+    "_update_model_bit16_weights",
+    instead="No-op.",
+    why="It sets each parameter's data to the view that it is already, which would wait for parameters in flight.",
+    during=REDUCER,
+)
 METHODS_OF_PARTITIONS = {
     optimizer: tuple(
         Patch(optimizer, name, instead=instead, why=why, during=REDUCER)

@@ -52,13 +52,15 @@ class TwoLevelReduction:
         table = hashlib.sha256(repr(sorted(hosts.items())).encode()).hexdigest()[:16]
         self._groups = ProcessGroups(f"two levels over hosts of digest {table}", groups, sorted(hosts), timeout)
         inside, across = self._groups.get(("inside host",)), self._groups.get(("across hosts",))
+        world = dist.group.WORLD
         assert inside is not None
         assert across is not None
+        assert world is not None
         self._inner, self._outer = inside, across
         self.inner_size = len(inner)
         """The number of elements of a tensor must be a multiple of this."""
         self._device = device
-        self._stream = SideStream(device) if traits_of(inside, device).ordered_by_stream else None
+        self._stream = SideStream(device) if traits_of(world, device).ordered_by_stream else None
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 

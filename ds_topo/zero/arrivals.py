@@ -6,8 +6,9 @@ arrived. No reader has to be known in advance, because the parameters themselves
 - While a parameter is in flight, its class is :class:`InFlightParameter`. torch calls ``__torch_function__`` of that
   class for every function and method that gets the parameter, wherever a program keeps it: in a module, a list, a
   closure or a nested argument. Only questions about shape, type, gradient and the like are answered at once.
-- C++ extensions, and torch's own compiled code, read memory without asking. Before a module runs, it waits for the
-  parameters that it holds. Scripted and compiled modules are refused (:func:`unaware_of_arrivals`).
+- C++ extensions read memory without asking. Before a module runs, it therefore waits for the parameters that it holds.
+- Scripted modules never ask, and compiled ones would run eagerly: with them nothing may be in flight
+  (:func:`unaware_of_arrivals`).
 - A tensor that shares memory with parameters, such as ``parameter.data`` of an earlier step, does not wait.
   :class:`SharedMemory` notices that such tensors exist; then nothing may be in flight.
 
@@ -32,7 +33,7 @@ from ds_topo.torch_names import storage_users
 from ds_topo.zero.exchange import Pending
 
 _HELD_BY = "_ds_topo_arrival"
-"""The attribute of a tensor in flight that holds its arrival."""
+"""The attribute of a parameter in flight that holds its arrival."""
 
 
 class Arrival:
@@ -41,20 +42,21 @@ class Arrival:
     Args:
         pending: the exchange that receives the region.
         device: the device of its tensors.
-        tensors: the parameters in the region, and other tensors that share their memory, whose readers wait.
+        parameters: the parameters in the region whose readers wait. Those of a class of the program's own do not, so
+            regions with them may not be in flight (:func:`unaware_of_arrivals`).
     """
 
-    def __init__(self, pending: Pending, device: torch.device, tensors: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, pending: Pending, device: torch.device, parameters: Iterable[nn.Parameter] = ()) -> None:
         self._pending, self._device = pending, device
-        self._tensors: list[torch.Tensor] = []
+        self._parameters: list[nn.Parameter] = []
         self._ordered: set[int] = set()
         """The streams that have waited."""
         self.done_ns = self.waited_ns = 0
         """The time of arrival, and how long the first reader has waited for it."""
         if not pending.is_done():
-            self._tensors += [tensor for tensor in tensors if type(tensor) in _IN_FLIGHT]
-            for tensor in self._tensors:
-                _take_off(tensor, self)
+            self._parameters += parameters
+            for parameter in self._parameters:
+                _take_off(parameter, self)
 
     def wait(self) -> None:
         """Wait for the region: the calling thread, or on an accelerator its current stream.
@@ -68,38 +70,36 @@ class Arrival:
             if not self._ordered:
                 self.done_ns, self.waited_ns = done_ns, time.perf_counter_ns() - started
             self._ordered.add(stream)
-        if self._tensors and self._pending.is_done():
+        if self._parameters and self._pending.is_done():
             self.land()
 
     def land(self) -> None:
-        """Give the tensors their own classes back, so that readers do not wait any more. Idempotent."""
-        tensors, self._tensors = self._tensors, []
-        for tensor in tensors:
-            _land(tensor)
+        """Give the parameters their own class back, so that readers do not wait any more. Idempotent."""
+        parameters, self._parameters = self._parameters, []
+        for parameter in parameters:
+            _land(parameter)
 
     @property
     def is_over(self) -> bool:
-        """True if no tensor is in flight any more."""
-        return not self._tensors
+        """True if no parameter is in flight any more."""
+        return not self._parameters
 
 
-def _take_off(tensor: torch.Tensor, arrival: Arrival) -> None:
-    """Let all readers of a tensor wait for an arrival."""
-    vars(tensor)[_HELD_BY] = arrival
-    tensor.__class__ = _IN_FLIGHT[type(tensor)]
+def _take_off(parameter: nn.Parameter, arrival: Arrival) -> None:
+    """Let all readers of a parameter wait for an arrival."""
+    vars(parameter)[_HELD_BY] = arrival
+    parameter.__class__ = InFlightParameter
 
 
-def _land(tensor: torch.Tensor) -> None:
-    """Give a tensor its own class back."""
-    vars(tensor).pop(_HELD_BY, None)
-    tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else torch.Tensor
+def _land(parameter: nn.Parameter) -> None:
+    """Give a parameter its own class back."""
+    vars(parameter).pop(_HELD_BY, None)
+    parameter.__class__ = nn.Parameter
 
 
-def _wait_for(tensor: torch.Tensor) -> None:
-    arrival: Arrival | None = vars(tensor).get(_HELD_BY)
-    if arrival is None:
-        _land(tensor)  # a copy that kept the class
-    else:
+def _wait_for(parameter: nn.Parameter) -> None:
+    arrival: Arrival | None = vars(parameter).get(_HELD_BY)
+    if arrival is not None:
         arrival.wait()
 
 
@@ -116,64 +116,51 @@ _DESCRIBING = frozenset(
 """Functions that do not read values."""
 
 
-class _InFlight:
-    """A tensor whose readers wait for its arrival."""
+class InFlightParameter(nn.Parameter):
+    """A parameter whose readers wait for its arrival."""
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code runs the function eagerly
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if function not in _DESCRIBING:
-            for tensor in _tensors_in((args, kwargs)):
-                _wait_for(tensor)
+            for parameter in _in_flight_among((args, kwargs)):
+                _wait_for(parameter)
         return torch._C._disabled_torch_function_impl(function, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with _landed(self):  # type: ignore[arg-type]
+        with _landed(self):
             return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _landed(self) as tensor:  # type: ignore[arg-type]
-            return tensor.__reduce_ex__(protocol)
-
-
-class InFlightParameter(_InFlight, nn.Parameter):
-    """A parameter in flight."""
-
-
-class InFlightTensor(_InFlight, torch.Tensor):
-    """A tensor in flight that is not a parameter, such as DeepSpeed's views of parameters."""
-
-
-_IN_FLIGHT: dict[type[torch.Tensor], type[torch.Tensor]] = {
-    nn.Parameter: InFlightParameter,
-    torch.Tensor: InFlightTensor,
-}
+        with _landed(self):
+            return self.__reduce_ex__(protocol)
 
 
 @contextmanager
-def _landed(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Wait for a tensor, and give it its own class while a copy is made that must not be in flight."""
-    _wait_for(tensor)
-    arrival: Arrival | None = vars(tensor).get(_HELD_BY)
-    _land(tensor)
+def _landed(parameter: nn.Parameter) -> Iterator[None]:
+    """Wait for a parameter, and give it its own class while a copy is made that must not be in flight."""
+    _wait_for(parameter)
+    arrival: Arrival | None = vars(parameter).get(_HELD_BY)
+    _land(parameter)
     try:
-        yield tensor
+        yield
     finally:
         if arrival is not None and not arrival.is_over:
-            _take_off(tensor, arrival)
+            _take_off(parameter, arrival)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in flight among the arguments of a function."""
-    if isinstance(value, _InFlight):
-        yield value  # type: ignore[misc]
+def _in_flight_among(value: Any) -> Iterator[InFlightParameter]:
+    """Yield the parameters in flight among the arguments of a function."""
+    if isinstance(value, InFlightParameter):
+        yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _tensors_in(each)
+            yield from _in_flight_among(each)
     elif isinstance(value, dict):
-        yield from _tensors_in(tuple(value.values()))
+        yield from _in_flight_among(tuple(value.values()))
 
 
 class Arrivals:
@@ -204,9 +191,10 @@ class Arrivals:
                 arrival.land()
             self._forget()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, module: nn.Module, _: object) -> None:
         for parameter in module._parameters.values():
-            if isinstance(parameter, _InFlight):
+            if isinstance(parameter, InFlightParameter):
                 _wait_for(parameter)
         if all(arrival.is_over for arrival in self._arrivals):
             self._forget()
@@ -236,10 +224,14 @@ class SharedMemory:
 
 
 def unaware_of_arrivals(module: nn.Module) -> str | None:
-    """Name a part of a module whose code reads parameters without torch's Python functions; None if there is none."""
+    """Name a part of a module whose parameters would be read without a wait; None if there is none."""
     for name, part in module.named_modules():
-        if isinstance(part, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
-            return f"the scripted module {name or type(part).__name__!r}"
+        called = repr(name or type(part).__name__)
+        if isinstance(part, torch.jit.ScriptModule):
+            return f"the scripted module {called}"
         if part._compiled_call_impl is not None or isinstance(part, torch._dynamo.OptimizedModule):
-            return f"the compiled module {name or type(part).__name__!r}"
+            return f"the compiled module {called}"
+        for parameter in part._parameters.values():
+            if parameter is not None and type(parameter) is not nn.Parameter:
+                return f"the module {called}, whose parameters are of class {type(parameter).__name__},"
     return None

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ds_topo.backends import BackendTraits, traits_of
+from ds_topo.backends import traits_of
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.rank_tables import has_two_levels, two_level_ranks
 from ds_topo.torch_names import ReduceOp
@@ -84,9 +84,8 @@ def exchange_of(group: ProcessGroup, device: torch.device) -> Exchange:
     """Return the fastest exchange for tensors on a device; the first call is collective over ``group``."""
     if dist.get_world_size(group) == 1:
         return SingleRankExchange()
-    traits = traits_of(group, device)
-    if not traits.tagged_messages:
-        return CollectiveExchange(group, traits)
+    if not traits_of(group, device).tagged_messages:
+        return CollectiveExchange(group)
     if group not in _by_group:
         _by_group[group] = PeerExchange(group, hosts_in_order(group))
     return _by_group[group]
@@ -131,22 +130,17 @@ class _Collective:
 
 
 class CollectiveExchange(Exchange):
-    """The exchange by torch's collectives, which on NCCL work in place and know the machine's links.
+    """The exchange by torch's collectives, which on NCCL work in place and know the machine's links."""
 
-    Args:
-        group: the process group.
-        traits: the traits of its backend for the tensors' device.
-    """
-
-    def __init__(self, group: ProcessGroup, traits: BackendTraits) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
-        self._traits = traits
 
     def reduce_scatter(self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM) -> Pending:
         return _Collective(dist.reduce_scatter_tensor(self._own(flat), flat, op, group=self._group, async_op=True))
 
     def gather(self, flat: torch.Tensor) -> Pending:
-        own = self._own(flat) if self._traits.gathers_in_place else self._own(flat).clone()
+        in_place = traits_of(self._group, flat.device).gathers_in_place
+        own = self._own(flat) if in_place else self._own(flat).clone()
         return _Collective(dist.all_gather_into_tensor(flat, own, group=self._group, async_op=True))
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:
@@ -278,7 +272,7 @@ class _Job:
         self.done: Future[int] = Future()
 
     def is_done(self) -> bool:
-        return self.done.done()
+        return self.done.done() and self.done.exception() is None
 
     def wait(self) -> int:
         return self.done.result()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import time
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,19 +12,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import LayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, initialize
+from ds_topo import GradientReducer, PipelineParallelGrid, initialize
 from ds_topo.errors import DisagreementError
 from ds_topo.zero import exchange
 from tests.support.memory import peak
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
-from tests.support.training import destroy_engine
 from tests.support.world import Worlds
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
@@ -410,105 +405,6 @@ def test_uses_at_most_one_bucket_more_memory(zero: int) -> None:
     assert ours <= theirs + _BUCKET_BYTES
 
 
-# -- parameters in flight ---------------------------------------------------------------------------------------------
-
-
-def _slowed() -> Any:
-    """Delay every gather, so that a reader that does not wait reads old values."""
-    gather = exchange._Peers._gather
-
-    def slow(self: Any, piece: torch.Tensor, number: int) -> Any:
-        time.sleep(0.05)
-        return gather(self, piece, number)
-
-    return mock.patch.object(exchange._Peers, "_gather", slow)
-
-
-READERS: dict[str, Any] = {
-    "an_attribute": lambda model: model[2].weight.detach().clone(),
-    "all_parameters": lambda model: dict(model.named_parameters())["2.weight"].detach().clone(),
-    "a_state_dict": lambda model: model.state_dict()["2.weight"].clone(),
-    "a_copy": lambda model: copy.deepcopy(model)[2].weight.detach().clone(),
-    "its_owners_dictionary": lambda model: model[2]._parameters.get("weight").detach().clone(),
-}
-
-
-def _reads(reader: str) -> None:
-    start()
-    with PipelineParallelGrid("data=2") as grid, _slowed():
-        engine = _engine(grid, 1, reducer={**SMALL, "overlap_parameters": True}, gradient_accumulation_steps=1)
-        kept = engine.module[2].weight
-        _train(engine, 0, 1)
-        before = time.perf_counter()
-        engine.module.zero_grad()
-        assert time.perf_counter() - before < 0.04, "who reads no values does not wait"
-        seen = READERS[reader](engine.module)
-        engine.gradient_reducer.wait()
-        assert torch.equal(seen, kept)
-        assert torch.equal(seen, safe_get_full_fp32_param(kept))
-        engine.destroy()
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_every_reader_of_a_parameter_waits_for_it(world: Worlds, reader: str) -> None:
-    world(2).run(_reads, reader)
-
-
-class KeepsReferences(nn.Module):
-    """A module that uses a weight without looking it up, and another module's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = _model()
-        self._kept = [self.body[4].weight]
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = self.body[:4](inputs)
-        return F.linear(hidden, *self._kept) + hidden @ self.body[2].weight.sum(1)[:, None]
-
-
-def _finds_references() -> None:
-    start()
-    runs = []
-    with PipelineParallelGrid("data=2") as grid, _slowed():
-        for overlap in (False, True):
-            engine = _engine(grid, 1, model=KeepsReferences(), reducer={**SMALL, "overlap_parameters": overlap})
-            runs.append((_train(engine), _state(engine)))
-            engine.eval()
-            with torch.no_grad():
-                runs[-1][0].append((float(engine(torch.ones(2, 8)).sum()), 0.0))
-            engine.destroy()
-    assert runs[0][0] == runs[1][0]
-    assert all(map(torch.equal, runs[0][1], runs[1][1]))
-
-
-def test_parameters_used_by_reference_arrive_before_forward(world: Worlds) -> None:
-    world(2).run(_finds_references)
-
-
-def _reads_alone() -> None:
-    """The parameters of the later stage are sent when they are used, and after a while in any case."""
-    start()
-    with PipelineParallelGrid("data=2,pipe=2") as grid:
-        module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 4, grid=grid, loss_fn=F.mse_loss)
-        config = settings(zero_optimization={"stage": 1}, gradient_reducer={"overlap_parameters": True})
-        engine, *_ = initialize(model=module, config=config)
-        parameters = engine.gradient_reducer.driver._gradients.parameters
-        assert parameters.waits_for_use == (grid.stage_id == 1)
-        for _ in range(2):
-            engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 2))
-        if grid.get_data_parallel_rank() == 0:
-            seen = {name: value.clone() for name, value in module.state_dict().items()}
-        dist.barrier()
-        if grid.get_data_parallel_rank() == 0:
-            assert all(torch.equal(value, seen[name]) for name, value in module.state_dict().items())
-        destroy_engine(engine)
-
-
-def test_one_rank_may_read_parameters_while_others_do_not(world: Worlds) -> None:
-    world(4).run(_reads_alone)
-
-
 def _reports() -> None:
     start()
     with PipelineParallelGrid("data=2") as grid:
@@ -532,11 +428,6 @@ def _refusals() -> None:
         engine = _engine(grid, 1, reducer={"overlap_parameters": True})
         with pytest.raises(RuntimeError, match=r"offload_states\(\).*detach\(\) it first"):
             engine.optimizer.offload_states()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            engine.compile(backend="eager")
-        assert any("compiled code does not wait" in str(each.message) for each in caught)
-        assert not engine.gradient_reducer.driver._gradients.parameters.overlaps
         engine.destroy()
         with pytest.raises(ValueError, match=r"overlap_parameters=True: .* ZeRO stages 1 and 2"):
             GradientReducer(_model(), grid=grid, overlap_parameters=True)
@@ -583,23 +474,6 @@ def _one_rank_is_wrong() -> None:
 
 def test_an_invalid_option_on_one_rank_is_refused_on_all(world: Worlds) -> None:
     world(2).run(_one_rank_is_wrong, deadline=30)
-
-
-def _after_an_error() -> None:
-    """A region that never arrives is not treated as arrived."""
-    start()
-    with PipelineParallelGrid("data=2") as grid:
-        engine = _engine(grid, 1, reducer={**SMALL, "overlap_parameters": True}, gradient_accumulation_steps=1)
-        broken = mock.patch.object(exchange._Peers, "_gather", side_effect=RuntimeError("connection closed"))
-        with broken:
-            _train(engine, 0, 1)
-            for _ in range(2):
-                with pytest.raises(RuntimeError, match="connection closed"):
-                    _ = engine.module[2].weight
-
-
-def test_every_reader_gets_the_error_of_a_failed_gather() -> None:
-    run_ranks(2, _after_an_error, deadline=60)
 
 
 def _in_slices() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,12 +20,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ds_topo import GradientReducer
+from ds_topo import GradientReducer, backends
 from ds_topo.reducer import ReductionOptions, reductions, two_level
 from ds_topo.reducer import two_level as probes
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
 from ds_topo.reducer.parameters import ParameterState, Route
-from ds_topo.reducer.reductions import Reduction, UsedParameters, assign_routes, launch, scaling
+from ds_topo.reducer.reductions import Counts, Reduction, StepNotes, assign_routes, launch, scaling
 from ds_topo.reducer.two_level import TwoLevelReduction
 from ds_topo.topology.rank_tables import RankGroup
 from tests.support.fake_world import fake_world
@@ -38,6 +39,8 @@ from tests.support.reduced_model import (
     tokens,
 )
 from tests.support.world import Worlds
+
+CPU = torch.device("cpu")
 
 
 def _reduced(**options: Any) -> dict[str, torch.Tensor | None]:
@@ -71,15 +74,17 @@ def test_scaling_options_and_communication_dtype(world: Worlds) -> None:
 def _native_ops() -> None:
     group = dist.group.WORLD
     with (
-        mock.patch.object(dist, "get_backend", return_value="nccl"),
+        mock.patch.dict(backends.TRAITS, {dist.get_backend(): backends.TRAITS["nccl"]}),
         mock.patch.object(dist, "_make_nccl_premul_sum", lambda factor: ("premul", factor), create=True),
     ):
-        assert scaling(ReductionOptions(), 2, group) == (1.0, 1.0, dist.ReduceOp.AVG)
-        assert scaling(ReductionOptions(), 8, group) == (1.0, 1.0, ("premul", 0.125)), "experts: a group of 2 out of 8"
-        assert scaling(ReductionOptions(predivide_factor=4.0), 2, group) == (1.0, 2.0, ("premul", 0.25))
-        assert scaling(ReductionOptions(op="sum"), 2, group) == (1.0, 1.0, dist.ReduceOp.SUM)
-        assert scaling(ReductionOptions(), 2, group, is_flat=False) == (0.5, 1.0, dist.ReduceOp.SUM)
-    assert scaling(ReductionOptions(), 2, group) == (0.5, 1.0, dist.ReduceOp.SUM)
+        assert scaling(ReductionOptions(), 2, group, CPU) == (1.0, 1.0, dist.ReduceOp.AVG)
+        assert scaling(ReductionOptions(), 8, group, CPU) == (1.0, 1.0, ("premul", 0.125)), (
+            "experts: a group of 2 out of 8"
+        )
+        assert scaling(ReductionOptions(predivide_factor=4.0), 2, group, CPU) == (1.0, 2.0, ("premul", 0.25))
+        assert scaling(ReductionOptions(op="sum"), 2, group, CPU) == (1.0, 1.0, dist.ReduceOp.SUM)
+        assert scaling(ReductionOptions(), 2, group, CPU, is_flat=False) == (0.5, 1.0, dist.ReduceOp.SUM)
+    assert scaling(ReductionOptions(), 2, group, CPU) == (0.5, 1.0, dist.ReduceOp.SUM)
 
 
 def test_scaling_on_nccl_uses_native_operations(world: Worlds) -> None:
@@ -190,14 +195,14 @@ def test_bucket_bytes_follow_the_measured_link(world: Worlds) -> None:
 
 def _two_level_failure() -> None:
     """Submit a tensor that cannot be split: only its own future raises."""
-    levels = TwoLevelReduction({0: "a", 1: "a", 2: "b", 3: "b"})
+    levels = TwoLevelReduction({0: "a", 1: "a", 2: "b", 3: "b"}, CPU)
     good, bad = torch.ones(4), torch.ones(3)
     first, second = levels.submit(good), levels.submit(bad)
     levels.flush()
-    first.result(timeout=30)
+    first.wait()
     assert torch.equal(good, torch.full((4,), 4.0))
     with pytest.raises(RuntimeError):
-        second.result(timeout=30)
+        second.wait()
     levels.destroy()
 
 
@@ -236,7 +241,7 @@ def _sparse_bucket(rows: torch.Tensor, route: Route) -> GradientBucket:
 
 def _route(after: float = 1.0, **more: Any) -> Route:
     given = {"op": dist.ReduceOp.SUM, "communication_dtype": None, "bucket_bytes": 1} | more
-    return Route("data", dist.group.WORLD, 1.0, after, **given)
+    return Route("data", dist.group.WORLD, backends.TRAITS["gloo"], 1.0, after, **given)
 
 
 class _Sent:
@@ -319,12 +324,10 @@ def test_bucket_is_timed_from_launch_to_end_of_sum() -> None:
 
 
 def test_two_level_padding_is_sent_but_not_copied_back() -> None:
-    def submit(tensor: torch.Tensor) -> Future[int]:
-        done: Future[int] = Future()
-        done.set_result(1234)
+    def submit(tensor: torch.Tensor) -> Any:
         sent.append(tensor)
         tensor.mul_(2)
-        return done
+        return mock.Mock(**{"wait.return_value": 1234})
 
     sent: list[torch.Tensor] = []
     levels: Any = SimpleNamespace(
@@ -401,7 +404,7 @@ def test_experts_are_averaged_over_all_replicas_and_only_used_links_are_measured
             return 1000 * len(measured)
 
         with mock.patch.object(reductions, "suitable_bucket_bytes", measure):
-            dense = assign_routes(states, options, dist.group.WORLD, torch.device("cpu"))
+            dense = assign_routes(states, options, dist.group.WORLD, CPU)
         of_each = [state.route for state in states]
         assert [route.label for route in of_each] == ["data", "experts of used", "data"]
         assert of_each[0] is of_each[2] is dense
@@ -413,11 +416,11 @@ def test_experts_are_averaged_over_all_replicas_and_only_used_links_are_measured
         }
         assert [state.scale for state in states] == [1 / 8] * 3
         with (
-            mock.patch.object(dist, "get_backend", return_value="nccl"),
+            mock.patch.dict(backends.TRAITS, {dist.get_backend(): backends.TRAITS["nccl"]}),
             mock.patch.object(reductions, "premultiplied_sum"),
         ):
             options = ReductionOptions(bucket_bytes=77)
-            dense = assign_routes(states[::2], options, dist.group.WORLD, torch.device("cpu"))
+            dense = assign_routes(states[::2], options, dist.group.WORLD, CPU)
         assert (dense.before, dense.after, dense.op, dense.bucket_bytes) == (1.0, 1.0, dist.ReduceOp.AVG, 77)
         assert [state.scale for state in states[::2]] == [1.0, 1 / 8], "NCCL does not average sparse ones"
 
@@ -440,7 +443,7 @@ def test_two_levels_are_used_if_wanted_or_faster(
     ):
         for bucket_bytes, numel in ((1000, 249), (1, 3)):
             options = ReductionOptions(two_level=wish, bucket_bytes=bucket_bytes)
-            dense = assign_routes([_state()], options, dist.group.WORLD, torch.device("cpu"))
+            dense = assign_routes([_state()], options, dist.group.WORLD, CPU)
             assert (dense.two_level is made) is uses
             assert probed.called is measures
             assert not measures or len(probed.call_args.args[2]) == numel, "what fits a bucket and splits evenly"
@@ -451,20 +454,14 @@ def test_two_levels_are_used_if_wanted_or_faster(
 def test_two_levels_are_refused_if_the_placement_has_none() -> None:
     with fake_world(0, 4), mock.patch.object(reductions, "hosts_of", return_value=dict.fromkeys(range(4), "a")):
         options = ReductionOptions(bucket_bytes=10)
-        dense = assign_routes([_state()], options, dist.group.WORLD, torch.device("cpu"))
+        dense = assign_routes([_state()], options, dist.group.WORLD, CPU)
         assert dense.two_level is None
         options = ReductionOptions(bucket_bytes=10, two_level=True)
         with pytest.raises(ValueError, match="two_level=True: the group must span"):
-            assign_routes([_state()], options, dist.group.WORLD, torch.device("cpu"))
+            assign_routes([_state()], options, dist.group.WORLD, CPU)
 
 
 # -- two levels, in one process ------------------------------------------------------------------------------------
-
-
-class OnGpu(torch.Tensor):
-    """A CPU tensor whose ``is_cuda`` is True."""
-
-    is_cuda = property(lambda _: True)  # type: ignore[assignment]
 
 
 @contextmanager
@@ -510,7 +507,7 @@ def _level_threads() -> list[threading.Thread]:
 
 def test_gather_of_a_tensor_follows_the_scatter_of_the_next() -> None:
     with fake_world(2, 4), _recorded_levels() as events:
-        levels = TwoLevelReduction(HOSTS)
+        levels = TwoLevelReduction(HOSTS, CPU)
         assert levels.inner_size == 2
         levels.flush()
         assert not _level_threads(), "none before there is work"
@@ -518,12 +515,12 @@ def test_gather_of_a_tensor_follows_the_scatter_of_the_next() -> None:
         started, done = time.perf_counter_ns(), levels.submit(first)
         assert _soon(lambda: len(events) == 2)
         assert [name for name, *_ in events] == ["scatter", "cross"]
-        assert not done.done()
+        assert not done.is_done()
         later = levels.submit(second)
-        assert started < done.result(timeout=20) < time.perf_counter_ns()
-        assert not later.done()
+        assert started < done.wait() < time.perf_counter_ns()
+        assert not later.is_done()
         levels.flush()
-        assert later.result(timeout=20) >= done.result()
+        assert later.wait() >= done.wait()
         inside, across = [0, 2], [2, 3]
         assert events == [
             ("scatter", 4, inside),
@@ -545,7 +542,7 @@ def test_gather_of_a_tensor_follows_the_scatter_of_the_next() -> None:
 def test_two_level_groups_do_not_depend_on_the_order_of_hosts() -> None:
     with fake_world(2, 4), mock.patch.object(two_level, "ProcessGroups") as made:
         for hosts in (HOSTS, dict(reversed(HOSTS.items()))):
-            TwoLevelReduction(hosts)
+            TwoLevelReduction(hosts, CPU)
     first, second = made.call_args_list
     assert first == second
     assert first.args[1:3] == (
@@ -556,10 +553,10 @@ def test_two_level_groups_do_not_depend_on_the_order_of_hosts() -> None:
 
 def test_two_level_thread_ends_with_its_reduction() -> None:
     with fake_world(0, 4), _recorded_levels():
-        levels = TwoLevelReduction(HOSTS)
+        levels = TwoLevelReduction(HOSTS, CPU)
         done = levels.submit(torch.ones(2))
         levels.flush()
-        done.result(timeout=20)
+        done.wait()
         threads = _level_threads()
         assert len(threads) == 1
         del levels
@@ -570,51 +567,50 @@ def test_two_level_thread_ends_with_its_reduction() -> None:
 @pytest.mark.parametrize("failing", ["all_to_all_single", "all_gather_into_tensor"])
 def test_two_level_future_raises_the_error_of_its_collective(failing: str) -> None:
     with fake_world(0, 4), _recorded_levels() as events, mock.patch.object(dist, failing, side_effect=ArithmeticError):
-        levels = TwoLevelReduction(HOSTS)
+        levels = TwoLevelReduction(HOSTS, CPU)
         sums = [levels.submit(torch.ones(2)) for _ in range(2)]
         levels.flush()
         for done in sums:
             with pytest.raises(ArithmeticError):
-                done.result(timeout=10)
+                done.wait()
         assert len(events) == (0 if failing == "all_to_all_single" else 4)
         levels.destroy()
 
 
 def test_padded_tensor_splits_evenly_inside_a_host() -> None:
     with fake_world(0, 4):
-        levels = TwoLevelReduction(HOSTS)
+        levels = TwoLevelReduction(HOSTS, CPU)
         even = torch.ones(4)
         assert levels.padded(even) is even
         assert torch.equal(levels.padded(torch.ones(3)), torch.tensor([1.0, 1.0, 1.0, 0.0]))
 
 
-def test_two_levels_on_gpu_use_a_separate_stream() -> None:
-    streams: list[Any] = []
-
-    def new_stream(_: object) -> Any:
-        streams.append(mock.Mock())
-        return streams[-1]
-
-    current = mock.Mock()
+def test_two_levels_on_an_accelerator_use_a_side_stream() -> None:
+    events = mock.Mock(spec=["query"])
+    stream = mock.Mock(**{"after_current.return_value": nullcontext(), "mark.return_value": events})
     with (
         fake_world(0, 4),
-        _recorded_levels() as events,
-        mock.patch.object(torch.cuda, "Stream", new_stream),
-        mock.patch.object(torch.cuda, "current_stream", return_value=current),
-        mock.patch.object(torch.cuda, "stream", return_value=nullcontext()) as queued_on,
+        mock.patch.dict(backends.TRAITS, fake=replace(backends.TRAITS["nccl"], communicates=False)),
+        mock.patch.object(two_level, "SideStream", return_value=stream) as made,
+        mock.patch.object(two_level, "order_after") as ordered,
+        mock.patch.object(dist, "reduce_scatter_tensor", lambda *_, group: order.append(("scatter", group))),
+        mock.patch.object(dist, "all_reduce", lambda *_, group: order.append(("cross", group))),
+        mock.patch.object(dist, "all_gather_into_tensor", lambda *_, group: order.append(("gather", group))),
     ):
-        levels = TwoLevelReduction(HOSTS)
-        for _ in range(2):
-            done = levels.submit(torch.ones(4).as_subclass(OnGpu))
-            assert 0 < done.result(timeout=0) <= time.perf_counter_ns()
-        assert [name for name, *_ in events] == ["scatter", "cross", "gather"] * 2
-        assert [ranks for *_, ranks in events] == [[0, 2], [0, 1], [0, 2]] * 2
-        (stream,) = streams
-        assert stream.wait_stream.call_args_list == [mock.call(current)] * 2, "after what fills the bucket"
-        assert queued_on.call_args_list == [mock.call(stream)] * 2
-        assert not current.wait_stream.called
+        order: list[tuple[str, dist.ProcessGroup]] = []
+        levels = TwoLevelReduction(HOSTS, CPU)
+        tensor = torch.ones(4)
+        pending = levels.submit(tensor)
+        assert [name for name, _ in order] == ["scatter", "cross", "gather"]
+        assert [dist.get_process_group_ranks(group) for _, group in order] == [[0, 2], [0, 1], [0, 2]]
+        made.assert_called_once_with(CPU)
+        stream.after_current.assert_called_once_with(tensor), "after what fills the bucket; its memory stays"
+        events.query.return_value = False
+        assert not pending.is_done()
+        assert not ordered.called
         levels.flush()
-        current.wait_stream.assert_called_once_with(stream)
+        pending.wait()
+        ordered.assert_called_once_with(events, CPU), "the stream that reads the sum waits for it"
         assert not _level_threads()
         levels.destroy()
 
@@ -622,81 +618,121 @@ def test_two_levels_on_gpu_use_a_separate_stream() -> None:
 # -- notes at the end of a step ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps_of", [None, 0, 2], ids=["alike", "the first rank is ahead", "the last rank is ahead"])
-def test_notes_count_unused_late_and_failed_ranks_and_compare_steps(steps_of: int | None) -> None:
-    """Make the notes of three ranks in turn, then sum them."""
-    used = {"everywhere": [1, 1, 1], "some": [0, 1, 1], "nowhere": [0, 0, 0], "late": [1, 1, 1], "all late": [1, 1, 1]}
-    late = [{"late", "all late"}, {"all late"}, {"all late", "nowhere"}]
-    members = [
-        ParameterState(10 - place, name, nn.Parameter(torch.zeros(1)), torch.float32, False)
-        for place, name in enumerate(used)
+def _notes(
+    of: Sequence[set[str]], late: Sequence[set[str]], *, failed: int = -1, ahead: int | None = None
+) -> list[StepNotes]:
+    """Make the notes of several ranks in turn."""
+    members = [_state(10 - place) for place in range(5)]
+    for state, name in zip(members, ("everywhere", "some", "nowhere", "late", "all late"), strict=True):
+        state.name = name
+    route = _route()
+    return [
+        StepNotes(
+            members,
+            route,
+            {state.index for state in members if state.name in of[rank]},
+            {state.index for state in members if state.name in late[rank]},
+            failed=rank == failed,
+            prefers_to_defer=rank > 0,
+            step=255 + (rank == ahead),
+        )
+        for rank in range(len(of))
     ]
-    notes: list[torch.Tensor] = []
-    works: list[mock.Mock] = []
 
-    def all_reduce(counts: torch.Tensor, group: object, async_op: bool) -> mock.Mock:
-        assert async_op
-        notes.append(counts)
-        works.append(mock.Mock())
-        return works[-1]
 
-    previous: Any = mock.Mock()
-    with fake_world(0, 3), mock.patch.object(dist, "all_reduce", all_reduce):
-        route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1, last_hook=previous)
-        told = [
-            UsedParameters(
-                members,
-                [bool(used[state.name][rank]) for state in members],
-                {state.index for state in members if state.name in late[rank]},
-                route,
-                failed=rank == 1,
-                prefers_to_defer=rank > 0,
-                step=255 + (rank == steps_of),
-            )
-            for rank in range(3)
-        ]
-        previous.wait.assert_called_once_with()
-        total = torch.stack(notes).sum(0)
-        for rank in range(3):
-            notes[rank].copy_(total)
-            told[rank].settle()
-            works[rank].wait.assert_called_once_with()
-            counts = told[rank].counts()
+@contextmanager
+def _summed_over(ranks: int) -> Iterator[list[list[torch.Tensor]]]:
+    """Sum the vectors of several ranks that a test makes one after the other in this process.
+
+    Yields the rounds: the first has the headers of all ranks, and so on.
+    """
+    calls: list[torch.Tensor] = []
+    rounds: list[list[torch.Tensor]] = []
+
+    def all_reduce(numbers: torch.Tensor, group: object, async_op: bool = False) -> Any:
+        calls.append(numbers)
+        if len(calls) == ranks:
+            total = torch.stack(calls).sum(0)
+            rounds.append([each.copy_(total) for each in calls])
+            calls.clear()
+        return mock.Mock()
+
+    with fake_world(0, ranks), mock.patch.object(dist, "all_reduce", all_reduce):
+        yield rounds
+
+
+UNUSED = [{"some", "nowhere"}, {"nowhere"}, {"nowhere"}]
+LATE = [{"late", "all late"}, {"all late"}, {"all late", "nowhere"}]
+
+
+def _read(notes: Sequence[StepNotes], *, all_read: bool = True) -> list[Counts]:
+    """Read the notes of all ranks at once, each in a thread, because a sum ends when all have joined."""
+    for note in notes:
+        note.settle()
+    together = threading.Barrier(len(notes))
+
+    def all_reduce(numbers: torch.Tensor, group: object) -> None:
+        vectors.append(numbers)
+        together.wait(10)
+        total = torch.stack(vectors[: len(notes)]).sum(0)
+        together.wait(10)
+        numbers.copy_(total)
+
+    vectors: list[torch.Tensor] = []
+    with mock.patch.object(dist, "all_reduce", all_reduce), ThreadPoolExecutor(len(notes)) as threads:
+        return list(threads.map(lambda note: note.counts(all_read=all_read), notes))
+
+
+@pytest.mark.parametrize("ahead", [None, 0, 2], ids=["alike", "the first rank is ahead", "the last rank is ahead"])
+def test_notes_count_unused_and_late_parameters_and_compare_steps(ahead: int | None) -> None:
+    with _summed_over(3) as rounds:
+        notes = _notes(UNUSED, LATE, ahead=ahead)
+        assert all(note.are_unusual for note in notes)
+        for counts in _read(notes):
             assert [state.name for state in counts.unused_anywhere] == ["some", "nowhere"]
             assert [state.name for state in counts.unused_everywhere] == ["nowhere"]
-            assert [state.name for state in counts.late_anywhere] == ["nowhere", "late", "all late"]
-            assert [state.name for state in counts.late_everywhere] == ["all late"]
-            assert (counts.failed, counts.prefer_to_defer, counts.route) == (1, 2, route)
-            assert counts.steps_differ == (steps_of is not None)
+            assert [state.name for state in counts.late] == ["nowhere", "late", "all late"]
+            assert (counts.unusual, counts.failed, counts.prefer_to_defer) == (3, 0, 2)
+            assert counts.steps_differ == (ahead is not None)
+        assert len(rounds[0][0]) == 5
+
+
+def test_ordinary_notes_are_five_numbers() -> None:
+    with _summed_over(3) as rounds:
+        notes = _notes([set()] * 3, [set()] * 3, failed=1)
+        (counts, *_) = _read(notes)
+        assert [len(vector) for vector in rounds[0]] == [5] * 3
+        assert len(rounds) == 1
+    assert (counts.unusual, counts.failed, counts.are_named) == (0, 1, True)
+    assert not counts.unused_anywhere
+    assert not counts.late
+
+
+@pytest.mark.parametrize(("failed", "all_read"), [(2, True), (-1, False)])
+def test_parameters_are_not_summed_unless_all_ranks_join(failed: int, all_read: bool) -> None:
+    """A rank that failed does not read the notes, and on a GPU most ranks read them in the next step."""
+    with _summed_over(3) as rounds:
+        notes = _notes([{"some"}, set(), set()], [set()] * 3, failed=failed)
+        for counts in _read(notes, all_read=all_read):
+            assert counts.unusual == 1
+            assert counts.are_named == (failed >= 0)
+            assert not counts.unused_anywhere
+        assert len(rounds) == 1
 
 
 def test_notes_of_30000_ranks_do_not_overflow() -> None:
-    ranks, state = 30_000, ParameterState(0, "p", nn.Parameter(torch.zeros(1)), torch.float32, False)
-    for late, unused in (((), False), ((0,), False), ((), True), ((0,), True)):
+    ranks, state = 30_000, _state()
+    for late, unused in (((), ()), ((0,), ()), ((), (0,)), ((0,), (0,))):
         with fake_world(0, ranks), mock.patch.object(dist, "all_reduce", lambda counts, **_: counts.mul_(ranks)):
-            route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1)
-            counts = UsedParameters(
-                [state], [not unused], late, route, failed=True, prefers_to_defer=False, step=255
-            ).counts()
-        assert counts.late_everywhere == counts.late_anywhere == ([state] if late else [])
-        assert counts.unused_everywhere == counts.unused_anywhere == ([state] if unused else [])
-        assert (counts.failed, counts.prefer_to_defer, counts.steps_differ) == (ranks, 0, False)
+            notes = StepNotes([state], _route(), unused, late, failed=False, prefers_to_defer=False, step=255)
+            counts = notes.counts(all_read=True)
+        assert [*counts.late] == ([state] if late else [])
+        assert [*counts.unused_everywhere] == [*counts.unused_anywhere] == ([state] if unused else [])
+        assert (counts.failed, counts.prefer_to_defer, counts.steps_differ) == (0, 0, False)
 
 
-def test_notes_on_gpu_are_copied_asynchronously_and_read_after_synchronization() -> None:
-    state, calls = ParameterState(0, "p", nn.Parameter(torch.zeros(1)), torch.float32, False), mock.Mock()
-    calls.notes.is_cuda = True
-    calls.notes.to.return_value.tolist.return_value = [2, 0, 0, 0, 0]
-    with (
-        fake_world(0, 2),
-        mock.patch.object(torch, "tensor", return_value=calls.notes),
-        mock.patch.object(torch.cuda, "Event", return_value=calls.event),
-        mock.patch.object(dist, "all_reduce", return_value=calls.sum),
-    ):
-        route = Route("data", dist.group.WORLD, 1.0, 1.0, dist.ReduceOp.SUM, None, 1)
-        told = UsedParameters([state], [True], (), route, failed=False, prefers_to_defer=False, step=0)
-        told.settle()
-        queued = [mock.call.sum.wait(), mock.call.notes.to("cpu", non_blocking=True), mock.call.event.record()]
-        assert calls.mock_calls == queued
-        assert told.counts().unused_anywhere == []
-    assert calls.mock_calls == [*queued, mock.call.event.synchronize(), mock.call.notes.to().tolist()]
+def test_notes_wait_for_the_last_communication_hook() -> None:
+    previous: Any = mock.Mock()
+    with _summed_over(1):
+        StepNotes([_state()], _route(last_hook=previous), (), (), failed=False, prefers_to_defer=False, step=0)
+    previous.wait.assert_called_once_with()

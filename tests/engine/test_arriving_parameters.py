@@ -1,0 +1,478 @@
+"""``overlap_parameters``: whatever reads a parameter after the step gets its new value, or the option says why not."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_topo import PipelineModule, PipelineParallelGrid, initialize
+from ds_topo.zero import exchange
+from ds_topo.zero.arrivals import InFlightParameter
+from tests.support.ranks import run_ranks
+from tests.support.small_engines import settings, start
+from tests.support.training import destroy_engine
+from tests.support.world import Worlds
+
+OVERLAPPED = {"bucket_bytes": 2000, "first_bucket_bytes": 500, "last_bucket_bytes": 300, "overlap_parameters": True}
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 4))
+
+
+def _engine(grid: PipelineParallelGrid, model: nn.Module, *, overlap: bool = True, stage: int = 1) -> Any:
+    optimizer = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
+    reducer = {**OVERLAPPED, "overlap_parameters": overlap}
+    config = settings(
+        optimizer=optimizer, zero_optimization={"stage": stage}, gradient_reducer=reducer, gradient_accumulation_steps=1
+    )
+    engine, *_ = initialize(model=model, mpu=grid, config=config)
+    return engine
+
+
+@contextmanager
+def _held() -> Iterator[threading.Event]:
+    """Hold every gather back until the event is set, or for 0.03 s; a reader that does not wait reads old values."""
+    gather, go_on = exchange._Peers._gather, threading.Event()
+
+    def late(self: Any, piece: torch.Tensor, number: int) -> Any:
+        go_on.wait(0.03)
+        return gather(self, piece, number)
+
+    with mock.patch.object(exchange._Peers, "_gather", late):
+        yield go_on
+
+
+# -- programs that read parameters in unusual ways --------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Layers that a subclass uses in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = _layers()
+        self.passes = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return self.last(self.body[:4](inputs))
+
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.body[4](hidden)
+
+    def step(self, engine: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Take a step; return the loss."""
+        loss = F.mse_loss(engine(inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+
+class InAList(Layers):
+    """Its last weight comes from a list, which no module looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.body[4].weight]
+
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, *self.kept)
+
+
+class ByKeyword(InAList):
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(input=hidden, weight=self.kept[0])
+
+
+class InANestedContainer(InAList):
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ torch.cat([self.kept[0], torch.zeros(1, 17)])[:4].t()
+
+
+class InAClosure(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        weight = self.body[4].weight
+        self.product = lambda hidden: hidden @ weight.t()
+
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.product(hidden)
+
+
+class InALaterPass(InAList):
+    """The first two passes look the weight up; later ones do not."""
+
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.body[4](hidden) if self.passes < 3 else super().last(hidden)
+
+
+class OfAnotherModule(Layers):
+    """The first layer's pass reads the last layer's weight."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs * self.body[4].weight.sum())
+
+
+class InDictionaries(Layers):
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = self.body[4]._parameters
+        return F.linear(hidden, {**found}["weight"], dict(found)["bias"]) + F.linear(hidden, found.copy()["weight"])
+
+
+class WithoutTheEngine(Layers):
+    """After a step it calls the module itself."""
+
+    def step(self, engine: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        super().step(engine, inputs, targets)
+        return F.mse_loss(self(inputs), targets)
+
+
+class EvaluatedFirst(Layers):
+    def step(self, engine: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        engine.eval()
+        with torch.no_grad():
+            before = F.mse_loss(engine(inputs), targets)
+        engine.train()
+        return super().step(engine, inputs, targets) + before
+
+
+class TwoPassesAStep(Layers):
+    def step(self, engine: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(engine(inputs) + engine(2 * inputs), targets)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+
+class Checkpointed(InAList):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, inputs.requires_grad_(), use_reentrant=False)
+
+
+class Shared(Layers):
+    """A weight that two modules hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(17, 4, bias=False)
+        self.again.weight = self.body[4].weight
+
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.body[4](hidden) + self.again(hidden)
+
+
+class InAFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(hidden, weight)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        hidden, weight = context.saved_tensors
+        return gradient @ weight, gradient.t() @ hidden
+
+
+class WithAFunction(InAList):
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return InAFunction.apply(hidden, self.kept[0])
+
+
+class Vectorized(InAList):
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: self.kept[0] @ row)(hidden)
+
+
+class CalledByFunction(Layers):
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(self.body[4], dict(self.body[4].named_parameters()), hidden)
+
+
+class Averaged(Layers):
+    """An exponential moving average is updated after each step, and is part of the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = [torch.zeros(4, 17)]
+
+    def step(self, engine: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = super().step(engine, inputs, targets)
+        self.average[0].lerp_(self.body[4].weight.data, 0.5)
+        return loss + self.average[0].sum()
+
+
+class HeldAsData(Layers):
+    """It keeps ``weight.data`` of an earlier step, which shares the weight's memory."""
+
+    slower = "share their memory"
+
+    def step(self, engine: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = super().step(engine, inputs, targets)
+        if self.passes == 1:
+            self.kept = [self.body[4].weight.data]
+        return loss + self.kept[0].sum()
+
+
+class Scripted(Layers):
+    """Scripted code reads parameters without torch's Python functions."""
+
+    slower = "the scripted module 'body.2'"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[2] = torch.jit.script(self.body[2])
+
+
+class Compiled(Layers):
+    slower = "the compiled module 'body.2'"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body[2].compile(backend="eager")
+
+
+class CompiledLater(Layers):
+    """A part that is compiled after the first step, while parameters may be in flight."""
+
+    def step(self, engine: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = super().step(engine, inputs, targets)
+        if self.passes == 1:
+            self.body[2].compile(backend="eager")
+        return loss
+
+
+class WithACompiledFunction(InAList):
+    """Compiled code gets a parameter of another module as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = torch.compile(F.linear, backend="eager")
+
+    def last(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.product(hidden, self.kept[0])
+
+
+PROGRAMS = [
+    *(Layers, InAList, ByKeyword, InANestedContainer, InAClosure, InALaterPass, OfAnotherModule, InDictionaries),
+    *(WithoutTheEngine, EvaluatedFirst, TwoPassesAStep, Checkpointed, Shared, WithAFunction, Vectorized),
+    *(CalledByFunction, Averaged, HeldAsData, Scripted, Compiled, CompiledLater, WithACompiledFunction),
+]
+
+
+def _run(grid: PipelineParallelGrid, program: type[Layers], **options: Any) -> tuple[list[float], list[torch.Tensor]]:
+    """Train for four steps; return the losses, and all parameters and optimizer states."""
+    model = program()
+    engine = _engine(grid, model, **options)
+    losses = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        inputs, targets = (torch.randn(2, width, generator=generator) for width in (8, 4))
+        losses.append(float(model.step(engine, inputs, targets)))
+    parameters = list(engine.module.parameters())
+    states = [parameter.detach().clone() for parameter in parameters]
+    states += [safe_get_full_fp32_param(parameter) for parameter in parameters]
+    states += [safe_get_full_optimizer_state(parameter, "exp_avg_sq") for parameter in parameters]
+    engine.destroy()
+    return losses, states
+
+
+def _trains_alike(program: type[Layers], stage: int) -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid, _held(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        wanted, wanted_states = _run(grid, program, stage=stage, overlap=False)
+        losses, states = _run(grid, program, stage=stage)
+    assert losses == wanted
+    assert all(map(torch.equal, states, wanted_states))
+    told = [str(each.message) for each in caught if "overlap_parameters" in str(each.message)]
+    expected = getattr(program, "slower", None)
+    assert len(told) == (expected is not None), told
+    assert expected is None or expected in told[0]
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.exhaustive)], ids="zero{}".format)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_train_as_without_the_option(world: Worlds, program: type[Layers], stage: int) -> None:
+    world(2).run(_trains_alike, program, stage)
+
+
+# -- readers between steps --------------------------------------------------------------------------------------------
+
+
+def _saved(model: nn.Module) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded: torch.Tensor = torch.load(file)["2.weight"]
+    return loaded
+
+
+def _copied(model: nn.Module) -> torch.Tensor:
+    copied = copy.deepcopy(model)[2].weight
+    assert type(copied) is nn.Parameter
+    return copied
+
+
+def _summed_by_a_thread(model: nn.Module) -> torch.Tensor:
+    result: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: result.append(model[2].weight.clone()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+READERS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "a_method": lambda model: model[2].weight.clone(),
+    "data": lambda model: model[2].weight.data.clone(),
+    "an_index": lambda model: torch.stack([row.clone() for row in model[2].weight]),
+    "numpy": lambda model: torch.from_numpy(model[2].weight.detach().numpy().copy()),
+    "all_parameters": lambda model: dict(model.named_parameters())["2.weight"] + 0,
+    "a_state_dict": lambda model: model.state_dict()["2.weight"].clone(),
+    "variables_of_a_state_dict": lambda model: model.state_dict(keep_vars=True)["2.weight"] * 1,
+    "a_copy": _copied,
+    "a_file": _saved,
+    "another_thread": _summed_by_a_thread,
+    "a_broadcast": lambda model: _sent(model[2].weight),
+    "foreach": lambda model: torch._foreach_add([model[2].weight], 0)[0],
+    "an_operator": lambda model: torch.ops.aten.add(model[2].weight, 0),
+    "a_vector": lambda model: nn.utils.parameters_to_vector([model[2].weight]).view(17, 33),
+    "DeepSpeeds_functions": lambda model: safe_get_full_fp32_param(model[2].weight),
+}
+
+
+def _sent(weight: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        dist.broadcast(weight, 0)
+    return weight.detach().clone()
+
+
+def _reads(reader: str) -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid, _held() as go_on:
+        engine = _engine(grid, _layers())
+        model, kept = engine.module, engine.module[2].weight
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        assert isinstance(kept, InFlightParameter), "step() does not wait"
+        model.zero_grad()
+        assert (kept.shape, kept.numel(), kept.requires_grad, kept.grad, kept.dtype, kept.dim(), len(kept)) == (
+            *((17, 33), 561, True, None, torch.float32, 2, 17),
+        )
+        assert kept in set(model.parameters())
+        assert isinstance(kept, InFlightParameter), "who reads no values does not wait"
+        seen = READERS[reader](model).detach()
+        engine.gradient_reducer.wait()
+        assert type(kept) is nn.Parameter
+        assert torch.equal(seen, kept)
+        assert torch.equal(seen, safe_get_full_fp32_param(kept))
+        go_on.set()
+        engine.destroy()
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_every_reader_of_a_parameter_waits_for_it(world: Worlds, reader: str) -> None:
+    world(2).run(_reads, reader)
+
+
+def _writes() -> None:
+    """What a program writes after the step stays, and is not overwritten by what arrives."""
+    start()
+    with PipelineParallelGrid("data=2") as grid, _held():
+        engine = _engine(grid, _layers())
+        weight = engine.module[2].weight
+        writes: dict[str, Callable[[], object]] = {
+            "in place": lambda: weight.data.fill_(3.0),
+            "by other memory": lambda: setattr(weight, "data", torch.full_like(weight, 3.0)),
+        }
+        for way, write in writes.items():
+            engine.backward(engine(torch.ones(2, 8)).sum())
+            engine.step()
+            with torch.no_grad():
+                write()
+            engine.gradient_reducer.wait()
+            assert torch.equal(weight, torch.full_like(weight, 3.0)), way
+        engine.destroy()
+
+
+def test_values_written_after_the_step_stay(world: Worlds) -> None:
+    world(2).run(_writes)
+
+
+def _one_rank_reads() -> None:
+    """A rank reads parameters of its stage between steps, others do not: no collective depends on readers."""
+    start()
+    with PipelineParallelGrid("data=2,pipe=2") as grid:
+        module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 4, grid=grid, loss_fn=F.mse_loss)
+        config = settings(zero_optimization={"stage": 1}, gradient_reducer={"overlap_parameters": True})
+        engine, *_ = initialize(model=module, config=config)
+        for _ in range(2):
+            engine.train_batch(iter([(torch.ones(2, 4), torch.zeros(2, 4))] * 2))
+            dist.barrier()  # a collective of the program's own, while parameters are in flight
+        if grid.get_data_parallel_rank() == 0:
+            seen = {name: value.clone() for name, value in module.state_dict().items()}
+        dist.barrier()
+        if grid.get_data_parallel_rank() == 0:
+            assert all(torch.equal(value, seen[name]) for name, value in module.state_dict().items())
+        destroy_engine(engine)
+
+
+def test_one_rank_may_read_parameters_while_others_do_not(world: Worlds) -> None:
+    world(4).run(_one_rank_reads)
+
+
+def _after_an_error() -> None:
+    """A region that never arrives is not treated as arrived."""
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine = _engine(grid, _layers())
+        weight = engine.module[2].weight
+        broken = mock.patch.object(exchange._Peers, "_gather", side_effect=RuntimeError("connection closed"))
+        with broken:
+            engine.backward(engine(torch.ones(2, 8)).sum())
+            engine.step()
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="connection closed"):
+                    weight.clone()
+            with pytest.raises(RuntimeError, match="connection closed"):
+                engine(torch.ones(2, 8))
+        with pytest.raises(RuntimeError, match="connection closed"):
+            engine.destroy()
+        assert type(weight) is nn.Parameter
+
+
+def test_every_reader_gets_the_error_of_a_failed_gather() -> None:
+    run_ranks(2, _after_an_error, deadline=60)
+
+
+def _compiles() -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = _engine(grid, _layers())
+        parameters = engine.gradient_reducer.driver._gradients.parameters
+        assert parameters.overlaps
+        engine.compile(backend="eager")
+        assert not parameters.overlaps
+        assert any("compiled code does not wait" in str(each.message) for each in caught)
+        engine.destroy()
+
+
+def test_engine_compile_ends_the_overlap(world: Worlds) -> None:
+    world(2).run(_compiles)
