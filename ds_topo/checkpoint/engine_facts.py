@@ -19,6 +19,7 @@ import deepspeed
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -29,6 +30,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
+from ds_topo.backends import accelerator, device_in_use
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
@@ -293,8 +295,8 @@ def random_states(engine: DeepSpeedEngine) -> dict[str, Any]:
         "tracker": dict(get_cuda_rng_tracker().get_states()),
         "micro_offset": getattr(engine.module, "micro_offset", None),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states["cuda"] = torch.cuda.get_rng_state()
+    if (device := device_in_use()) is not None:
+        states[device.type] = get_accelerator().get_rng_state()
     return states
 
 
@@ -308,5 +310,6 @@ def restore_random_states(engine: DeepSpeedEngine, states: dict[str, Any]) -> No
         get_cuda_rng_tracker().set_states(states["tracker"])
     if states["micro_offset"] is not None:
         engine.module.micro_offset = states["micro_offset"]
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    device = accelerator()
+    if device is not None and device.type in states:
+        get_accelerator().set_rng_state(states[device.type])

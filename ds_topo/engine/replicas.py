@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -26,6 +27,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 
+from ds_topo.backends import device_in_use
 from ds_topo.errors import ReplicaError, listed
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
@@ -186,8 +188,8 @@ def _replicated(engine: DeepSpeedEngine, slices: bool) -> Iterator[Replicated]:
             if not getattr(parameter, "ds_pipe_replicated", False) and expert_group_name(parameter) is None:
                 yield Replicated(name, parameter, group, "model", is_slice=bool(is_model_parallel_parameter(parameter)))
         yield Replicated("random state of the CPU", torch.get_rng_state(), group, "model")
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            yield Replicated("random state of the GPU", torch.cuda.get_rng_state(), group, "model")
+        if device_in_use() is not None:
+            yield Replicated("random state of the GPU", get_accelerator().get_rng_state(), group, "model")
 
 
 def _states(optimizer: Any, names: dict[int, str], dense: ProcessGroup) -> Iterator[Replicated]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.options import BucketSizes, ReductionOptions
-from ds_topo.reducer.parameters import COPIED_IN, PENDING, ParameterState, expert_group_name
+from ds_topo.reducer.parameters import COPIED_IN, PENDING, ParameterState, Route, expert_group_name
 from ds_topo.torch_names import broadcast_coalesced
 
 
@@ -454,6 +454,47 @@ def _rows(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
     return gradient.detach()
 
 
+def start_sum_of_rows(gradient: torch.Tensor, route: Route) -> Callable[[], torch.Tensor]:
+    """Start the sum of sparse gradients over a route's group; collective.
+
+    NCCL does not sum sparse tensors. There the ranks gather each other's rows, padded to the longest, as DeepSpeed's
+    ``sparse_allreduce`` does; the caller waits for their number.
+
+    Returns:
+        A function that waits for the sum and returns it, coalesced.
+    """
+    gradient = gradient.coalesce()
+    if route.traits.sums_sparse:
+        work = dist.all_reduce(gradient, group=route.group, async_op=True)
+
+        def summed() -> torch.Tensor:
+            work.wait()
+            return gradient.coalesce()
+
+        return summed
+    indices, values = gradient.indices()[0], gradient.values()
+    counts = indices.new_empty(route.size)
+    dist.all_gather_into_tensor(counts, counts.new_tensor([len(indices)]), group=route.group)
+    numbers: list[int] = counts.tolist()
+    most = max(numbers)
+    all_indices = indices.new_empty(route.size * most)
+    all_values = values.new_empty(route.size * most, *values.shape[1:])
+    works = []
+    for everyone, own in ((all_indices, indices), (all_values, values)):
+        padded = own.new_zeros(most, *own.shape[1:])
+        padded[: len(own)] = own
+        works.append(dist.all_gather_into_tensor(everyone, padded, group=route.group, async_op=True))
+
+    def gathered() -> torch.Tensor:
+        for work in works:
+            work.wait()
+        is_row = torch.arange(most, device=counts.device) < counts[:, None]
+        rows = is_row.flatten().nonzero()[:, 0]
+        return torch.sparse_coo_tensor(all_indices[rows][None], all_values[rows], gradient.shape).coalesce()
+
+    return gathered if most else lambda: gradient
+
+
 def _dense(gradient: torch.Tensor, state: ParameterState) -> torch.Tensor:
     """Return the gradient without the graph of ``backward(create_graph=True)``; raise if it is sparse."""
     if gradient.layout is not _STRIDED:
@@ -485,10 +526,11 @@ def add_late_gradients(late: Sequence[ParameterState], scales: tuple[float, floa
     """
     before, after = scales
     for state in sorted(late, key=operator.attrgetter("index")):
-        gradient = late_gradient(state)
-        gradient = gradient.coalesce() if state.is_sparse else gradient
-        gradient.mul_(before)
-        dist.all_reduce(gradient, group=state.route.group)
+        gradient = late_gradient(state) * before
+        if state.is_sparse:
+            gradient = start_sum_of_rows(gradient, state.route)()
+        else:
+            dist.all_reduce(gradient, group=state.route.group)
         gradient.mul_(after)
         if state.region is None:
             state.view = state.view.add_(gradient)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ds_topo.backends import traits_of
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
+from ds_topo.reducer.buckets import CommHookBucket, GradientBucket, start_sum_of_rows
 from ds_topo.reducer.options import ReductionOptions
 from ds_topo.reducer.parameters import CommHook, ParameterState, Route, expert_group_name
 from ds_topo.reducer.report import BucketTiming
@@ -244,12 +244,10 @@ class _SparseReduction(Reduction):
 
     def __init__(self, bucket: GradientBucket) -> None:
         super().__init__(bucket)
-        self._gradient = bucket.members[0].view.coalesce()
-        self._work = dist.all_reduce(self._gradient, group=self.route.group, async_op=True)
+        self._sum = start_sum_of_rows(bucket.members[0].view, self.route)
 
     def _complete(self) -> None:
-        self._work.wait()
-        self.bucket.members[0].view = (self._gradient * self.route.after).coalesce()
+        self.bucket.members[0].view = self._sum() * self.route.after
 
 
 class _HookReduction(Reduction):

@@ -361,7 +361,6 @@ CALLED_BY_PROGRAMS = {
 VALUES = {
     patches.ZERO_OVERLAP,
     patches.HP_GRADIENT,
-    patches.PARAMETERS,
     *patches.LONG_SEQUENCES,
     *patches.ADDRESSES,
 }
