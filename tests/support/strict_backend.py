@@ -223,27 +223,35 @@ class _Plan:
 
 
 class _Future(torch.futures.Future):  # type: ignore[type-arg]
-    """The future of a work, which also delivers its result."""
+    """The future of a work. As on NCCL it is done at once, and callbacks run at once, in the thread that adds them.
+
+    A callback finds the result by ``value()`` or ``wait()`` of the future that it gets.
+    """
 
     def __init__(self, work: StrictWork) -> None:
         super().__init__()
         self._work = work
+
+    def done(self) -> bool:
+        return True
 
     def wait(self) -> Any:
         self._work.wait()
         return super().wait()
 
     def value(self) -> Any:
-        self._work.wait()
-        return super().value()
+        return self.wait()
 
-    def then(self, callback: Any) -> Any:
-        self._work.deliver_when_done()
-        return super().then(callback)
+    def then(self, callback: Any) -> torch.futures.Future[Any]:
+        answer: torch.futures.Future[Any] = torch.futures.Future()
+        try:
+            answer.set_result(callback(self))
+        except Exception as error:
+            answer.set_exception(error)
+        return answer
 
     def add_done_callback(self, callback: Any) -> None:
-        self._work.deliver_when_done()
-        super().add_done_callback(callback)
+        callback(self)
 
 
 class StrictWork(dist.Work):
@@ -310,12 +318,12 @@ class StrictWork(dist.Work):
             self._done.set()
             future = self._future
         if future is not None:
-            self._set(future)  # after the lock, because callbacks may do anything
+            self._set(future)  # after the lock, because callbacks in C++ may do anything
         if self._spin is not None:
             _LIBC.pthread_spin_unlock(ctypes.byref(self._spin))
 
     def deliver_when_done(self) -> None:
-        """Let the worker deliver the result, before the callbacks of the future run."""
+        """Let the worker deliver the result, before the future in C++ is done."""
         with self._lock:
             self._delivers_when_done = True
             if self._done.is_set() and self.error is None:
@@ -398,9 +406,9 @@ class StrictWork(dist.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future whose ``wait()``, ``value()`` and callbacks find the result.
+        """Return a future whose ``wait()`` and ``value()`` find the result.
 
-        C++ callers, such as DDP, use none of these methods. For them the result appears when the call has completed.
+        C++ callers, such as DDP, use none of the methods in Python. For them the result appears when the call has completed.
         """
         with self._lock:
             is_late = self._future is None and self._done.is_set()
@@ -421,11 +429,11 @@ class _Several(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for all of them."""
-        return all([work.wait(timeout) for work in self._works])
+        return all(work.wait(timeout) for work in self._works)
 
     def is_completed(self) -> bool:
         """Tell whether all have completed."""
-        return all([work.is_completed() for work in self._works])
+        return all(work.is_completed() for work in self._works)
 
 
 # -- communicators -----------------------------------------------------------------------------------------------------
@@ -435,15 +443,20 @@ class _Lane:
     """A queue of calls that one thread executes in order: as a stream of a GPU."""
 
     def __init__(self, communicator: _Communicator, mesh: Mesh, name: str) -> None:
-        self._communicator, self._mesh, self._name = communicator, mesh, name
+        self._communicator, self._mesh = communicator, mesh
         self._queue: deque[StrictWork | None] = deque()
         self._changed = threading.Condition()
         self._orders = itertools.count(1)
         self._wanted = 0
         """The order of the last call for which someone waits."""
         self._has_told = False
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._serve, name=f"strict {name}", daemon=True)
         self.failed: StrictWork | None = None
+
+    def start(self) -> None:
+        """Start the thread. Idempotent."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def put(self, work: StrictWork | None) -> None:
         """Append a call; None tells the other ranks of a fault."""
@@ -451,9 +464,7 @@ class _Lane:
             if work is not None:
                 work.lane, work.order = self, next(self._orders)
             self._queue.append(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"strict {self._name}", daemon=True)
-                self._thread.start()
+            self.start()
             self._changed.notify_all()
 
     def hurry(self, order: int) -> None:
@@ -464,7 +475,7 @@ class _Lane:
 
     def end(self, seconds: float) -> None:
         """Execute what is in the queue for at most so long, and end the thread."""
-        if self._thread is not None:
+        if self._thread.ident is not None:
             self.hurry(sys.maxsize)
             self._thread.join(seconds)
             if self._thread.is_alive():
@@ -480,7 +491,8 @@ class _Lane:
                     return
                 work = self._queue.popleft()
                 if work is not None:
-                    self._changed.wait_for(lambda: self._wanted >= work.order, _Settings.delay)
+                    order = work.order
+                    self._changed.wait_for(lambda: self._wanted >= order, _Settings.delay)  # noqa: B023
             if work is not None:
                 self._execute(work)
             if self._communicator.fault is not None and not self._has_told:
@@ -568,6 +580,7 @@ class _Communicator:
         """The number of collectives that were called."""
         self.main = _Lane(self, Mesh(connections[0]), f"group {name}")
         """Collectives and batches."""
+        self.main.start()  # not at the first call: tests count the threads of a job that has groups
         self.direct = {
             peer: _Lane(self, Mesh({peer: connection}), f"group {name} to {peer}")
             for peer, connection in connections[1].items()
@@ -595,7 +608,7 @@ class _Communicator:
         if self.fault is not None:
             raise StrictError(f"{kind} on {self}, which has failed:\n{self.fault}")
         thread = threading.current_thread()
-        if isinstance(thread, threading._DummyThread) or thread.name.startswith("strict "):  # of autograd; a callback
+        if isinstance(thread, threading._DummyThread):  # of autograd
             thread = threading.main_thread()
         if self._owner is not None and self._owner[0] is not thread and self._owner[0].is_alive():
             first, stack_before = self._owner
@@ -1033,10 +1046,10 @@ class StrictProcessGroup(dist.ProcessGroup):
         """Return the first and last element for each rank; an empty list of splits means equal ones."""
         size, rows = self._communicator.size, tensor.shape[0]
         if not splits and rows % size:
-            raise ValueError(f"{rows} rows cannot be divided among {size} ranks")
+            raise RuntimeError(f"Tensor's dim 0 does not divide equally across group size: {rows} among {size}")
         splits = list(splits) or [rows // size] * size
         if len(splits) != size or sum(splits) != rows:
-            raise ValueError(f"splits {splits} of {rows} rows among {size} ranks")
+            raise RuntimeError(f"Split sizes {splits} do not match the group of {size} and dim 0 of {rows}")
         ends = [end * (tensor.numel() // rows if rows else 0) for end in itertools.accumulate(splits, initial=0)]
         return list(itertools.pairwise(ends))
 
