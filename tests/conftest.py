@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import cache
 
 import pytest
 from hypothesis import settings
@@ -13,7 +11,8 @@ from hypothesis import settings
 pytest.register_assert_rewrite("tests.support", "tests.cluster")  # before they are imported
 
 from tests.support.case_names import case_name  # noqa: E402
-from tests.support.world import World, Worlds  # noqa: E402
+from tests.support.exhaustive import mark_exhaustive  # noqa: E402
+from tests.support.world import Worlds  # noqa: E402
 
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -27,21 +26,43 @@ collect_ignore = ["support/fork_server.py"]
 @pytest.fixture(scope="session")
 def world() -> Iterator[Worlds]:
     """``world(4).run(function, *args)``: four ranks, started at first use and kept until the session ends."""
-    with _worlds() as of_size:
+    with Worlds() as of_size:
         yield of_size
 
 
 @pytest.fixture(scope="module")
 def other_world() -> Iterator[Worlds]:
     """Ranks apart from those of ``world``, for a job that resumes from a checkpoint of another job."""
-    with _worlds() as of_size:
+    with Worlds() as of_size:
         yield of_size
 
 
-@contextmanager
-def _worlds() -> Iterator[Worlds]:
-    with ExitStack() as worlds:
-        yield cache(lambda size: worlds.enter_context(World(size)))
+@pytest.fixture(autouse=True)
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The backend on which ``world`` and ``other_world`` run a test; see the marker ``backends``."""
+    name: str = getattr(request, "param", request.config.getoption("backend"))
+    worlds: list[Worlds] = [
+        request.getfixturevalue(fixture) for fixture in ("world", "other_world") if fixture in request.fixturenames
+    ]
+    for of_size in worlds:
+        of_size.backend = name
+    yield name
+    for of_size in worlds:  # fixtures of modules and of the session run on gloo
+        of_size.backend = "gloo"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let ``pytest --backend strict`` run tests of ``world`` on the stand-in for NCCL."""
+    parser.addoption("--backend", default="gloo", help="backend of tests that do not name theirs: gloo, strict")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test of ``world`` on every backend of the marker ``backends``."""
+    marker = metafunc.definition.get_closest_marker("backends")
+    if marker is not None and "world" in metafunc.fixturenames:
+        names = [*marker.args, *marker.kwargs.get("exhaustive", ())]
+        cases = mark_exhaustive(names, lambda number, _: number < len(marker.args))
+        metafunc.parametrize("backend", cases, indirect=True)
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:

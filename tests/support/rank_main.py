@@ -31,6 +31,8 @@ class Call:
     """The pickled function and its arguments."""
     timeout: float
     """The timeout of the process group, in seconds."""
+    backend: str
+    """``gloo``, or ``strict`` for the stand-in for NCCL."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,17 @@ def serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection) 
 def _call(order: Call, state: ProcessState, rank: int, world_size: int, port: int) -> Report:
     import torch.distributed as dist
 
+    from tests.support import strict_backend
+
     limit = timedelta(seconds=order.timeout)
     try:
         function, args = pickle.loads(order.function)  # imports their modules before the state is noted
         state.note()
         store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=limit)
         store = dist.PrefixStore(f"call{order.number}", store)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+        if order.backend == strict_backend.NAME:
+            strict_backend.register()
+        dist.init_process_group(order.backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         # send() would share tensors instead of copying them
         return Report("ok", pickle.dumps(function(*args)))
     except BaseException as error:

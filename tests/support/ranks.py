@@ -48,15 +48,19 @@ def run_ranks(
     deadline: float = 120.0,
     timeout: float = 60.0,
     expect_failure: bool = False,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Call ``function(*args)`` on ``world_size`` fresh processes joined by ``torch.distributed``; return the results.
 
     ``function`` must be importable (module level). ``timeout`` is that of the process group, and ``deadline`` that of
     the whole call, in seconds. With ``expect_failure`` every rank must raise, and the exceptions are returned.
+    ``backend`` is ``gloo``, or ``strict`` for the stand-in for NCCL (``strict_backend``).
     """
     __tracebackhide__ = True
     with Ranks(world_size) as ranks:
-        return ranks.call(function, args, deadline=deadline, timeout=timeout, expect_failure=expect_failure)
+        return ranks.call(
+            function, args, deadline=deadline, timeout=timeout, expect_failure=expect_failure, backend=backend
+        )
 
 
 _PEER_LEFT = re.compile("connectFullMesh failed with .*Connection closed by peer")
@@ -87,6 +91,7 @@ class Ranks:
         deadline: float,
         timeout: float,
         expect_failure: bool = False,
+        backend: str = "gloo",
     ) -> list[Any]:
         """Call ``function(*args)`` on all ranks; see :func:`run_ranks`.
 
@@ -100,7 +105,7 @@ class Ranks:
                 self._start()
             end = time.monotonic() + deadline
             try:
-                self._send(Call(next(self._calls), pickle.dumps((function, args)), timeout))
+                self._send(Call(next(self._calls), pickle.dumps((function, args)), timeout, backend))
                 reports = self._collect(end, expect_failure)
             finally:
                 self._remove_shared_memory()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from contextlib import ExitStack
+from typing import Any
 
 from tests.support.ranks import Ranks
 
@@ -21,6 +22,8 @@ class World:
     """
 
     def __init__(self, size: int) -> None:
+        self.backend = "gloo"
+        """The backend of calls that do not name one."""
         self._ranks = Ranks(size)
         self._functions = 0
 
@@ -37,12 +40,18 @@ class World:
         deadline: float = 120.0,
         timeout: float = 60.0,
         expect_failure: bool = False,
+        backend: str | None = None,
     ) -> list[Any]:
         """Call ``function(*args)`` on every rank; see :func:`tests.support.ranks.run_ranks`."""
         __tracebackhide__ = True
         try:
             results = self._ranks.call(
-                function, args, deadline=deadline, timeout=timeout, expect_failure=expect_failure
+                function,
+                args,
+                deadline=deadline,
+                timeout=timeout,
+                expect_failure=expect_failure,
+                backend=backend or self.backend,
             )
             if not expect_failure:
                 self._ranks.tidy(function, TIDY_SECONDS)
@@ -55,5 +64,24 @@ class World:
         return results
 
 
-Worlds: TypeAlias = Callable[[int], World]
-"""The type of the fixture ``world``."""
+class Worlds:
+    """The fixture ``world``: ``world(4)`` returns four ranks, started at first use and kept until the end."""
+
+    def __init__(self) -> None:
+        self.backend = "gloo"
+        """The backend of the present test."""
+        self._worlds: dict[int, World] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Worlds:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def __call__(self, size: int) -> World:
+        if size not in self._worlds:
+            self._worlds[size] = self._stack.enter_context(World(size))
+        world = self._worlds[size]
+        world.backend = self.backend
+        return world
