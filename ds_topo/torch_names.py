@@ -10,12 +10,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch._C._distributed_c10d as _C
 import torch.distributed as dist
+from torch import _C as TORCH_C
 from torch import nn
+from torch._C import _disabled_torch_function_impl, _storage_Use_Count
 from torch.distributed import distributed_c10d as c10d
 
 from ds_topo.backends import traits_of
@@ -270,8 +272,8 @@ REDUCER_ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(torch, "_foreach_copy_", "It copies many gradients into a bucket by one call."),
     Reliance(torch, "_foreach_mul_", "It scales all gradients of a bucket by one call."),
     Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),
-    Reliance(torch._C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
-    Reliance(torch._C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
+    Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
+    Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
     Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),
     Reliance(dist, "_make_nccl_premul_sum", "NCCL multiplies while it sums.", releases="builds with NCCL"),
 )
@@ -296,8 +298,13 @@ def broadcast_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -
 
 def storage_users(tensor: torch.Tensor) -> int:
     """Return the number of tensors that share a tensor's memory, and a constant."""
-    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    users: int = _storage_Use_Count(tensor.untyped_storage()._cdata)
     return users
+
+
+def call_plainly(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call one of torch's functions, as for tensors without a ``__torch_function__`` of their own."""
+    return _disabled_torch_function_impl(function, types, args, kwargs)
 
 
 MEASUREMENT_ROWS: tuple[Patch | Reliance, ...] = (
