@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.strict_backend import StrictError, StrictWork, spinning_waits
+from tests.support.strict_calls import StrictError, StrictWork, spinning_waits
 from tests.support.world import Worlds
 
 SIZES = pytest.mark.parametrize("size", [2, 4])
