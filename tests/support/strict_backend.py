@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, ReduceOp
 
+from ds_topo.backends import TRAITS
 from tests.support.nccl_tensors import Reduction, check, real
 from tests.support.rank_mesh import connect
 from tests.support.strict_calls import Communicator, Plan, SeveralWorks, StrictWork, stack_here
@@ -37,7 +38,8 @@ NAME = "strict"
 
 
 def register() -> None:
-    """Make the backend known to torch. Idempotent."""
+    """Make the backend known to torch and ds_topo, with NCCL's traits. Idempotent."""
+    TRAITS[NAME] = TRAITS["nccl"]
     if NAME not in Backend.backend_list:
         Backend.register_backend(NAME, StrictProcessGroup, extended_api=True, devices=["cpu"])
 
