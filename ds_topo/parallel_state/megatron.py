@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from ds_topo.errors import TopologyError
 from ds_topo.mpu.expert_registry import ExpertGroups, registry
-from ds_topo.parallel_state.program_state import ParallelState
+from ds_topo.parallel_state.program_state import ParallelState, first_of, group_over, index_in, over, size_of
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
-from ds_topo.topology.rank_tables import RankGroup, axes_of
+from ds_topo.topology.rank_tables import RankGroup, axes_of, gradient_axes, sample_axes
 
 _FIXED_DEGREE = "a grid's degrees do not change"
 _FIXED_RANK = "a rank's place in its grid does not change"
@@ -26,13 +26,8 @@ class _Megatron(ParallelState):
         self._virtual_world_size = count
         self._virtual_rank = None if count is None else 0
 
-    def get_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of this replica of the model."""
-        return self._group((PIPE, MODEL), check_initialized)
-
-    def get_model_parallel_src_rank(self) -> int:
-        """Return the global rank of the first rank of this replica of the model."""
-        return self.grid.get_ranks((PIPE, MODEL))[0]
+    get_model_parallel_group = group_over(PIPE, MODEL)
+    get_model_parallel_src_rank = first_of(over((PIPE, MODEL)))
 
     def is_pipeline_first_stage(self, ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
         """Return whether this rank is at the first (virtual) stage."""
@@ -79,7 +74,7 @@ class _Megatron(ParallelState):
         self, with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
     ) -> int:
         """Return this rank's index in the data parallel group."""
-        return self._rank_in(self._ranks(self._data_axes(with_context_parallel)))
+        return self._ranks(self._data_axes(with_context_parallel)).index(self.grid.global_rank)
 
     def get_data_parallel_src_rank(self, with_context_parallel: bool = False) -> int:
         """Return the global rank of the first replica."""
@@ -90,10 +85,11 @@ class _Megatron(ParallelState):
     ) -> ProcessGroup | None:
         """Return the group of the ranks that share the scales of FP8."""
         seq = (SEQ,) if with_context_parallel else ()
-        return self._group((MODEL, *seq) if tp_only_amax_red else (MODEL, *seq, *self._sample_axes()))
+        samples = () if tp_only_amax_red else sample_axes(self.grid.topology())
+        return self._group((MODEL, *seq, *samples))
 
     def _data_axes(self, with_context_parallel: bool) -> tuple[str, ...]:
-        return self._replica_axes() if with_context_parallel else self._sample_axes()
+        return (gradient_axes if with_context_parallel else sample_axes)(self.grid.topology())
 
 
 class MegatronDeepSpeedState(_Megatron):
@@ -157,39 +153,22 @@ class MegatronDeepSpeedState(_Megatron):
                 f"call {tensor}() or {pipeline}()"
             )
 
-    def sequence_parallel_is_initialized(self) -> bool:
-        """Return whether the groups exist. Without an axis ``seq``, each of them is one rank."""
-        return self.grid.is_alive
-
+    # without an axis ``seq``, each of these groups is one rank
+    sequence_parallel_is_initialized = ParallelState.model_parallel_is_initialized
     sequence_data_parallel_is_initialized = ParallelState.model_parallel_is_initialized
+    get_sequence_parallel_world_size = size_of(over((SEQ,)))
+    get_sequence_parallel_rank = index_in(over((SEQ,)))
+    get_sequence_parallel_src_rank = first_of(over((SEQ,)))
+    get_sequence_data_parallel_world_size = size_of(over(gradient_axes))
+    get_sequence_data_parallel_rank = index_in(over(gradient_axes))
 
     def get_sequence_parallel_group(self) -> ProcessGroup | None:
         """Return the group of the ranks that share this rank's sequences."""
         return self._group((SEQ,))
 
-    def get_sequence_parallel_world_size(self) -> int:
-        """Return the number of parts of each sequence."""
-        return len(self._ranks((SEQ,)))
-
-    def get_sequence_parallel_rank(self) -> int:
-        """Return the index of this rank's part of the sequences."""
-        return self._rank_in(self._ranks((SEQ,)))
-
-    def get_sequence_parallel_src_rank(self) -> int:
-        """Return the global rank that has the first part."""
-        return self._ranks((SEQ,))[0]
-
     def get_sequence_data_parallel_group(self) -> ProcessGroup | None:
         """Return the group of all replicas of this rank's parameters."""
-        return self._group(self._replica_axes())
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        """Return the number of replicas of this rank's parameters."""
-        return len(self._ranks(self._replica_axes()))
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        """Return the index of this rank's replica."""
-        return self._rank_in(self._ranks(self._replica_axes()))
+        return self._group(gradient_axes)
 
 
 class MegatronState(_Megatron):
@@ -254,8 +233,8 @@ class MegatronState(_Megatron):
                     f"initialize_model_parallel got {name}={options[name]}: a grid has no {lacking}; leave it out"
                 )
         self._set_virtual_stages(virtual_pipeline_model_parallel_size)
-        for axes in (self._sample_axes(), (MODEL, SEQ)):
-            self._group(axes)
+        self._group(sample_axes)
+        self._group((MODEL, SEQ))
         for with_context_parallel in (False, True):
             self.get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
         self.get_intra_distributed_optimizer_instance_group()
@@ -268,39 +247,22 @@ class MegatronState(_Megatron):
     # -- data and context ----------------------------------------------------------------------------------------
     # Groups over several axes are created when their ranks ask for them the first time, so all of them must ask.
 
-    def get_context_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of the ranks that share this rank's sequences: axis ``seq``."""
-        return self._group((SEQ,), check_initialized)
+    get_context_parallel_group = group_over(SEQ)
+    get_context_parallel_world_size = size_of(over((SEQ,)))
+    get_context_parallel_rank = index_in(over((SEQ,)))
+    get_tensor_and_context_parallel_group = group_over(MODEL, SEQ)
+    get_tensor_and_context_parallel_world_size = size_of(over((MODEL, SEQ)))
+    get_tensor_and_context_parallel_rank = index_in(over((MODEL, SEQ)))
 
     def get_context_parallel_global_ranks(self, check_initialized: bool = True) -> list[int]:
         """Return the global ranks that share this rank's sequences."""
         return self._ranks((SEQ,))
-
-    def get_context_parallel_world_size(self) -> int:
-        """Return the number of parts of each sequence."""
-        return len(self._ranks((SEQ,)))
-
-    def get_context_parallel_rank(self) -> int:
-        """Return the index of this rank's part of the sequences."""
-        return self._rank_in(self._ranks((SEQ,)))
 
     def get_tensor_and_data_parallel_group(
         self, check_initialized: bool = True, with_context_parallel: bool = False
     ) -> ProcessGroup | None:
         """Return the group over tensor and data parallelism."""
         return self._group((MODEL, *self._data_axes(with_context_parallel)), check_initialized)
-
-    def get_tensor_and_context_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group over tensor and context parallelism."""
-        return self._group((MODEL, SEQ), check_initialized)
-
-    def get_tensor_and_context_parallel_world_size(self) -> int:
-        """Return the size of the group over tensor and context parallelism."""
-        return len(self._ranks((MODEL, SEQ)))
-
-    def get_tensor_and_context_parallel_rank(self) -> int:
-        """Return this rank's index in the group over tensor and context parallelism."""
-        return self._rank_in(self._ranks((MODEL, SEQ)))
 
     def get_hierarchical_context_parallel_groups(self, check_initialized: bool = True) -> None:
         """Return None: there are no such groups. Raise ``RuntimeError`` if ``check_initialized``."""
@@ -318,119 +280,6 @@ class MegatronState(_Megatron):
 
     # -- experts -------------------------------------------------------------------------------------------------
 
-    def get_expert_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of the ranks that share the experts of a layer."""
-        known = self._experts()
-        return self._alone() if known is None else known.expert_group
-
-    def get_expert_model_parallel_world_size(self) -> int:
-        """Return the number of ranks that share the experts of a layer; 1 without expert groups."""
-        return len(self._with_experts(()))
-
-    def get_expert_model_parallel_rank(self) -> int:
-        """Return this rank's index among the ranks that share the experts of a layer."""
-        return self._rank_in(self._with_experts(()))
-
-    def get_expert_model_parallel_src_rank(self) -> int:
-        """Return the first global rank that shares the experts of a layer."""
-        return self._with_experts(())[0]
-
-    def get_expert_tensor_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of the slices of this rank's experts.
-
-        It is this rank alone if experts are whole, and the slices of its layers without expert groups.
-        """
-        return self._group(self._expert_tensor_axes(), check_initialized)
-
-    def get_expert_tensor_parallel_world_size(self) -> int:
-        """Return the number of slices of each expert."""
-        return len(self._ranks(self._expert_tensor_axes()))
-
-    def get_expert_tensor_parallel_rank(self) -> int:
-        """Return the index of this rank's slice of its experts."""
-        return self._rank_in(self._ranks(self._expert_tensor_axes()))
-
-    def get_expert_tensor_and_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of all slices of all experts of a layer."""
-        return self._group_with_experts(self._expert_tensor_axes(), check_initialized)
-
-    def get_expert_tensor_and_model_parallel_world_size(self) -> int:
-        """Return the number of ranks that have slices of the experts of a layer."""
-        return len(self._with_experts(self._expert_tensor_axes()))
-
-    def get_expert_tensor_and_model_parallel_rank(self) -> int:
-        """Return this rank's index among the ranks that have slices of the experts of a layer."""
-        return self._rank_in(self._with_experts(self._expert_tensor_axes()))
-
-    def get_expert_tensor_model_pipeline_parallel_group(
-        self, check_initialized: bool = True, with_egtp_remat: bool = False
-    ) -> ProcessGroup | None:
-        """Return the group of all slices of all experts, over all stages."""
-        return self._group_with_experts((PIPE, *self._expert_tensor_axes()), check_initialized)
-
-    def get_expert_data_parallel_group(
-        self, check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-    ) -> ProcessGroup | None:
-        """Return the group of the replicas of this rank's experts; of its parameters without expert groups."""
-        known = self._experts()
-        return self._group(self._replica_axes(), check_initialized) if known is None else known.expert_data_group
-
-    def get_expert_data_parallel_group_gloo(self, partial_expert_data_parallel: bool = False) -> ProcessGroup | None:
-        """Return the group of the replicas of this rank's experts, for tensors on the CPU."""
-        return self._check_cpu(self.get_expert_data_parallel_group(), "get_expert_data_parallel_group_gloo")
-
-    def get_expert_data_parallel_world_size(
-        self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-    ) -> int:
-        """Return the number of replicas of this rank's experts."""
-        return len(self._expert_replicas())
-
-    def get_expert_data_parallel_rank(
-        self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
-    ) -> int:
-        """Return this rank's index among the replicas of its experts."""
-        return self._rank_in(self._expert_replicas())
-
-    def get_all_ranks(self) -> str:
-        """Return this rank's indices along tensor, rematerialisation, data, context, pipeline and expert parallelism.
-
-        They are joined by ``_``.
-        """
-        indices = (
-            self.get_tensor_model_parallel_rank(),
-            self.get_gtp_weight_remat_rank(),
-            self.get_data_parallel_rank(),
-            self.get_context_parallel_rank(),
-            self.get_pipeline_model_parallel_rank(),
-            self.get_expert_model_parallel_rank(),
-        )
-        return "_".join(map(str, indices))
-
-    # -- rematerialised weights: a grid has no axis for them -----------------------------------------------------
-
-    def get_gtp_weight_remat_group(self, check_initialized: bool = True) -> ProcessGroup | None:
-        """Return the group of this rank alone."""
-        return self._group((), check_initialized)
-
-    def get_gtp_weight_remat_global_ranks(self, check_initialized: bool = True) -> list[int]:
-        """Return this rank alone."""
-        return self._ranks(())
-
-    def get_gtp_weight_remat_world_size(self) -> int:
-        """Return 1."""
-        return 1
-
-    def get_gtp_weight_remat_rank(self) -> int:
-        """Return 0."""
-        return 0
-
-    get_expert_gtp_weight_remat_group = get_gtp_weight_remat_group
-    get_expert_gtp_weight_remat_global_ranks = get_gtp_weight_remat_global_ranks
-    get_expert_gtp_weight_remat_world_size = get_gtp_weight_remat_world_size
-    get_expert_gtp_weight_remat_rank = get_gtp_weight_remat_rank
-
-    # -- expert groups of the grid -------------------------------------------------------------------------------
-
     def _experts(self) -> ExpertGroups | None:
         """Return the expert groups of this grid, or None.
 
@@ -444,10 +293,6 @@ class MegatronState(_Megatron):
                 f"the grid has expert groups of several sizes, {names}, but Megatron-LM knows one: destroy() the others"
             )
         return known[0] if known else None
-
-    def _expert_replicas(self) -> list[int]:
-        known = self._experts()
-        return self._ranks(self._replica_axes()) if known is None else known.expert_data_ranks
 
     def _expert_tensor_axes(self) -> tuple[str, ...]:
         known = self._experts()
@@ -466,3 +311,99 @@ class MegatronState(_Megatron):
         known = self._experts()
         name = "no experts" if known is None else f"experts {known.plan.name}"
         return self.grid.create_group(RankGroup((name, *axes), tuple(self._with_experts(axes))))
+
+    def _expert_ranks(self) -> list[int]:
+        return self._with_experts(())
+
+    def _expert_tensor_ranks(self) -> list[int]:
+        return self._ranks(self._expert_tensor_axes())
+
+    def _expert_slice_ranks(self) -> list[int]:
+        return self._with_experts(self._expert_tensor_axes())
+
+    def _expert_replicas(self) -> list[int]:
+        known = self._experts()
+        return self._ranks(gradient_axes) if known is None else known.expert_data_ranks
+
+    get_expert_model_parallel_world_size = size_of(_expert_ranks)
+    get_expert_model_parallel_rank = index_in(_expert_ranks)
+    get_expert_model_parallel_src_rank = first_of(_expert_ranks)
+    get_expert_tensor_parallel_world_size = size_of(_expert_tensor_ranks)
+    get_expert_tensor_parallel_rank = index_in(_expert_tensor_ranks)
+    get_expert_tensor_and_model_parallel_world_size = size_of(_expert_slice_ranks)
+    get_expert_tensor_and_model_parallel_rank = index_in(_expert_slice_ranks)
+
+    def get_expert_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of the ranks that share the experts of a layer."""
+        known = self._experts()
+        return self._alone() if known is None else known.expert_group
+
+    def get_expert_tensor_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of the slices of this rank's experts.
+
+        It is this rank alone if experts are whole, and the slices of its layers without expert groups.
+        """
+        return self._group(self._expert_tensor_axes(), check_initialized)
+
+    def get_expert_tensor_and_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of all slices of all experts of a layer."""
+        return self._group_with_experts(self._expert_tensor_axes(), check_initialized)
+
+    def get_expert_tensor_model_pipeline_parallel_group(
+        self, check_initialized: bool = True, with_egtp_remat: bool = False
+    ) -> ProcessGroup | None:
+        """Return the group of all slices of all experts, over all stages."""
+        return self._group_with_experts((PIPE, *self._expert_tensor_axes()), check_initialized)
+
+    def get_expert_data_parallel_group(
+        self, check_initialized: bool = True, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    ) -> ProcessGroup | None:
+        """Return the group of the replicas of this rank's experts; of its parameters without expert groups."""
+        known = self._experts()
+        return self._group(gradient_axes, check_initialized) if known is None else known.expert_data_group
+
+    def get_expert_data_parallel_group_gloo(self, partial_expert_data_parallel: bool = False) -> ProcessGroup | None:
+        """Return the group of the replicas of this rank's experts, for tensors on the CPU."""
+        return self._check_cpu(self.get_expert_data_parallel_group(), "get_expert_data_parallel_group_gloo")
+
+    def get_expert_data_parallel_world_size(
+        self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    ) -> int:
+        """Return the number of replicas of this rank's experts."""
+        return len(self._expert_replicas())
+
+    def get_expert_data_parallel_rank(
+        self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    ) -> int:
+        """Return this rank's index among the replicas of its experts."""
+        return self._expert_replicas().index(self.grid.global_rank)
+
+    def get_all_ranks(self) -> str:
+        """Return this rank's indices along tensor, rematerialisation, data, context, pipeline and expert parallelism.
+
+        They are joined by ``_``.
+        """
+        indices = (
+            self.get_tensor_model_parallel_rank(),
+            self.get_gtp_weight_remat_rank(),
+            self.get_data_parallel_rank(),
+            self.get_context_parallel_rank(),
+            self.get_pipeline_model_parallel_rank(),
+            self.get_expert_model_parallel_rank(),
+        )
+        return "_".join(map(str, indices))
+
+    # -- rematerialised weights: a grid has no axis for them -----------------------------------------------------
+
+    get_gtp_weight_remat_group = group_over()
+    get_gtp_weight_remat_world_size = size_of(over(()))
+    get_gtp_weight_remat_rank = index_in(over(()))
+
+    def get_gtp_weight_remat_global_ranks(self, check_initialized: bool = True) -> list[int]:
+        """Return this rank alone."""
+        return self._ranks(())
+
+    get_expert_gtp_weight_remat_group = get_gtp_weight_remat_group
+    get_expert_gtp_weight_remat_global_ranks = get_gtp_weight_remat_global_ranks
+    get_expert_gtp_weight_remat_world_size = get_gtp_weight_remat_world_size
+    get_expert_gtp_weight_remat_rank = get_gtp_weight_remat_rank
