@@ -162,18 +162,14 @@ class LayoutView:
 
 def print_layout(console: Console, view: LayoutView) -> None:
     """Print every rank's coordinate by host and slot, or a summary of neighboring hosts where there are many."""
-    ranks = counted(view.topology.world_size(), "rank")
-    title = f"{view.spec}: {ranks}"
+    title = f"{view.spec}: {counted(view.topology.world_size(), 'rank')}"
     if view.host_map is not None:
         counts = sorted(set(view.host_map.hosts.counts))
         slots = counted(counts[0], "slot") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} slots"
         title += f" on {counted(len(view.host_map.hosts), 'host')} ({slots} each)"
     console.print(title, style="bold", highlight=False)
     console.print()
-    if view.is_large:
-        _print_runs(console, view)
-    else:
-        _print_ranks(console, view)
+    (_print_runs if view.is_large else _print_ranks)(console, view)
     console.print()
 
 
@@ -200,24 +196,17 @@ def print_axes(console: Console, view: LayoutView) -> None:
 def print_groups(console: Console, view: LayoutView) -> None:
     """Print every group's ranks by kind, or the first and the last groups of each kind where there are many."""
     placement = view.placement
-
-    def print_group(name: str, ranks: Sequence[int]) -> None:
-        hosts = [] if placement is None else placement.hosts_of(ranks)
-        across = f"  across {_few_names(hosts)}" if len(hosts) > 1 else ""
-        say(console, f"group {name}, ranks: {few_ranks(ranks)}{across}")
-
     console.print()
     kinds = [(axes, name, view.topology.get_axis_comm_lists(axes)) for axes, name in view.group_names()]
     are_few = sum(len(groups) for _, _, groups in kinds) <= MOST_GROUPS
     for axes, name, groups in kinds:
-        if are_few or len(groups) <= 3:
-            for ranks in groups:
-                print_group(name, ranks)
-            continue
-        print_group(name, groups[0])
-        print_group(name, groups[1])
-        say(console, f"  ... {len(groups) - 3:,} more over {view.label(axes)}")
-        print_group(name, groups[-1])
+        left_out = 0 if are_few else max(0, len(groups) - 3)
+        for number, ranks in enumerate([*groups[:2], *groups[2 + left_out :]]):
+            if left_out and number == 2:
+                say(console, f"  ... {left_out:,} more over {view.label(axes)}")
+            hosts = [] if placement is None else placement.hosts_of(ranks)
+            across = f"  across {_few_names(hosts)}" if len(hosts) > 1 else ""
+            say(console, f"group {name}, ranks: {few_ranks(ranks)}{across}")
 
 
 def print_rank(console: Console, view: LayoutView, rank: int) -> None:

@@ -8,10 +8,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
-from pathlib import Path
 from typing import Any
 
 from ds_topo.cli.shared_options import add_host_options, host_map_of
+from ds_topo.cli.terminal import write_file
 from ds_topo.errors import TopologyError
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write:
         from ds_topo.planner.config_writer import deepspeed_config, how_to_train
 
-        _write("--write", arguments.write, json.dumps(deepspeed_config(job, found.best), indent=2))
+        write_file("--write", arguments.write, json.dumps(deepspeed_config(job, found.best), indent=2))
         advice = how_to_train(job, found.best, arguments.write)
     if arguments.json:
         print(json.dumps(found_as_json(found, compared, arguments.compare)))
@@ -172,13 +172,6 @@ def _option(name: str) -> str:
     '--micro-batch'
     """
     return "--" + name.replace("_", "-")
-
-
-def _write(option: str, path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise TopologyError(f"{option} {path!r} cannot be written: {error}") from error
 
 
 def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
@@ -356,7 +349,7 @@ def _calibrated(path: str) -> tuple[Machine, bool]:
     else:
         machine = calibrate()
     if path and is_first:
-        _write("--calibrate", path, json.dumps(machine.as_json(), indent=1))
+        write_file("--calibrate", path, json.dumps(machine.as_json(), indent=1))
     return machine, is_first
 
 

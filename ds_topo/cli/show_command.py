@@ -95,8 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def layout_as_json(view: LayoutView, *, groups: bool) -> dict[str, Any]:
     """Return everything that is known of a layout; with ``groups``, also the ranks of every group."""
-    topology, host_map, placement = view.topology, view.host_map, view.placement
-    names = view.axis_names
+    topology, host_map, placement, names = view.topology, view.host_map, view.placement, view.axis_names
     ranks: list[dict[str, Any]] = []
     for rank in range(topology.world_size()):
         indices = topology.layout.coordinate_of(rank)

@@ -78,8 +78,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     passes = [(stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
     slowest, kind = max(passes, key=lambda one: one[0].total)
     blocks = sum(count for count, _ in kind.blocks)
-    held = (costs.parameters(kind, layout) for kind in costs.stage_kinds(layout))
-    updated = max(one.dense + one.experts for one in held) / (layout.replicas if layout.zero else 1)
+    updated = max(held.total for held in costs.all_parameters(layout)) / (layout.replicas if layout.zero else 1)
     texts = {
         "compute": f"{micro_batches} micro-batches x ({_ms(slowest.compute_forward)} forward + "
         f"{_ms(slowest.compute_backward)} backward) in stage {kind.first} ({blocks} layers"
@@ -148,12 +147,11 @@ def explain_axes(costs: Costs, layout: Layout) -> list[AxisUse]:
     """Return the hosts that each axis' groups span, and the bytes that they send between hosts."""
     spans = layout_spans(costs, layout)
     traffic = max(host_traffic(costs, layout), key=lambda sent: sum(sent.values()))
-    uses = []
-    for axis in (PIPE, GRADIENTS, SEQ, EXPERT, MODEL):
-        span = spans.get(axis)
-        if span is not None and span.size > 1:
-            uses.append(AxisUse(AXIS_NAMES.get(axis, axis), span.size, span.hosts, traffic.get(axis, 0.0)))
-    return uses
+    wide = [axis for axis in (PIPE, GRADIENTS, SEQ, EXPERT, MODEL) if axis in spans and spans[axis].size > 1]
+    return [
+        AxisUse(AXIS_NAMES.get(axis, axis), spans[axis].size, spans[axis].hosts, traffic.get(axis, 0.0))
+        for axis in wide
+    ]
 
 
 def reason(found: Found) -> str:
