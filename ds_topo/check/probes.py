@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import base64
 import random
+import struct
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median_high
@@ -191,16 +191,17 @@ class PairTime(NamedTuple):
     """Bytes per second sent."""
 
 
+_PACKED = struct.Struct("4f")
+
+
 def pack(times: Sequence[PairTime]) -> str:
     """Pack measurements as base64 of 16 bytes each, because the store carries millions of them in a large cluster."""
-    return base64.b64encode(array("f", [value for each in times for value in each]).tobytes()).decode()
+    return base64.b64encode(b"".join(_PACKED.pack(*each) for each in times)).decode()
 
 
 def unpack(packed: str) -> list[PairTime]:
     """Invert :func:`pack`."""
-    values = array("f")
-    values.frombytes(base64.b64decode(packed))
-    rows = zip(*(values[column::4] for column in range(4)), strict=True)
+    rows = _PACKED.iter_unpack(base64.b64decode(packed))
     return [PairTime(int(peer), latency, came, went) for peer, latency, came, went in rows]
 
 

@@ -63,13 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ds_topo.check.session import Options, run_check
     from ds_topo.launch.joining import prepare
 
-    try:
-        expected = None if arguments.expect is None else rate(arguments.expect)
-        host_map = host_map_of(arguments)
-        launch = prepare()
-    except LaunchError as error:
-        print(f"ds-topo check: {error}", file=sys.stderr)
-        return 2
+    expected = None if arguments.expect is None else rate(arguments.expect)
+    host_map = host_map_of(arguments)
+    launch = prepare()
     if not 0 < arguments.slow < 1:
         raise TopologyError(f"--slow {arguments.slow}: give a share between 0 and 1")
     if min(arguments.timeout, arguments.seconds, arguments.clock) <= 0:
