@@ -1,4 +1,4 @@
-"""The command line, ``ds-topo``: one module per command, each with ``add_parser`` and ``run``.
+"""Run the command line, ``ds-topo``: one module per command, each with ``add_parser`` and ``run``.
 
 ``ds-topo --help`` imports every command's module, so torch, rich and other heavy packages are imported inside ``run``.
 """

@@ -1,4 +1,4 @@
-"""``ds-topo check``: find faults of a running cluster. Any launcher can start it, one process per rank."""
+"""Run ``ds-topo check``: find faults of a running cluster. Any launcher can start it, one process per rank."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     host_map = host_map_of(arguments)
     launch = prepare()
     if not 0 < arguments.slow < 1:
-        raise TopologyError(f"--slow {arguments.slow}: give a share between 0 and 1")
+        raise TopologyError(f"--slow {arguments.slow}: give a share of the median, between 0 and 1")
     if min(arguments.timeout, arguments.seconds, arguments.clock) <= 0:
         raise TopologyError("--timeout, --seconds and --clock must be above 0 seconds")
     backend = arguments.backend or ("nccl" if torch.cuda.is_available() else "gloo")

@@ -1,4 +1,4 @@
-"""``ds-topo checkpoint`` shows the checkpoints of a folder, without torch and without unpickling anything."""
+"""Run ``ds-topo checkpoint``: show the checkpoints of a folder, without torch and without unpickling anything."""
 
 from __future__ import annotations
 

@@ -183,12 +183,14 @@ def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
     model = _model(arguments)
     cluster = _cluster(arguments, machine)
     if arguments.batch is None:
-        raise TopologyError("--batch is missing: the number of sequences per step, over all ranks")
+        raise TopologyError("--batch is missing: give the number of sequences per step, over all ranks")
     precision = precision_of(arguments.precision or ("fp32" if cluster.is_cpu else "bf16"))
     cluster.accelerator.peak(precision.products)  # raises if it has no such format
     software = software_of(arguments.software or ("deepspeed-pipeline" if arguments.write else "deepspeed"))
     if not 1 <= arguments.expert_load < inf:
-        raise TopologyError(f"--expert-load {arguments.expert_load}: the fullest expert has at least the mean, 1")
+        raise TopologyError(
+            f"--expert-load {arguments.expert_load}: the fullest expert has at least the mean: give 1 or more"
+        )
     sequence = arguments.sequence or model.sequence
     return Job(model, cluster, arguments.batch, sequence, precision, software, arguments.expert_load)
 
@@ -202,7 +204,7 @@ def _model(arguments: argparse.Namespace) -> Model:
         return read_model(arguments.config)
     missing = [f"--{name}" for name in NUMBERS if getattr(arguments, name) is None]
     if missing:
-        raise TopologyError(f"a model is needed: --config FILE, or its numbers; {' '.join(missing)} missing")
+        raise TopologyError(f"a model is needed: give --config FILE, or its numbers; {' '.join(missing)} missing")
     return transformer(
         layers=arguments.layers,
         hidden=arguments.hidden,

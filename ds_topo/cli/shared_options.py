@@ -1,4 +1,4 @@
-"""Options that describe the hosts of a job, shared by several commands."""
+"""Add and read the options that describe the hosts of a job, shared by several commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parallel states of Megatron-DeepSpeed and Megatron-LM, ``megatron.core.parallel_state``."""
+"""Answer the parallel states of Megatron-DeepSpeed and Megatron-LM, ``megatron.core.parallel_state``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base class of the programs' parallel states: tensor and pipeline parallelism, virtual and split stages."""
+"""Define the base of the programs' parallel states: tensor and pipeline parallelism, virtual and split stages."""
 
 from __future__ import annotations
 

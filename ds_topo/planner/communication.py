@@ -1,4 +1,4 @@
-"""The hosts that groups of ranks span in a layout, and the seconds and bytes of collectives over these links.
+"""Find the hosts that groups of ranks span in a layout, and predict the seconds and bytes of their collectives.
 
 A ring moves ``(n - 1) / n`` of a tensor over each of its edges in an all_gather or a reduce_scatter, twice that in an
 all_reduce (Thakur et al., 2005; Narayanan et al., section 3.3). Its edges inside a host have a link each; those that

@@ -1,4 +1,4 @@
-"""The stages of a pipeline, and the cost of their pieces on one rank, computed once per share of a micro-batch."""
+"""Divide a model into pipeline stages, and compute the cost of their pieces on one rank, once per share of work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training job (model, cluster, batch, number formats, program), and a layout of it.
+"""Describe a training job (model, cluster, batch, number formats, program) and a layout of it.
 
 A layout says which degrees each axis has, in which order the axes are placed on ranks, and how a rank works through its
 samples. ``layout_problem`` holds the rules that a layout must keep.

@@ -1,4 +1,4 @@
-"""The bytes of one rank at its peak: states, activations in flight, and the buffers of a pass or of the update."""
+"""Predict the bytes of one rank at its peak: states, activations in flight, and buffers of a pass or of the update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The size of a transformer: exact numbers of parameters and of multiply-adds, for the whole model and for one rank.
+"""Compute the size of a transformer: exact parameters and multiply-adds, of the whole model and of one rank.
 
 ``transformer`` builds a model from numbers by hand, ``read_model`` from a Hugging Face ``config.json``, and
 ``ds_topo.measurement.live_module`` from a live module. Shapes: ``h`` hidden width, ``t`` ranks of the model (tensor)
@@ -399,7 +399,9 @@ def transformer(
     if heads % kv_heads:
         raise TopologyError(f"--kv-heads {kv_heads} must divide --heads {heads}: each is shared by heads / kv-heads")
     if min(experts, top_k) < 0 or (experts > 0) != (top_k > 0):
-        raise TopologyError(f"--experts {experts} --top-k {top_k}: give both, with 1 <= top-k <= experts")
+        raise TopologyError(
+            f"--experts {experts} and --top-k {top_k} go together: give both, with 1 <= top-k <= experts"
+        )
     if top_k > experts:
         raise TopologyError(
             f"--top-k {top_k}: a token goes through at most all --experts {experts}, 1 <= top-k <= experts"
@@ -432,7 +434,7 @@ def read_model(path: str | Path) -> Model:
     path = path / "config.json" if path.is_dir() else path
     config = read_json(path, "config")
     if not isinstance(config, Mapping):
-        raise TopologyError(f"config {str(path)!r} is not a JSON object")
+        raise TopologyError(f"config {str(path)!r} must be a JSON object, as a config.json of Hugging Face is")
     return model_from_config(config, name=str(config.get("_name_or_path") or path.parent.name))
 
 
@@ -471,7 +473,7 @@ class _Config:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             found = "is missing" if value is None else f"is {abridged(value)}"
-            raise self.error(f"{key!r} {found}; a whole number from {least} on must be there")
+            raise self.error(f"{key!r} {found}; it must be a whole number from {least} on")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -481,7 +483,7 @@ class _Config:
     def numbers(self, key: str) -> list[int]:
         values = self.content.get(key) or []
         if not isinstance(values, list) or not all(type(value) is int for value in values):
-            raise self.error(f"{key!r} is {abridged(values)}; a list of whole numbers must be there")
+            raise self.error(f"{key!r} is {abridged(values)}; it must be a list of whole numbers")
         return values
 
     def head_width(self, hidden: int, heads: int) -> int:

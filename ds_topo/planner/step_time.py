@@ -1,4 +1,4 @@
-"""The seconds of one training step: the slowest stage's work, its waits, and everything that nothing hides."""
+"""Predict the seconds of one training step: the slowest stage's work, its waits, and what nothing hides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PIPE_BARE = 0.25
 LAST_BUCKET_BYTES = 1 << 20
 """The size of the last bucket by default in :class:`ds_topo.GradientReducer`."""
 COVERED_FELT = 0.15
-"""The share of hidden ZeRO 3 messages' time by which they slow computing down: they use processors and memory bandwidth
+"""Hidden ZeRO 3 messages slow computing down by this share of their time: they use processors and memory bandwidth
 (Rashidi et al., ISCA 2021, measure 10 to 20%)."""
 
 
@@ -217,7 +217,16 @@ def shared_spans(costs: Costs, layout: Layout) -> tuple[Mapping[str, Span], Mapp
     spans = layout_spans(costs, layout)
     if not costs.job.cluster.is_cpu:
         return spans, spans
-    own, waited_for = _with_collectives_shared(costs, layout, spans)
+    own = waited_for = spans
+    stages, replicas = senders_on_one_link(spans)
+    if stages * replicas > 1:
+        alone = with_link_shared(spans, 1 / (stages * replicas))
+        passes = [stage_pass(costs, kind, layout, alone) for kind in costs.stage_kinds(layout)]
+        slowest = max(passes, key=lambda one: one.total)
+        sending = sum(seconds for axis, seconds in slowest.messages.items() if axis in alone and alone[axis].crosses)
+        turns = layout.micro_batches(costs.job.batch) * layout.virtual_stages
+        shares = shares_of_turns(stages, replicas, slowest.total - sending, sending, turns)
+        own, waited_for = (with_link_shared(spans, share) for share in shares)
     replicas = own[DATA].size // own[DATA].hosts
     if not own[PIPE].crosses or replicas == 1:
         return own, waited_for
@@ -226,21 +235,6 @@ def shared_spans(costs: Costs, layout: Layout) -> tuple[Mapping[str, Span], Mapp
     sending = waits * _send_seconds(costs, layout, with_sends_shared(own, 1 / replicas))
     share = response_of(replicas, computing, sending) / replicas
     return with_sends_shared(own, share), with_sends_shared(waited_for, share)
-
-
-def _with_collectives_shared(
-    costs: Costs, layout: Layout, spans: Mapping[str, Span]
-) -> tuple[Mapping[str, Span], Mapping[str, Span]]:
-    stages, replicas = senders_on_one_link(spans)
-    if stages * replicas == 1:
-        return spans, spans
-    alone = with_link_shared(spans, 1 / (stages * replicas))
-    passes = [stage_pass(costs, kind, layout, alone) for kind in costs.stage_kinds(layout)]
-    slowest = max(passes, key=lambda one: one.total)
-    sending = sum(seconds for axis, seconds in slowest.messages.items() if axis in alone and alone[axis].crosses)
-    turns = layout.micro_batches(costs.job.batch) * layout.virtual_stages
-    own, waited_for = shares_of_turns(stages, replicas, slowest.total - sending, sending, turns)
-    return with_link_shared(spans, own), with_link_shared(spans, waited_for)
 
 
 def _pipe_waits(layout: Layout, software: Software) -> float:

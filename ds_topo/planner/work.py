@@ -1,4 +1,4 @@
-"""The work of one rank for one micro-batch in one piece of a model, and the seconds that it takes.
+"""Compute the work of one rank for one micro-batch in one piece of a model, and the seconds that it takes.
 
 Work is matrix products, memory traffic, messages, and bytes kept for backward. The formulas for each kind of layer are
 independent of speeds; ``pass_seconds`` at the end times a pass on an accelerator. Symbols of the formulas:
