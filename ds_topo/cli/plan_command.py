@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import inf, prod
 from typing import Any
 
-from ds_topo.cli.shared_options import add_host_options, host_map_of
+from ds_topo.cli.shared_options import add_host_options, given_options, host_map_of, option_of
 from ds_topo.cli.terminal import write_file
 from ds_topo.errors import TopologyError
 from ds_topo.planner.costs import Costs
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name in names:
             value = getattr(arguments, name)
             if value is not None and not (least <= value < inf and value):
-                raise TopologyError(f"{_option(name)} {value}: {rule}")
+                raise TopologyError(f"{option_of(name)} {value}: {rule}")
     if arguments.runs:
         return _judge(arguments)
     machine = read_machine(arguments.machine) if arguments.machine else None
@@ -165,15 +165,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _option(name: str) -> str:
-    """Return the spelling of an option on the command line.
-
-    >>> _option("micro_batch")
-    '--micro-batch'
-    """
-    return "--" + name.replace("_", "-")
-
-
 def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
     """Return the job that the options describe.
 
@@ -197,10 +188,9 @@ def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
 
 def _model(arguments: argparse.Namespace) -> Model:
     if arguments.config:
-        by_hand = [name for name in (*NUMBERS, *OTHER_NUMBERS) if name != "sequence"]
-        given = [name for name in by_hand if getattr(arguments, name) is not None]
-        if given:
-            raise TopologyError(f"--config and {_option(given[0])} both describe the model: give one of them")
+        by_hand = given_options(arguments, *(name for name in (*NUMBERS, *OTHER_NUMBERS) if name != "sequence"))
+        if by_hand:
+            raise TopologyError(f"--config and {by_hand[0]} both describe the model: give one of them")
         return read_model(arguments.config)
     missing = [f"--{name}" for name in NUMBERS if getattr(arguments, name) is None]
     if missing:
@@ -242,20 +232,17 @@ def _cluster(arguments: argparse.Namespace, machine: Machine | None) -> Cluster:
 
 
 def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Accelerator:
-    def given(*names: str) -> list[str]:
-        return [_option(name) for name in names if getattr(arguments, name) is not None]
-
     if machine is not None and machine.speeds is not None:
-        stated = given("accelerator", "peak_tflops", "memory_gb", "memory_gbps")
+        stated = given_options(arguments, "accelerator", "peak_tflops", "memory_gb", "memory_gbps")
         if stated:
             raise TopologyError(f"{stated[0]} and measured speeds both say what a rank has: give one of them")
         return machine.speeds.accelerator()
     if arguments.accelerator:
-        stated = given("peak_tflops", "memory_gbps")
+        stated = given_options(arguments, "peak_tflops", "memory_gbps")
         if stated:
             raise TopologyError(f"--accelerator and {stated[0]} both say how fast it is: give one of them")
         return accelerator_of(arguments.accelerator)
-    if len(given("peak_tflops", "memory_gb", "memory_gbps")) < 3:
+    if len(given_options(arguments, "peak_tflops", "memory_gb", "memory_gbps")) < 3:
         raise TopologyError(
             f"--accelerator NAME is missing (one of {', '.join(ACCELERATORS)}); for another one give --peak-tflops, "
             "--memory-gb and --memory-gbps, for the machine at hand --calibrate"
