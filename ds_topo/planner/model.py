@@ -399,9 +399,7 @@ def transformer(
     if heads % kv_heads:
         raise TopologyError(f"--kv-heads {kv_heads} must divide --heads {heads}: each is shared by heads / kv-heads")
     if min(experts, top_k) < 0 or (experts > 0) != (top_k > 0):
-        raise TopologyError(
-            f"--experts {experts} and --top-k {top_k} go together: give both, with 1 <= top-k <= experts"
-        )
+        raise TopologyError(f"--experts {experts} --top-k {top_k}: give both, with 1 <= top-k <= experts")
     if top_k > experts:
         raise TopologyError(
             f"--top-k {top_k}: a token goes through at most all --experts {experts}, 1 <= top-k <= experts"
