@@ -398,8 +398,7 @@ def time_inside_hosts(hosts: Hosts, rank: int, device: Device, progress: Callabl
     times: list[PairTime] = []
     for number in range(rounds(len(team))):
         other = opponent(place, number, len(team))
-        measured = None if other is None else time_pair(team[other], device)
-        if measured is not None:
+        if other is not None and (measured := time_pair(team[other], device)):
             times.append(measured)
         progress(number + 1, rounds(len(team)))
     return times
@@ -440,8 +439,7 @@ def time_across_hosts(
         other = opponent(host, number, len(hosts.ranks))
         if other is not None:
             theirs = hosts.ranks[other]
-            measured = time_pair(theirs[place] if place < len(theirs) else None, device, team)
-            if measured is not None:
+            if measured := time_pair(theirs[place] if place < len(theirs) else None, device, team):
                 _, latency, came, went = measured
                 together = min(len(theirs), len(hosts.ranks[host]))
                 mine.append(PairTime(other, latency, came, went))

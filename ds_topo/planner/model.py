@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import groupby
 from math import gcd
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -250,19 +251,13 @@ AnyBlock: TypeAlias = "Block | MeasuredLayer"
 
 
 def count_by_kind(blocks: Iterable[AnyBlock]) -> list[tuple[int, AnyBlock]]:
-    """Return runs of equal blocks with their lengths.
+    """Return a block of each run of equal blocks, with the length of the run.
 
     >>> model = transformer(layers=3, hidden=64, heads=4, vocabulary=256, sequence=16)
     >>> [(count, block.hidden) for count, block in count_by_kind(model.blocks)]
     [(3, 64)]
     """
-    runs: list[tuple[int, AnyBlock]] = []
-    for block in blocks:
-        if runs and (runs[-1][1] is block or runs[-1][1] == block):
-            runs[-1] = (runs[-1][0] + 1, block)
-        else:
-            runs.append((1, block))
-    return runs
+    return [(len(list(run)), block) for block, run in groupby(blocks)]
 
 
 @dataclass(frozen=True)
