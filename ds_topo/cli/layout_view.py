@@ -193,7 +193,10 @@ def print_layout(console: Console, view: LayoutView) -> None:
         title += f" on {counted(len(view.host_map.hosts), 'host')} ({slots} each)"
     console.print(title, style="bold", highlight=False)
     console.print()
-    (_print_runs if view.is_large else _print_ranks)(console, view)
+    if view.is_large:
+        _print_runs(console, view)
+    else:
+        _print_ranks(console, view)
     console.print()
 
 

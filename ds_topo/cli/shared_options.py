@@ -86,9 +86,9 @@ def _named_hosts(arguments: argparse.Namespace) -> Hosts:
 
 
 def _filtered(hosts: Hosts, arguments: argparse.Namespace) -> Hosts:
-    by_name = arguments.include is not None or arguments.exclude is not None
-    by_number = arguments.num_nodes is not None or arguments.num_gpus is not None
-    if arguments.include is not None and arguments.exclude is not None:
+    by_name = given_options(arguments, "include", "exclude")
+    by_number = given_options(arguments, "num_nodes", "num_gpus")
+    if len(by_name) == 2:
         raise HostError("--include and --exclude both filter hosts: give one of them")
     if by_name and by_number:
         raise HostError("--num-nodes and --num-gpus do not go with --include or --exclude: give one kind of filter")

@@ -136,7 +136,8 @@ def span_of(factors: Factors, world: int, slots: int) -> Span:
     hosts = -(-world // slots)
     sampled = {0, min(1, hosts - 1), hosts // 2, hosts - 1} if hosts > SAMPLED_HOSTS else set(range(hosts))
     spans = [_span_at(host, offsets, factors, world, slots) for host in sampled]
-    return Span(*map(max, zip(*map(astuple, spans), strict=True)))
+    by_field = zip(*map(astuple, spans), strict=True)
+    return Span(*(max(values) for values in by_field))
 
 
 def _regular_span(factors: Factors, slots: int) -> Span:

@@ -355,10 +355,9 @@ def smallest_cluster(job: Job, wanted: Wanted) -> Cluster | None:
             return None
     weights = job.model.parameters * job.precision.activation_bytes  # the hosts hold each at least once
     fewest = max(too_few + 1, ceil(weights / job.cluster.memory_limit / job.cluster.slots))
-    for fewer in range(fewest, hosts, max(1, (hosts - too_few) // STEPS)):
-        if _fits(_on_hosts(job, fewer), wanted):
-            return _on_hosts(job, fewer).cluster
-    return _on_hosts(job, hosts).cluster
+    fewer = range(fewest, hosts, max(1, (hosts - too_few) // STEPS))
+    enough = next((number for number in fewer if _fits(_on_hosts(job, number), wanted)), hosts)
+    return _on_hosts(job, enough).cluster
 
 
 def _on_hosts(job: Job, hosts: int) -> Job:
