@@ -194,7 +194,7 @@ def _model(arguments: argparse.Namespace) -> Model:
         return read_model(arguments.config)
     missing = [f"--{name}" for name in NUMBERS if getattr(arguments, name) is None]
     if missing:
-        raise TopologyError(f"a model is needed: give --config FILE, or its numbers; {' '.join(missing)} missing")
+        raise TopologyError(f"a model is needed: --config FILE, or its numbers; {' '.join(missing)} missing")
     return transformer(
         layers=arguments.layers,
         hidden=arguments.hidden,

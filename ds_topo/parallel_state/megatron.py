@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from ds_topo.errors import TopologyError
 from ds_topo.mpu.expert_registry import ExpertGroups, registry
-from ds_topo.parallel_state.program_state import ParallelState, first_of, group_over, index_in, over, size_of
+from ds_topo.parallel_state.program_state import ParallelState
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
-from ds_topo.topology.rank_tables import RankGroup, axes_of, gradient_axes, sample_axes
+from ds_topo.topology.rank_tables import RankGroup, axes_of
 
 _FIXED_DEGREE = "a grid's degrees do not change"
 _FIXED_RANK = "a rank's place in its grid does not change"
@@ -26,8 +26,13 @@ class _Megatron(ParallelState):
         self._virtual_world_size = count
         self._virtual_rank = None if count is None else 0
 
-    get_model_parallel_group = group_over(PIPE, MODEL)
-    get_model_parallel_src_rank = first_of(over((PIPE, MODEL)))
+    def get_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of this replica of the model."""
+        return self._group((PIPE, MODEL), check_initialized)
+
+    def get_model_parallel_src_rank(self) -> int:
+        """Return the global rank of the first rank of this replica of the model."""
+        return self.grid.get_ranks((PIPE, MODEL))[0]
 
     def is_pipeline_first_stage(self, ignore_virtual: bool | None = None, vp_stage: int | None = None) -> bool:
         """Return whether this rank is at the first (virtual) stage."""
@@ -74,7 +79,7 @@ class _Megatron(ParallelState):
         self, with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
     ) -> int:
         """Return this rank's index in the data parallel group."""
-        return self._ranks(self._data_axes(with_context_parallel)).index(self.grid.global_rank)
+        return self._rank_in(self._ranks(self._data_axes(with_context_parallel)))
 
     def get_data_parallel_src_rank(self, with_context_parallel: bool = False) -> int:
         """Return the global rank of the first replica."""
@@ -85,11 +90,11 @@ class _Megatron(ParallelState):
     ) -> ProcessGroup | None:
         """Return the group of the ranks that share the scales of FP8."""
         seq = (SEQ,) if with_context_parallel else ()
-        samples = () if tp_only_amax_red else sample_axes(self.grid.topology())
+        samples = () if tp_only_amax_red else self._sample_axes()
         return self._group((MODEL, *seq, *samples))
 
     def _data_axes(self, with_context_parallel: bool) -> tuple[str, ...]:
-        return (gradient_axes if with_context_parallel else sample_axes)(self.grid.topology())
+        return self._replica_axes() if with_context_parallel else self._sample_axes()
 
 
 class MegatronDeepSpeedState(_Megatron):
@@ -153,22 +158,39 @@ class MegatronDeepSpeedState(_Megatron):
                 f"call {tensor}() or {pipeline}()"
             )
 
-    # without an axis ``seq``, each of these groups is one rank
-    sequence_parallel_is_initialized = ParallelState.model_parallel_is_initialized
+    def sequence_parallel_is_initialized(self) -> bool:
+        """Return whether the groups exist. Without an axis ``seq``, each of them is one rank."""
+        return self.grid.is_alive
+
     sequence_data_parallel_is_initialized = ParallelState.model_parallel_is_initialized
-    get_sequence_parallel_world_size = size_of(over((SEQ,)))
-    get_sequence_parallel_rank = index_in(over((SEQ,)))
-    get_sequence_parallel_src_rank = first_of(over((SEQ,)))
-    get_sequence_data_parallel_world_size = size_of(over(gradient_axes))
-    get_sequence_data_parallel_rank = index_in(over(gradient_axes))
 
     def get_sequence_parallel_group(self) -> ProcessGroup | None:
         """Return the group of the ranks that share this rank's sequences."""
         return self._group((SEQ,))
 
+    def get_sequence_parallel_world_size(self) -> int:
+        """Return the number of parts of each sequence."""
+        return len(self._ranks((SEQ,)))
+
+    def get_sequence_parallel_rank(self) -> int:
+        """Return the index of this rank's part of the sequences."""
+        return self._rank_in(self._ranks((SEQ,)))
+
+    def get_sequence_parallel_src_rank(self) -> int:
+        """Return the global rank that has the first part."""
+        return self._ranks((SEQ,))[0]
+
     def get_sequence_data_parallel_group(self) -> ProcessGroup | None:
         """Return the group of all replicas of this rank's parameters."""
-        return self._group(gradient_axes)
+        return self._group(self._replica_axes())
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        """Return the number of replicas of this rank's parameters."""
+        return len(self._ranks(self._replica_axes()))
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        """Return the index of this rank's replica."""
+        return self._rank_in(self._ranks(self._replica_axes()))
 
 
 class MegatronState(_Megatron):
@@ -233,8 +255,8 @@ class MegatronState(_Megatron):
                     f"initialize_model_parallel got {name}={options[name]}: a grid has no {lacking}; leave it out"
                 )
         self._set_virtual_stages(virtual_pipeline_model_parallel_size)
-        self._group(sample_axes)
-        self._group((MODEL, SEQ))
+        for axes in (self._sample_axes(), (MODEL, SEQ)):
+            self._group(axes)
         for with_context_parallel in (False, True):
             self.get_tensor_and_data_parallel_group(with_context_parallel=with_context_parallel)
         self.get_intra_distributed_optimizer_instance_group()
@@ -247,22 +269,39 @@ class MegatronState(_Megatron):
     # -- data and context ----------------------------------------------------------------------------------------
     # Groups over several axes are created when their ranks ask for them the first time, so all of them must ask.
 
-    get_context_parallel_group = group_over(SEQ)
-    get_context_parallel_world_size = size_of(over((SEQ,)))
-    get_context_parallel_rank = index_in(over((SEQ,)))
-    get_tensor_and_context_parallel_group = group_over(MODEL, SEQ)
-    get_tensor_and_context_parallel_world_size = size_of(over((MODEL, SEQ)))
-    get_tensor_and_context_parallel_rank = index_in(over((MODEL, SEQ)))
+    def get_context_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of the ranks that share this rank's sequences: axis ``seq``."""
+        return self._group((SEQ,), check_initialized)
 
     def get_context_parallel_global_ranks(self, check_initialized: bool = True) -> list[int]:
         """Return the global ranks that share this rank's sequences."""
         return self._ranks((SEQ,))
+
+    def get_context_parallel_world_size(self) -> int:
+        """Return the number of parts of each sequence."""
+        return len(self._ranks((SEQ,)))
+
+    def get_context_parallel_rank(self) -> int:
+        """Return the index of this rank's part of the sequences."""
+        return self._rank_in(self._ranks((SEQ,)))
 
     def get_tensor_and_data_parallel_group(
         self, check_initialized: bool = True, with_context_parallel: bool = False
     ) -> ProcessGroup | None:
         """Return the group over tensor and data parallelism."""
         return self._group((MODEL, *self._data_axes(with_context_parallel)), check_initialized)
+
+    def get_tensor_and_context_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group over tensor and context parallelism."""
+        return self._group((MODEL, SEQ), check_initialized)
+
+    def get_tensor_and_context_parallel_world_size(self) -> int:
+        """Return the size of the group over tensor and context parallelism."""
+        return len(self._ranks((MODEL, SEQ)))
+
+    def get_tensor_and_context_parallel_rank(self) -> int:
+        """Return this rank's index in the group over tensor and context parallelism."""
+        return self._rank_in(self._ranks((MODEL, SEQ)))
 
     def get_hierarchical_context_parallel_groups(self, check_initialized: bool = True) -> None:
         """Return None: there are no such groups. Raise ``RuntimeError`` if ``check_initialized``."""
@@ -280,63 +319,22 @@ class MegatronState(_Megatron):
 
     # -- experts -------------------------------------------------------------------------------------------------
 
-    def _experts(self) -> ExpertGroups | None:
-        """Return the expert groups of this grid, or None.
-
-        Raises:
-            RuntimeError: the grid has expert groups of several sizes.
-        """
-        known = registry.of(self.grid)
-        if len(known) > 1:
-            names = [entry.plan.name for entry in known]
-            raise RuntimeError(
-                f"the grid has expert groups of several sizes, {names}, but Megatron-LM knows one: destroy() the others"
-            )
-        return known[0] if known else None
-
-    def _expert_tensor_axes(self) -> tuple[str, ...]:
-        known = self._experts()
-        return (MODEL,) if known is None or known.plan.expert_tensor_parallel else ()
-
-    def _with_experts(self, axes: tuple[str, ...]) -> list[int]:
-        """Return the global ranks along some axes from every rank that shares this rank's experts."""
-        known, topology = self._experts(), self.grid.topology()
-        own = [self.grid.grid_rank] if known is None else known.plan.expert_ranks(self.grid.grid_rank)
-        span = axes_of(topology, axes)
-        return sorted(self.grid.to_global({peer for rank in own for peer in topology.get_axis_ranks(span, rank)}))
-
-    def _group_with_experts(self, axes: tuple[str, ...], check_initialized: bool) -> ProcessGroup | None:
-        if not check_initialized and not self.grid.is_alive:
-            return None
-        known = self._experts()
-        name = "no experts" if known is None else f"experts {known.plan.name}"
-        return self.grid.create_group(RankGroup((name, *axes), tuple(self._with_experts(axes))))
-
-    def _expert_ranks(self) -> list[int]:
-        return self._with_experts(())
-
-    def _expert_tensor_ranks(self) -> list[int]:
-        return self._ranks(self._expert_tensor_axes())
-
-    def _expert_slice_ranks(self) -> list[int]:
-        return self._with_experts(self._expert_tensor_axes())
-
-    def _expert_replicas(self) -> list[int]:
-        known = self._experts()
-        return self._ranks(gradient_axes) if known is None else known.expert_data_ranks
-
-    get_expert_model_parallel_world_size = size_of(_expert_ranks)
-    get_expert_model_parallel_rank = index_in(_expert_ranks)
-    get_expert_model_parallel_src_rank = first_of(_expert_ranks)
-    get_expert_tensor_parallel_world_size = size_of(_expert_tensor_ranks)
-    get_expert_tensor_parallel_rank = index_in(_expert_tensor_ranks)
-    get_expert_tensor_and_model_parallel_world_size = size_of(_expert_slice_ranks)
-    get_expert_tensor_and_model_parallel_rank = index_in(_expert_slice_ranks)
-
     def get_expert_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
         """Return the group of the ranks that share the experts of a layer."""
         known = self._experts()
         return self._alone() if known is None else known.expert_group
+
+    def get_expert_model_parallel_world_size(self) -> int:
+        """Return the number of ranks that share the experts of a layer; 1 without expert groups."""
+        return len(self._with_experts(()))
+
+    def get_expert_model_parallel_rank(self) -> int:
+        """Return this rank's index among the ranks that share the experts of a layer."""
+        return self._rank_in(self._with_experts(()))
+
+    def get_expert_model_parallel_src_rank(self) -> int:
+        """Return the first global rank that shares the experts of a layer."""
+        return self._with_experts(())[0]
 
     def get_expert_tensor_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
         """Return the group of the slices of this rank's experts.
@@ -345,9 +343,25 @@ class MegatronState(_Megatron):
         """
         return self._group(self._expert_tensor_axes(), check_initialized)
 
+    def get_expert_tensor_parallel_world_size(self) -> int:
+        """Return the number of slices of each expert."""
+        return len(self._ranks(self._expert_tensor_axes()))
+
+    def get_expert_tensor_parallel_rank(self) -> int:
+        """Return the index of this rank's slice of its experts."""
+        return self._rank_in(self._ranks(self._expert_tensor_axes()))
+
     def get_expert_tensor_and_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
         """Return the group of all slices of all experts of a layer."""
         return self._group_with_experts(self._expert_tensor_axes(), check_initialized)
+
+    def get_expert_tensor_and_model_parallel_world_size(self) -> int:
+        """Return the number of ranks that have slices of the experts of a layer."""
+        return len(self._with_experts(self._expert_tensor_axes()))
+
+    def get_expert_tensor_and_model_parallel_rank(self) -> int:
+        """Return this rank's index among the ranks that have slices of the experts of a layer."""
+        return self._rank_in(self._with_experts(self._expert_tensor_axes()))
 
     def get_expert_tensor_model_pipeline_parallel_group(
         self, check_initialized: bool = True, with_egtp_remat: bool = False
@@ -360,7 +374,7 @@ class MegatronState(_Megatron):
     ) -> ProcessGroup | None:
         """Return the group of the replicas of this rank's experts; of its parameters without expert groups."""
         known = self._experts()
-        return self._group(gradient_axes, check_initialized) if known is None else known.expert_data_group
+        return self._group(self._replica_axes(), check_initialized) if known is None else known.expert_data_group
 
     def get_expert_data_parallel_group_gloo(self, partial_expert_data_parallel: bool = False) -> ProcessGroup | None:
         """Return the group of the replicas of this rank's experts, for tensors on the CPU."""
@@ -376,7 +390,7 @@ class MegatronState(_Megatron):
         self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
     ) -> int:
         """Return this rank's index among the replicas of its experts."""
-        return self._expert_replicas().index(self.grid.global_rank)
+        return self._rank_in(self._expert_replicas())
 
     def get_all_ranks(self) -> str:
         """Return this rank's indices along tensor, rematerialisation, data, context, pipeline and expert parallelism.
@@ -395,15 +409,61 @@ class MegatronState(_Megatron):
 
     # -- rematerialised weights: a grid has no axis for them -----------------------------------------------------
 
-    get_gtp_weight_remat_group = group_over()
-    get_gtp_weight_remat_world_size = size_of(over(()))
-    get_gtp_weight_remat_rank = index_in(over(()))
+    def get_gtp_weight_remat_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of this rank alone."""
+        return self._group((), check_initialized)
 
     def get_gtp_weight_remat_global_ranks(self, check_initialized: bool = True) -> list[int]:
         """Return this rank alone."""
         return self._ranks(())
 
+    def get_gtp_weight_remat_world_size(self) -> int:
+        """Return 1."""
+        return 1
+
+    def get_gtp_weight_remat_rank(self) -> int:
+        """Return 0."""
+        return 0
+
     get_expert_gtp_weight_remat_group = get_gtp_weight_remat_group
     get_expert_gtp_weight_remat_global_ranks = get_gtp_weight_remat_global_ranks
     get_expert_gtp_weight_remat_world_size = get_gtp_weight_remat_world_size
     get_expert_gtp_weight_remat_rank = get_gtp_weight_remat_rank
+
+    # -- expert groups of the grid -------------------------------------------------------------------------------
+
+    def _experts(self) -> ExpertGroups | None:
+        """Return the expert groups of this grid, or None.
+
+        Raises:
+            RuntimeError: the grid has expert groups of several sizes.
+        """
+        known = registry.of(self.grid)
+        if len(known) > 1:
+            names = [entry.plan.name for entry in known]
+            raise RuntimeError(
+                f"the grid has expert groups of several sizes, {names}, but Megatron-LM knows one: destroy() the others"
+            )
+        return known[0] if known else None
+
+    def _expert_replicas(self) -> list[int]:
+        known = self._experts()
+        return self._ranks(self._replica_axes()) if known is None else known.expert_data_ranks
+
+    def _expert_tensor_axes(self) -> tuple[str, ...]:
+        known = self._experts()
+        return (MODEL,) if known is None or known.plan.expert_tensor_parallel else ()
+
+    def _with_experts(self, axes: tuple[str, ...]) -> list[int]:
+        """Return the global ranks along some axes from every rank that shares this rank's experts."""
+        known, topology = self._experts(), self.grid.topology()
+        own = [self.grid.grid_rank] if known is None else known.plan.expert_ranks(self.grid.grid_rank)
+        span = axes_of(topology, axes)
+        return sorted(self.grid.to_global({peer for rank in own for peer in topology.get_axis_ranks(span, rank)}))
+
+    def _group_with_experts(self, axes: tuple[str, ...], check_initialized: bool) -> ProcessGroup | None:
+        if not check_initialized and not self.grid.is_alive:
+            return None
+        known = self._experts()
+        name = "no experts" if known is None else f"experts {known.plan.name}"
+        return self.grid.create_group(RankGroup((name, *axes), tuple(self._with_experts(axes))))

@@ -12,7 +12,7 @@ from ds_topo.parallel_state.program_state import ParallelState
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import MODEL, PIPE
-from ds_topo.topology.rank_tables import RankGroup, gradient_axes
+from ds_topo.topology.rank_tables import RankGroup
 
 
 class GPTNeoXState(ParallelState):
@@ -64,7 +64,7 @@ class GPTNeoXState(ParallelState):
 
     def get_data_parallel_group(self) -> ProcessGroup | None:
         """Return the group of the replicas of this rank's parameters."""
-        return self._group(gradient_axes)
+        return self._group(self._replica_axes())
 
     def get_data_parallel_world_size(self) -> int:
         """Return the number of replicas that train on different samples."""

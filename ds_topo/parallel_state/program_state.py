@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar
 
 import torch
 
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import TopologyError
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import MODEL, PIPE
-from ds_topo.topology.rank_tables import RankGroup
+from ds_topo.topology.rank_tables import RankGroup, gradient_axes, sample_axes
 from ds_topo.torch_names import devices_of
-
-Axes: TypeAlias = "Iterable[str] | Callable[[ProcessTopology], tuple[str, ...]]"
-"""Names of axes, of which a topology may lack some, or a function that selects axes of the topology."""
-Ranks: TypeAlias = "Callable[[Any], list[int]]"
-"""A function of a parallel state that returns the global ranks of one of its groups, ascending."""
-
-
-def over(axes: Axes) -> Ranks:
-    """Return the function that returns the ranks of a group over some axes."""
-    return lambda state: state._ranks(axes)
-
-
-def group_over(*axes: str) -> Callable[[Any, bool], ProcessGroup | None]:
-    """Return a method ``get_..._group`` that returns the group over some axes."""
-
-    def get_group(self, check_initialized: bool = True) -> ProcessGroup | None:  # type: ignore[no-untyped-def]
-        return self._group(axes, check_initialized)  # type: ignore[no-any-return]
-
-    return get_group
-
-
-def size_of(ranks: Ranks) -> Callable[[Any], int]:
-    """Return a method ``get_..._world_size`` that returns the number of these ranks."""
-    return lambda self: len(ranks(self))
-
-
-def index_in(ranks: Ranks) -> Callable[[Any], int]:
-    """Return a method ``get_..._rank`` that returns the index of this rank among these ranks."""
-    return lambda self: ranks(self).index(self.grid.global_rank)
-
-
-def first_of(ranks: Ranks) -> Callable[[Any], int]:
-    """Return a method ``get_..._src_rank`` that returns the first of these ranks."""
-    return lambda self: ranks(self)[0]
 
 
 class GlobalMemoryBuffer:
@@ -101,10 +66,21 @@ class ParallelState:
 
     # -- tensor parallelism --------------------------------------------------------------------------------------
 
-    get_tensor_model_parallel_group = group_over(MODEL)
-    get_tensor_model_parallel_world_size = size_of(over([MODEL]))
-    get_tensor_model_parallel_rank = index_in(over([MODEL]))
-    get_tensor_model_parallel_src_rank = first_of(over([MODEL]))
+    def get_tensor_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of the slices of this rank's layers."""
+        return self._group((MODEL,), check_initialized)
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Return the number of slices of each layer."""
+        return self.grid.get_axis_size(MODEL)
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        """Return the index of this rank's slice."""
+        return self.grid.get_axis_rank(MODEL)
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        """Return the global rank of the first slice."""
+        return self.grid.get_ranks(MODEL)[0]
 
     def set_tensor_model_parallel_world_size(self, world_size: int | None) -> None:
         """Refuse any value but the grid's."""
@@ -116,10 +92,17 @@ class ParallelState:
 
     # -- pipeline parallelism ------------------------------------------------------------------------------------
 
-    get_pipeline_model_parallel_group = group_over(PIPE)
-    get_pipeline_model_parallel_world_size = size_of(over([PIPE]))
-    get_pipeline_model_parallel_rank = index_in(over([PIPE]))
-    get_pipeline_model_parallel_first_rank = first_of(over([PIPE]))
+    def get_pipeline_model_parallel_group(self, check_initialized: bool = True) -> ProcessGroup | None:
+        """Return the group of the stages of this rank's pipeline."""
+        return self._group((PIPE,), check_initialized)
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        """Return the number of stages."""
+        return self.grid.get_axis_size(PIPE)
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        """Return this rank's stage."""
+        return self.grid.get_axis_rank(PIPE)
 
     def set_pipeline_model_parallel_world_size(self, world_size: int | None) -> None:
         """Refuse any value but the grid's."""
@@ -128,6 +111,10 @@ class ParallelState:
     def set_pipeline_model_parallel_rank(self, rank: int | None) -> None:
         """Refuse any value but the grid's."""
         self._check_set("pipeline parallel rank", rank, self.get_pipeline_model_parallel_rank())
+
+    def get_pipeline_model_parallel_first_rank(self) -> int:
+        """Return the global rank of the first stage."""
+        return self.grid.get_ranks(PIPE)[0]
 
     def get_pipeline_model_parallel_last_rank(self) -> int:
         """Return the global rank of the last stage."""
@@ -182,23 +169,20 @@ class ParallelState:
     def is_pipeline_stage_before_split(self, rank: int | None = None) -> bool:
         """Return whether a stage, by default this rank's, belongs to the encoder."""
         stage = self.get_pipeline_model_parallel_rank() if rank is None else rank
-        return stage < self._split_or(stage + 1)
+        return self._has_no_split() or stage < (self._split_rank or 0)
 
     def is_pipeline_stage_after_split(self, rank: int | None = None) -> bool:
         """Return whether a stage, by default this rank's, belongs to the decoder."""
         stage = self.get_pipeline_model_parallel_rank() if rank is None else rank
-        return stage >= self._split_or(stage)
+        return self._has_no_split() or stage >= (self._split_rank or 0)
 
     def is_pipeline_stage_at_split(self) -> bool:
         """Return whether this rank's stage is the last one of the encoder."""
         stage = self.get_pipeline_model_parallel_rank()
         return self.is_pipeline_stage_before_split(stage) and self.is_pipeline_stage_after_split(stage + 1)
 
-    def _split_or(self, default: int) -> int:
-        """Return the first stage of the decoder; ``default`` if there is no such split."""
-        if self._split_rank is None or self.get_pipeline_model_parallel_world_size() == 1:
-            return default
-        return self._split_rank
+    def _has_no_split(self) -> bool:
+        return self._split_rank is None or self.get_pipeline_model_parallel_world_size() == 1
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -212,24 +196,29 @@ class ParallelState:
 
     # -- for the programs' own questions -------------------------------------------------------------------------
 
-    def _group(self, axes: Axes, check_initialized: bool = True) -> ProcessGroup | None:
+    def _group(self, axes: Iterable[str], check_initialized: bool = True) -> ProcessGroup | None:
         """Return the group along some axes: this rank alone if the topology has none of them."""
         if not check_initialized and not self.grid.is_alive:
             return None
-        present = self._present(axes)
+        present = [axis for axis in axes if axis in self.grid.topology().axes]
         return self.grid.get_group(present) if present else self._alone()
 
     def _alone(self) -> ProcessGroup:
         return self.grid.create_group(RankGroup(("this rank",), (self.grid.global_rank,)))
 
-    def _ranks(self, axes: Axes) -> list[int]:
+    def _ranks(self, axes: Iterable[str]) -> list[int]:
         """Return the global ranks of the group along some axes."""
-        return self.grid.get_ranks(self._present(axes))
+        return self.grid.get_ranks([axis for axis in axes if axis in self.grid.topology().axes])
 
-    def _present(self, axes: Axes) -> tuple[str, ...]:
-        """Return those of the axes that the topology has."""
-        topology = self.grid.topology()
-        return axes(topology) if callable(axes) else tuple(axis for axis in axes if axis in topology.axes)
+    def _rank_in(self, ranks: Iterable[int]) -> int:
+        """Return the index of this rank among global ranks."""
+        return list(ranks).index(self.grid.global_rank)
+
+    def _sample_axes(self) -> tuple[str, ...]:
+        return sample_axes(self.grid.topology())
+
+    def _replica_axes(self) -> tuple[str, ...]:
+        return gradient_axes(self.grid.topology())
 
     def _check_degrees(self, **wanted: int | None) -> None:
         """Compare the degrees that a program asks for with the grid's.

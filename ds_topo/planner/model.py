@@ -466,7 +466,7 @@ class _Config:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             found = "is missing" if value is None else f"is {abridged(value)}"
-            raise self.error(f"{key!r} {found}; it must be a whole number from {least} on")
+            raise self.error(f"{key!r} {found}; a whole number from {least} on must be there")
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
@@ -476,7 +476,7 @@ class _Config:
     def numbers(self, key: str) -> list[int]:
         values = self.content.get(key) or []
         if not isinstance(values, list) or not all(type(value) is int for value in values):
-            raise self.error(f"{key!r} is {abridged(values)}; it must be a list of whole numbers")
+            raise self.error(f"{key!r} is {abridged(values)}; a list of whole numbers must be there")
         return values
 
     def head_width(self, hidden: int, heads: int) -> int:
