@@ -1,4 +1,4 @@
-"""``ds-topo check``: find faults of a running cluster. Any launcher can start it, one process per rank."""
+"""Run ``ds-topo check``: find faults of a running cluster. Any launcher can start it, one process per rank."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import json
 import re
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_topo.cli.shared_options import add_host_options, host_map_of
-from ds_topo.cli.terminal import counted, progress_of, say, table_of
+from ds_topo.cli.terminal import counted, progress_of, say, table_of, write_file
 from ds_topo.errors import DisagreementError, LaunchError, TopologyError
 from ds_topo.hosts.placement import few_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ds_topo.check.faults import LinkSummary, Summary
+    from ds_topo.check.faults import Summary
 
 _EXAMPLES = """examples:
   srun -N 2 --ntasks-per-node 4 ds-topo check "pipe=2,data=-1" --json links.json
@@ -64,15 +63,11 @@ def run(arguments: argparse.Namespace) -> int:
     from ds_topo.check.session import Options, run_check
     from ds_topo.launch.joining import prepare
 
-    try:
-        expected = None if arguments.expect is None else rate(arguments.expect)
-        host_map = host_map_of(arguments)
-        launch = prepare()
-    except LaunchError as error:
-        print(f"ds-topo check: {error}", file=sys.stderr)
-        return 2
+    expected = None if arguments.expect is None else rate(arguments.expect)
+    host_map = host_map_of(arguments)
+    launch = prepare()
     if not 0 < arguments.slow < 1:
-        raise TopologyError(f"--slow {arguments.slow}: give a share between 0 and 1")
+        raise TopologyError(f"--slow {arguments.slow}: give a share of the median, between 0 and 1")
     if min(arguments.timeout, arguments.seconds, arguments.clock) <= 0:
         raise TopologyError("--timeout, --seconds and --clock must be above 0 seconds")
     backend = arguments.backend or ("nccl" if torch.cuda.is_available() else "gloo")
@@ -107,10 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json == "-":
             print(text)
         else:
-            try:
-                Path(arguments.json).write_text(text + "\n", encoding="utf-8")
-            except OSError as error:
-                raise TopologyError(f"--json {arguments.json!r} cannot be written: {error}") from error
+            write_file("--json", arguments.json, text)
     if arguments.json != "-":
         from rich.console import Console
 
@@ -161,7 +153,22 @@ def print_summary(console: Console, summary: Summary) -> None:
             )
         console.print(table)
     if summary.inside or summary.across:
-        _print_links(console, summary)
+        console.print()
+        table = table_of("links", right=("latency", "bandwidth", "slowest"))
+        for name, link in (
+            ("inside hosts, rank to rank", summary.inside),
+            ("between hosts, all ranks", summary.across),
+        ):
+            if link is not None:
+                one, other, least = link.slowest[0]
+                slowest = f"{one} -> {other} {least / link.bandwidth:.2f}"
+                table.add_row(name, seconds(link.latency), speed(link.bandwidth), slowest)
+        console.print(table)
+        played, every = summary.rounds
+        if played < every:
+            say(
+                console, f"{played:,} of {every:,} rounds of pairs of hosts fitted into the time; --seconds gives more."
+            )
     console.print()
     if not summary.faults:
         console.print("No faults.", style="bold green", highlight=False)
@@ -169,22 +176,3 @@ def print_summary(console: Console, summary: Summary) -> None:
     console.print(f"{counted(len(summary.faults), 'fault')}:", style="bold red", highlight=False)
     for fault in summary.faults:
         say(console, f"  {fault.kind}: {fault.message}")
-
-
-def _print_links(console: Console, summary: Summary) -> None:
-    from ds_topo.check.faults import seconds, speed
-
-    def cells(link: LinkSummary) -> list[str]:
-        one, other, slowest = link.slowest[0]
-        return [seconds(link.latency), speed(link.bandwidth), f"{one} -> {other} {slowest / link.bandwidth:.2f}"]
-
-    console.print()
-    table = table_of("links", right=("latency", "bandwidth", "slowest"))
-    if summary.inside is not None:
-        table.add_row("inside hosts, rank to rank", *cells(summary.inside))
-    if summary.across is not None:
-        table.add_row("between hosts, all ranks", *cells(summary.across))
-    console.print(table)
-    played, every = summary.rounds
-    if played < every:
-        say(console, f"{played:,} of {every:,} rounds of pairs of hosts fitted into the time; --seconds gives more.")

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import TypeVar
@@ -40,18 +40,11 @@ VECTOR = 1 << 21
 UPDATED_PARAMETERS = 1 << 21
 
 
-@dataclass(frozen=True)
-class BlockShape:
-    """The sizes of a transformer block and of its input ``[sequences, positions, hidden]``."""
+TINY, LARGE = (1, 8, 32, 2), (16, 256, 128, 4)
+"""Sequences, positions, hidden width and heads of the measured transformer blocks.
 
-    sequences: int
-    positions: int
-    hidden: int
-    heads: int
-
-
-TINY, LARGE = BlockShape(1, 8, 32, 2), BlockShape(16, 256, 128, 4)
-"""The activations of the large block exceed the caches, as those of programs do."""
+The activations of the large block exceed the caches, as those of programs do.
+"""
 
 
 def calibrate() -> Machine:
@@ -134,26 +127,26 @@ def _with_blocks_measured(speeds: Speeds, device: torch.device) -> Speeds:
     return replace(speeds, kernel_seconds=starts, block_share=min(1.0, share))
 
 
-def _planned_seconds(speeds: Speeds, shape: BlockShape) -> float:
+def _planned_seconds(speeds: Speeds, shape: tuple[int, int, int, int]) -> float:
     """Return the planner's prediction for a block, forward and backward."""
-    model = transformer(layers=1, hidden=shape.hidden, heads=shape.heads, vocabulary=256, sequence=shape.positions)
-    cluster = cluster_of(speeds.accelerator(), 1, 1)
-    costs = Costs(Job(model, cluster, shape.sequences, shape.positions, FP32, DEEPSPEED))
-    layout = Layout(ProcessTopology(["data"], [1]), shape.sequences)
+    sequences, positions, hidden, heads = shape
+    model = transformer(layers=1, hidden=hidden, heads=heads, vocabulary=256, sequence=positions)
+    costs = Costs(Job(model, cluster_of(speeds.accelerator(), 1, 1), sequences, positions, FP32, DEEPSPEED))
+    layout = Layout(ProcessTopology(["data"], [1]), sequences)
     [(_, block, _), *_] = costs.pieces(costs.stage_kinds(layout)[0], layout)
     return block.forward.seconds + block.backward.seconds
 
 
-def _block_step(shape: BlockShape, device: torch.device) -> Callable[[], None]:
+def _block_step(shape: tuple[int, int, int, int], device: torch.device) -> Callable[[], None]:
     """Return forward and backward of a block in torch."""
-    hidden = shape.hidden
+    sequences, positions, hidden, heads = shape
     norms = [torch.nn.LayerNorm(hidden).to(device) for _ in range(2)]
     widths = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
     qkv, out, up, down = (torch.nn.Linear(*width).to(device) for width in widths)
-    inputs = torch.randn(shape.sequences, shape.positions, hidden, device=device, requires_grad=True)
+    inputs = torch.randn(sequences, positions, hidden, device=device, requires_grad=True)
 
     def step() -> None:
-        query, key, value = qkv(norms[0](inputs)).unflatten(-1, (shape.heads, -1)).transpose(1, 2).chunk(3, -1)
+        query, key, value = qkv(norms[0](inputs)).unflatten(-1, (heads, -1)).transpose(1, 2).chunk(3, -1)
         mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         middle = inputs + out(mixed.transpose(1, 2).flatten(2))
         (middle + down(torch.nn.functional.gelu(up(norms[1](middle))))).sum().backward()

@@ -1,4 +1,4 @@
-"""The base class of the programs' parallel states: tensor and pipeline parallelism, virtual and split stages."""
+"""Define the base of the programs' parallel states: tensor and pipeline parallelism, virtual and split stages."""
 
 from __future__ import annotations
 
@@ -208,8 +208,7 @@ class ParallelState:
 
     def _ranks(self, axes: Iterable[str]) -> list[int]:
         """Return the global ranks of the group along some axes."""
-        present = [axis for axis in axes if axis in self.grid.topology().axes]
-        return self.grid.get_ranks(present) if present else [self.grid.global_rank]
+        return self.grid.get_ranks([axis for axis in axes if axis in self.grid.topology().axes])
 
     def _rank_in(self, ranks: Iterable[int]) -> int:
         """Return the index of this rank among global ranks."""
