@@ -225,7 +225,7 @@ def key_of_address(group: dist.ProcessGroup) -> str | None:
     Members read it while they connect: before ``new_group`` returns, or with ``TORCH_GLOO_LAZY_INIT`` at the first use
     of the group.
     """
-    if not traits_of(group, torch.device("cpu")).publishes_addresses:
+    if not traits_of(group, torch.device("cpu")).uses_sockets:
         return None
     return f"{group.group_name}//cpu//0/{dist.get_rank(group)}"
 

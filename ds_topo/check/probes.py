@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_topo.backends import synchronize
 from ds_topo.check.faults import Anomaly
 from ds_topo.collectives import functional_all_gather, functional_all_to_all, functional_reduce_scatter
 from ds_topo.process_groups.creation import ProcessGroup
@@ -169,8 +170,7 @@ class Device:
 
     def now(self) -> float:
         """Wait until the device is idle; return the time in seconds."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
     def number(self, value: float) -> Tensor:

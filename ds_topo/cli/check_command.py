@@ -41,7 +41,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("spec", metavar="SPEC", help='axes, outermost first: "pipe=2,data=-1,model=2"')
     parser.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
-    parser.add_argument("--backend", help="torch backend; default: nccl where there is a GPU, else gloo")
+    parser.add_argument(
+        "--backend",
+        help="torch backend; default: torch's for the accelerator (GPU: nccl), else gloo",
+    )
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds for each step (60)")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="seconds for pairs of hosts (120)")
     parser.add_argument(
@@ -57,8 +60,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the check as one rank of the job; rank 0 reports."""
-    import torch
 
+    from ds_topo.backends import default_backend, device_served_by
     from ds_topo.check.meeting import StepFailure
     from ds_topo.check.session import Options, run_check
     from ds_topo.launch.joining import prepare
@@ -70,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise TopologyError(f"--slow {arguments.slow}: give a share of the median, between 0 and 1")
     if min(arguments.timeout, arguments.seconds, arguments.clock) <= 0:
         raise TopologyError("--timeout, --seconds and --clock must be above 0 seconds")
-    backend = arguments.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    backend = arguments.backend or default_backend()
     options = Options(
         spec=arguments.spec,
         backend=backend,
@@ -80,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         clock_tolerance=arguments.clock,
         expected=expected,
         expected_hosts=None if host_map is None else [host_map.host_of(rank).name for rank in range(host_map.size)],
-        most_bytes=2**28 if "nccl" in backend else 2**25,
+        most_bytes=2**25 if device_served_by(backend, 0).type == "cpu" else 2**28,
     )
     with progress_of(launch.rank == 0) as progress:
         try:

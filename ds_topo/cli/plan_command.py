@@ -324,14 +324,14 @@ def _check_axes(option: str, spec: str, axes: Sequence[str]) -> None:
 
 def _calibrated(path: str) -> tuple[Machine, bool]:
     """Measure this machine, with all ranks of a launcher. Return True too on the rank that goes on to plan."""
+    from ds_topo.backends import default_backend
     from ds_topo.measurement.calibrate import calibrate
 
     is_first = True
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        import torch
         import torch.distributed as dist
 
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(default_backend())
         is_first = dist.get_rank() == 0
         machine = calibrate()
         dist.destroy_process_group()

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ds_topo.backends import current_device, synchronize, traits_of
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.hardware import Link, Machine, Speeds, cluster_of
 from ds_topo.planner.job import DEEPSPEED, FP32, Job, Layout
@@ -49,11 +50,11 @@ The activations of the large block exceed the caches, as those of programs do.
 
 def calibrate() -> Machine:
     """Measure this machine. Collective over the process group, if there is one; every rank gets the same result."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = current_device()
     if not dist.is_initialized():
-        slots = torch.cuda.device_count() if device.type == "cuda" else 1
-        cores = float(os.cpu_count() or 1)
-        return Machine(1, slots, _measure_speeds(device, slots if device.type == "cuda" else cores))
+        on_gpu = device.type != "cpu"
+        slots = torch.accelerator.device_count() if on_gpu else 1
+        return Machine(1, slots, _measure_speeds(device, float(slots if on_gpu else os.cpu_count() or 1)))
     teams: dict[str, list[int]] = {}
     for rank, name in enumerate(_gathered(socket.gethostname())):
         teams.setdefault(name, []).append(rank)
@@ -76,7 +77,7 @@ def calibrate() -> Machine:
 
 def _measure_speeds(device: torch.device, processors: float) -> Speeds:
     """Measure this process's device."""
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type != "cpu"
     formats = {"fp32": torch.float32}
     if on_gpu:
         formats |= {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -89,18 +90,21 @@ def _measure_speeds(device: torch.device, processors: float) -> Speeds:
         flops[name] = large * (deep + depth) / deep
     bandwidth = _memory_bandwidth(device)
     attention, half = _attention(device, formats.get("bf16", torch.float32))
-    backend = dist.get_backend() if dist.is_initialized() else "gloo"
+    world = dist.group.WORLD
+    has_fast_links = on_gpu and world is not None and not traits_of(world, device).uses_sockets
     host_memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     kernels = Speeds(
-        name=torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        transport="nccl" if on_gpu and backend != "gloo" else "gloo",
+        name=str(torch.get_device_module(device).get_device_name(device)) if on_gpu else "CPU",
+        transport="nccl" if has_fast_links else "gloo",
         product_flops=flops,
         depth=depth,
         attention_flops=attention,
         memory_bandwidth=bandwidth,
         kernel_seconds=0.0,
         update_bytes=_update_seconds(device) * bandwidth / UPDATED_PARAMETERS,
-        memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory,
+        memory_bytes=float(torch.get_device_module(device).get_device_properties(device).total_memory)
+        if on_gpu
+        else host_memory,
         processors=processors,
         attention_half=half,
     )
@@ -161,7 +165,7 @@ def _rate(step: Callable[[], object], device: torch.device, seconds: float, time
     while done < times or time.perf_counter() - started < seconds:
         step()
         done += 1
-        _synchronize(device)
+        synchronize(device)
     return done / (time.perf_counter() - started)
 
 
@@ -169,23 +173,18 @@ def _best(device: torch.device, work: Callable[[], object], calls: int = 1, roun
     """Return the seconds per call of the fastest of a few rounds. The first round is not counted."""
     times = []
     for _ in range(rounds + 1):
-        _synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         for _ in range(calls):
             work()
-        _synchronize(device)
+        synchronize(device)
         times.append((time.perf_counter() - started) / calls)
     return min(times[1:])
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _product_rate(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
     rows, columns, depth = shape
-    if device.type == "cuda":  # a GPU needs larger products to be busy
+    if device.type != "cpu":  # a GPU needs larger products to be busy
         rows, columns, depth = 16 * rows, 16 * columns, 4 * depth
     left = torch.randn(rows, depth, device=device).to(dtype)
     right = torch.randn(columns, depth, device=device).to(dtype)
@@ -207,7 +206,7 @@ def _half_at(small: float, large: float, less: int, more: int) -> float:
 def _attention(device: torch.device, dtype: torch.dtype) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the FLOP/s of attention in forward and in backward, and the positions and features where they are half."""
     ahead, back = _attention_flops(device, dtype, ATTENTION_SHAPE)
-    if device.type == "cuda":  # its table has the halves
+    if device.type != "cpu":  # its table has the halves
         return (ahead, back), (0.0, 0.0)
     batch, heads, length, width = ATTENTION_SHAPE
     short, narrow = SMALL_ATTENTION

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from ds_topo.backends import current_device
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import TopologyError
 from ds_topo.process_groups.creation import ProcessGroup
@@ -26,8 +27,8 @@ class GlobalMemoryBuffer:
         shape = torch.Size(tensor_shape)
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < shape.numel():
-            device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-            buffer = self._buffers[name, dtype] = torch.empty(shape.numel(), dtype=dtype, device=device)
+            buffer = torch.empty(shape.numel(), dtype=dtype, device=current_device())
+            self._buffers[name, dtype] = buffer
         return buffer[: shape.numel()].view(shape)
 
 
