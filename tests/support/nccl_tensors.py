@@ -35,7 +35,7 @@ def poison(tensor: Tensor) -> None:
 
 def overlap(one: Tensor, other: Tensor) -> bool:
     start, begin = one.data_ptr(), other.data_ptr()
-    return start < begin + other.nbytes and begin < start + one.nbytes
+    return bool(one.nbytes and other.nbytes) and start < begin + other.nbytes and begin < start + one.nbytes
 
 
 def check(tensor: Tensor, is_reduced: bool) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, ReduceOp
 
 from ds_topo.backends import TRAITS
-from tests.support.nccl_tensors import Reduction, check, real
+from tests.support.nccl_tensors import Reduction, check, overlap, real
 from tests.support.rank_mesh import connect
 from tests.support.strict_calls import Communicator, Plan, SeveralWorks, StrictWork, stack_here
 
@@ -332,6 +332,7 @@ class StrictProcessGroup(dist.ProcessGroup):
     ) -> StrictWork:
         sent, received = self._bounds(tensor, input_splits), self._bounds(output, output_splits)
         own = self._communicator.rank
+        self._check_apart([output], [tensor])
 
         def part(contents: list[bytes], peer: int) -> list[bytes]:
             first, last = sent[peer]
@@ -352,6 +353,7 @@ class StrictProcessGroup(dist.ProcessGroup):
         )
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> StrictWork:
+        self._check_apart(outputs, inputs)
         sizes_sent, sizes_received = ([tensor.numel() for tensor in tensors] for tensors in (inputs, outputs))
         return self._launch(
             "all_to_all",
@@ -437,6 +439,13 @@ class StrictProcessGroup(dist.ProcessGroup):
     def _check_ratio(self, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != part.numel() * self._communicator.size or whole.dtype != part.dtype:
             raise ValueError(f"{whole.shape} of {whole.dtype} is not one {part.shape} of {part.dtype} for each rank")
+        place = whole.data_ptr() + self._communicator.rank * part.nbytes
+        if overlap(whole, part) and part.data_ptr() != place:
+            raise ValueError("in place, NCCL needs the part of this rank at its place in the whole")
+
+    def _check_apart(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        if any(overlap(*pair) for pair in itertools.product(outputs, inputs)):
+            raise ValueError("NCCL has no all-to-all in place: use other outputs")
 
     def _bounds(self, tensor: Tensor, splits: list[int]) -> list[tuple[int, int]]:
         """Return the first and last element for each rank; an empty list of splits means equal ones."""

@@ -557,7 +557,7 @@ class Communicator:
         had_failed = self.fault is not None
         lanes = (self.main, *self.direct.values())
         for lane in lanes:
-            lane.end(0.0 if had_failed else seconds)
+            lane.end(min(1.0, seconds) if had_failed else seconds)  # a second, to tell the others of the fault
         failed = [lane.failed for lane in lanes if lane.failed is not None]
         if failed and not had_failed and seconds > 0.0:
             raise StrictError(f"{self} was destroyed before a call had completed:\n{failed[0].error}")
