@@ -65,7 +65,7 @@ _RANKS_PER_SECOND = 2000
 """The most beats per second that the store receives; beats of larger jobs are less frequent."""
 _OF_TRANSPORT = re.compile(
     r"gloo|NCCL|[Cc]onnection (closed|reset|refused|was)|no connection|Failed to recv|Timed out|wait timeout|"
-    r"Broken pipe|[Ss]ocket|TCPStore|their own errors say why|did not answer within"
+    r"Broken pipe|[Ss]ocket|TCPStore|their own errors say why|did not answer within|was lost"
 )
 
 
@@ -221,6 +221,8 @@ class Watch:
         if sys.excepthook == self._hook:
             sys.excepthook = self._hook_before
         atexit.unregister(self._at_exit)
+        if job_watch.watch is self:
+            job_watch.watch = None
 
     def _look(self) -> Activity:
         with self._looking:
@@ -374,15 +376,15 @@ class JobWatch:
     """The watch of the job that this process has joined, if one was started: one for all programs and engines in it."""
 
     def __init__(self) -> None:
-        self._watch: Watch | None = None
+        self.watch: Watch | None = None
 
     def start(self, limit: float) -> Watch:
         """Return the watch of the job, and start it unless it is running."""
-        if self._watch is None or not self._watch.is_of_this_job:
-            if self._watch is not None:
-                self._watch.stop()
-            self._watch = Watch(limit)
-        return self._watch
+        if self.watch is None or not self.watch.is_of_this_job:
+            if self.watch is not None:
+                self.watch.stop()
+            self.watch = Watch(limit)
+        return self.watch
 
     def compare_steps(self, owner: object, group: dist.ProcessGroup, taken: int) -> None:
         """Let the watch, if it is running, compare the steps of the ranks of a group.
@@ -395,8 +397,8 @@ class JobWatch:
             group: the group of its collectives.
             taken: the number of steps taken.
         """
-        if self._watch is not None and self._watch.is_of_this_job:
-            self._watch.compare_steps(owner, group, taken)
+        if self.watch is not None and self.watch.is_of_this_job:
+            self.watch.compare_steps(owner, group, taken)
 
 
 job_watch = JobWatch()

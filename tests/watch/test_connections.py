@@ -93,6 +93,7 @@ def _is_blocked(port: int, is_lazy: bool) -> float | None:
     groups = {"world": dist.group.WORLD, "grid": grid.get_data_parallel_group(), "new_group": plain}
     dist.barrier()
     rank, ended = dist.get_rank(), None
+    dist.all_reduce(torch.ones(1), group=groups["grid"])  # with TORCH_GLOO_LAZY_INIT gloo connects now
     if rank in (2, 3):
         dist.all_reduce(torch.ones(1), group=plain)
     if rank == 3:
