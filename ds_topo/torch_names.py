@@ -8,8 +8,9 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -180,8 +181,21 @@ def calls_of(group: dist.ProcessGroup) -> int:
     return calls
 
 
+def gloo_threads() -> Iterator[int]:
+    """Yield the Linux thread ids of the threads in which gloo moves bytes; torch 2.8 does not name them."""
+    with suppress(OSError):  # not Linux
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # the thread has just ended
+                if (task / "comm").read_text().strip() == "gloo_tcp_loop":
+                    yield int(task.name)
+
+
 def abort_nccl() -> None:
-    """Abort blocked collectives of backends that can do this, such as NCCL. Those of gloo continue."""
+    """Abort blocked collectives of backends that can do this, such as NCCL. Those of gloo continue.
+
+    The call may block, and hold the interpreter meanwhile. Afterwards a wait for the GPU returns, with results that are
+    wrong, and torch has forgotten all groups: the process must end.
+    """
     if dist.is_initialized():
         world = c10d._get_default_group()
         if any(traits_of(world, device).aborts for device in world._device_types):
