@@ -153,11 +153,9 @@ class Job:
 
     def state(self) -> dict[str, str]:
         """Return a digest of every parameter, optimizer state and random state of this rank."""
-        accelerator = _digest(get_accelerator().get_rng_state())
-        states = (
-            _digest(torch.get_rng_state()) + accelerator + hashlib.sha1(pickle.dumps(random.getstate())).hexdigest()
-        )
-        return {**state_of(self.engine), "random": states}
+        states = [_digest(torch.get_rng_state()), _digest(get_accelerator().get_rng_state())]
+        states.append(hashlib.sha1(pickle.dumps(random.getstate())).hexdigest())
+        return {**state_of(self.engine), "random": " ".join(states)}
 
     def destroy(self) -> None:
         destroy_engine(self.engine)

@@ -37,7 +37,6 @@ WATCH_LIMIT = 4.0
 WATCH_SLACK = 12.0
 """The seconds beyond the limit in which the watch must have ended a rank that waits for its device."""
 WATCH_EXIT = 70
-_MEASURED = "torch, GPU, CUDA, NCCL and DeepSpeed"
 _ABOUT = """
 import json, torch, deepspeed
 gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -57,6 +56,9 @@ class Place:
     device: str
     reason: str = ""
     """Why this machine has no such place; empty if it has."""
+
+    def __str__(self) -> str:
+        return f"{self.backend} {self.device}"
 
 
 @dataclass(frozen=True)
@@ -319,19 +321,11 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """Return the results as a table."""
     rows = [("check", "ranks", "backend", "seconds", "result")]
     rows += [
-        (
-            each.check,
-            str(each.place.ranks),
-            f"{each.place.backend} {each.place.device}",
-            f"{each.seconds:.0f}",
-            each.result,
-        )
-        for each in outcomes
+        (each.check, str(each.place.ranks), str(each.place), f"{each.seconds:.0f}", each.result) for each in outcomes
     ]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join(
-        "  ".join([*(f"{cell:{width}}" for cell, width in zip(row, widths, strict=False)), row[4]]) for row in rows
-    )
+    lines = [[*(f"{row[column]:{widths[column]}}" for column in range(4)), row[4]] for row in rows]
+    return "\n".join(map("  ".join, lines))
 
 
 def main() -> int:
@@ -349,9 +343,11 @@ def main() -> int:
     if unknown:
         parser.error(f"--only {', '.join(sorted(unknown))}: choose among {', '.join(check.name for check in CHECKS)}")
     # in a process of its own: this one must not use the GPU, which may admit one process per rank only
-    about = json.loads(
-        subprocess.run([sys.executable, "-c", _ABOUT], stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1]
-    )
+    asked = subprocess.run([sys.executable, "-c", _ABOUT], stdout=subprocess.PIPE, check=False)
+    if asked.returncode != 0:
+        print(f"tests/gpu.sh: {sys.executable} cannot import torch and DeepSpeed: activate their environment first.")
+        return 1
+    about = json.loads(asked.stdout.splitlines()[-1])
     if not about["GPU"] and not arguments.rehearse:
         print(NO_GPU, file=sys.stderr)
         return 1
@@ -369,20 +365,11 @@ def main() -> int:
                 folder = Path(name, f"{check.name}-{place.name}")
                 folder.mkdir()
                 outcomes.append(run(check, place, folder))
-                last = outcomes[-1]
-                print(
-                    f"{last.check}, {place.ranks} x {place.backend}: {last.result} ({last.seconds:.0f} s)", flush=True
-                )
+                print(f"{check.name}, {place.ranks} x {place}: {outcomes[-1].result}", flush=True)
     print(f"\n{table(outcomes)}\n")
     gpus = about.pop("GPU")
-    print(
-        ", ".join(
-            [
-                f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU",
-                *(f"{name} {version}" for name, version in about.items()),
-            ]
-        )
-    )
+    versions = [f"{name} {version}" for name, version in about.items()]
+    print(", ".join([f"{len(gpus)} x {gpus[0]}" if gpus else "no GPU", *versions]))
     if arguments.rehearse:
         print("This was a rehearsal on the CPU: nothing was checked on a GPU.")
     return 1 if any(outcome.is_failure for outcome in outcomes) else 0
