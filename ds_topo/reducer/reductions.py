@@ -73,13 +73,13 @@ def scaling(
 ) -> tuple[float, float, ReduceOp]:
     """Return the factors before and after the sum over ``group``, and its ``ReduceOp``.
 
-    NCCL averages by itself, and multiplies while it sums. On other backends gradients are multiplied on their way into
-    the bucket.
+    NCCL averages by itself, and multiplies while it sums. On other backends, and in a group of one rank, which sums
+    nothing, gradients are multiplied on their way into the bucket.
     """
     before, after = options.scales(data_parallel_size)
-    traits = traits_of(group, device)
-    if is_flat and before != 1.0:
-        if traits.averages and after == 1.0 and before * dist.get_world_size(group) == 1.0:
+    traits, size = traits_of(group, device), dist.get_world_size(group)
+    if is_flat and before != 1.0 and size > 1:
+        if traits.averages and after == 1.0 and before * size == 1.0:
             return 1.0, 1.0, dist.ReduceOp.AVG
         if traits.premultiplies:
             return 1.0, after, premultiplied_sum(before)

@@ -112,7 +112,7 @@ def main() -> None:
     if arguments.engines:
         times = run_ranks(1, measure_engines, arguments.layers, arguments.rounds, deadline=900)[0]
     elif arguments.device == "cuda":
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
         times = measure(arguments.layers, arguments.rounds, "cuda")
         dist.destroy_process_group()
     else:

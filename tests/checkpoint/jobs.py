@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec
 from torch import nn
@@ -140,7 +141,7 @@ class Job:
         grid = self.grid
         dtype = torch.bfloat16 if self.kind.bf16 else torch.float32
         inputs, targets = (
-            part.chunk(grid.get_sample_world_size())[grid.get_sample_rank()].to(dtype)
+            part.chunk(grid.get_sample_world_size())[grid.get_sample_rank()].to(self.engine.device, dtype)
             for part in batch(step, self.kind.width)
         )
         if self.kind.is_pipeline:
@@ -152,8 +153,9 @@ class Job:
 
     def state(self) -> dict[str, str]:
         """Return a digest of every parameter, optimizer state and random state of this rank."""
-        states = _digest(torch.get_rng_state()) + hashlib.sha1(pickle.dumps(random.getstate())).hexdigest()
-        return {**state_of(self.engine), "random": states}
+        states = [_digest(torch.get_rng_state()), _digest(get_accelerator().get_rng_state())]
+        states.append(hashlib.sha1(pickle.dumps(random.getstate())).hexdigest())
+        return {**state_of(self.engine), "random": " ".join(states)}
 
     def destroy(self) -> None:
         destroy_engine(self.engine)

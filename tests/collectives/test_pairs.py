@@ -20,6 +20,7 @@ from tests.support.world import Worlds
 GRIDS = [(2, "model=2"), (4, "model=4"), (4, "model=2,data=2")]
 """World size and topology: whole worlds, and groups of ranks that are not adjacent."""
 
+CPU = torch.device("cpu")
 Group = dist.ProcessGroup
 SHAPE = (4, 8, 4)
 PAIRS = [(split, concat) for split in range(3) for concat in range(3)]
@@ -64,23 +65,25 @@ DUALS = {
 }
 
 
-def _compare_with_one_process(topology: str, dtype: torch.dtype) -> None:
+def _compare_with_one_process(topology: str, dtype: torch.dtype, device: torch.device = CPU) -> None:
     with PipelineParallelGrid(topology) as grid:
         for name, calls in DIMS.items():
             for dims in calls:
-                _compare(grid.get_group("model"), grid.get_ranks("model"), dtype, name, dims)
+                _compare(grid.get_group("model"), grid.get_ranks("model"), dtype, name, dims, device)
 
 
-def _compare(group: Group, ranks: list[int], dtype: torch.dtype, name: str, dims: tuple[int, ...]) -> None:
+def _compare(
+    group: Group, ranks: list[int], dtype: torch.dtype, name: str, dims: tuple[int, ...], device: torch.device
+) -> None:
     tolerance: dict[str, Any] = {"rtol": 0.05, "atol": 0.05} if dtype == torch.bfloat16 else {}
     me, n = ranks.index(dist.get_rank()), len(ranks)
-    inputs = [_tensor_of(rank, dtype) for rank in ranks]
+    inputs = [_tensor_of(rank, dtype).to(device) for rank in ranks]
     x = inputs[me].clone().requires_grad_()
     for given in (x, x.transpose(0, 2).contiguous().transpose(0, 2)):
         result = getattr(collectives, name)(given, group, *dims)
         expected = _expected(name, inputs, me, dims)
         torch.testing.assert_close(result, expected, **tolerance)
-        cotangents = [_tensor_of(rank + 100, dtype).repeat(n, 1, 1).flatten() for rank in ranks]
+        cotangents = [_tensor_of(rank + 100, dtype).to(device).repeat(n, 1, 1).flatten() for rank in ranks]
         cotangents = [values[: result.numel()].view(result.shape) for values in cotangents]
         before = cotangents[me].clone()
         (gradient,) = torch.autograd.grad(result, x, cotangents[me])
@@ -145,10 +148,10 @@ def test_numerical_derivatives(world: Worlds, world_size: int, topology: str, dt
     world(world_size).run(_differentiate, topology, dtype)
 
 
-def _run(function: Callable[[Tensor], Any], **autocast: Any) -> tuple[Tensor, Tensor | None]:
+def _run(function: Callable[[Tensor], Any], device: torch.device, **autocast: Any) -> tuple[Tensor, Tensor | None]:
     """A result, and the gradient of the sum of its squares."""
-    x = torch.linspace(-1, 1, 16).view(2, 8).requires_grad_()
-    with torch.autocast("cpu", **autocast):
+    x = torch.linspace(-1, 1, 16, device=device).view(2, 8).requires_grad_()
+    with torch.autocast(device.type, **autocast):
         result = function(x)
     result.float().square().sum().backward()
     return result.detach(), x.grad
@@ -163,22 +166,22 @@ MODES: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]
 }
 
 
-def _in_torchs_mode(mode: str) -> None:
+def _in_torchs_mode(mode: str, device: torch.device = CPU) -> None:
     group = dist.group.WORLD
     torch.manual_seed(0)
-    first, second = torch.randn(8, 4), torch.randn(4, 8)
+    first, second = torch.randn(8, 4).to(device), torch.randn(4, 8).to(device)
 
     def layer(x: Tensor) -> Tensor:
         inner = torch.relu(collectives.copy(x, group) @ collectives.scatter(first, group, 1))
         return collectives.reduce(inner @ collectives.scatter(second, group, 0), group)
 
-    whole = _run(lambda x: torch.relu(x @ first) @ second, enabled=False)
+    whole = _run(lambda x: torch.relu(x @ first) @ second, device, enabled=False)
     if mode == "autocast":
-        result, gradient = _run(layer, dtype=torch.bfloat16)
+        result, gradient = _run(layer, device, dtype=torch.bfloat16)
         assert result.dtype == torch.bfloat16
         torch.testing.assert_close(gradient, whole[1], rtol=0.1, atol=0.5)
     else:
-        torch.testing.assert_close(_run(MODES[mode](layer), enabled=False), whole)
+        torch.testing.assert_close(_run(MODES[mode](layer), device, enabled=False), whole)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -53,7 +53,7 @@ def _train(engine: Any, first: int = 0, steps: int = 4) -> list[tuple[float, flo
     for step in range(first, first + steps):
         for micro_batch in range(engine.gradient_accumulation_steps()):
             generator = torch.Generator().manual_seed(100 * step + 10 * micro_batch + dist.get_rank())
-            inputs, targets = (torch.randn(2, width, generator=generator).to(dtype) for width in (8, 4))
+            inputs, targets = (torch.randn(2, width, generator=generator).to(engine.device, dtype) for width in (8, 4))
             loss = F.mse_loss(engine(inputs), targets)
             engine.backward(loss)
             engine.step()
@@ -100,7 +100,7 @@ def _trains_alike(zero: int, more: dict[str, Any]) -> None:
             ours = _engine(grid, zero, reducer={**SMALL, "overlap_parameters": overlap}, **more)
             seen = _train(ours)
             inexact = {"communication_data_type", "data_types", "gradient_clipping"} & more.keys()
-            if dist.get_world_size() <= 2 and not inexact:
+            if dist.get_world_size() <= 2 and not inexact and ours.device.type == "cpu":
                 _assert_same(seen, wanted)
                 assert all(map(torch.equal, _state(ours), state)), "bit-equal: a sum of two has one order"
             else:
@@ -130,7 +130,7 @@ def _in_fp16(zero: int) -> None:
     start()
     found = []
     with (
-        PipelineParallelGrid("data=2") as grid,
+        PipelineParallelGrid("data=-1") as grid,
         mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True),
     ):
         for reducer in (False, {**SMALL, "overlap_parameters": True}):
@@ -138,15 +138,17 @@ def _in_fp16(zero: int) -> None:
             engine = _engine(grid, zero, reducer=reducer, fp16=fp16, gradient_accumulation_steps=1)
             scales = []
             for step in range(8):
-                inputs = torch.full((2, 8), 300.0 if step == 6 and dist.get_rank() == 1 else 0.5 + step).half()
-                engine.backward(engine(inputs).float().square().mean())
+                overflows = step == 6 and dist.get_rank() == dist.get_world_size() - 1
+                inputs = torch.full((2, 8), 300.0 if overflows else 0.5 + step).half()
+                engine.backward(engine(inputs.to(engine.device)).float().square().mean())
                 engine.step()
                 scales.append(engine.optimizer.loss_scale)
             found.append((scales, _state(engine)))
             engine.destroy()
     assert found[0][0] == found[1][0]
     assert len(set(found[0][0])) > 2, "some steps overflowed"
-    assert all(map(torch.equal, found[0][1], found[1][1]))
+    exact = {"rtol": 0, "atol": 0} if engine.device.type == "cpu" else {"rtol": 1e-3, "atol": 1e-4}
+    torch.testing.assert_close(found[1][1], found[0][1], **exact)
 
 
 @pytest.mark.parametrize("zero", [1, 2])

@@ -87,6 +87,16 @@ def _native_ops() -> None:
     assert scaling(ReductionOptions(), 2, group, CPU) == (0.5, 1.0, dist.ReduceOp.SUM)
 
 
+def _native_ops_of_one_rank() -> None:
+    with mock.patch.dict(backends.TRAITS, {dist.get_backend(): backends.TRAITS["nccl"]}):
+        expert = scaling(ReductionOptions(), 4, dist.group.WORLD, CPU)
+    assert expert == (0.25, 1.0, dist.ReduceOp.SUM), "no collective multiplies in a group of one"
+
+
+def test_scaling_in_a_group_of_one_rank_uses_no_native_operation(world: Worlds) -> None:
+    world(1).run(_native_ops_of_one_rank)
+
+
 def test_scaling_on_nccl_uses_native_operations(world: Worlds) -> None:
     world(2).run(_native_ops)
 
