@@ -143,7 +143,7 @@ class Changes:
         self._held = self._held_now()
 
     def _held_now(self) -> list[nn.Parameter | nn.Module | None]:
-        return list(chain.from_iterable(map(dict.values, self._holders)))
+        return list(chain.from_iterable(map(operator.methodcaller("values"), self._holders)))
 
     def problem(self, absent: Sequence[ParameterState]) -> str | None:
         """Return a description of changed parameters, or of replaced gradients; None if there are none.

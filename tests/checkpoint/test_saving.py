@@ -31,6 +31,8 @@ from tests.support.small_engines import start
 from tests.support.training import destroy_engine
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 CASES = [
     *KINDS.values(),
     Kind("data=2", zero=0),

@@ -23,6 +23,8 @@ from tests.support.fake_world import fake_world
 from tests.support.process_groups import number_of_groups
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 
 def _build(specs: list[Any], timeout: float) -> str:
     """Return the error that this rank raised. No group may exist by then."""

@@ -24,6 +24,8 @@ from tests.support.reduced_model import (
 )
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", "strict")
+
 
 def _experts() -> None:
     """Use four data-parallel ranks and expert parallelism 2: expert peers are ranks {0, 2} and {1, 3}."""
