@@ -131,7 +131,7 @@ class PartitionedParameters(list[torch.Tensor]):
 
     def gather(self) -> None:
         """Send the updated parameters from their owners to all ranks; collective."""
-        self.wait()
+        self._arrivals.end()
         self._in_flight = []  # it shares the parameters' memory
         arrives_later = self._memory is not None and not self._is_shared(self._memory)
         self._in_flight = [self._launch(group, region, arrives_later) for group, region in self._regions]

@@ -149,9 +149,9 @@ class ReductionOptions:
         two_level: reduce inside hosts first, then across hosts. By default this is used if the group spans hosts with
             equally many ranks, several each, and it measures faster than a flat reduction at the start. (At ZeRO stages
             1 and 2 on gloo, gradients always travel this way to their owners; it is never slower there.)
-        overlap_parameters: at ZeRO stages 1 and 2, receive updated parameters during the next forward pass, in which
-            each module waits for its own. Reading a parameter through its module waits, too; a program that keeps
-            references to parameters must call ``wait()`` before it reads them.
+        overlap_parameters: at ZeRO stages 1 and 2, receive updated parameters while the program goes on. Whatever reads
+            a parameter waits for it. Where that is impossible (scripted or compiled modules, tensors that share the
+            memory of parameters), they arrive within the optimizer's step, with a warning.
         keep_steps: the number of steps that the report remembers.
 
     Raises:

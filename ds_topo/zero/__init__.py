@@ -3,7 +3,7 @@
 A flat tensor shared by a group of ``n`` ranks is cut into regions, and each region evenly into ``n`` slices. Rank ``i``
 owns slice ``i`` of every region (:mod:`~ds_topo.zero.partitions`, the file to open first).
 :mod:`~ds_topo.zero.exchange` sums slices for their owners and gathers them into whole regions;
-:mod:`~ds_topo.zero.arrivals` makes a module wait for parameters that are still in flight.
+:mod:`~ds_topo.zero.arrivals` lets readers wait for parameters that are still in flight.
 """
 
 from __future__ import annotations
