@@ -371,7 +371,7 @@ class PartOfTensor(torch.Tensor):
             for offsets, memory in source.boxes.items():
                 into[offsets].copy_(memory)
             return target
-        raise TypeError(
+        raise NotImplementedError(  # Python's operators would replace a TypeError by one that says nothing
             f"{function}: {part!r} does not support this operation. It holds boxes of a tensor and can be saved and "
             "loaded by torch.distributed.checkpoint only. Compute with the engine's own tensors instead"
         )
