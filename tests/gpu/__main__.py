@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -195,16 +195,13 @@ def start(check: Check, place: Place, folder: Path) -> list[Rank]:
         **{"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}:{os.environ.get('PYTHONPATH', '')}"},
         **{"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"},
         **{"DS_TOPO_CHECK_SECONDS": str(check.seconds - 15), "DS_TOPO_CHECK_LIMIT": str(WATCH_LIMIT)},
-        # the parent reads the outcome from exit statuses, also those of ranks that the watch has to end
-        **{"DS_TOPO_WATCH": "", "TORCH_FR_DUMP_TEMP_FILE": str(folder / "record")},
+        **{"DS_TOPO_WATCH": "", "TMPDIR": str(folder)},
     }
     command = ["tests.gpu.checks", check.name, place.backend, place.device]
     if check.command:
         command = list(check.command)
         if check.name == "overhead":
             command.append(place.device)
-        elif check.name == "check" and place.device == "cpu":
-            command += ["--backend", "gloo"]
     if not check.by_torchrun:
         environment["MASTER_PORT"] = str(free_port())
         return [
@@ -336,7 +333,7 @@ def main() -> int:
     """Run the checks; return the exit status."""
     parser = argparse.ArgumentParser(prog="tests/gpu.sh", description=__doc__)
     parser.add_argument("--only", action="append", metavar="NAME", help="run this check only; may be repeated")
-    parser.add_argument("--place", action="append", metavar="NAME", help="run checks at this place only")
+    parser.add_argument("--place", action="append", choices=sorted(places(0)), help="run checks at this place only")
     parser.add_argument("--list", action="store_true", help="list the checks")
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU what does not need CUDA")
     arguments = parser.parse_args()
@@ -349,7 +346,11 @@ def main() -> int:
     # in a process of its own: this one must not use the GPU, which may admit one process per rank only
     asked = subprocess.run([sys.executable, "-c", _ABOUT], stdout=subprocess.PIPE, check=False)
     if asked.returncode != 0:
-        print(f"tests/gpu.sh: {sys.executable} cannot import torch and DeepSpeed: activate their environment first.")
+        print(
+            f"tests/gpu.sh: {sys.executable} cannot use torch and DeepSpeed, as the error above says: "
+            "activate an environment that has both, and check the driver of the GPU.",
+            file=sys.stderr,
+        )
         return 1
     about = json.loads(asked.stdout.splitlines()[-1])
     if not about["GPU"] and not arguments.rehearse:
@@ -362,6 +363,8 @@ def main() -> int:
             if arguments.only and check.name not in arguments.only:
                 continue
             for place in (here[each] for each in check.places if not arguments.place or each in arguments.place):
+                if check.command and arguments.rehearse:  # these programs do not know the stand-in for NCCL
+                    place = replace(place, backend="gloo")
                 reason = unable(check, place)
                 if reason:
                     outcomes.append(Outcome(check.name, place, f"not possible here: {reason}"))
