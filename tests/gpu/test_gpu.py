@@ -47,7 +47,6 @@ def test_a_rehearsal_of_the_check_passes(name: str) -> None:
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, float], Check]:
     """``program(text, seconds)``: a check that runs a program on every rank."""
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def make(text: str, seconds: float) -> Check:
