@@ -34,15 +34,15 @@ class BackendTraits:
     """``abort()`` ends a collective that is blocked."""
     sums_sparse: bool = False
     """``all_reduce`` takes sparse tensors."""
-    publishes_addresses: bool = False
-    """Each rank puts its address into the job's store, where the other members of a group read it."""
+    uses_sockets: bool = False
+    """It connects ranks by sockets, whose addresses are in the job's store."""
     communicates: bool = True
     """It moves data between processes."""
 
 
 TRAITS: dict[str, BackendTraits] = {
     "gloo": BackendTraits(
-        ordered_by_stream=False, one_order=False, tagged_messages=True, sums_sparse=True, publishes_addresses=True
+        ordered_by_stream=False, one_order=False, tagged_messages=True, sums_sparse=True, uses_sockets=True
     ),
     "mpi": BackendTraits(ordered_by_stream=False),
     "nccl": BackendTraits(averages=True, premultiplies=True, gathers_in_place=True, aborts=True),
@@ -82,7 +82,7 @@ def traits_of(group: dist.ProcessGroup, device: torch.device) -> BackendTraits:
     """
     traits = TRAITS.get(backend_of(group, device), BackendTraits())
     if device.type != "cpu" and not traits.ordered_by_stream and traits.communicates:
-        return BackendTraits()  # gloo and MPI copy results to an accelerator on a stream
+        return BackendTraits(uses_sockets=traits.uses_sockets)  # results are copied to the device on a stream
     return traits
 
 
@@ -94,6 +94,14 @@ def default_backend() -> str:
 def accelerator() -> torch.device | None:
     """Return this machine's accelerator, if it has one that torch can use now."""
     return torch.accelerator.current_accelerator(check_available=True)
+
+
+def current_device() -> torch.device:
+    """Return this thread's accelerator; the CPU on a machine without one."""
+    device = accelerator()
+    if device is None:
+        return torch.device("cpu")
+    return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def device_served_by(backend: str, index: int) -> torch.device:
@@ -117,10 +125,8 @@ def device_served_by(backend: str, index: int) -> torch.device:
 def device_in_use() -> torch.device | None:
     """Return the accelerator that this thread uses; None if the process has not used one yet."""
     device = accelerator()
-    module = torch.get_device_module(device) if device is not None else None
-    if module is None or not module.is_initialized():
-        return None
-    return torch.device(device.type, torch.accelerator.current_device_index())  # type: ignore[union-attr]
+    is_used = device is not None and torch.get_device_module(device).is_initialized()
+    return current_device() if is_used else None
 
 
 # -- streams and events of any accelerator; a CPU has none ------------------------------------------------------------

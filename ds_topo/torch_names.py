@@ -8,14 +8,17 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 import torch._C._distributed_c10d as _C
 import torch.distributed as dist
+from torch import _C as TORCH_C
 from torch import nn
+from torch._C import _disabled_torch_function_impl, _storage_Use_Count
 from torch.distributed import distributed_c10d as c10d
 
 from ds_topo.backends import traits_of
@@ -178,8 +181,21 @@ def calls_of(group: dist.ProcessGroup) -> int:
     return calls
 
 
+def gloo_threads() -> Iterator[int]:
+    """Yield the Linux thread ids of the threads in which gloo moves bytes; torch 2.8 does not name them."""
+    with suppress(OSError):  # not Linux
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # the thread has just ended
+                if (task / "comm").read_text().strip() == "gloo_tcp_loop":
+                    yield int(task.name)
+
+
 def abort_nccl() -> None:
-    """Abort blocked collectives of backends that can do this, such as NCCL. Those of gloo continue."""
+    """Abort blocked collectives of backends that can do this, such as NCCL. Those of gloo continue.
+
+    The call may block, and hold the interpreter meanwhile. Afterwards a wait for the GPU returns, with results that are
+    wrong, and torch has forgotten all groups: the process must end.
+    """
     if dist.is_initialized():
         world = c10d._get_default_group()
         if any(traits_of(world, device).aborts for device in world._device_types):
@@ -223,7 +239,7 @@ def key_of_address(group: dist.ProcessGroup) -> str | None:
     Members read it while they connect: before ``new_group`` returns, or with ``TORCH_GLOO_LAZY_INIT`` at the first use
     of the group.
     """
-    if not traits_of(group, torch.device("cpu")).publishes_addresses:
+    if not traits_of(group, torch.device("cpu")).uses_sockets:
         return None
     return f"{group.group_name}//cpu//0/{dist.get_rank(group)}"
 
@@ -270,8 +286,8 @@ REDUCER_ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(torch, "_foreach_copy_", "It copies many gradients into a bucket by one call."),
     Reliance(torch, "_foreach_mul_", "It scales all gradients of a bucket by one call."),
     Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),
-    Reliance(torch._C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
-    Reliance(torch._C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
+    Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
+    Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
     Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),
     Reliance(dist, "_make_nccl_premul_sum", "NCCL multiplies while it sums.", releases="builds with NCCL"),
 )
@@ -296,8 +312,13 @@ def broadcast_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -
 
 def storage_users(tensor: torch.Tensor) -> int:
     """Return the number of tensors that share a tensor's memory, and a constant."""
-    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    users: int = _storage_Use_Count(tensor.untyped_storage()._cdata)
     return users
+
+
+def call_plainly(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call one of torch's functions, as for tensors without a ``__torch_function__`` of their own."""
+    return _disabled_torch_function_impl(function, types, args, kwargs)
 
 
 MEASUREMENT_ROWS: tuple[Patch | Reliance, ...] = (

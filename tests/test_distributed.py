@@ -10,6 +10,8 @@ from ds_topo import PipelineParallelGrid, distributed
 from ds_topo.errors import DisagreementError
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 
 def _documented_examples() -> None:
     assert not distributed.is_initialized()

@@ -13,6 +13,8 @@ from ds_topo.topology.expert_tables import ExpertPlan
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 STRIDED = "model=2,data=2,pipe=2"
 
 

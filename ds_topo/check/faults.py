@@ -214,18 +214,19 @@ def slow_hosts(
     >>> [fault.message for fault in slow_hosts(rates, slow=0.5)]
     ["c's link carries at most 10 B/s, 0.10 of the median of all hosts (100 B/s)"]
     """
-    sends, receives = _best(rates, 0, order), _best(rates, 1, order)
+    best = {"sends": _best(rates, 0, order), "receives": _best(rates, 1, order)}
+    sends, receives = best.values()
     if len(sends) == 2:
         return _slow_pair(rates, slow) + _below_expected(sends, receives, expected)
-    usual = {"sends": median(sends.values()), "receives": median(receives.values())}
+    usual = {verb: median(reached.values()) for verb, reached in best.items()}
     faults: list[Fault] = []
     bad: dict[str, list[str]] = defaultdict(list)
-    for verb, best in (("sends", sends), ("receives", receives)):
-        for host, rate in best.items():
+    for verb, reached in best.items():
+        for host, rate in reached.items():
             if rate < slow * usual[verb]:
                 bad[host].append(verb)
     for host, verbs in bad.items():
-        rate = min((sends if verb == "sends" else receives)[host] for verb in verbs)
+        rate = min(best[verb][host] for verb in verbs)
         norm = max(usual[verb] for verb in verbs)
         does = "link carries" if len(verbs) == 2 else f"link {verbs[0]}"
         text = f"{host}'s {does} at most {speed(rate)}, {rate / norm:.2f} of the median of all hosts ({speed(norm)})"

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # the class of torch.distributed, which mypy finds only here
 
+from ds_topo.backends import accelerator
 from ds_topo.check.faults import Fault, RankReport
 from ds_topo.errors import LaunchError
 from ds_topo.hosts.placement import fold_numbers
@@ -183,10 +184,11 @@ def versions() -> dict[str, str]:
     for package in ("ds_topo", "deepspeed"):
         with suppress(importlib.metadata.PackageNotFoundError):  # imported from a folder
             found[package] = importlib.metadata.version(package)
+    if (device := accelerator()) is not None:
+        found["device"] = torch.get_device_module(device).get_device_name()
     if torch.version.cuda is not None:
         found["CUDA"] = torch.version.cuda
-    if torch.cuda.is_available():
-        found["device"] = torch.cuda.get_device_name()
+    if torch.version.cuda is not None and device is not None:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         driver = Path("/proc/driver/nvidia/version")
         if driver.exists():

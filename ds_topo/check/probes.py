@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import base64
 import random
+import struct
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median_high
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_topo.backends import synchronize
 from ds_topo.check.faults import Anomaly
 from ds_topo.collectives import functional_all_gather, functional_all_to_all, functional_reduce_scatter
 from ds_topo.process_groups.creation import ProcessGroup
@@ -169,8 +170,7 @@ class Device:
 
     def now(self) -> float:
         """Wait until the device is idle; return the time in seconds."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
     def number(self, value: float) -> Tensor:
@@ -191,16 +191,17 @@ class PairTime(NamedTuple):
     """Bytes per second sent."""
 
 
+_PACKED = struct.Struct("4f")
+
+
 def pack(times: Sequence[PairTime]) -> str:
     """Pack measurements as base64 of 16 bytes each, because the store carries millions of them in a large cluster."""
-    return base64.b64encode(array("f", [value for each in times for value in each]).tobytes()).decode()
+    return base64.b64encode(b"".join(_PACKED.pack(*each) for each in times)).decode()
 
 
 def unpack(packed: str) -> list[PairTime]:
     """Invert :func:`pack`."""
-    values = array("f")
-    values.frombytes(base64.b64decode(packed))
-    rows = zip(*(values[column::4] for column in range(4)), strict=True)
+    rows = _PACKED.iter_unpack(base64.b64decode(packed))
     return [PairTime(int(peer), latency, came, went) for peer, latency, came, went in rows]
 
 
@@ -397,8 +398,7 @@ def time_inside_hosts(hosts: Hosts, rank: int, device: Device, progress: Callabl
     times: list[PairTime] = []
     for number in range(rounds(len(team))):
         other = opponent(place, number, len(team))
-        measured = None if other is None else time_pair(team[other], device)
-        if measured is not None:
+        if other is not None and (measured := time_pair(team[other], device)):
             times.append(measured)
         progress(number + 1, rounds(len(team)))
     return times
@@ -439,8 +439,7 @@ def time_across_hosts(
         other = opponent(host, number, len(hosts.ranks))
         if other is not None:
             theirs = hosts.ranks[other]
-            measured = time_pair(theirs[place] if place < len(theirs) else None, device, team)
-            if measured is not None:
+            if measured := time_pair(theirs[place] if place < len(theirs) else None, device, team):
                 _, latency, came, went = measured
                 together = min(len(theirs), len(hosts.ranks[host]))
                 mine.append(PairTime(other, latency, came, went))

@@ -15,34 +15,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # classes of torch.distributed, which mypy finds only here
 
 from ds_topo.backends import device_served_by
-from ds_topo.check.faults import (
-    Anomaly,
-    Fault,
-    LinkSummary,
-    RankReport,
-    Summary,
-    axis_summary,
-    disagreements,
-    link_summary,
-    slow_hosts,
-    slow_ranks,
-    wrong_clocks,
-    wrong_ranks,
-)
+from ds_topo.check import faults, probes
+from ds_topo.check.faults import Anomaly, Fault, RankReport, Summary
 from ds_topo.check.meeting import Meeting, StepFailure, report_of
-from ds_topo.check.probes import (
-    Device,
-    Hosts,
-    check_arithmetic,
-    check_group,
-    pack,
-    pairs_of,
-    rounds,
-    time_across_hosts,
-    time_all_reduce,
-    time_inside_hosts,
-    unpack,
-)
+from ds_topo.check.probes import Device, Hosts
 from ds_topo.errors import TopologyError
 from ds_topo.hosts.placement import group_axes
 from ds_topo.launch.joining import create_world, open_store, take_device, wait_for_all
@@ -182,7 +158,7 @@ class _Check:
                 by_host[report.host].append(report.rank)
             self.summary.hosts = {host: tuple(ranks) for host, ranks in by_host.items()}
             self.summary.versions = dict(reports[0].versions)
-            found = disagreements(reports) + _unexpected_hosts(reports, options.expected_hosts)
+            found = faults.disagreements(reports) + _unexpected_hosts(reports, options.expected_hosts)
             unusable = [report for report in reports if report.topology.startswith("unusable")]
             if unusable and not any(fault.kind == "topology" for fault in found):
                 found.append(Fault("topology", f"the topology is {unusable[0].topology}"))
@@ -201,7 +177,7 @@ class _Check:
         if answers:
             offsets = {self.meeting.hosts[rank]: offset for rank, offset in answers.items() if offset is not None}
             self.summary.clocks = offsets
-            self.faults += wrong_clocks(offsets, self.options.clock_tolerance)
+            self.faults += faults.wrong_clocks(offsets, self.options.clock_tolerance)
 
     # -- groups --------------------------------------------------------------------------------------------------------
 
@@ -233,17 +209,17 @@ class _Check:
         seen: list[Anomaly] = []
 
         def test() -> list[Any]:
-            found = check_arithmetic(device, rank)
+            found = probes.check_arithmetic(device, rank)
             for name, axes in self.kinds:
-                found += check_group(name, grid.get_ranks(axes), grid.get_group(axes), rank, device)
+                found += probes.check_group(name, grid.get_ranks(axes), grid.get_group(axes), rank, device)
             return [astuple(anomaly) for anomaly in found]
 
         def judge(answers: dict[int, Any]) -> tuple[list[Fault], list[tuple[int, ...]]]:
             seen.extend(_anomalies(answers))
-            faults = wrong_ranks(seen, self.meeting.hosts)
-            unclear = [fault.ranks for fault in faults if len(fault.ranks) > 2]
+            found = faults.wrong_ranks(seen, self.meeting.hosts)
+            unclear = [fault.ranks for fault in found if len(fault.ranks) > 2]
             if not unclear:
-                self.faults += faults
+                self.faults += found
             return [], unclear
 
         unclear = [tuple(suspects) for suspects in self.meeting.step("results", test, judge)]
@@ -251,15 +227,15 @@ class _Check:
             return
 
         def test_pairs() -> list[Any]:
-            pairs = sorted({pair for suspects in unclear for pair in pairs_of(suspects, rank)})
+            pairs = sorted({pair for suspects in unclear for pair in probes.pairs_of(suspects, rank)})
             wanted = [RankGroup((f"pair {one}-{other}",), (one, other)) for one, other in pairs]
             groups = zip(pairs, grid.create_groups("pairs of suspects", wanted), strict=True)
-            found = [check_group("pairs", pair, group, rank, device) for pair, group in groups]
+            found = [probes.check_group("pairs", pair, group, rank, device) for pair, group in groups]
             return [astuple(anomaly) for anomalies in found for anomaly in anomalies]
 
         answers = self.gather("results in pairs", test_pairs)
         if answers:
-            self.faults += wrong_ranks([*seen, *_anomalies(answers)], self.meeting.hosts)
+            self.faults += faults.wrong_ranks([*seen, *_anomalies(answers)], self.meeting.hosts)
 
     def measure_axes(self) -> None:
         """Measure latency and bandwidth of every kind of group."""
@@ -267,9 +243,9 @@ class _Check:
         for number, (name, axes) in enumerate(self.kinds):
             self.begin(f"speed of {name} groups")(number, len(self.kinds))
             group, groups = grid.get_group(axes), grid.topology().get_axis_comm_lists(axes)
-            answers = self.gather(f"axis {name}", partial(time_all_reduce, group, self.world, self.device))
+            answers = self.gather(f"axis {name}", partial(probes.time_all_reduce, group, self.world, self.device))
             if answers:
-                self.summary.axes[name] = axis_summary(groups, answers, self.meeting.hosts)
+                self.summary.axes[name] = faults.axis_summary(groups, answers, self.meeting.hosts)
 
     # -- pairs ---------------------------------------------------------------------------------------------------------
 
@@ -284,7 +260,7 @@ class _Check:
         progress = self.begin("links inside hosts")
         answers = self.gather(
             "links inside",
-            lambda: pack(time_inside_hosts(hosts, self.rank, self.device, progress)),
+            lambda: probes.pack(probes.time_inside_hosts(hosts, self.rank, self.device, progress)),
             timedelta(seconds=options.seconds),
         )
         if not answers:
@@ -292,8 +268,8 @@ class _Check:
         host_of = self.meeting.hosts
         names = {rank: f"{host}:{rank}" for rank, host in host_of.items()}
         self.summary.inside = _summary_of_links(names, answers)
-        rates = {rank: max(link.came for link in unpack(packed)) for rank, packed in answers.items() if packed}
-        self.faults += slow_ranks("receives inside its host", rates, options.slow * SHARED_LINK, host_of)
+        rates = {rank: max(link.came for link in probes.unpack(packed)) for rank, packed in answers.items() if packed}
+        self.faults += faults.slow_ranks("receives inside its host", rates, options.slow * SHARED_LINK, host_of)
 
     def measure_across_hosts(self) -> None:
         """Measure the links between hosts."""
@@ -303,11 +279,11 @@ class _Check:
         progress = self.begin("links between hosts")
 
         def measure() -> dict[str, Any]:
-            mine, whole, measured = time_across_hosts(
+            mine, whole, measured = probes.time_across_hosts(
                 hosts, rank, self.device, self.team, self.world, options.seconds, progress
             )
             best = [max((link.came for link in mine), default=0.0), max((link.went for link in mine), default=0.0)]
-            return {"best": best, "host": pack(whole) if hosts.place(rank)[1] == 0 else None, "rounds": measured}
+            return {"best": best, "host": probes.pack(whole) if hosts.place(rank)[1] == 0 else None, "rounds": measured}
 
         answers = self.gather("links between", measure, timedelta(seconds=options.seconds))
         if not answers:
@@ -315,17 +291,19 @@ class _Check:
         names = dict(enumerate(host_of[ranks[0]] for ranks in hosts.ranks))
         packed = {host: answers[ranks[0]]["host"] for host, ranks in enumerate(hosts.ranks)}
         self.summary.across = _summary_of_links(names, packed)
-        self.summary.rounds = (answers[0]["rounds"], rounds(len(hosts.ranks)))
+        self.summary.rounds = (answers[0]["rounds"], probes.rounds(len(hosts.ranks)))
         rates = {
-            (names[link.peer], names[host]): link.came for host, packing in packed.items() for link in unpack(packing)
+            (names[link.peer], names[host]): link.came
+            for host, packing in packed.items()
+            for link in probes.unpack(packing)
         }
-        found = slow_hosts(rates, options.slow, options.expected, order=list(names.values()))
+        found = faults.slow_hosts(rates, options.slow, options.expected, order=list(names.values()))
         self.faults += found
         known = {host for fault in found for host in fault.hosts}
         for what, end in (("receives from other hosts", 0), ("sends to other hosts", 1)):
             best = {rank: answer["best"][end] for rank, answer in answers.items() if answer["best"][end] > 0}
             if best:
-                self.faults += slow_ranks(what, best, options.slow * SHARED_LINK, host_of, known)
+                self.faults += faults.slow_ranks(what, best, options.slow * SHARED_LINK, host_of, known)
 
 
 def _unexpected_hosts(reports: Sequence[RankReport], expected: Sequence[str] | None) -> list[Fault]:
@@ -355,8 +333,8 @@ def _anomalies(answers: Mapping[int, Any]) -> list[Anomaly]:
     return [Anomaly(by, operation, tuple(ranks)) for found in answers.values() for by, operation, ranks in found]
 
 
-def _summary_of_links(names: Mapping[int, str], packed: Mapping[int, str]) -> LinkSummary:
+def _summary_of_links(names: Mapping[int, str], packed: Mapping[int, str]) -> faults.LinkSummary:
     """Summarise the links that each rank or host measured, under their names."""
-    links = {(names[link.peer], names[end]): link for end, text in packed.items() for link in unpack(text)}
+    links = {(names[link.peer], names[end]): link for end, text in packed.items() for link in probes.unpack(text)}
     latencies = {pair: link.latency for pair, link in links.items()}
-    return link_summary(latencies, {pair: link.came for pair, link in links.items()})
+    return faults.link_summary(latencies, {pair: link.came for pair, link in links.items()})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from ds_topo import errors
 from ds_topo.errors import CheckpointError, DisagreementError
-from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, leave, within
+from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, await_readers, leave, unanswered, within
 from ds_topo.torch_names import default_store, get_several, job_timeout
 
 _PART = 1 << 22
@@ -67,11 +68,12 @@ class Meeting:
         said = done if failure is None else _one_line(failure)
         try:
             timeout = min(self.timeout, _ALONE) if is_alone else self.timeout
-            agree(said, range(dist.get_world_size()), timeout, subject=self.subject)
+            token = agree(said, range(dist.get_world_size()), timeout, subject=self.subject)
         except DisagreementError as error:
             raise CheckpointError(f"{error}".replace("-> plan: ", "-> ")) from failure or error
         if failure is not None:
             raise CheckpointError(f"{self.subject}, on every rank: {said}") from failure
+        self._let_all_read(f"{token}/read")
 
     def post(self, name: str, content: Any) -> None:
         """Send a JSON value to rank 0, which reads it with :meth:`posted` after the next agreement of all ranks."""
@@ -93,9 +95,11 @@ class Meeting:
                 outcome = {"value": decide()}
             except Exception as error:  # of any class: the other ranks must receive it
                 outcome = {"error": type(error).__name__, "text": _one_line(error)}
-            leave(default_store(), 0, range(dist.get_world_size()), self._write(name, json.dumps(outcome)))
+            keys = [*self._write(name, json.dumps(outcome)), f"{self.token}/{name}/read"]
+            leave(default_store(), 0, range(dist.get_world_size()), keys)
         else:
             outcome = json.loads(within(self.timeout * UNANSWERED_AFTER, self.subject, lambda: self._await(name)))
+        self._let_all_read(f"{self.token}/{name}/read")
         if "error" not in outcome:
             return outcome["value"]
         kind = getattr(errors, outcome["error"], None)
@@ -115,8 +119,21 @@ class Meeting:
             return self._read([name])[0]
         except RuntimeError as error:
             raise CheckpointError(
-                f"{self.subject}: rank 0 did not report its result within {self.timeout}: {error}"
+                f"{self.subject}: rank 0 did not report its result, {unanswered(error, self.timeout)}"
             ) from None
+
+    def _let_all_read(self, key: str) -> None:
+        """Let rank 0, which may serve the store and end right afterwards, wait a moment until the others come here."""
+        store, others = default_store(), dist.get_world_size() - 1
+
+        def count() -> None:
+            if dist.get_rank() == 0:
+                await_readers(store, key, lambda: others, self.timeout)
+            else:
+                store.add(key, 1)
+
+        with suppress(RuntimeError):  # this rank knows the outcome
+            within(self.timeout * UNANSWERED_AFTER, self.subject, count)
 
     def _write(self, name: str, text: str) -> list[str]:
         """Store a text in parts; return its keys. The key with the number of parts comes last."""

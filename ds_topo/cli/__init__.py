@@ -1,4 +1,4 @@
-"""The command line, ``ds-topo``: one module per command, each with ``add_parser`` and ``run``.
+"""Run the command line, ``ds-topo``: one module per command, each with ``add_parser`` and ``run``.
 
 ``ds-topo --help`` imports every command's module, so torch, rich and other heavy packages are imported inside ``run``.
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ds_topo.cli import check_command, checkpoint_command, convert_command, plan_command, show_command
-from ds_topo.errors import CheckpointError, TopologyError
+from ds_topo.errors import CheckpointError, LaunchError, TopologyError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         return int(parsed.run(parsed))
-    except (TopologyError, CheckpointError, OSError) as error:
+    except (TopologyError, CheckpointError, LaunchError, OSError) as error:
         print(f"ds-topo {parsed.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

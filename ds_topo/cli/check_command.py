@@ -1,4 +1,4 @@
-"""``ds-topo check``: find faults of a running cluster. Any launcher can start it, one process per rank."""
+"""Run ``ds-topo check``: find faults of a running cluster. Any launcher can start it, one process per rank."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import json
 import re
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_topo.cli.shared_options import add_host_options, host_map_of
-from ds_topo.cli.terminal import counted, progress_of, say, table_of
+from ds_topo.cli.terminal import counted, progress_of, say, table_of, write_file
 from ds_topo.errors import DisagreementError, LaunchError, TopologyError
 from ds_topo.hosts.placement import few_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ds_topo.check.faults import LinkSummary, Summary
+    from ds_topo.check.faults import Summary
 
 _EXAMPLES = """examples:
   srun -N 2 --ntasks-per-node 4 ds-topo check "pipe=2,data=-1" --json links.json
@@ -42,7 +41,10 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("spec", metavar="SPEC", help='axes, outermost first: "pipe=2,data=-1,model=2"')
     parser.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
-    parser.add_argument("--backend", help="torch backend; default: nccl where there is a GPU, else gloo")
+    parser.add_argument(
+        "--backend",
+        help="torch backend; default: torch's for the accelerator (GPU: nccl), else gloo",
+    )
     parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds for each step (60)")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="seconds for pairs of hosts (120)")
     parser.add_argument(
@@ -58,24 +60,20 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the check as one rank of the job; rank 0 reports."""
-    import torch
 
+    from ds_topo.backends import default_backend, device_served_by
     from ds_topo.check.meeting import StepFailure
     from ds_topo.check.session import Options, run_check
     from ds_topo.launch.joining import prepare
 
-    try:
-        expected = None if arguments.expect is None else rate(arguments.expect)
-        host_map = host_map_of(arguments)
-        launch = prepare()
-    except LaunchError as error:
-        print(f"ds-topo check: {error}", file=sys.stderr)
-        return 2
+    expected = None if arguments.expect is None else rate(arguments.expect)
+    host_map = host_map_of(arguments)
+    launch = prepare()
     if not 0 < arguments.slow < 1:
-        raise TopologyError(f"--slow {arguments.slow}: give a share between 0 and 1")
+        raise TopologyError(f"--slow {arguments.slow}: give a share of the median, between 0 and 1")
     if min(arguments.timeout, arguments.seconds, arguments.clock) <= 0:
         raise TopologyError("--timeout, --seconds and --clock must be above 0 seconds")
-    backend = arguments.backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    backend = arguments.backend or default_backend()
     options = Options(
         spec=arguments.spec,
         backend=backend,
@@ -85,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         clock_tolerance=arguments.clock,
         expected=expected,
         expected_hosts=None if host_map is None else [host_map.host_of(rank).name for rank in range(host_map.size)],
-        most_bytes=2**28 if "nccl" in backend else 2**25,
+        most_bytes=2**25 if device_served_by(backend, 0).type == "cpu" else 2**28,
     )
     with progress_of(launch.rank == 0) as progress:
         try:
@@ -107,10 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json == "-":
             print(text)
         else:
-            try:
-                Path(arguments.json).write_text(text + "\n", encoding="utf-8")
-            except OSError as error:
-                raise TopologyError(f"--json {arguments.json!r} cannot be written: {error}") from error
+            write_file("--json", arguments.json, text)
     if arguments.json != "-":
         from rich.console import Console
 
@@ -161,7 +156,22 @@ def print_summary(console: Console, summary: Summary) -> None:
             )
         console.print(table)
     if summary.inside or summary.across:
-        _print_links(console, summary)
+        console.print()
+        table = table_of("links", right=("latency", "bandwidth", "slowest"))
+        for name, link in (
+            ("inside hosts, rank to rank", summary.inside),
+            ("between hosts, all ranks", summary.across),
+        ):
+            if link is not None:
+                one, other, least = link.slowest[0]
+                slowest = f"{one} -> {other} {least / link.bandwidth:.2f}"
+                table.add_row(name, seconds(link.latency), speed(link.bandwidth), slowest)
+        console.print(table)
+        played, every = summary.rounds
+        if played < every:
+            say(
+                console, f"{played:,} of {every:,} rounds of pairs of hosts fitted into the time; --seconds gives more."
+            )
     console.print()
     if not summary.faults:
         console.print("No faults.", style="bold green", highlight=False)
@@ -169,22 +179,3 @@ def print_summary(console: Console, summary: Summary) -> None:
     console.print(f"{counted(len(summary.faults), 'fault')}:", style="bold red", highlight=False)
     for fault in summary.faults:
         say(console, f"  {fault.kind}: {fault.message}")
-
-
-def _print_links(console: Console, summary: Summary) -> None:
-    from ds_topo.check.faults import seconds, speed
-
-    def cells(link: LinkSummary) -> list[str]:
-        one, other, slowest = link.slowest[0]
-        return [seconds(link.latency), speed(link.bandwidth), f"{one} -> {other} {slowest / link.bandwidth:.2f}"]
-
-    console.print()
-    table = table_of("links", right=("latency", "bandwidth", "slowest"))
-    if summary.inside is not None:
-        table.add_row("inside hosts, rank to rank", *cells(summary.inside))
-    if summary.across is not None:
-        table.add_row("between hosts, all ranks", *cells(summary.across))
-    console.print(table)
-    played, every = summary.rounds
-    if played < every:
-        say(console, f"{played:,} of {every:,} rounds of pairs of hosts fitted into the time; --seconds gives more.")

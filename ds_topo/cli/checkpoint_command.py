@@ -1,4 +1,4 @@
-"""``ds-topo checkpoint`` shows the checkpoints of a folder, without torch and without unpickling anything."""
+"""Run ``ds-topo checkpoint``: show the checkpoints of a folder, without torch and without unpickling anything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ _EXAMPLES = """examples:
   ds-topo checkpoint runs/gpt --verify
   ds-topo checkpoint runs/gpt/global_step100
 """
-_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -88,6 +87,8 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: str | None, *, verified: bool) -> None:
     """Print a line for each checkpoint, newest first; then the problems, and the tag in ``latest``."""
+    from rich.filesize import decimal
+
     table = table_of("tag", "layout", "state", right=("step", "parameters", "size"))
     for checkpoint in found:
         manifest, layout_text, step, numel = checkpoint.manifest, "no manifest", "?", "?"
@@ -95,7 +96,7 @@ def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: st
             layout, step, numel = manifest.layout, f"{manifest.step:,}", f"{manifest.numel():,}"
             where = layout.topology or f"{layout.model_ranks} x {layout.replicas}"
             layout_text = f"{where}, ZeRO {layout.zero_stage}, {layout.precision}"
-        state, size = _state(checkpoint, verified), size_text(checkpoint.bytes)
+        state, size = _state(checkpoint, verified), decimal(checkpoint.bytes)
         table.add_row(checkpoint.tag, layout_text, state, step, numel, size)
     console.print(table)
     console.print()
@@ -111,6 +112,8 @@ def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: st
 
 def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bool, verified: bool) -> None:
     """Print the layout, the files and the parameters of one checkpoint."""
+    from rich.filesize import decimal
+
     title = f"{checkpoint.tag}: {_state(checkpoint, verified)}{', latest' if is_latest else ''}"
     console.print(title, style="bold", highlight=False)
     for problem in checkpoint.problems:
@@ -123,7 +126,7 @@ def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bo
     say(console, f"step        {manifest.step:,}, saved {manifest.time}")
     say(console, f"layout      {manifest.layout}")
     say(console, f"optimizer   {manifest.layout.optimizer}")
-    say(console, f"files       {len(manifest.files):,}, {size_text(manifest.bytes)}")
+    say(console, f"files       {len(manifest.files):,}, {decimal(manifest.bytes)}")
     say(console, f"parameters  {manifest.numel():,} in {counted(len(manifest.parameters), 'tensor')}")
     say(console, "releases    " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
     console.print()
@@ -149,13 +152,3 @@ def _state(checkpoint: Checkpoint, verified: bool) -> str:
     if checkpoint.manifest is None:
         return "seems complete"
     return "complete, digests agree" if verified else "complete"
-
-
-def size_text(size: int) -> str:
-    """Return bytes in a readable unit.
-
-    >>> size_text(999), size_text(1_234_567), size_text(20_000_000_000)
-    ('999 bytes', '1.2 MB', '20.0 GB')
-    """
-    power = min(max(0, (len(str(size)) - 1) // 3), len(_UNITS) - 1)
-    return f"{size:,} bytes" if not power else f"{size / 1000**power:.1f} {_UNITS[power]}"

@@ -1,4 +1,4 @@
-"""``ds-topo convert``: write a checkpoint for another layout, or as one plain file of weights."""
+"""Run ``ds-topo convert``: write a checkpoint for another layout, or as one plain file of weights."""
 
 from __future__ import annotations
 

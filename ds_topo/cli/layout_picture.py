@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import ceil, log2, sqrt
 from pathlib import Path
@@ -124,7 +125,7 @@ def _draw_ranks(plot: Axes, view: LayoutView, sheet: _Sheet, scale: float) -> No
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import FancyBboxPatch
 
-    stages = view.stages
+    stages, write = view.stages, partial(plot.text, color=INK, va="center")
     colors = stage_colors(max(stages) + 1)
     boxes: list[list[Point]] = []
     fills: list[tuple[float, float, float, float]] = []
@@ -132,20 +133,22 @@ def _draw_ranks(plot: Axes, view: LayoutView, sheet: _Sheet, scale: float) -> No
     for host, (name, ranks) in enumerate(view.rows):
         x, y = sheet.host_corner(host)
         width, height = sheet.host_size
-        if sheet.labelled:
-            shape = FancyBboxPatch(
-                (x, y), width, height, "round,pad=0,rounding_size=0.12", fc="#f4f4f4", ec=FRAME, lw=0.8
-            )
-            plot.add_patch(shape)
-            plot.text(x + 0.2, y + 0.27, name, fontsize=72 * 0.22 * scale, color=INK, va="center", zorder=5)
-        else:
-            hosts.append(_box(x, y, width, height))
         for first, last, stage in _runs(ranks, stages, sheet):
             left, top = sheet.rank_corner(host, first)
             boxes.append(_box(left, top, last - first + 1, 1, 0.05 if sheet.labelled else 0.0))
             fills.append(colors[stage])
-        if sheet.labelled:
-            _write_ranks(plot, view, sheet, host, ranks, scale)
+        if not sheet.labelled:
+            hosts.append(_box(x, y, width, height))
+            continue
+        style = "round,pad=0,rounding_size=0.12"
+        plot.add_patch(FancyBboxPatch((x, y), width, height, style, fc="#f4f4f4", ec=FRAME, lw=0.8))
+        write(x + 0.2, y + 0.27, name, fontsize=72 * 0.22 * scale, zorder=5)
+        for position, rank in enumerate(ranks):
+            left, top = sheet.rank_corner(host, position)
+            coordinate = view.coordinate(rank)
+            size = 72 * scale * min(0.2, 1.45 / max(len(coordinate), 5))
+            write(left + 0.5, top + 0.36, str(rank), fontsize=72 * 0.27 * scale, ha="center", zorder=6)
+            write(left + 0.5, top + 0.73, coordinate, fontsize=size, ha="center", zorder=6)
     plot.add_collection(PolyCollection(hosts, facecolors="none", edgecolors=FRAME, linewidths=0.25, zorder=1))
     plot.add_collection(PolyCollection(boxes, facecolors=fills, edgecolors="none", zorder=2))
 
@@ -158,17 +161,6 @@ def _runs(ranks: Sequence[int], stages: Sequence[int], sheet: _Sheet) -> Iterato
         if ends or sheet.labelled or stages[ranks[position]] != stages[ranks[start]]:
             yield start, position - 1, stages[ranks[start]]
             start = position
-
-
-def _write_ranks(plot: Axes, view: LayoutView, sheet: _Sheet, host: int, ranks: Sequence[int], scale: float) -> None:
-    for position, rank in enumerate(ranks):
-        left, top = sheet.rank_corner(host, position)
-        text = view.coordinate(rank)
-        size = 72 * scale * min(0.2, 1.45 / max(len(text), 5))
-        plot.text(
-            left + 0.5, top + 0.36, str(rank), fontsize=72 * 0.27 * scale, color=INK, ha="center", va="center", zorder=6
-        )
-        plot.text(left + 0.5, top + 0.73, text, fontsize=size, color=INK, ha="center", va="center", zorder=6)
 
 
 def _draw_links(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str) -> bool:
@@ -198,32 +190,26 @@ def _draw_links(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str) -> bool:
 
 def _draw_title(plot: Axes, view: LayoutView, axis: str, margin: float, scale: float, everything: bool) -> None:
     """Write the spec, the meaning of the lines and a legend of stages above the hosts."""
+    from matplotlib.patches import Rectangle
+
     name = view.names[axis]
     lines = f"lines: {name} groups" if everything else f"lines: the {name} group of rank 0"
     if view.host_map is not None and len(view.rows) > 1:
         lines += ", red between hosts"
     title = view.spec if view.host_map is None else f"{view.spec} on {counted(len(view.rows), 'host')}"
-    plot.text(0, -margin + 0.2 / scale, title, fontsize=9, weight="bold", color=INK, va="center")
-    plot.text(
-        0,
-        -margin + 0.42 / scale,
-        f"each rank: {', '.join(view.axis_names)}; {lines}",
-        fontsize=7,
-        color=INK,
-        va="center",
-    )
-    from matplotlib.patches import Rectangle
-
+    write = partial(plot.text, fontsize=7, color=INK, va="center")
+    write(0, -margin + 0.2 / scale, title, fontsize=9, weight="bold")
+    write(0, -margin + 0.42 / scale, f"each rank: {', '.join(view.axis_names)}; {lines}")
+    write(0, -margin + 0.71 / scale, view.stage_axis)
     stages = max(view.stages) + 1
     colors = stage_colors(stages)
     size = 0.14 / scale
     shown = list(range(stages)) if stages <= 8 else [0, stages // 4, stages // 2, 3 * stages // 4, stages - 1]
-    plot.text(0, -margin + 0.71 / scale, view.stage_axis, fontsize=7, color=INK, va="center")
     x = (0.09 * len(view.stage_axis) + 0.08) / scale
     for stage in shown:
         top = -margin + 0.71 / scale - size / 2
         plot.add_patch(Rectangle((x, top), size, size, fc=colors[stage], ec="none"))
-        plot.text(x + size * 1.35, top + size / 2, str(stage), fontsize=7, color=INK, va="center")
+        write(x + size * 1.35, top + size / 2, str(stage))
         x += size + (0.17 + 0.06 * len(str(stage))) / scale
 
 

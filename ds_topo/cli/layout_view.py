@@ -1,10 +1,11 @@
-"""A layout as text: a topology with the user's axis names, and its hosts if they are known, in tables of any width."""
+"""Print a layout as tables of any width: a topology with the user's axis names, and its hosts if they are known."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -13,7 +14,6 @@ from ds_topo.cli.terminal import counted, say, table_of
 from ds_topo.errors import TopologyError, UnknownAxisError
 from ds_topo.hosts.hosts import HostMap
 from ds_topo.hosts.placement import (
-    AxisSpan,
     Placement,
     changed_ranks,
     few_ranks,
@@ -150,6 +150,30 @@ class LayoutView:
         """Return axes by the user's names, as ``pipe x tensor``."""
         return " x ".join(self.names[axis] for axis in axes)
 
+    def kinds(self, *, ranks: bool = False) -> list[dict[str, Any]]:
+        """Return the facts about each kind of group, for tables and JSON; ``ranks`` adds those of each group."""
+        placement, kinds = self.placement, []
+        for axes, name in self.group_names():
+            tables = self.topology.get_axis_comm_lists(axes)
+            kind: dict[str, Any] = {
+                "name": name,
+                "axes": [self.names[axis] for axis in axes],
+                "groups": len(tables),
+                "ranks_per_group": len(tables[0]),
+            }
+            if placement is not None:
+                span = placement.span(axes)
+                kind |= {
+                    "hosts_per_group": list(span.hosts_per_group),
+                    "groups_across_hosts": span.crossing_groups,
+                    "pairs": span.pairs,
+                    "pairs_across_hosts": span.crossing_pairs,
+                    "ring_links": span.links,
+                    "ring_links_across_hosts": span.crossing_links,
+                }
+            kinds.append(kind | ({"ranks": tables} if ranks else {}))
+        return kinds
+
     def group_names(self) -> list[tuple[tuple[str, ...], str]]:
         """Return the axes and the name of each kind of group that training creates.
 
@@ -162,8 +186,7 @@ class LayoutView:
 
 def print_layout(console: Console, view: LayoutView) -> None:
     """Print every rank's coordinate by host and slot, or a summary of neighboring hosts where there are many."""
-    ranks = counted(view.topology.world_size(), "rank")
-    title = f"{view.spec}: {ranks}"
+    title = f"{view.spec}: {counted(view.topology.world_size(), 'rank')}"
     if view.host_map is not None:
         counts = sorted(set(view.host_map.hosts.counts))
         slots = counted(counts[0], "slot") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} slots"
@@ -181,14 +204,9 @@ def print_axes(console: Console, view: LayoutView) -> None:
     """Print one line for each kind of group: how many there are, their size, and how much of them crosses hosts."""
     crossing = () if view.host_map is None else ("hosts", "pairs across hosts", "ring links across")
     table = table_of("group", right=("groups", "ranks", *crossing))
-    placement = view.placement
-    for axes, name in view.group_names():
-        groups = len(view.topology.get_axis_comm_lists(axes))
-        cells = [name, f"{groups:,}", f"{view.topology.world_size() // groups:,}"]
-        if placement is not None:
-            span = placement.span(axes)
-            cells += [_range(span), _share(span.crossing_pairs, span.pairs), _share(span.crossing_links, span.links)]
-        table.add_row(*cells)
+    for kind in view.kinds():
+        spans = [_hosts(kind), _share(kind, "pairs"), _share(kind, "ring_links")] if crossing else []
+        table.add_row(kind["name"], f"{kind['groups']:,}", f"{kind['ranks_per_group']:,}", *spans)
     console.print(table)
     console.print()
     own = len(created_groups(view.topology, 0))
@@ -200,24 +218,17 @@ def print_axes(console: Console, view: LayoutView) -> None:
 def print_groups(console: Console, view: LayoutView) -> None:
     """Print every group's ranks by kind, or the first and the last groups of each kind where there are many."""
     placement = view.placement
-
-    def print_group(name: str, ranks: Sequence[int]) -> None:
-        hosts = [] if placement is None else placement.hosts_of(ranks)
-        across = f"  across {_few_names(hosts)}" if len(hosts) > 1 else ""
-        say(console, f"group {name}, ranks: {few_ranks(ranks)}{across}")
-
     console.print()
     kinds = [(axes, name, view.topology.get_axis_comm_lists(axes)) for axes, name in view.group_names()]
     are_few = sum(len(groups) for _, _, groups in kinds) <= MOST_GROUPS
     for axes, name, groups in kinds:
-        if are_few or len(groups) <= 3:
-            for ranks in groups:
-                print_group(name, ranks)
-            continue
-        print_group(name, groups[0])
-        print_group(name, groups[1])
-        say(console, f"  ... {len(groups) - 3:,} more over {view.label(axes)}")
-        print_group(name, groups[-1])
+        left_out = 0 if are_few else max(0, len(groups) - 3)
+        for number, ranks in enumerate([*groups[:2], *groups[2 + left_out :]]):
+            if left_out and number == 2:
+                say(console, f"  ... {left_out:,} more over {view.label(axes)}")
+            hosts = [] if placement is None else placement.hosts_of(ranks)
+            across = f"  across {_few_names(hosts)}" if len(hosts) > 1 else ""
+            say(console, f"group {name}, ranks: {few_ranks(ranks)}{across}")
 
 
 def print_rank(console: Console, view: LayoutView, rank: int) -> None:
@@ -251,20 +262,11 @@ def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None
     console.print()
     columns = ("ranks", "hosts", "pairs across hosts") if before.host_map is not None else ("ranks",)
     table = table_of("group", right=columns)
-    named_axes = [{name: axes for axes, name in view.group_names()} for view in (before, after)]
-    for name in dict.fromkeys([*named_axes[0], *named_axes[1]]):
-        cells = []
-        for view, axes_of in zip((before, after), named_axes, strict=True):
-            axes, placement = axes_of.get(name), view.placement
-            if axes is None:
-                cells.append(["-"] * len(columns))
-                continue
-            row = [str(len(view.topology.get_axis_comm_lists(axes)[0]))]
-            if placement is not None:
-                span = placement.span(axes)
-                row += [_range(span), _share(span.crossing_pairs, span.pairs)]
-            cells.append(row)
-        table.add_row(name, *(old if old == new else f"{old} -> {new}" for old, new in zip(*cells, strict=True)))
+    rows = [{kind["name"]: _cells_to_compare(kind) for kind in view.kinds()} for view in (before, after)]
+    absent = ["-"] * len(columns)
+    for name in dict.fromkeys([*rows[0], *rows[1]]):
+        pairs = zip(rows[0].get(name, absent), rows[1].get(name, absent), strict=True)
+        table.add_row(name, *(old if old == new else f"{old} -> {new}" for old, new in pairs))
     console.print(table)
     console.print()
     _print_changes(console, before, after)
@@ -351,12 +353,18 @@ def _stage_style(stage: int) -> str:
     return STAGE_COLORS[stage % len(STAGE_COLORS)]
 
 
-def _range(span: AxisSpan) -> str:
-    fewest, most = span.hosts_per_group
+def _cells_to_compare(kind: dict[str, Any]) -> list[str]:
+    spans = [_hosts(kind), _share(kind, "pairs")] if "pairs" in kind else []
+    return [str(kind["ranks_per_group"]), *spans]
+
+
+def _hosts(kind: dict[str, Any]) -> str:
+    fewest, most = kind["hosts_per_group"]
     return f"{most:,}" if fewest == most else f"{fewest:,}-{most:,}"
 
 
-def _share(part: int, whole: int) -> str:
+def _share(kind: dict[str, Any], what: str) -> str:
+    part, whole = kind[f"{what}_across_hosts"], kind[what]
     return f"{part:,} of {whole:,}" if part else "none"
 
 

@@ -8,10 +8,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
-from pathlib import Path
 from typing import Any
 
-from ds_topo.cli.shared_options import add_host_options, host_map_of
+from ds_topo.cli.shared_options import add_host_options, given_options, host_map_of, option_of
+from ds_topo.cli.terminal import write_file
 from ds_topo.errors import TopologyError
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name in names:
             value = getattr(arguments, name)
             if value is not None and not (least <= value < inf and value):
-                raise TopologyError(f"{_option(name)} {value}: {rule}")
+                raise TopologyError(f"{option_of(name)} {value}: {rule}")
     if arguments.runs:
         return _judge(arguments)
     machine = read_machine(arguments.machine) if arguments.machine else None
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write:
         from ds_topo.planner.config_writer import deepspeed_config, how_to_train
 
-        _write("--write", arguments.write, json.dumps(deepspeed_config(job, found.best), indent=2))
+        write_file("--write", arguments.write, json.dumps(deepspeed_config(job, found.best), indent=2))
         advice = how_to_train(job, found.best, arguments.write)
     if arguments.json:
         print(json.dumps(found_as_json(found, compared, arguments.compare)))
@@ -163,22 +163,6 @@ def run(arguments: argparse.Namespace) -> int:
 
         print_found(found, compared, arguments.compare, explained=arguments.explain, advice=advice)
     return 0
-
-
-def _option(name: str) -> str:
-    """Return the spelling of an option on the command line.
-
-    >>> _option("micro_batch")
-    '--micro-batch'
-    """
-    return "--" + name.replace("_", "-")
-
-
-def _write(option: str, path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise TopologyError(f"{option} {path!r} cannot be written: {error}") from error
 
 
 def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
@@ -190,22 +174,23 @@ def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
     model = _model(arguments)
     cluster = _cluster(arguments, machine)
     if arguments.batch is None:
-        raise TopologyError("--batch is missing: the number of sequences per step, over all ranks")
+        raise TopologyError("--batch is missing: give the number of sequences per step, over all ranks")
     precision = precision_of(arguments.precision or ("fp32" if cluster.is_cpu else "bf16"))
     cluster.accelerator.peak(precision.products)  # raises if it has no such format
     software = software_of(arguments.software or ("deepspeed-pipeline" if arguments.write else "deepspeed"))
     if not 1 <= arguments.expert_load < inf:
-        raise TopologyError(f"--expert-load {arguments.expert_load}: the fullest expert has at least the mean, 1")
+        raise TopologyError(
+            f"--expert-load {arguments.expert_load}: the fullest expert has at least the mean: give 1 or more"
+        )
     sequence = arguments.sequence or model.sequence
     return Job(model, cluster, arguments.batch, sequence, precision, software, arguments.expert_load)
 
 
 def _model(arguments: argparse.Namespace) -> Model:
     if arguments.config:
-        by_hand = [name for name in (*NUMBERS, *OTHER_NUMBERS) if name != "sequence"]
-        given = [name for name in by_hand if getattr(arguments, name) is not None]
-        if given:
-            raise TopologyError(f"--config and {_option(given[0])} both describe the model: give one of them")
+        by_hand = given_options(arguments, *(name for name in (*NUMBERS, *OTHER_NUMBERS) if name != "sequence"))
+        if by_hand:
+            raise TopologyError(f"--config and {by_hand[0]} both describe the model: give one of them")
         return read_model(arguments.config)
     missing = [f"--{name}" for name in NUMBERS if getattr(arguments, name) is None]
     if missing:
@@ -247,20 +232,17 @@ def _cluster(arguments: argparse.Namespace, machine: Machine | None) -> Cluster:
 
 
 def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Accelerator:
-    def given(*names: str) -> list[str]:
-        return [_option(name) for name in names if getattr(arguments, name) is not None]
-
     if machine is not None and machine.speeds is not None:
-        stated = given("accelerator", "peak_tflops", "memory_gb", "memory_gbps")
+        stated = given_options(arguments, "accelerator", "peak_tflops", "memory_gb", "memory_gbps")
         if stated:
             raise TopologyError(f"{stated[0]} and measured speeds both say what a rank has: give one of them")
         return machine.speeds.accelerator()
     if arguments.accelerator:
-        stated = given("peak_tflops", "memory_gbps")
+        stated = given_options(arguments, "peak_tflops", "memory_gbps")
         if stated:
             raise TopologyError(f"--accelerator and {stated[0]} both say how fast it is: give one of them")
         return accelerator_of(arguments.accelerator)
-    if len(given("peak_tflops", "memory_gb", "memory_gbps")) < 3:
+    if len(given_options(arguments, "peak_tflops", "memory_gb", "memory_gbps")) < 3:
         raise TopologyError(
             f"--accelerator NAME is missing (one of {', '.join(ACCELERATORS)}); for another one give --peak-tflops, "
             "--memory-gb and --memory-gbps, for the machine at hand --calibrate"
@@ -342,21 +324,21 @@ def _check_axes(option: str, spec: str, axes: Sequence[str]) -> None:
 
 def _calibrated(path: str) -> tuple[Machine, bool]:
     """Measure this machine, with all ranks of a launcher. Return True too on the rank that goes on to plan."""
+    from ds_topo.backends import default_backend
     from ds_topo.measurement.calibrate import calibrate
 
     is_first = True
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        import torch
         import torch.distributed as dist
 
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(default_backend())
         is_first = dist.get_rank() == 0
         machine = calibrate()
         dist.destroy_process_group()
     else:
         machine = calibrate()
     if path and is_first:
-        _write("--calibrate", path, json.dumps(machine.as_json(), indent=1))
+        write_file("--calibrate", path, json.dumps(machine.as_json(), indent=1))
     return machine, is_first
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +52,14 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=FILE_COLUMNS)
 
 
-def _table(left: Sequence[str], right: Sequence[str], last: str | None = None) -> Table:
-    """Return a table with columns of words, columns of numbers, and a last column of words."""
+def _table(*columns: str) -> Table:
+    """Return an empty table. A column of numbers begins with ``>``, a column of texts that may wrap with ``~``."""
     table = Table(box=None, pad_edge=False)
-    for column in left:
-        table.add_column(column, no_wrap=True)
-    for column in right:
-        table.add_column(column, justify="right", no_wrap=True)
-    if last is not None:
-        table.add_column(last, overflow="fold")
+    for name in columns:
+        if name.startswith("~"):
+            table.add_column(name[1:], overflow="fold")
+        else:
+            table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
     return table
 
 
@@ -95,10 +93,7 @@ def print_found(
 
 def _plans_table(found: Found) -> Table:
     job = found.job
-    table = _table(["topology, outermost first"], ["micro", "ZeRO"], "more")
-    for column in ("GB", "s/step", "tokens/s"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("waits for", overflow="fold")
+    table = _table("topology, outermost first", ">micro", ">ZeRO", "~more", ">GB", ">s/step", ">tokens/s", "~waits for")
     for plan in found.plans:
         layout = plan.layout
         # the two largest terms beside computing, as shares
@@ -128,9 +123,7 @@ def _print_explained(console: Console, found: Found) -> None:
     console.print(f"\n[bold]bytes of the fullest rank[/bold], limit {found.job.cluster.memory_limit / 1e9:.1f} GB")
     console.print(_terms_table(explain_memory(costs, best), best.memory.total, "GB", 1e-9))
     console.print("\n[bold]axes on hosts[/bold]")
-    table = _table(["axis"], ["ranks", "hosts"])
-    table.add_column("link")
-    table.add_column("leave a host per step", justify="right")
+    table = _table("axis", ">ranks", ">hosts", "~link", ">leave a host per step")
     for use in explain_axes(costs, best.layout):
         sent = bytes_text(use.bytes_per_host) if use.bytes_per_host else "-"
         table.add_row(use.axis, str(use.ranks), str(use.hosts), use.link, sent)
@@ -144,7 +137,7 @@ def _print_explained(console: Console, found: Found) -> None:
 
 
 def _terms_table(terms: list[Term], whole: float, unit: str, scale: float) -> Table:
-    table = _table(["term"], [unit, "share"], "")
+    table = _table("term", f">{unit}", ">share", "~")
     for term in terms:
         table.add_row(term.name, f"{term.value * scale:.4g}", f"{term.value / whole:.1%}", term.text)
     table.add_row("all", f"{whole * scale:.4g}", "", "")
@@ -166,11 +159,7 @@ def _print_compared(console: Console, best: Plan, compared: Plan) -> None:
 def print_judgement(judgement: Judgement) -> None:
     """Print the predicted and the published value of every row."""
     console = _console()
-    table = Table(box=None, pad_edge=False)
-    for column in ("run", "metric"):
-        table.add_column(column, overflow="fold")
-    for column in ("published", "predicted", "error", "GB", "of best"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _table("~run", "~metric", ">published", ">predicted", ">error", ">GB", ">of best")
     for verdict in judgement.verdicts:
         table.add_row(
             f"{verdict.row.number} {verdict.row.name}",

@@ -1,4 +1,4 @@
-"""Options that describe the hosts of a job, shared by several commands."""
+"""Add and read the options that describe the hosts of a job, shared by several commands."""
 
 from __future__ import annotations
 
@@ -31,24 +31,37 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--resolve", action="store_true", help="resolve every name; fail if one has no address")
 
 
+def option_of(name: str) -> str:
+    """Return the spelling of an option on the command line.
+
+    >>> option_of("micro_batch")
+    '--micro-batch'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def given_options(arguments: argparse.Namespace, *names: str) -> list[str]:
+    """Return the spelling of those of the named options that the user gave."""
+    return [option_of(name) for name in names if getattr(arguments, name) is not None]
+
+
 def host_map_of(arguments: argparse.Namespace) -> HostMap | None:
     """Return the host of every rank according to the options, or None if no hosts are given.
 
     Raises:
         HostError: options contradict each other, or the hosts cannot be used.
     """
-    given = [name for name in ("hostfile", "hosts", "slurm") if getattr(arguments, name)]
-    filters = [f"--{name.replace('_', '-')}" for name in _FILTERS if getattr(arguments, name) is not None]
+    given = [f"--{name}" for name in ("hostfile", "hosts", "slurm") if getattr(arguments, name)]
+    filters = given_options(arguments, *_FILTERS)
     if len(given) > 1:
-        raise HostError(f"--{given[0]} and --{given[1]} both say which hosts there are: give one of them")
+        raise HostError(f"{given[0]} and {given[1]} both say which hosts there are: give one of them")
     if not given:
-        extra = [*filters, *(["--slots"] if arguments.slots is not None else [])]
-        extra += ["--resolve"] if arguments.resolve else []
+        extra = filters + given_options(arguments, "slots") + (["--resolve"] if arguments.resolve else [])
         if extra:
             raise HostError(f"{extra[0]} needs hosts: give --hostfile FILE, --hosts N --slots M, or --slurm")
         return None
     if arguments.slots is not None and not arguments.hosts:
-        raise HostError(f"--slots goes with --hosts only: --{given[0]} gives the number of slots itself")
+        raise HostError(f"--slots goes with --hosts only: {given[0]} gives the number of slots itself")
     if arguments.slurm:
         if filters:
             raise HostError(f"{filters[0]} does not go with --slurm: choose nodes with srun's own options")
@@ -73,9 +86,9 @@ def _named_hosts(arguments: argparse.Namespace) -> Hosts:
 
 
 def _filtered(hosts: Hosts, arguments: argparse.Namespace) -> Hosts:
-    by_name = arguments.include is not None or arguments.exclude is not None
-    by_number = arguments.num_nodes is not None or arguments.num_gpus is not None
-    if arguments.include is not None and arguments.exclude is not None:
+    by_name = given_options(arguments, "include", "exclude")
+    by_number = given_options(arguments, "num_nodes", "num_gpus")
+    if len(by_name) == 2:
         raise HostError("--include and --exclude both filter hosts: give one of them")
     if by_name and by_number:
         raise HostError("--num-nodes and --num-gpus do not go with --include or --exclude: give one kind of filter")

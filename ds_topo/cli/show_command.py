@@ -1,4 +1,4 @@
-"""``ds-topo show``: show a layout without starting a process and without importing torch."""
+"""Run ``ds-topo show``: print a layout without starting a process and without importing torch."""
 
 from __future__ import annotations
 
@@ -95,8 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def layout_as_json(view: LayoutView, *, groups: bool) -> dict[str, Any]:
     """Return everything that is known of a layout; with ``groups``, also the ranks of every group."""
-    topology, host_map, placement = view.topology, view.host_map, view.placement
-    names = view.axis_names
+    topology, host_map, names = view.topology, view.host_map, view.axis_names
     ranks: list[dict[str, Any]] = []
     for rank in range(topology.world_size()):
         indices = topology.layout.coordinate_of(rank)
@@ -104,35 +103,13 @@ def layout_as_json(view: LayoutView, *, groups: bool) -> dict[str, Any]:
         if host_map is not None:
             entry |= {"host": host_map.host_of(rank).name, "slot": host_map.slot_of(rank)}
         ranks.append(entry)
-    kinds = []
-    for axes, name in view.group_names():
-        tables = topology.get_axis_comm_lists(axes)
-        kind: dict[str, Any] = {
-            "name": name,
-            "axes": [view.names[axis] for axis in axes],
-            "groups": len(tables),
-            "ranks_per_group": len(tables[0]),
-        }
-        if placement is not None:
-            span = placement.span(axes)
-            kind |= {
-                "hosts_per_group": list(span.hosts_per_group),
-                "groups_across_hosts": span.crossing_groups,
-                "pairs": span.pairs,
-                "pairs_across_hosts": span.crossing_pairs,
-                "ring_links": span.links,
-                "ring_links_across_hosts": span.crossing_links,
-            }
-        if groups:
-            kind["ranks"] = tables
-        kinds.append(kind)
     hosts = None if host_map is None else [{"name": host.name, "slots": list(host.slots)} for host in host_map.hosts]
     return {
         "topology": view.spec,
         "world_size": topology.world_size(),
         "axes": [{"name": name, "degree": size} for name, size in zip(names, topology.dims, strict=True)],
         "hosts": hosts,
-        "groups": kinds,
+        "groups": view.kinds(ranks=groups),
         "ranks": ranks,
     }
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ds_topo.errors import TopologyError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +39,18 @@ def table_of(*left: str, right: Iterable[str] = ()) -> Table:
     for name in right:
         table.add_column(name, justify="right")
     return table
+
+
+def write_file(option: str, path: str, text: str) -> None:
+    """Write a line or more of text into the file that an option names.
+
+    Raises:
+        TopologyError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise TopologyError(f"{option} {path!r} cannot be written: {error}") from error
 
 
 @contextmanager

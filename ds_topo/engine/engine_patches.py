@@ -34,7 +34,7 @@ from ds_topo.mpu import patches
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.mpu.releases import bind_methods
-from ds_topo.watch import compare_steps
+from ds_topo.watch import job_watch
 
 STEPS_BETWEEN = 100
 """The number of steps between two comparisons of the ranks' progress, while a watch is on."""
@@ -210,7 +210,7 @@ def _comparing_steps(step: Any) -> Any:
         taken = engine.global_steps
         has_reducer = getattr(engine, "gradient_reducer", None) is not None  # which compares steps itself
         if taken != before and not taken % STEPS_BETWEEN and not has_reducer:
-            compare_steps(engine, engine.mpu.get_data_parallel_group(), taken)
+            job_watch.compare_steps(engine, engine.mpu.get_data_parallel_group(), taken)
         return result
 
     return compare_steps_sometimes

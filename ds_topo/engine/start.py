@@ -32,7 +32,7 @@ from ds_topo.launch.launchers import Launch
 from ds_topo.ledger import ledger
 from ds_topo.mpu.mpu import ModelParallelUnit, MpuGrid
 from ds_topo.reducer.options import arguments_from_config
-from ds_topo.watch import start_watch, watch_limit
+from ds_topo.watch import job_watch, watch_limit
 
 Config: TypeAlias = "str | Path | dict[str, Any] | None"
 
@@ -84,7 +84,7 @@ def init_distributed(
         _unlink_shared_memory(launch)
     limit = watch_limit(watch)
     if limit is not None:
-        start_watch(limit)
+        job_watch.start(limit)
     return launch
 
 

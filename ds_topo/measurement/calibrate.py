@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import TypeVar
@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ds_topo.backends import current_device, synchronize, traits_of
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.hardware import Link, Machine, Speeds, cluster_of
 from ds_topo.planner.job import DEEPSPEED, FP32, Job, Layout
@@ -40,27 +41,20 @@ VECTOR = 1 << 21
 UPDATED_PARAMETERS = 1 << 21
 
 
-@dataclass(frozen=True)
-class BlockShape:
-    """The sizes of a transformer block and of its input ``[sequences, positions, hidden]``."""
+TINY, LARGE = (1, 8, 32, 2), (16, 256, 128, 4)
+"""Sequences, positions, hidden width and heads of the measured transformer blocks.
 
-    sequences: int
-    positions: int
-    hidden: int
-    heads: int
-
-
-TINY, LARGE = BlockShape(1, 8, 32, 2), BlockShape(16, 256, 128, 4)
-"""The activations of the large block exceed the caches, as those of programs do."""
+The activations of the large block exceed the caches, as those of programs do.
+"""
 
 
 def calibrate() -> Machine:
     """Measure this machine. Collective over the process group, if there is one; every rank gets the same result."""
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = current_device()
     if not dist.is_initialized():
-        slots = torch.cuda.device_count() if device.type == "cuda" else 1
-        cores = float(os.cpu_count() or 1)
-        return Machine(1, slots, _measure_speeds(device, slots if device.type == "cuda" else cores))
+        on_gpu = device.type != "cpu"
+        slots = torch.accelerator.device_count() if on_gpu else 1
+        return Machine(1, slots, _measure_speeds(device, float(slots if on_gpu else os.cpu_count() or 1)))
     teams: dict[str, list[int]] = {}
     for rank, name in enumerate(_gathered(socket.gethostname())):
         teams.setdefault(name, []).append(rank)
@@ -83,7 +77,7 @@ def calibrate() -> Machine:
 
 def _measure_speeds(device: torch.device, processors: float) -> Speeds:
     """Measure this process's device."""
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type != "cpu"
     formats = {"fp32": torch.float32}
     if on_gpu:
         formats |= {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,18 +90,21 @@ def _measure_speeds(device: torch.device, processors: float) -> Speeds:
         flops[name] = large * (deep + depth) / deep
     bandwidth = _memory_bandwidth(device)
     attention, half = _attention(device, formats.get("bf16", torch.float32))
-    backend = dist.get_backend() if dist.is_initialized() else "gloo"
+    world = dist.group.WORLD
+    has_fast_links = on_gpu and world is not None and not traits_of(world, device).uses_sockets
     host_memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     kernels = Speeds(
-        name=torch.cuda.get_device_name(device) if on_gpu else "CPU",
-        transport="nccl" if on_gpu and backend != "gloo" else "gloo",
+        name=str(torch.get_device_module(device).get_device_name(device)) if on_gpu else "CPU",
+        transport="nccl" if has_fast_links else "gloo",
         product_flops=flops,
         depth=depth,
         attention_flops=attention,
         memory_bandwidth=bandwidth,
         kernel_seconds=0.0,
         update_bytes=_update_seconds(device) * bandwidth / UPDATED_PARAMETERS,
-        memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory,
+        memory_bytes=float(torch.get_device_module(device).get_device_properties(device).total_memory)
+        if on_gpu
+        else host_memory,
         processors=processors,
         attention_half=half,
     )
@@ -134,26 +131,26 @@ def _with_blocks_measured(speeds: Speeds, device: torch.device) -> Speeds:
     return replace(speeds, kernel_seconds=starts, block_share=min(1.0, share))
 
 
-def _planned_seconds(speeds: Speeds, shape: BlockShape) -> float:
+def _planned_seconds(speeds: Speeds, shape: tuple[int, int, int, int]) -> float:
     """Return the planner's prediction for a block, forward and backward."""
-    model = transformer(layers=1, hidden=shape.hidden, heads=shape.heads, vocabulary=256, sequence=shape.positions)
-    cluster = cluster_of(speeds.accelerator(), 1, 1)
-    costs = Costs(Job(model, cluster, shape.sequences, shape.positions, FP32, DEEPSPEED))
-    layout = Layout(ProcessTopology(["data"], [1]), shape.sequences)
+    sequences, positions, hidden, heads = shape
+    model = transformer(layers=1, hidden=hidden, heads=heads, vocabulary=256, sequence=positions)
+    costs = Costs(Job(model, cluster_of(speeds.accelerator(), 1, 1), sequences, positions, FP32, DEEPSPEED))
+    layout = Layout(ProcessTopology(["data"], [1]), sequences)
     [(_, block, _), *_] = costs.pieces(costs.stage_kinds(layout)[0], layout)
     return block.forward.seconds + block.backward.seconds
 
 
-def _block_step(shape: BlockShape, device: torch.device) -> Callable[[], None]:
+def _block_step(shape: tuple[int, int, int, int], device: torch.device) -> Callable[[], None]:
     """Return forward and backward of a block in torch."""
-    hidden = shape.hidden
+    sequences, positions, hidden, heads = shape
     norms = [torch.nn.LayerNorm(hidden).to(device) for _ in range(2)]
     widths = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
     qkv, out, up, down = (torch.nn.Linear(*width).to(device) for width in widths)
-    inputs = torch.randn(shape.sequences, shape.positions, hidden, device=device, requires_grad=True)
+    inputs = torch.randn(sequences, positions, hidden, device=device, requires_grad=True)
 
     def step() -> None:
-        query, key, value = qkv(norms[0](inputs)).unflatten(-1, (shape.heads, -1)).transpose(1, 2).chunk(3, -1)
+        query, key, value = qkv(norms[0](inputs)).unflatten(-1, (heads, -1)).transpose(1, 2).chunk(3, -1)
         mixed = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         middle = inputs + out(mixed.transpose(1, 2).flatten(2))
         (middle + down(torch.nn.functional.gelu(up(norms[1](middle))))).sum().backward()
@@ -168,7 +165,7 @@ def _rate(step: Callable[[], object], device: torch.device, seconds: float, time
     while done < times or time.perf_counter() - started < seconds:
         step()
         done += 1
-        _synchronize(device)
+        synchronize(device)
     return done / (time.perf_counter() - started)
 
 
@@ -176,23 +173,18 @@ def _best(device: torch.device, work: Callable[[], object], calls: int = 1, roun
     """Return the seconds per call of the fastest of a few rounds. The first round is not counted."""
     times = []
     for _ in range(rounds + 1):
-        _synchronize(device)
+        synchronize(device)
         started = time.perf_counter()
         for _ in range(calls):
             work()
-        _synchronize(device)
+        synchronize(device)
         times.append((time.perf_counter() - started) / calls)
     return min(times[1:])
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _product_rate(device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype) -> float:
     rows, columns, depth = shape
-    if device.type == "cuda":  # a GPU needs larger products to be busy
+    if device.type != "cpu":  # a GPU needs larger products to be busy
         rows, columns, depth = 16 * rows, 16 * columns, 4 * depth
     left = torch.randn(rows, depth, device=device).to(dtype)
     right = torch.randn(columns, depth, device=device).to(dtype)
@@ -214,7 +206,7 @@ def _half_at(small: float, large: float, less: int, more: int) -> float:
 def _attention(device: torch.device, dtype: torch.dtype) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return the FLOP/s of attention in forward and in backward, and the positions and features where they are half."""
     ahead, back = _attention_flops(device, dtype, ATTENTION_SHAPE)
-    if device.type == "cuda":  # its table has the halves
+    if device.type != "cpu":  # its table has the halves
         return (ahead, back), (0.0, 0.0)
     batch, heads, length, width = ATTENTION_SHAPE
     short, narrow = SMALL_ATTENTION

@@ -53,22 +53,15 @@ def model_from_module(module: nn.Module, sample: Any, name: str = "") -> Model:
     layers = []
     seen: set[int] = set()
     for key, parameters in owners.items():
-        tally = progress.tallies.get(key, _Tally())
+        counts = vars(progress.tallies.get(key, _Tally()))
         sizes = [parameter.numel() for parameter in parameters if id(parameter) not in seen]
         seen.update(id(parameter) for parameter in parameters)
         layer = MeasuredLayer(
             name=key,
             weights=sum(sizes),
             largest_weight=max(sizes, default=0),
-            products=tuple(tally.products),
-            core_flops=tally.core_flops,
-            core_width=tally.core_width,
-            values=tally.values,
-            operators=tally.operators,
-            kept=sum(tally.kept.values()),
-            kept_indices=tally.indices,
-            output=tally.output,
             positions=positions,
+            **{**counts, "products": tuple(counts["products"]), "kept": sum(counts["kept"].values())},
         )
         if layer.weights or layer.products or layer.values:
             layers.append(layer)
@@ -107,7 +100,7 @@ class _Tally:
     operators: int = 0
     kept: dict[int, float] = field(default_factory=dict)
     """Values kept for backward, by storage."""
-    indices: float = 0.0
+    kept_indices: float = 0.0
     """Bytes kept that are not floating point."""
     output: float = 0.0
 
@@ -154,7 +147,7 @@ class _Progress:
             tally.kept[storage._cdata] = storage.nbytes() / tensor.element_size()
             self._storages.append(storage)
         elif not tensor.is_floating_point():
-            tally.indices += tensor.numel() * tensor.element_size()
+            tally.kept_indices += tensor.numel() * tensor.element_size()
         return tensor
 
 

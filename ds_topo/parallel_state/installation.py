@@ -1,4 +1,4 @@
-"""``of`` and ``install``: an object, or a program's own module, that answers a program's questions from a grid."""
+"""Answer a program's questions from a grid: by an object (``of``) or in the program's own module (``install``)."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def install(grid: PipelineParallelGrid, module: ModuleType, program: str | None 
     package = module.__name__.split(".")[0]
 
     def put_back_in_later_modules() -> None:
-        """Modules that were imported after ``install`` have the answers by name, and the ledger does not know them."""
+        """Restore modules that were imported after ``install``: they have the answers, unknown to the ledger."""
         originals = {id(answer): function for function, answer in answers.values()}
         for later, name, value in _names_in(package):
             if id(value) in originals:

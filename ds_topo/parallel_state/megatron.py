@@ -1,4 +1,4 @@
-"""The parallel states of Megatron-DeepSpeed and Megatron-LM, ``megatron.core.parallel_state``."""
+"""Answer the parallel states of Megatron-DeepSpeed and Megatron-LM, ``megatron.core.parallel_state``."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ class _Megatron(ParallelState):
     ) -> ProcessGroup | None:
         """Return the group of the ranks that share the scales of FP8."""
         seq = (SEQ,) if with_context_parallel else ()
-        return self._group((MODEL, *seq) if tp_only_amax_red else (MODEL, *seq, *self._sample_axes()))
+        samples = () if tp_only_amax_red else self._sample_axes()
+        return self._group((MODEL, *seq, *samples))
 
     def _data_axes(self, with_context_parallel: bool) -> tuple[str, ...]:
         return self._replica_axes() if with_context_parallel else self._sample_axes()

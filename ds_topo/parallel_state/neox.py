@@ -1,4 +1,4 @@
-"""The parallel state of GPT-NeoX, ``megatron.mpu``."""
+"""Answer the parallel state of GPT-NeoX, ``megatron.mpu``."""
 
 from __future__ import annotations
 

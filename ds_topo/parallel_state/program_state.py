@@ -1,4 +1,4 @@
-"""The base class of the programs' parallel states: tensor and pipeline parallelism, virtual and split stages."""
+"""Define the base of the programs' parallel states: tensor and pipeline parallelism, virtual and split stages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from ds_topo.backends import current_device
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import TopologyError
 from ds_topo.process_groups.creation import ProcessGroup
@@ -26,8 +27,8 @@ class GlobalMemoryBuffer:
         shape = torch.Size(tensor_shape)
         buffer = self._buffers.get((name, dtype))
         if buffer is None or buffer.numel() < shape.numel():
-            device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-            buffer = self._buffers[name, dtype] = torch.empty(shape.numel(), dtype=dtype, device=device)
+            buffer = torch.empty(shape.numel(), dtype=dtype, device=current_device())
+            self._buffers[name, dtype] = buffer
         return buffer[: shape.numel()].view(shape)
 
 
@@ -208,8 +209,7 @@ class ParallelState:
 
     def _ranks(self, axes: Iterable[str]) -> list[int]:
         """Return the global ranks of the group along some axes."""
-        present = [axis for axis in axes if axis in self.grid.topology().axes]
-        return self.grid.get_ranks(present) if present else [self.grid.global_rank]
+        return self.grid.get_ranks([axis for axis in axes if axis in self.grid.topology().axes])
 
     def _rank_in(self, ranks: Iterable[int]) -> int:
         """Return the index of this rank among global ranks."""

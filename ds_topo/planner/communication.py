@@ -1,4 +1,4 @@
-"""The hosts that groups of ranks span in a layout, and the seconds and bytes of collectives over these links.
+"""Find the hosts that groups of ranks span in a layout, and predict the seconds and bytes of their collectives.
 
 A ring moves ``(n - 1) / n`` of a tensor over each of its edges in an all_gather or a reduce_scatter, twice that in an
 all_reduce (Thakur et al., 2005; Narayanan et al., section 3.3). Its edges inside a host have a link each; those that
@@ -8,7 +8,7 @@ leave a host share that host's adapters. In an all_to_all every rank sends ``1 /
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from math import ceil, gcd, log2, prod
 
@@ -136,14 +136,8 @@ def span_of(factors: Factors, world: int, slots: int) -> Span:
     hosts = -(-world // slots)
     sampled = {0, min(1, hosts - 1), hosts // 2, hosts - 1} if hosts > SAMPLED_HOSTS else set(range(hosts))
     spans = [_span_at(host, offsets, factors, world, slots) for host in sampled]
-    return Span(
-        len(offsets),
-        max(span.hosts for span in spans),
-        max(span.groups for span in spans),
-        max(span.ring_edges for span in spans),
-        max(span.remote_pairs for span in spans),
-        max(span.forward_edges for span in spans),
-    )
+    by_field = zip(*map(astuple, spans), strict=True)
+    return Span(*(max(values) for values in by_field))
 
 
 def _regular_span(factors: Factors, slots: int) -> Span:
@@ -191,12 +185,11 @@ def with_sends_shared(spans: Mapping[str, Span], share: float) -> dict[str, Span
 
 def with_link_shared(spans: Mapping[str, Span], share: float) -> dict[str, Span]:
     """Return the spans with a share of the edges between hosts: those that are busy at the same time."""
-    crossing = {axis: spans[axis] for axis in PASS_AXES if axis in spans and spans[axis].crosses}
-    busy = {
-        axis: replace(span, ring_edges=span.ring_edges * share, remote_pairs=span.remote_pairs * share)
-        for axis, span in crossing.items()
-    }
-    return {**spans, **busy}
+    shared = dict(spans)
+    for axis, span in spans.items():
+        if axis in PASS_AXES and span.crosses:
+            shared[axis] = replace(span, ring_edges=span.ring_edges * share, remote_pairs=span.remote_pairs * share)
+    return shared
 
 
 def response_of(senders: int, computing: float, sending: float) -> float:

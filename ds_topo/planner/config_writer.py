@@ -40,9 +40,8 @@ def deepspeed_config(job: Job, plan: Plan) -> dict[str, Any]:
         )
     layout, costs = plan.layout, Costs(job)
     degrees = dict(zip(layout.topology.axes, layout.topology.dims, strict=True))
-    held = [costs.parameters(kind, layout) for kind in costs.stage_kinds(layout)]
     # DeepSpeed allocates whole buckets: they should not be larger than what a rank has
-    bucket = min(BUCKET_PARAMETERS, max(parameters.dense + parameters.experts for parameters in held))
+    bucket = min(BUCKET_PARAMETERS, max(held.total for held in costs.all_parameters(layout)))
     # DeepSpeed's own Adam for CPUs has to be compiled first
     adam = {"lr": LEARNING_RATE, "betas": [0.9, 0.95], "weight_decay": 0.1, "torch_adam": job.cluster.is_cpu}
     config: dict[str, Any] = {
@@ -52,11 +51,7 @@ def deepspeed_config(job: Job, plan: Plan) -> dict[str, Any]:
         "gradient_accumulation_steps": layout.micro_batches(job.batch),
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": adam},
-        "zero_optimization": {
-            "stage": layout.zero,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-        },
+        "zero_optimization": {"stage": layout.zero, "reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
         "gradient_reducer": _reducer(costs, layout),
         "steps_per_print": 1_000_000_000,
     }
@@ -111,28 +106,25 @@ def _example_problem(job: Job, layout: Layout) -> str | None:
         return "the example with experts has no model axis and no fp16"
     if EXAMPLE_VOCABULARY % layout.model:
         return f"model={layout.model} does not divide the examples' {EXAMPLE_VOCABULARY} bytes"
-    if model.is_measured or model.hidden % model.heads or not _is_example(job):
+    built = None
+    if not model.is_measured and model.hidden % model.heads == 0:
+        built = transformer(
+            layers=model.layers,
+            hidden=model.hidden,
+            heads=model.heads,
+            vocabulary=EXAMPLE_VOCABULARY,
+            sequence=job.sequence,
+            experts=model.expert_count,
+            top_k=min(1, model.expert_count),
+            gated=False,
+            name=model.name,
+        )
+    if replace(model, sequence=job.sequence) != built:
         return (
             f"the examples are GPTs (--no-gated) with a vocabulary of {EXAMPLE_VOCABULARY}, feed-forward layers of "
             "4 x hidden and as many heads of keys; their experts have top-k 1"
         )
     return None
-
-
-def _is_example(job: Job) -> bool:
-    model = job.model
-    built = transformer(
-        layers=model.layers,
-        hidden=model.hidden,
-        heads=model.heads,
-        vocabulary=EXAMPLE_VOCABULARY,
-        sequence=job.sequence,
-        experts=model.expert_count,
-        top_k=min(1, model.expert_count),
-        gated=False,
-        name=model.name,
-    )
-    return replace(model, sequence=job.sequence) == built
 
 
 def _example_command(job: Job, layout: Layout, path: str) -> str:

@@ -1,4 +1,4 @@
-"""The stages of a pipeline, and the cost of their pieces on one rank, computed once per share of a micro-batch."""
+"""Divide a model into pipeline stages, and compute the cost of their pieces on one rank, once per share of work."""
 
 from __future__ import annotations
 
@@ -141,6 +141,11 @@ class StageParameters:
     dense: int
     experts: int
 
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.dense + self.experts
+
 
 @dataclass(frozen=True)
 class PassCost:
@@ -212,11 +217,16 @@ class Costs:
         """Return the stages of the layout's pipeline, equal ones together, in the order of their first."""
         pipe, virtual = key = layout.pipe, layout.virtual_stages
         if key not in self._kinds:
-            if self.job.software.balances_parameters and virtual == 1:
-                stages = parameter_stages(self.job.model, pipe)
-            else:
-                stages = even_stages(self.job.model, pipe, virtual)
-            self._kinds[key] = _kinds_of(stages)
+            by_parameters = self.job.software.balances_parameters and virtual == 1
+            model = self.job.model
+            stages = parameter_stages(model, pipe) if by_parameters else even_stages(model, pipe, virtual)
+            kinds: dict[tuple[object, ...], StageKind] = {}
+            for number, stage in enumerate(stages):
+                blocks = tuple(count_by_kind(stage.blocks))
+                same = (tuple((count, id(block)) for count, block in blocks), stage.has_embedding, stage.has_head)
+                before = kinds[same].stages if same in kinds else ()
+                kinds[same] = StageKind((*before, number), blocks, stage.has_embedding, stage.has_head)
+            self._kinds[key] = list(kinds.values())
         return self._kinds[key]
 
     def pieces(self, kind: StageKind, layout: Layout) -> list[tuple[int, PieceCost, Recompute]]:
@@ -234,17 +244,19 @@ class Costs:
 
     def _piece(self, piece: AnyBlock | str, share: Share) -> PieceCost:
         key = (piece if isinstance(piece, str) else id(piece), share)
-        found = self._pieces.get(key)
-        if found is None:
-            found = self._pieces[key] = PieceCost(self._work(piece, share), self.job.cluster.accelerator)
-        return found
+        if key not in self._pieces:
+            if isinstance(piece, MeasuredLayer):
+                work = measured_work(piece, share, self.job.precision)
+            elif isinstance(piece, Block):
+                work = block_work(piece, share, self.job)
+            else:
+                work = embedding_work(share, self.job) if piece == "embedding" else head_work(share, self.job)
+            self._pieces[key] = PieceCost(work, self.job.cluster.accelerator)
+        return self._pieces[key]
 
-    def _work(self, piece: AnyBlock | str, share: Share) -> Work:
-        if isinstance(piece, MeasuredLayer):
-            return measured_work(piece, share, self.job.precision)
-        if isinstance(piece, Block):
-            return block_work(piece, share, self.job)
-        return embedding_work(share, self.job) if piece == "embedding" else head_work(share, self.job)
+    def all_parameters(self, layout: Layout) -> list[StageParameters]:
+        """Return the parameters of one rank of each kind of stage."""
+        return [self.parameters(kind, layout) for kind in self.stage_kinds(layout)]
 
     def parameters(self, kind: StageKind, layout: Layout) -> StageParameters:
         """Return the exact parameters of one rank of a stage. Both ends of a pipeline have a tied embedding."""
@@ -261,13 +273,3 @@ class Costs:
                 dense += 0 if model.tied and kind.has_embedding else rows * model.hidden
             self._parameters[key] = StageParameters(dense, experts)
         return self._parameters[key]
-
-
-def _kinds_of(stages: list[Stage]) -> list[StageKind]:
-    kinds: dict[tuple[object, ...], StageKind] = {}
-    for number, stage in enumerate(stages):
-        blocks = tuple(count_by_kind(stage.blocks))
-        key = (tuple((count, id(block)) for count, block in blocks), stage.has_embedding, stage.has_head)
-        before = kinds[key].stages if key in kinds else ()
-        kinds[key] = StageKind((*before, number), blocks, stage.has_embedding, stage.has_head)
-    return list(kinds.values())

@@ -18,6 +18,7 @@ from ds_topo.planner.communication import (
     ring_passes,
 )
 from ds_topo.planner.costs import Costs, StageKind
+from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout, Recompute
 from ds_topo.planner.memory import chunks_in_flight, stage_memory
 from ds_topo.planner.search import Found, Plan, Tally
@@ -77,8 +78,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     passes = [(stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
     slowest, kind = max(passes, key=lambda one: one[0].total)
     blocks = sum(count for count, _ in kind.blocks)
-    held = (costs.parameters(kind, layout) for kind in costs.stage_kinds(layout))
-    updated = max(one.dense + one.experts for one in held) / (layout.replicas if layout.zero else 1)
+    updated = max(held.total for held in costs.all_parameters(layout)) / (layout.replicas if layout.zero else 1)
     texts = {
         "compute": f"{micro_batches} micro-batches x ({_ms(slowest.compute_forward)} forward + "
         f"{_ms(slowest.compute_backward)} backward) in stage {kind.first} ({blocks} layers"
@@ -147,12 +147,11 @@ def explain_axes(costs: Costs, layout: Layout) -> list[AxisUse]:
     """Return the hosts that each axis' groups span, and the bytes that they send between hosts."""
     spans = layout_spans(costs, layout)
     traffic = max(host_traffic(costs, layout), key=lambda sent: sum(sent.values()))
-    uses = []
-    for axis in (PIPE, GRADIENTS, SEQ, EXPERT, MODEL):
-        span = spans.get(axis)
-        if span is not None and span.size > 1:
-            uses.append(AxisUse(AXIS_NAMES.get(axis, axis), span.size, span.hosts, traffic.get(axis, 0.0)))
-    return uses
+    wide = [axis for axis in (PIPE, GRADIENTS, SEQ, EXPERT, MODEL) if axis in spans and spans[axis].size > 1]
+    return [
+        AxisUse(AXIS_NAMES.get(axis, axis), spans[axis].size, spans[axis].hosts, traffic.get(axis, 0.0))
+        for axis in wide
+    ]
 
 
 def reason(found: Found) -> str:
@@ -221,15 +220,25 @@ def host_traffic(costs: Costs, layout: Layout) -> list[dict[str, float]]:
     ``GRADIENTS`` stands for gradients and gathered parameters. Of many hosts, only the first ones and the last one are
     counted. Rings visit the ranks of a group in order, as gloo's and NCCL's do if ranks of a host are adjacent.
     """
-    hosts = -(-layout.topology.world_size() // costs.job.cluster.slots)
+    slots, world = costs.job.cluster.slots, layout.topology.world_size()
+    hosts = -(-world // slots)
     counted = range(hosts) if hosts <= COUNTED_HOSTS else [*range(COUNTED_HOSTS - 1), hosts - 1]
-    counter = _TrafficCounter(costs, layout)
-    return [counter.of_host(host) for host in counted]
+    kinds = {stage: kind for kind in costs.stage_kinds(layout) for stage in kind.stages}
+    two_level = two_level_pays(costs, layout, layout_spans(costs, layout))
+    traffic: list[dict[str, float]] = []
+    for host in counted:
+        traffic.append({})
+        for rank in range(host * slots, min((host + 1) * slots, world)):
+            for message in _messages(costs, layout, kinds, rank):
+                sent = _bytes_sent(message, rank, costs.job.cluster, two_level)
+                if sent:
+                    traffic[-1][message.axis] = traffic[-1].get(message.axis, 0.0) + sent
+    return traffic
 
 
 @dataclass(frozen=True)
 class _Message:
-    """``times`` collectives of a group of ranks along an axis."""
+    """``times`` collectives of a group of ranks along an axis, or messages from one rank to another (``"send"``)."""
 
     axis: str
     operation: str
@@ -238,107 +247,53 @@ class _Message:
     ranks: Sequence[int]
 
 
-class _TrafficCounter:
-    """Counts the bytes that ranks of a host send to ranks elsewhere."""
+def _messages(costs: Costs, layout: Layout, kinds: Mapping[int, StageKind], rank: int) -> Iterator[_Message]:
+    """Yield everything that a rank sends in a step, with the kind of each stage given."""
+    job, topology, micro_batches = costs.job, layout.topology, layout.micro_batches(costs.job.batch)
+    stage = topology.layout.index_of(rank, topology.axes.index(PIPE)) if PIPE in topology.axes else 0
+    ranks = {axis: topology.get_axis_ranks(axis, rank) for axis in (MODEL, SEQ)}
+    ranks[GRADIENTS] = topology.get_axis_ranks(gradient_axes(topology), rank)
+    if job.model.expert_count:
+        plan = ExpertPlan(topology, layout.expert_parallel, expert_tensor_parallel=True)
+        ranks[EXPERT], ranks[EXPERT_DATA] = plan.expert_ranks(rank), plan.expert_data_ranks(rank)
+    for count, cost, recompute in costs.pieces(kinds[stage], layout):
+        again = [cost.work.forward] if recompute is Recompute.FULL else []
+        for one in (cost.work.forward, cost.work.backward, *again):
+            for item in one.transfers:
+                times = count * item.count * micro_batches
+                yield _Message(item.axis, item.operation, item.size, times, ranks[item.axis])
+    for operation, size, group, times in gradient_messages(costs, layout, kinds[stage]):
+        yield _Message(group, operation, size, times, ranks[group])
+    if layout.pipe == 1:
+        return
+    # activations go to the next stage, gradients to the one before; chunks wrap around; peers along model send a part
+    line, size = topology.get_axis_ranks(PIPE, rank), activation_bytes(costs, layout)
+    before, after = (layout.virtual_stages - (stage == end) for end in (0, layout.pipe - 1))
+    yield _Message(PIPE, "send", size / layout.model, after * micro_batches, (rank, line[(stage + 1) % len(line)]))
+    yield _Message(PIPE, "send", size / layout.model, before * micro_batches, (rank, line[stage - 1]))
+    if not layout.sequence_parallel:
+        # peers along model gather the parts that each received; DeepSpeed gathers activations again before backward
+        gathers = before + after + (after if job.software.eager else 0)
+        yield _Message(MODEL, "all_gather", size, gathers * micro_batches, ranks[MODEL])
+    if stage in (0, layout.pipe - 1) and (tied := tied_bytes(costs, layout)):
+        yield _Message(GRADIENTS, "send", tied, 1.0, (rank, line[-1] if stage == 0 else line[0]))  # each sends its own
 
-    def __init__(self, costs: Costs, layout: Layout) -> None:
-        self.costs, self.layout, self.job = costs, layout, costs.job
-        self.slots, self.topology = costs.job.cluster.slots, layout.topology
-        self.micro_batches = layout.micro_batches(costs.job.batch)
-        self.kind_of_stage = {stage: kind for kind in costs.stage_kinds(layout) for stage in kind.stages}
-        self.two_level = two_level_pays(costs, layout, layout_spans(costs, layout))
-        self.tied_bytes = tied_bytes(costs, layout)
 
-    def of_host(self, host: int) -> dict[str, float]:
-        traffic: dict[str, float] = {}
-        topology = self.topology
-        for rank in range(host * self.slots, min((host + 1) * self.slots, topology.world_size())):
-            stage = topology.layout.index_of(rank, topology.axes.index(PIPE)) if PIPE in topology.axes else 0
-            messages = self._messages(rank, self.kind_of_stage[stage])
-            sent = [(message.axis, self._sent(rank, message)) for message in messages]
-            sent.append((PIPE, self._sent_along_pipe(rank, stage)))
-            sent.append((MODEL, self._sent_to_gather(rank, stage)))
-            sent.append((GRADIENTS, self._sent_for_tied(rank, stage)))
-            for axis, count in sent:
-                if count:
-                    traffic[axis] = traffic.get(axis, 0.0) + count
-        return traffic
-
-    def _messages(self, rank: int, kind: StageKind) -> Iterator[_Message]:
-        """Yield the collectives that a rank takes part in."""
-        topology, layout = self.topology, self.layout
-        ranks = {axis: topology.get_axis_ranks(axis, rank) for axis in (MODEL, SEQ)}
-        ranks[GRADIENTS] = topology.get_axis_ranks(gradient_axes(topology), rank)
-        if self.job.model.expert_count:
-            plan = ExpertPlan(topology, layout.expert_parallel, expert_tensor_parallel=True)
-            ranks[EXPERT], ranks[EXPERT_DATA] = plan.expert_ranks(rank), plan.expert_data_ranks(rank)
-        for count, cost, recompute in self.costs.pieces(kind, layout):
-            again = [cost.work.forward] if recompute is Recompute.FULL else []
-            for one in (cost.work.forward, cost.work.backward, *again):
-                for item in one.transfers:
-                    times = count * item.count * self.micro_batches
-                    yield _Message(item.axis, item.operation, item.size, times, ranks[item.axis])
-        for operation, size, group, times in gradient_messages(self.costs, layout, kind):
-            yield _Message(group, operation, size, times, ranks[group])
-
-    def _sent(self, rank: int, message: _Message) -> float:
-        """Return the bytes that ``rank`` itself sends to other hosts."""
-        ranks, place, host = message.ranks, message.ranks.index(rank), rank // self.slots
-        if len(ranks) == 1:
-            return 0.0
-        if message.operation == "all_to_all":
-            away = sum(1 for peer in ranks if peer // self.slots != host)
-            return message.times * message.size / len(ranks) * away
-        hosts = len({peer // self.slots for peer in ranks})
-        if message.operation in (TO_OWNERS, FROM_OWNERS) and self.job.cluster.is_cpu:
-            return message.times * message.size / len(ranks) * (hosts - 1)
-        passes = ring_passes(message.operation, self.job.cluster)
-        if message.operation == "all_reduce" and message.axis == GRADIENTS and self.two_level:
-            return message.times * passes * message.size / (len(ranks) / hosts) * (hosts - 1) / hosts
-        if ranks[(place + 1) % len(ranks)] // self.slots == host:
-            return 0.0
-        return message.times * passes * message.size * (len(ranks) - 1) / len(ranks)
-
-    def _sent_along_pipe(self, rank: int, stage: int) -> float:
-        """Return the bytes of activations to the next stage and gradients to the one before; chunks wrap around.
-
-        Peers along ``model`` send a part each.
-        """
-        layout = self.layout
-        if layout.pipe == 1:
-            return 0.0
-        line = self.topology.get_axis_ranks(PIPE, rank)
-        size = activation_bytes(self.costs, layout) / layout.model
-        before, after = self._neighbors(stage)
-        sent = 0.0
-        for times, peer in ((after, line[(stage + 1) % len(line)]), (before, line[stage - 1])):
-            if peer // self.slots != rank // self.slots:
-                sent += times * size
-        return sent * self.micro_batches
-
-    def _sent_to_gather(self, rank: int, stage: int) -> float:
-        """Return the bytes by which peers along ``model`` gather the parts that each received from another stage.
-
-        They gather activations and gradients; DeepSpeed gathers activations again before backward.
-        """
-        layout = self.layout
-        if layout.pipe == 1 or layout.model == 1 or layout.sequence_parallel:
-            return 0.0
-        before, after = self._neighbors(stage)
-        gathers = before + after + (after if self.job.software.eager else 0)
-        peers = self.topology.get_axis_ranks(MODEL, rank)
-        message = _Message(MODEL, "all_gather", activation_bytes(self.costs, layout), gathers, peers)
-        return self._sent(rank, message) * self.micro_batches
-
-    def _neighbors(self, stage: int) -> tuple[int, int]:
-        """Return how many chunks of a stage receive activations from the stage before, and send them to the next."""
-        virtual, last = self.layout.virtual_stages, self.layout.pipe - 1
-        return virtual - (stage == 0), virtual - (stage == last)
-
-    def _sent_for_tied(self, rank: int, stage: int) -> float:
-        """Return the bytes of a tied embedding's gradient, summed between the first stage and the last."""
-        if not self.tied_bytes or stage not in (0, self.layout.pipe - 1):
-            return 0.0
-        line = self.topology.get_axis_ranks(PIPE, rank)
-        message = _Message(PIPE, "all_reduce", self.tied_bytes, 1.0, [line[0], line[-1]])
-        return self._sent(rank, message)
+def _bytes_sent(message: _Message, rank: int, cluster: Cluster, two_level: bool) -> float:
+    """Return the bytes that ``rank`` itself sends to other hosts."""
+    ranks, operation, size = message.ranks, message.operation, message.times * message.size
+    host_of = [peer // cluster.slots for peer in ranks]
+    host, hosts = rank // cluster.slots, len(set(host_of))
+    if hosts == 1:
+        return 0.0
+    if operation == "send":
+        return size
+    if operation == "all_to_all":
+        return size / len(ranks) * (len(ranks) - host_of.count(host))
+    if operation in (TO_OWNERS, FROM_OWNERS) and cluster.is_cpu:
+        return size / len(ranks) * (hosts - 1)
+    passes = ring_passes(operation, cluster)
+    if operation == "all_reduce" and message.axis == GRADIENTS and two_level:
+        return passes * size / (len(ranks) / hosts) * (hosts - 1) / hosts
+    leaves = host_of[(ranks.index(rank) + 1) % len(ranks)] != host
+    return passes * size * (len(ranks) - 1) / len(ranks) if leaves else 0.0

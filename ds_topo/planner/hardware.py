@@ -1,4 +1,4 @@
-"""The machine that a job runs on: accelerators, links and hosts, from tables of data sheets or from measurements.
+"""Describe the machine that a job runs on: accelerators, links and hosts, from data sheets or from measurements.
 
 ``ds-topo plan --calibrate`` writes a file with measured speeds and links; ``ds-topo check --json`` writes one with
 measured links.
@@ -64,7 +64,7 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One device.
+    """A device, as its data sheet or a measurement describes it.
 
     Args:
         name: its name in data sheets.
@@ -349,7 +349,7 @@ class Machine:
 
 
 def read_machine(path: str | Path) -> Machine:
-    """Read a file of ``plan --calibrate`` or of ``check --json``.
+    """Return the machine that a file of ``plan --calibrate`` or of ``check --json`` describes.
 
     Raises:
         TopologyError: if the file cannot be read or is neither of them.

@@ -1,4 +1,4 @@
-"""A training job (model, cluster, batch, number formats, program), and a layout of it.
+"""Describe a training job (model, cluster, batch, number formats, program) and a layout of it.
 
 A layout says which degrees each axis has, in which order the axes are placed on ranks, and how a rank works through its
 samples. ``layout_problem`` holds the rules that a layout must keep.
@@ -154,10 +154,6 @@ class Software:
     def reduced_bytes(self, precision: Precision) -> int:
         """Return the bytes of a gradient in a message."""
         return self.reduction_bytes if precision.is_mixed else precision.activation_bytes
-
-    def splits_sequences(self, pipe: int) -> bool:
-        """Return True if a ``seq`` axis can be combined with a pipeline of this degree."""
-        return self.seq[pipe > 1]
 
 
 DEEPSPEED = Software(
@@ -389,7 +385,7 @@ def degrees_problem(job: Job, pipe: int, data: int, seq: int, tensor: int) -> st
         return f"data={data} does not divide the batch of {batch} sequences (a batch of {near} would do)"
     if job.sequence % seq:
         return f"seq={seq} does not divide the {job.sequence} positions of a sequence"
-    if seq > 1 and not software.splits_sequences(pipe):
+    if seq > 1 and not software.seq[pipe > 1]:
         return f"{software.name} cannot split sequences" + (" in a pipeline" if pipe > 1 else "")
     return None
 

@@ -1,4 +1,4 @@
-"""The bytes of one rank at its peak: states, activations in flight, and the buffers of a pass or of the update."""
+"""Predict the bytes of one rank at its peak: states, activations in flight, and buffers of a pass or of the update."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def largest_states(costs: Costs, layout: Layout) -> float:
     key = (layout.pipe, layout.virtual_stages, layout.replicas, layout.model, layout.expert_parallel, layout.zero)
     if key not in costs.states:
         job = costs.job
-        held = (costs.parameters(kind, layout) for kind in costs.stage_kinds(layout))
-        costs.states[key] = max(state_bytes(one, layout, job.precision, job.software).total for one in held)
+        states = (state_bytes(held, layout, job.precision, job.software) for held in costs.all_parameters(layout))
+        costs.states[key] = max(one.total for one in states)
     return costs.states[key]
 
 
@@ -97,8 +97,7 @@ def stage_memory(costs: Costs, kind: StageKind, layout: Layout) -> MemoryUse:
     activations, working = _activation_bytes(costs, kind, layout)
     bucket = 0.0
     if layout.replicas > 1 and layout.zero:  # sharded gradients are copied into buckets
-        in_bucket = min(parameters.dense + parameters.experts, BUCKET_PARAMETERS)
-        bucket = float(in_bucket * job.software.reduced_bytes(job.precision))
+        bucket = float(min(parameters.total, BUCKET_PARAMETERS) * job.software.reduced_bytes(job.precision))
     buffers = bucket + _gathered_bytes(parameters, job, layout)
     in_update = _update_bytes(parameters, layout, job, bucket)
     if in_update > activations + working + buffers:
@@ -138,9 +137,7 @@ def _update_bytes(parameters: StageParameters, layout: Layout, job: Job, bucket:
     """
     if not job.software.eager:
         return 0.0
-    owned = parameters.dense + parameters.experts
-    if layout.zero:
-        owned = owned // layout.replicas
+    owned = parameters.total // (layout.replicas if layout.zero else 1)
     copies = 4.0 * owned if job.precision.is_mixed else 0.0
     return copies + bucket * (2 if layout.pipe > 1 else 1)
 

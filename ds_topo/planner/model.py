@@ -1,4 +1,4 @@
-"""The size of a transformer: exact numbers of parameters and of multiply-adds, for the whole model and for one rank.
+"""Compute the size of a transformer: exact parameters and multiply-adds, of the whole model and of one rank.
 
 ``transformer`` builds a model from numbers by hand, ``read_model`` from a Hugging Face ``config.json``, and
 ``ds_topo.measurement.live_module`` from a live module. Shapes: ``h`` hidden width, ``t`` ranks of the model (tensor)
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import groupby
 from math import gcd
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -250,19 +251,13 @@ AnyBlock: TypeAlias = "Block | MeasuredLayer"
 
 
 def count_by_kind(blocks: Iterable[AnyBlock]) -> list[tuple[int, AnyBlock]]:
-    """Return runs of equal blocks with their lengths.
+    """Return a block of each run of equal blocks, with the length of the run.
 
     >>> model = transformer(layers=3, hidden=64, heads=4, vocabulary=256, sequence=16)
     >>> [(count, block.hidden) for count, block in count_by_kind(model.blocks)]
     [(3, 64)]
     """
-    runs: list[tuple[int, AnyBlock]] = []
-    for block in blocks:
-        if runs and (runs[-1][1] is block or runs[-1][1] == block):
-            runs[-1] = (runs[-1][0] + 1, block)
-        else:
-            runs.append((1, block))
-    return runs
+    return [(len(list(run)), block) for block, run in groupby(blocks)]
 
 
 @dataclass(frozen=True)
@@ -432,7 +427,7 @@ def read_model(path: str | Path) -> Model:
     path = path / "config.json" if path.is_dir() else path
     config = read_json(path, "config")
     if not isinstance(config, Mapping):
-        raise TopologyError(f"config {str(path)!r} is not a JSON object")
+        raise TopologyError(f"config {str(path)!r} must be a JSON object, as a config.json of Hugging Face is")
     return model_from_config(config, name=str(config.get("_name_or_path") or path.parent.name))
 
 

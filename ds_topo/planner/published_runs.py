@@ -70,26 +70,19 @@ class Row:
         """Return a whole number of the row.
 
         Raises:
-            RowError: if it is missing and there is no default, or it is no such number.
+            TopologyError: if it is missing and there is no default, or it is no such number.
         """
         value = self.content.get(field)
         if value is None and default is not None:
             return default
         least = 0 if field in MAY_BE_ZERO else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise RowError(self, f"{field!r} is {abridged(value)}; it must be a whole number from {least} on")
+            raise TopologyError(f"{field!r} is {abridged(value)}; it must be a whole number from {least} on")
         return value
 
     def text(self, field: str, default: str = "") -> str:
         """Return a text field of the row."""
         return str(self.content.get(field) or default)
-
-
-class RowError(TopologyError):
-    """A row that cannot be judged: the message names it."""
-
-    def __init__(self, row: Row, problem: str) -> None:
-        super().__init__(f"row {row.number} ({row.name}): {problem}")
 
 
 @dataclass(frozen=True)
@@ -187,17 +180,15 @@ def judge(row: Row, *, compare: bool = True, accelerator: Accelerator | None = N
     With ``compare``, also look for a better layout of its job.
 
     Raises:
-        RowError: if numbers are missing or do not go together.
+        TopologyError: if numbers are missing or do not go together. The message names the row.
     """
     try:
         job = row_job(row, accelerator)
         metric = row_metric(row, job)
         plan, fits = _planned(row, job)
         best, note = _better(row, job, plan) if compare and fits else (None, "")
-    except RowError:
-        raise
     except TopologyError as error:
-        raise RowError(row, str(error)) from error
+        raise TopologyError(f"row {row.number} ({row.name}): {error}") from error
     return Verdict(row, metric, plan, fits, best, note)
 
 
@@ -256,10 +247,10 @@ def row_metric(row: Row, job: Job) -> Metric:
     }
     key = next((key for key in metrics if row.content.get(key) is not None), None)
     if key is None:
-        raise RowError(row, f"it reports nothing: give one of {list(metrics)}")
+        raise TopologyError(f"it reports nothing: give one of {list(metrics)}")
     value = row.content[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
-        raise RowError(row, f"{key!r} is {abridged(value)}; it must be a positive number")
+        raise TopologyError(f"{key!r} is {abridged(value)}; it must be a positive number")
     if key in ("mfu", "hfu") and value > 1.5:
         value = value / 100  # given in percent
     return Metric(key, float(value), metrics[key])
@@ -284,7 +275,7 @@ def row_layouts(row: Row, job: Job) -> Iterator[Layout]:
     tensor, pipe, seq = (row.whole(field, 1) or 1 for field in ("tensor", "pipe", "context"))
     data = row.whole("data", max(1, ranks // (tensor * pipe * seq)))
     if tensor * pipe * seq * data != ranks:
-        raise RowError(row, f"tensor={tensor} x pipe={pipe} x context={seq} x data={data} are not {ranks} GPUs")
+        raise TopologyError(f"tensor={tensor} x pipe={pipe} x context={seq} x data={data} are not {ranks} GPUs")
     topology = ProcessTopology([PIPE, DATA, SEQ, MODEL], [pipe, data, seq, tensor])
     virtuals = [row.whole("virtual_stages", 1) or 1]
     micros = [row.whole("micro_batch", 0)]
@@ -330,7 +321,7 @@ def _planned(row: Row, job: Job) -> tuple[Plan, bool]:
         over = plan.memory.total > job.cluster.memory_limit
         candidates.append((over, plan.memory.total if over else plan.seconds, plan))
     if not candidates:
-        raise RowError(row, problem)
+        raise TopologyError(problem)
     over, _, plan = min(candidates, key=lambda candidate: candidate[:2])
     return plan, not over
 

@@ -277,7 +277,7 @@ def _best_of_degrees(costs: Costs, degrees: Degrees, wanted: Wanted, tally: Tall
         if problem:
             tally.problems[problem] += 1
             continue
-        if not _states_fit(costs, layout, wanted):
+        if not any(_with_states_that_fit(costs, layout, wanted)):
             _best_of_schedule(costs, layout, wanted, tally, None)  # for the tally; a bound would cost more
             continue
         nodes.append((schedule_bound(costs, layout), index, layout))
@@ -292,11 +292,14 @@ def _best_of_degrees(costs: Costs, degrees: Degrees, wanted: Wanted, tally: Tall
     return best
 
 
-def _states_fit(costs: Costs, layout: Layout, wanted: Wanted) -> bool:
-    """Return True if states alone fit in some ZeRO stage."""
-    limit = costs.job.cluster.memory_limit
-    candidates = (replace(layout, zero=zero) for zero in zero_stages(costs.job, layout, wanted))
-    return any(largest_states(costs, one) <= limit and not layout_problem(costs.job, one) for one in candidates)
+def _with_states_that_fit(costs: Costs, layout: Layout, wanted: Wanted) -> Iterator[Layout]:
+    """Yield the layout in those ZeRO stages in which states alone fit in memory."""
+    for zero in zero_stages(costs.job, layout, wanted):
+        candidate = replace(layout, zero=zero)
+        if largest_states(costs, candidate) <= costs.job.cluster.memory_limit and not layout_problem(
+            costs.job, candidate
+        ):
+            yield candidate
 
 
 def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally, best: Plan | None) -> Plan | None:
@@ -341,10 +344,10 @@ def smallest_cluster(job: Job, wanted: Wanted) -> Cluster | None:
     The user's decisions are kept, except for the degree of ``data``, which grows with the hosts. A decided topology
     keeps its other degrees, in any order. The number is the smallest exactly if it is at most twice ``STEPS``.
     """
+    degrees = wanted.degrees
     if wanted.topology is not None:
-        named = zip(wanted.topology.axes, wanted.topology.dims, strict=True)
-        wanted = replace(wanted, topology=None, degrees=tuple(named))
-    wanted = replace(wanted, degrees=tuple((axis, size) for axis, size in wanted.degrees if axis != DATA))
+        degrees = tuple(zip(wanted.topology.axes, wanted.topology.dims, strict=True))
+    wanted = replace(wanted, topology=None, degrees=tuple((axis, size) for axis, size in degrees if axis != DATA))
     too_few, hosts = job.cluster.hosts, 2 * job.cluster.hosts
     while not _fits(_on_hosts(job, hosts), wanted):
         too_few, hosts = hosts, 2 * hosts
@@ -352,10 +355,9 @@ def smallest_cluster(job: Job, wanted: Wanted) -> Cluster | None:
             return None
     weights = job.model.parameters * job.precision.activation_bytes  # the hosts hold each at least once
     fewest = max(too_few + 1, ceil(weights / job.cluster.memory_limit / job.cluster.slots))
-    for fewer in range(fewest, hosts, max(1, (hosts - too_few) // STEPS)):
-        if _fits(_on_hosts(job, fewer), wanted):
-            return _on_hosts(job, fewer).cluster
-    return _on_hosts(job, hosts).cluster
+    fewer = range(fewest, hosts, max(1, (hosts - too_few) // STEPS))
+    enough = next((number for number in fewer if _fits(_on_hosts(job, number), wanted)), hosts)
+    return _on_hosts(job, enough).cluster
 
 
 def _on_hosts(job: Job, hosts: int) -> Job:
@@ -364,14 +366,12 @@ def _on_hosts(job: Job, hosts: int) -> Job:
 
 def _fits(job: Job, wanted: Wanted) -> bool:
     """Return True if any layout fits."""
-    costs, limit = Costs(job), job.cluster.memory_limit
+    costs = Costs(job)
     return any(
-        largest_states(costs, candidate) <= limit
-        and layout_problem(job, candidate) is None
-        and memory_use(costs, candidate).total <= limit
+        memory_use(costs, candidate).total <= job.cluster.memory_limit
         for degrees in possible_degrees(job, wanted, Counter())
         for layout in schedules(job, degrees, wanted)
-        for candidate in (replace(layout, zero=zero) for zero in zero_stages(job, layout, wanted))
+        for candidate in _with_states_that_fit(costs, layout, wanted)
     )
 
 

@@ -1,4 +1,4 @@
-"""The seconds of one training step: the slowest stage's work, its waits, and everything that nothing hides."""
+"""Predict the seconds of one training step: the slowest stage's work, its waits, and what nothing hides."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PIPE_BARE = 0.25
 LAST_BUCKET_BYTES = 1 << 20
 """The size of the last bucket by default in :class:`ds_topo.GradientReducer`."""
 COVERED_FELT = 0.15
-"""The share of hidden ZeRO 3 messages' time by which they slow computing down: they use processors and memory bandwidth
+"""Hidden ZeRO 3 messages slow computing down by this share of their time: they use processors and memory bandwidth
 (Rashidi et al., ISCA 2021, measure 10 to 20%)."""
 
 
@@ -184,11 +184,9 @@ def stage_pass(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str
 def _messages(costs: Costs, cost: PieceCost, spans: Mapping[str, Span]) -> tuple[Messages, Messages]:
     """Return the seconds of a piece's messages in forward and in backward that nothing covers."""
     key = (id(cost), *(spans.get(axis) for axis in PASS_AXES))
-    found = costs.messages.get(key)
-    if found is None:
-        found = (_bare_seconds(costs, cost.forward, spans), _bare_seconds(costs, cost.backward, spans))
-        costs.messages[key] = found
-    return found
+    if key not in costs.messages:
+        costs.messages[key] = (_bare_seconds(costs, cost.forward, spans), _bare_seconds(costs, cost.backward, spans))
+    return costs.messages[key]
 
 
 def _bare_seconds(costs: Costs, cost: PassCost, spans: Mapping[str, Span]) -> Messages:
@@ -219,7 +217,16 @@ def shared_spans(costs: Costs, layout: Layout) -> tuple[Mapping[str, Span], Mapp
     spans = layout_spans(costs, layout)
     if not costs.job.cluster.is_cpu:
         return spans, spans
-    own, waited_for = _with_collectives_shared(costs, layout, spans)
+    own = waited_for = spans
+    stages, replicas = senders_on_one_link(spans)
+    if stages * replicas > 1:
+        alone = with_link_shared(spans, 1 / (stages * replicas))
+        passes = [stage_pass(costs, kind, layout, alone) for kind in costs.stage_kinds(layout)]
+        slowest = max(passes, key=lambda one: one.total)
+        sending = sum(seconds for axis, seconds in slowest.messages.items() if axis in alone and alone[axis].crosses)
+        turns = layout.micro_batches(costs.job.batch) * layout.virtual_stages
+        shares = shares_of_turns(stages, replicas, slowest.total - sending, sending, turns)
+        own, waited_for = (with_link_shared(spans, share) for share in shares)
     replicas = own[DATA].size // own[DATA].hosts
     if not own[PIPE].crosses or replicas == 1:
         return own, waited_for
@@ -228,21 +235,6 @@ def shared_spans(costs: Costs, layout: Layout) -> tuple[Mapping[str, Span], Mapp
     sending = waits * _send_seconds(costs, layout, with_sends_shared(own, 1 / replicas))
     share = response_of(replicas, computing, sending) / replicas
     return with_sends_shared(own, share), with_sends_shared(waited_for, share)
-
-
-def _with_collectives_shared(
-    costs: Costs, layout: Layout, spans: Mapping[str, Span]
-) -> tuple[Mapping[str, Span], Mapping[str, Span]]:
-    stages, replicas = senders_on_one_link(spans)
-    if stages * replicas == 1:
-        return spans, spans
-    alone = with_link_shared(spans, 1 / (stages * replicas))
-    passes = [stage_pass(costs, kind, layout, alone) for kind in costs.stage_kinds(layout)]
-    slowest = max(passes, key=lambda one: one.total)
-    sending = sum(seconds for axis, seconds in slowest.messages.items() if axis in alone and alone[axis].crosses)
-    turns = layout.micro_batches(costs.job.batch) * layout.virtual_stages
-    own, waited_for = shares_of_turns(stages, replicas, slowest.total - sending, sending, turns)
-    return with_link_shared(spans, own), with_link_shared(spans, waited_for)
 
 
 def _pipe_waits(layout: Layout, software: Software) -> float:
@@ -302,7 +294,7 @@ def _replica_seconds(
             continue
         cover = one.backward * (1 - last_layer) if software.overlaps_gradients else 0.0
         held = costs.parameters(kind, layout)
-        size = (held.dense + held.experts) * software.reduced_bytes(job.precision)
+        size = held.total * software.reduced_bytes(job.precision)
         # the last bucket is ready when backward ends
         after_each = max(reduce - cover, reduce * min(1.0, LAST_BUCKET_BYTES / max(1, size)))
         after_last = max(0.0, after_each - kind.first * one.backward / layout.virtual_stages)
@@ -374,7 +366,7 @@ def two_level_pays(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> b
     job, span = costs.job, spans[GRADIENTS]
     if not job.software.two_level or span.hosts == 1 or span.size // span.hosts == 1:
         return False
-    largest = max(costs.parameters(kind, layout).dense for kind in costs.stage_kinds(layout))
+    largest = max(held.dense for held in costs.all_parameters(layout))
     size = largest * job.software.reduced_bytes(job.precision)
     return _two_level_seconds(size, span, job.cluster) < collective_seconds("all_reduce", size, span, job.cluster)
 
@@ -399,20 +391,19 @@ def _optimizer_seconds(costs: Costs, layout: Layout) -> float:
     moved: float = 2 * (precision.master_bytes + ADAM_MOMENTS_BYTES) + 2 * gradient + precision.activation_bytes
     if accelerator.efficiency.update_bytes is not None:
         moved = accelerator.efficiency.update_bytes
-    largest = 0.0
-    for kind in costs.stage_kinds(layout):
-        parameters = costs.parameters(kind, layout)
-        shards = layout.replicas if layout.zero else 1
-        sparse_shards = layout.replicas // layout.expert_parallel if layout.zero else 1
-        owned = parameters.dense / shards + parameters.experts / sparse_shards
-        largest = max(largest, owned * moved + (parameters.dense + parameters.experts) * gradient)
+    shards = layout.replicas if layout.zero else 1
+    sparse_shards = layout.replicas // layout.expert_parallel if layout.zero else 1
+    largest = max(
+        (held.dense / shards + held.experts / sparse_shards) * moved + held.total * gradient
+        for held in costs.all_parameters(layout)
+    )
     return largest / (accelerator.memory_bandwidth * accelerator.efficiency.memory)
 
 
 def _agreement_seconds(costs: Costs, spans: Mapping[str, Span]) -> float:
     """Return the seconds of a step's small collectives, each over the axis that takes longest."""
-    axes = [spans[axis] for axis in (PIPE, MODEL, GRADIENTS) if spans[axis].size > 1]
-    longest = max((latency_seconds("all_reduce", span, costs.job.cluster) for span in axes), default=0.0)
+    wide = [spans[axis] for axis in (PIPE, MODEL, GRADIENTS) if spans[axis].size > 1]
+    longest = max((latency_seconds("all_reduce", span, costs.job.cluster) for span in wide), default=0.0)
     return costs.job.software.agreements * longest
 
 

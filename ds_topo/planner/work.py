@@ -1,4 +1,4 @@
-"""The work of one rank for one micro-batch in one piece of a model, and the seconds that it takes.
+"""Compute the work of one rank for one micro-batch in one piece of a model, and the seconds that it takes.
 
 Work is matrix products, memory traffic, messages, and bytes kept for backward. The formulas for each kind of layer are
 independent of speeds; ``pass_seconds`` at the end times a pass on an accelerator. Symbols of the formulas:
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypeVar
 
 from ds_topo.planner.hardware import Accelerator
 from ds_topo.planner.job import Job, Precision, Recompute, Share, Software
@@ -83,8 +84,19 @@ class Transfer:
     bare: float = 0.0
 
 
+Addable = TypeVar("Addable", bound="_Addable")
+
+
+class _Addable:
+    """A dataclass whose instances are added field by field."""
+
+    def __add__(self: Addable, other: Addable) -> Addable:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return type(self)(*(mine + theirs for mine, theirs in pairs))
+
+
 @dataclass(frozen=True)
-class Pass:
+class Pass(_Addable):
     """Forward or backward of a piece."""
 
     products: tuple[Product, ...] = ()
@@ -93,15 +105,6 @@ class Pass:
     kernels: int = 0
     transfers: tuple[Transfer, ...] = ()
 
-    def __add__(self, other: Pass) -> Pass:
-        return Pass(
-            self.products + other.products,
-            self.cores + other.cores,
-            self.memory_bytes + other.memory_bytes,
-            self.kernels + other.kernels,
-            self.transfers + other.transfers,
-        )
-
     def times(self, count: float) -> Pass:
         """Return the same pass over ``count`` equal parts: each product is done so many times."""
         products = tuple(replace(one, count=one.count * count) for one in self.products)
@@ -109,7 +112,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Kept(_Addable):
     """The bytes that are kept from forward to backward, by kind of recomputation."""
 
     none: float = 0.0
@@ -120,12 +123,9 @@ class Kept:
         """Return the bytes kept under a kind of recomputation."""
         return {Recompute.NONE: self.none, Recompute.SELECTIVE: self.selective, Recompute.FULL: self.full}[recompute]
 
-    def __add__(self, other: Kept) -> Kept:
-        return Kept(self.none + other.none, self.selective + other.selective, self.full + other.full)
-
 
 @dataclass(frozen=True)
-class Work:
+class Work(_Addable):
     """The passes of a piece over one micro-batch, and the bytes that it keeps between them.
 
     Args:
@@ -143,15 +143,6 @@ class Work:
     kept: Kept = Kept()
     working: float = 0.0
     output: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.forward + other.forward,
-            self.backward + other.backward,
-            self.again + other.again,
-            self.kept + other.kept,
-            self.working + other.working,
-        )
 
     def times(self, count: float) -> Work:
         """Return the same work over ``count`` equal parts."""

@@ -42,7 +42,7 @@ MAX_MESSAGE = 4000
 _PATIENCE = 0.9
 """The share of the timeout after which a rank writes the verdict itself; the rest is for the others to read it."""
 _MOMENT = 2.0
-"""The longest time, in seconds, that rank 0 waits for the others to read a verdict."""
+"""The longest time, in seconds, that rank 0 waits for the others to read a verdict or another outcome."""
 _SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
 _COMPARED = 3
 """The number of different plans that are compared line by line."""
@@ -111,6 +111,23 @@ def within(limit: timedelta, what: str, call: Callable[[], Result]) -> Result:
             f"{what}: the store of the job{address_of_store()} did not answer within {limit}. The process that serves "
             "it (rank 0, or the launcher on its host) has stopped, its host has, or the link to it is cut"
         ) from None
+
+
+def unanswered(error: RuntimeError, limit: timedelta) -> str:
+    """Explain an error of the store: it did not answer within the limit, or the connection to it was lost."""
+    if "timeout" in str(error).lower():
+        return f"no answer within {limit}: {error}"
+    return (
+        "the connection to the store of the job was lost: the process that serves it (rank 0, or the launcher on its "
+        f"host) has ended, or the link to it has failed: {error}"
+    )
+
+
+def await_readers(store: Store, key: str, number: Callable[[], int], limit: timedelta) -> None:
+    """Wait a moment on rank 0, which may serve the store and exit, until so many ranks have counted up a key."""
+    until = time.monotonic() + min(_MOMENT, limit.total_seconds() / 4)
+    while store.add(key, 0) < number() and time.monotonic() < until:
+        time.sleep(_MOMENT / 400)
 
 
 def agree(
@@ -195,12 +212,15 @@ class Round:
             text = str(decided["text"])
             if text:
                 text += self._compared(decided["compare"], lines) if lines and decided["compare"] else ""
-                self._let_others_read()
+                self.store.add(self._key("read"), 1)
+                if self.rank == 0:
+                    came = self._key("number")
+                    await_readers(self.store, self._key("read"), lambda: self.store.add(came, 0), self.timeout)
             if decided["all_came"]:  # and so all members have left earlier rounds
                 for key in take_due(self.store, self.rank, self.members):
                     self.store.delete_key(key)
         except RuntimeError as error:
-            text = f"{self._disagreement} no verdict within {self.timeout}, or no connection to the store: {error}"
+            text = f"{self._disagreement} {unanswered(error, self.timeout)}"
         leave(self.store, self.rank, self.members, self.own)
         return text
 
@@ -269,14 +289,6 @@ class Round:
         planned = [first[digest] for digest in ordered if not text_of[digest].startswith(_FAILED)]
         text = _shortened("\n  ".join([self._disagreement, *problems]), MAX_MESSAGE - 1000)
         return {"text": text, "compare": planned[:_COMPARED] if len(planned) > 1 else [], "all_came": not missing}
-
-    def _let_others_read(self) -> None:
-        """Let rank 0, which may serve the store and exit, wait a moment until all that came know the verdict."""
-        read = self.store.add(self._key("read"), 1)
-        until = time.monotonic() + min(_MOMENT, self.timeout.total_seconds() / 4)
-        while self.rank == 0 and read < self.store.add(self._key("number"), 0) and time.monotonic() < until:
-            time.sleep(_MOMENT / 100)
-            read = self.store.add(self._key("read"), 0)
 
     def _compared(self, ranks: Sequence[int], lines: Callable[[], Sequence[str]]) -> str:
         """Return the lines in which the plans of these ranks differ: each writes its own, the first compares them."""

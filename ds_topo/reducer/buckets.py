@@ -329,6 +329,11 @@ class BucketLayout:
         if plan != self._plan:
             self._next_plan = plan
 
+    def absent(self) -> list[ParameterState]:
+        """Return the parameters without a gradient in the last micro-batch."""
+        found = [state for bucket in self.buckets if bucket.pending for state in bucket.members if not state.arrived]
+        return sorted(found, key=operator.attrgetter("index"))
+
     def renew(self) -> None:
         """Build the buckets that were learned; called before the first gradient of a step or of its accumulation."""
         if self._next_plan is not None:

@@ -8,6 +8,7 @@ import socket
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -136,18 +137,23 @@ class Changes:
 
     def _note_parts(self) -> None:
         """Record the parameters and submodules of every part of the module."""
-        self._parts = list(self._module.modules())
+        self._holders: list[dict[str, Any]] = []
+        for part in self._module.modules():
+            self._holders += part._parameters, part._modules
         self._held = self._held_now()
 
     def _held_now(self) -> list[nn.Parameter | nn.Module | None]:
-        holders = [(part._parameters, part._modules) for part in self._parts]
-        return list(chain.from_iterable([holder.values() for pair in holders for holder in pair]))
+        return list(chain.from_iterable(map(operator.methodcaller("values"), self._holders)))
 
-    def problem(self) -> str | None:
-        """Return a description of changed parameters, or of replaced gradients; None if there are none."""
-        return self._changed_parameters() or self._replaced_gradients()
+    def problem(self, absent: Sequence[ParameterState]) -> str | None:
+        """Return a description of changed parameters, or of replaced gradients; None if there are none.
 
-    def _changed_parameters(self) -> str | None:
+        Args:
+            absent: the parameters without a gradient in the last micro-batch.
+        """
+        return self._changed_parameters(absent) or self._replaced_gradients()
+
+    def _changed_parameters(self, absent: Sequence[ParameterState]) -> str | None:
         held = self._held_now()
         if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
             # Listing parameters by name takes longer than this comparison.
@@ -162,7 +168,6 @@ class Changes:
                 if names:
                     return _changed(names, how)
             self._note_parts()
-        absent = [state for state in self._states if not state.arrived]
         lost = [state for state in absent if self._hooks.are_lost(state.parameter)]
         if lost:
             for state in lost:
@@ -178,7 +183,7 @@ class Changes:
         replaced = [
             state.name
             for state in self._states
-            if state.contribution is COPIED_IN and state.parameter.grad is not state.view and is_replaced(state)
+            if state.parameter.grad is not state.view and state.contribution is COPIED_IN and is_replaced(state)
         ]
         if replaced:
             return (

@@ -279,7 +279,8 @@ class BucketReducer:
             raise _wrong_moment("finish()", self._state)
         with self._finishing():
             try:
-                problem = self._changes.problem()
+                self._step.absent = self._layout.absent()
+                problem = self._changes.problem(self._step.absent)
                 without, notes = self._launch_the_rest(failed=problem is not None)
                 self._wait(notes)
                 if problem is not None:
@@ -566,8 +567,6 @@ class BucketReducer:
             The parameters without a gradient, and the notes for the other ranks, in flight.
         """
         step, options = self._step, self.options
-        incomplete = [bucket for bucket in self._layout.buckets if bucket.pending]
-        step.absent = [state for bucket in incomplete for state in bucket.members if not state.arrived]
         unused: set[int] = set()
         if not options.zero_unused_parameters:
             unused = {
@@ -577,9 +576,10 @@ class BucketReducer:
                 if not (options.find_unused_parameters and (state.parameter.grad is not None or state.holds_sum))
             }
         without: list[ParameterState] = []
-        for bucket in incomplete:
-            without += copy_in(bucket.members) if bucket.accumulates else ()
-            bucket.pending = 0
+        for bucket in self._layout.buckets:
+            if bucket.pending:
+                without += copy_in(bucket.members) if bucket.accumulates else ()
+                bucket.pending = 0
         self._launch_full_buckets()
         if self._dense.two_level is not None:
             self._dense.two_level.flush()

@@ -1,11 +1,12 @@
 """Name a rank that dies, stops or fails on every other rank in time, and end the ranks that wait for it.
 
 Start with ``watch``, the public class and its judging thread. ``heartbeat`` exchanges beats and findings through the
-store, ``activity`` infers what a rank is doing, and ``witness`` answers for a rank that cannot.
+store, ``activity`` infers what a rank is doing, ``progress`` decides whether a rank is stuck after a fault,
+``connections`` ends gloo's blocked collectives, and ``witness`` answers for a rank that cannot.
 """
 
 from __future__ import annotations
 
-from ds_topo.watch.watch import Watch, compare_steps, start_watch, watch_limit
+from ds_topo.watch.watch import Watch, job_watch, watch_limit
 
-__all__ = ["Watch", "compare_steps", "start_watch", "watch_limit"]
+__all__ = ["Watch", "job_watch", "watch_limit"]

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from ds_topo.errors import listed
 from ds_topo.torch_names import calls_of, describe, is_known
 
-OTHERWISE = "running"
+OTHERWISE, SAVES, COMPILES, DEBUGS = "running", "save", "compilation", "the debugger"
 _DEEPSPEED, _PIPELINE = "deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py"
 _PHASES = {
     (_DEEPSPEED, "forward"): "forward",
     (_DEEPSPEED, "backward"): "backward",
     (_DEEPSPEED, "step"): "step",
-    (_DEEPSPEED, "save_checkpoint"): "save",
+    (_DEEPSPEED, "save_checkpoint"): SAVES,
     (_DEEPSPEED, "load_checkpoint"): "load",
     (_PIPELINE, "train_batch"): "train_batch",
     (_PIPELINE, "eval_batch"): "evaluation",
@@ -36,18 +36,27 @@ _PHASES = {
     ("torch/_tensor.py", "backward"): "backward",
     ("torch/autograd/__init__.py", "backward"): "backward",
     ("torch/nn/modules/module.py", "_call_impl"): "forward",
-    ("torch/serialization.py", "save"): "save",
-    ("ds_topo/checkpoint/saving.py", "save"): "save",
+    ("torch/serialization.py", "save"): SAVES,
+    ("ds_topo/checkpoint/saving.py", "save"): SAVES,
+    ("ds_topo/checkpoint/saving.py", "finish"): SAVES,
     ("ds_topo/checkpoint/loading.py", "load"): "load",
     ("torch/distributed/distributed_c10d.py", "init_process_group"): "start",
     ("torch/distributed/distributed_c10d.py", "new_group"): "start",
     ("deepspeed/__init__.py", "initialize"): "start",
     ("ds_topo/engine/start.py", "initialize"): "start",
     ("ds_topo/reducer/reducer.py", "finish"): "finish",
+    ("torch/_dynamo/convert_frame.py", "_compile"): COMPILES,
+    ("torch/_inductor/compile_fx.py", "_compile_fx_inner"): COMPILES,
+    ("torch/utils/cpp_extension.py", "_jit_compile"): COMPILES,
+    ("triton/compiler/compiler.py", "compile"): COMPILES,
+    ("/pdb.py", "interaction"): DEBUGS,
+    ("/pydevd.py", "do_wait_suspend"): DEBUGS,
+    ("debugpy/server/api.py", "wait_for_client"): DEBUGS,
 }
 """Phases by the end of a file's name and a function of it. The innermost phase counts, except for those of ``_AROUND``,
-which count even where another phase is inside them."""
-_AROUND = ("evaluation", "save", "load", "start")
+which count even where another phase is inside them, and those of ``_INSIDE``, which count wherever they are."""
+_AROUND = ("evaluation", SAVES, "load", "start")
+_INSIDE = (COMPILES, DEBUGS)
 _COUNTS = (_DEEPSPEED, _PIPELINE, "ds_topo/reducer/reducer.py", "ds_topo/engine/engine_patches.py")
 """Files whose functions have an object that counts steps."""
 _STEPS = ("global_steps", "step_count")
@@ -226,7 +235,8 @@ class Observer:
                 if role == "phase":
                     if name == "forward" and getattr(getattr(owner, "module", None), "training", True) is False:
                         name = "evaluation"
-                    phase = name if not phase or name in _AROUND else phase
+                    if phase not in _INSIDE and (not phase or name in (*_AROUND, *_INSIDE)):
+                        phase = name
             if not where and role == "own":
                 where = _place(code.co_filename, frame.f_lineno, code.co_name)
         counter = self._counter() if self._counter is not None else None

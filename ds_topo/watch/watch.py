@@ -5,9 +5,10 @@ the store's server stops. The judging thread here makes no call that can hang. T
 for this one while it holds the interpreter.
 
 One rank writes a verdict, and all adopt it. The judging thread then shuts down gloo's connections, which ends a blocked
-collective: the main thread raises the transport's error, and the verdict is printed after it. A main thread that is
-still blocked some seconds later is ended with a dump of all stacks. One that computes, saves or evaluates may continue:
-it will raise in its next collective.
+collective: the main thread raises the transport's error, and the verdict is printed after it. A main thread that makes
+no progress (:mod:`ds_topo.watch.progress`) is ended with a dump of all stacks. One that computes, saves or evaluates
+may continue: it will raise in its next collective. A call that holds the interpreter stops the judging thread, too: the
+rank can be ended only after that call.
 """
 
 from __future__ import annotations
@@ -17,14 +18,10 @@ import faulthandler
 import os
 import re
 import socket
-import stat
-import struct
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -35,10 +32,12 @@ from ds_topo.launch.launchers import COORDINATE
 from ds_topo.process_groups.agreement import agree, within
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.torch_names import abort_nccl, clone, default_store, flight_record, job_timeout, served_at
-from ds_topo.watch.activity import OTHERWISE, Activity, Observer, StepCounts, first_line
+from ds_topo.watch.activity import OTHERWISE, SAVES, Activity, Observer, StepCounts, first_line
+from ds_topo.watch.connections import bytes_moved, ports_towards, shut_down
 from ds_topo.watch.heartbeat import (
     ASK_AT,
     FAILED,
+    HAS_ENDED,
     HAS_FAILED,
     TRANSPORT,
     WITNESS_SECONDS,
@@ -49,27 +48,24 @@ from ds_topo.watch.heartbeat import (
     Who,
     headline,
 )
+from ds_topo.watch.progress import GRACE, STILL, Progress
 from ds_topo.watch.witness import State, Witness, address_towards, ask
 
 DEFAULT_LIMIT = 30.0
 ENVIRONMENT = "DS_TOPO_WATCH"
 EXIT_CODE = 70
 """The exit code of a rank that had to be ended, ``EX_SOFTWARE``."""
-GRACE = 4.0
-"""The seconds in which a blocked main thread must raise after its connections were shut down."""
+_ABORT_SECONDS = 2.0
+"""The seconds that NCCL has to abort before a rank is ended."""
 _SECONDS_TO_START = 5.0
 """The shortest time limit of the start."""
 _TICK = 0.2
 """The seconds between two looks of the judging thread."""
-_STILL = 1.0
-"""The seconds at one instruction inside an engine after which any call counts as waiting."""
-_UNTOUCHED = ("save", OTHERWISE)
-"""Phases in which a process is ended only if it is known to wait for other ranks; its connections are shut down."""
 _RANKS_PER_SECOND = 2000
 """The most beats per second that the store receives; beats of larger jobs are less frequent."""
 _OF_TRANSPORT = re.compile(
     r"gloo|NCCL|[Cc]onnection (closed|reset|refused|was)|no connection|Failed to recv|Timed out|wait timeout|"
-    r"Broken pipe|[Ss]ocket|TCPStore|their own errors say why|did not answer within"
+    r"Broken pipe|[Ss]ocket|TCPStore|their own errors say why|did not answer within|was lost"
 )
 
 
@@ -140,6 +136,7 @@ class Watch:
         self._serves = self._is_served_by_rank_0 and self._rank == 0
         self._observer = Observer()
         self._looking = threading.Lock()
+        self._progress = Progress(self._bytes_moved)
         self._steps = StepCounts()
         self._local: Verdict | None = None
         """The verdict of this rank alone, without the store."""
@@ -149,7 +146,7 @@ class Watch:
         self._stopped = threading.Event()
         self._witness = Witness()
         self._ports = {place[1], self._witness.port}
-        """Ports of connections to the store and the witness, which are not part of the transport."""
+        """Ports of the watch's own connections."""
         try:
             token = agree(f"watch, limit {limit}", range(world_size), job_timeout(), subject="the watch")
             interval = min(1.0, limit / 6) * max(1.0, world_size / _RANKS_PER_SECOND)
@@ -201,10 +198,13 @@ class Watch:
     @property
     def is_of_this_job(self) -> bool:
         """Whether the watch is running, in the ``torch.distributed`` world in which it was started."""
-        return not self._stopped.is_set() and dist.is_initialized() and default_store() is self._job_store
+        try:
+            return not self._stopped.is_set() and default_store() is self._job_store
+        except ValueError:  # torch.distributed was destroyed
+            return False
 
-    def note_steps(self, owner: object, group: dist.ProcessGroup, taken: int) -> None:
-        """Compare steps, see :func:`compare_steps`."""
+    def compare_steps(self, owner: object, group: dist.ProcessGroup, taken: int) -> None:
+        """Compare steps, see :meth:`JobWatch.compare_steps`."""
         self._heart.note(self._steps.next(owner, group, taken))
 
     def stop(self) -> None:
@@ -221,10 +221,15 @@ class Watch:
         if sys.excepthook == self._hook:
             sys.excepthook = self._hook_before
         atexit.unregister(self._at_exit)
+        if job_watch.watch is self:
+            job_watch.watch = None
 
     def _look(self) -> Activity:
         with self._looking:
-            return self._observer.look(lambda: bytes_moved(self._ports))
+            return self._observer.look(self._bytes_moved)
+
+    def _bytes_moved(self) -> int | None:
+        return bytes_moved(self._ports)
 
     @property
     def _who(self) -> Who:
@@ -243,13 +248,21 @@ class Watch:
             if self.verdict is None and unanswered >= ASK_AT * self.limit:
                 self._judge_store(f"has not answered for {unanswered:.0f} s")
                 unanswered = 0.0
-            elif self.verdict is None and self._heart.lost is not None:
-                doing = self._look()
-                if doing.wait is not None or (doing.still >= _STILL and doing.phase not in _UNTOUCHED):
-                    self._judge_store(f"has closed its connections ({first_line(self._heart.lost)})")
+            elif self.verdict is None and self._heart.lost is not None and self._needs_the_store(awake):
+                self._judge_store(f"has closed its connections ({first_line(self._heart.lost)})")
             if self.verdict is not None:
                 self._end_what_is_blocked()
                 return
+
+    def _needs_the_store(self, passed: float) -> bool:
+        """Return whether this rank waits, maybe for the process that served the store; that one may end before."""
+        doing = self._look()
+        self._progress.look(doing, passed)
+        if doing.wait is not None or (doing.still >= STILL and doing.phase not in (SAVES, OTHERWISE)):
+            return True
+        first = self._heart.first_rank
+        has_ended = first is not None and first.state == HAS_ENDED
+        return not has_ended and self._progress.is_stuck(doing) and self._progress.seconds >= ASK_AT * self.limit
 
     def _judge_store(self, what: str) -> None:
         """Decide on this rank alone, without the store, whether the process that serves the store is at fault."""
@@ -267,26 +280,33 @@ class Watch:
         self._local = Verdict("\n".join([headline(self._ring.world_size), *lines]), self._rank)
 
     def _end_what_is_blocked(self) -> None:
-        """Shut down connections while the main thread is blocked; end the process if it stays blocked."""
+        """Shut down connections while the main thread waits; end the process if it makes no progress."""
         verdict = self._heart.verdict or self._local
         assert verdict is not None
         if verdict.speaker == self._rank:
             self._speak()
-        blocked = 0.0
+        progress = self._progress = Progress(self._bytes_moved)
         while not self._stopped.wait(_TICK):
             doing = self._look()
-            if self._is_ending or (doing.wait is None and doing.still < _STILL):
-                blocked = 0.0
-                continue
-            shut_down(self._ports)
-            if not blocked:
-                abort_nccl()
-            blocked += _TICK if doing.wait is not None or doing.phase not in _UNTOUCHED else 0.0
-            if blocked > GRACE:
-                self._tell()
-                faulthandler.dump_traceback(all_threads=True)
-                self._witness.end()
-                os._exit(EXIT_CODE)
+            progress.look(doing, _TICK)
+            if self._is_ending or not self.is_of_this_job:
+                progress.seconds = 0.0
+            elif doing.wait is not None or doing.still >= STILL or progress.seconds >= STILL:
+                shut_down(self._server_place[1], self._ports)
+            if progress.is_stuck(doing):
+                self._end_process()
+
+    def _end_process(self) -> None:
+        """Print the verdict and all stacks, and end this process."""
+        self._tell()
+        faulthandler.dump_traceback(all_threads=True)
+        self._witness.end()
+        # NCCL is aborted here and no earlier: calls that wait for the GPU would return, and go on with wrong results
+        faulthandler.dump_traceback_later(_ABORT_SECONDS + 1, exit=True)  # abort_nccl() may hold the interpreter
+        abort = threading.Thread(target=abort_nccl, daemon=True)
+        abort.start()
+        abort.join(_ABORT_SECONDS)
+        os._exit(EXIT_CODE)
 
     # -- output --------------------------------------------------------------------------------------------------------
 
@@ -352,32 +372,36 @@ class Watch:
             faulthandler.dump_traceback_later(GRACE, exit=True)
 
 
-_current: Watch | None = None
+class JobWatch:
+    """The watch of the job that this process has joined, if one was started: one for all programs and engines in it."""
+
+    def __init__(self) -> None:
+        self.watch: Watch | None = None
+
+    def start(self, limit: float) -> Watch:
+        """Return the watch of the job, and start it unless it is running."""
+        if self.watch is None or not self.watch.is_of_this_job:
+            if self.watch is not None:
+                self.watch.stop()
+            self.watch = Watch(limit)
+        return self.watch
+
+    def compare_steps(self, owner: object, group: dist.ProcessGroup, taken: int) -> None:
+        """Let the watch, if it is running, compare the steps of the ranks of a group.
+
+        Where ranks call the same collectives in each step, a rank that leaves out a step has called more of them by its
+        next one. A difference is printed on standard error, once. Nothing waits for the comparison or is ended.
+
+        Args:
+            owner: the object that takes steps. The nth call for an owner is compared with the nth calls on other ranks.
+            group: the group of its collectives.
+            taken: the number of steps taken.
+        """
+        if self.watch is not None and self.watch.is_of_this_job:
+            self.watch.compare_steps(owner, group, taken)
 
 
-def start_watch(limit: float) -> Watch:
-    """Return the watch of the job, and start it unless it is running."""
-    global _current
-    if _current is None or not _current.is_of_this_job:
-        if _current is not None:
-            _current.stop()
-        _current = Watch(limit)
-    return _current
-
-
-def compare_steps(owner: object, group: dist.ProcessGroup, taken: int) -> None:
-    """Let the watch, if it is running, compare the steps of the ranks of a group.
-
-    Where ranks call the same collectives in each step, a rank that leaves out a step has called more of them by its
-    next one. A difference is printed on standard error, once. Nothing waits for the comparison, and nothing is ended.
-
-    Args:
-        owner: the object that takes steps. The nth call for an owner is compared with the nth calls on other ranks.
-        group: the group of its collectives.
-        taken: the number of steps taken.
-    """
-    if _current is not None and _current.is_of_this_job:
-        _current.note_steps(owner, group, taken)
+job_watch = JobWatch()
 
 
 def _is_of_transport(error: BaseException) -> bool:
@@ -407,57 +431,3 @@ def save_flight_record(rank: int) -> Path | None:
     except OSError:  # a full disk must not hide the fault
         return None
     return path
-
-
-# -- gloo's connections ------------------------------------------------------------------------------------------------
-#
-# abort() and shutdown() of a gloo group do not end a blocked collective. The end of its TCP connections does, at once.
-
-_BYTES_ACKED_AND_RECEIVED = 120
-"""Their offset in Linux's ``struct tcp_info``."""
-_WELL_KNOWN = 1024
-"""Ports below belong to services, not to ranks."""
-
-
-def connections() -> Iterator[tuple[socket.socket, int, int]]:
-    """Yield the established TCP connections of this process, with the ports of this end and of the other end.
-
-    Each is a duplicate, which is closed when the next one is requested.
-    """
-    if sys.platform != "linux":
-        return
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as each:
-                if each.family not in (socket.AF_INET, socket.AF_INET6) or each.type != socket.SOCK_STREAM:
-                    continue
-                own, other = each.getsockname()[1], each.getpeername()[1]
-                if min(own, other) >= _WELL_KNOWN:
-                    yield each, own, other
-
-
-def ports_towards(port: int) -> set[int]:
-    """Return this process's own ports of connections to a port."""
-    return {own for _, own, other in connections() if other == port}
-
-
-def bytes_moved(besides: Collection[int]) -> int | None:
-    """Return the bytes sent and received on connections without one of these ports; None where this is unknown."""
-    total, found = 0, False
-    for each, *ports in connections():
-        if not set(ports) & set(besides):
-            with suppress(OSError, struct.error):
-                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                total += sum(struct.unpack_from("=QQ", info, _BYTES_ACKED_AND_RECEIVED))
-                found = True
-    return total if found else None
-
-
-def shut_down(spared: Collection[int]) -> None:
-    """End all connections except those from one of these ports of this process; calls that wait in one raise."""
-    for each, own, _ in connections():
-        if own not in spared:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)

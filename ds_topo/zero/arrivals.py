@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ds_topo.backends import stream_key
-from ds_topo.torch_names import storage_users
+from ds_topo.torch_names import call_plainly, storage_users
 from ds_topo.zero.exchange import Pending
 
 _HELD_BY = "_ds_topo_arrival"
@@ -128,7 +128,7 @@ class InFlightParameter(nn.Parameter):
         if function not in _DESCRIBING:
             for parameter in _in_flight_among((args, kwargs)):
                 _wait_for(parameter)
-        return torch._C._disabled_torch_function_impl(function, types, args, kwargs)
+        return call_plainly(function, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _landed(self):
@@ -229,7 +229,7 @@ def unaware_of_arrivals(module: nn.Module) -> str | None:
         called = repr(name or type(part).__name__)
         if isinstance(part, torch.jit.ScriptModule):
             return f"the scripted module {called}"
-        if part._compiled_call_impl is not None or isinstance(part, torch._dynamo.OptimizedModule):
+        if part._compiled_call_impl is not None or type(part).__name__ == "OptimizedModule":
             return f"the compiled module {called}"
         for parameter in part._parameters.values():
             if parameter is not None and type(parameter) is not nn.Parameter:

@@ -136,15 +136,17 @@ class CollectiveExchange(Exchange):
         self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
 
     def reduce_scatter(self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM) -> Pending:
+        flat = torch.view_as_real(flat) if flat.is_complex() else flat
         return _Collective(dist.reduce_scatter_tensor(self._own(flat), flat, op, group=self._group, async_op=True))
 
     def gather(self, flat: torch.Tensor) -> Pending:
+        flat = torch.view_as_real(flat) if flat.is_complex() else flat
         in_place = traits_of(self._group, flat.device).gathers_in_place
         own = self._own(flat) if in_place else self._own(flat).clone()
         return _Collective(dist.all_gather_into_tensor(flat, own, group=self._group, async_op=True))
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self._size, -1)[self._rank]
+        return flat.view(self._size, -1, *flat.shape[1:])[self._rank]
 
 
 @dataclass(frozen=True)

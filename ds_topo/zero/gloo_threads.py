@@ -13,12 +13,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
-_NAMES = frozenset({"gloo_tcp_loop"})
-"""The names that gloo gives to its threads."""
+from ds_topo.torch_names import gloo_threads as threads_of_gloo
 
 
 class GlooThreads:
@@ -34,24 +31,16 @@ class GlooThreads:
         """Let all gloo threads yield, including those that were created since the last call."""
         with self._lock:
             self._wanted += 1
-            self._changed |= {thread for thread in _thread_ids() if _change(thread, "SCHED_OTHER", "SCHED_BATCH")}
+            self._changed |= {thread for thread in threads_of_gloo() if _change(thread, "SCHED_OTHER", "SCHED_BATCH")}
 
     def end_yielding(self) -> None:
         """Undo one ``begin_yielding()``; the last call restores the policy of the threads that were changed."""
         with self._lock:
             self._wanted -= 1
             if not self._wanted:
-                for thread in self._changed.intersection(_thread_ids()):
+                for thread in self._changed.intersection(threads_of_gloo()):
                     _change(thread, "SCHED_BATCH", "SCHED_OTHER")
                 self._changed.clear()
-
-
-def _thread_ids() -> Iterator[int]:
-    with suppress(OSError):  # not Linux
-        for task in Path("/proc/self/task").iterdir():
-            with suppress(OSError):  # the thread has just ended
-                if (task / "comm").read_text().strip() in _NAMES:
-                    yield int(task.name)
 
 
 def _change(thread: int, old: str, new: str) -> bool:

@@ -20,6 +20,8 @@ from ds_topo.errors import CheckpointError
 from tests.checkpoint.jobs import KINDS, Kind, job
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 
 def _save(kind: Kind, folder: Path) -> tuple[dict[str, str], list[float]]:
     """Return the state at the start of the save, and losses after it. Files are flushed only after further steps."""

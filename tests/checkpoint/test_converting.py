@@ -36,6 +36,8 @@ from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 PIPELINE = Layout("pipe=2,data=2")
 PLAIN = Layout("data=2,model=2", is_pipeline=False)
 

@@ -18,6 +18,8 @@ from tests.support.moe_training import BATCH, EXPERTS, Case, trainer
 from tests.support.training import Run, assert_trained_alike
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 BEFORE, STEPS = 2, 4
 TAG = "saved"
 

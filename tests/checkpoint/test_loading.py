@@ -28,6 +28,8 @@ from ds_topo.errors import (
 from tests.checkpoint.jobs import KINDS, Kind, Own, job
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 KIND = KINDS["zero1"]
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 

@@ -22,12 +22,16 @@ from ds_topo import checkpoint
 from ds_topo.checkpoint import engine_facts, saving
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest, tidy
+from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError
 from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, job, state_of
-from tests.support.ranks import Ranks
+from tests.support.ranks import RankFailure, Ranks, run_ranks
+from tests.support.served_store import serve_a_store
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine
 from tests.support.world import Worlds
+
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 
 CASES = [
     *KINDS.values(),
@@ -314,3 +318,53 @@ def test_rank_that_fails_early_is_named_in_time(tmp_path: Path) -> None:
         assert "ranks [1] on" in text
         assert "KeyError: 'no such state'" in text
     assert checkpoints_in(tmp_path) == []
+
+
+# -- the end of rank 0, which serves the store -------------------------------------------------------------------------
+
+
+def _saves_and_ends(folder: Path, late: float) -> None:
+    serve_a_store()
+    read = Meeting._await
+
+    def read_late(meeting: Meeting, name: str) -> str:
+        time.sleep(late)
+        return read(meeting, name)
+
+    with job(KINDS["zero1"]) as here, mock.patch.object(Meeting, "_await", read_late):
+        here.train(range(1))
+        try:
+            checkpoint.save(here.engine, folder)
+        except CheckpointError as error:
+            Path(folder, f"error{dist.get_rank()}").write_text(str(error))
+        else:
+            Path(folder, f"saved{dist.get_rank()}").touch()
+        if dist.get_rank() == 0:
+            os._exit(0)
+
+
+@pytest.mark.parametrize("late", [0, 0.001, 0.5])
+def test_rank_0_may_end_right_after_a_save(tmp_path: Path, late: float) -> None:
+    with pytest.raises(RankFailure):  # of rank 0, which returns nothing
+        run_ranks(2, _saves_and_ends, tmp_path, late)
+    assert {path.read_text() for path in tmp_path.glob("error*")} == set()
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == ["saved0", "saved1"]
+
+
+def _reads_from_rank_0(folder: str) -> None:
+    serve_a_store()
+    meeting = Meeting.begin("a test", "")
+    if dist.get_rank() == 0:
+        time.sleep(1)
+        os._exit(0)
+    with pytest.raises(CheckpointError) as caught:
+        meeting.decided("choice", lambda: None)
+    Path(folder, "error").write_text(str(caught.value))
+
+
+def test_a_lost_store_is_reported_as_lost(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(2, _reads_from_rank_0, str(tmp_path))
+    error = (tmp_path / "error").read_text()
+    assert "rank 0 did not report its result, the connection to the store of the job was lost" in error
+    assert "within 0:" not in error

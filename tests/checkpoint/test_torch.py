@@ -35,6 +35,8 @@ from tests.support.small_engines import start
 from tests.support.training import destroy_engine
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 BEFORE, AFTER = range(3), range(3, 6)
 TOLERANCE = 1e-5
 Content = dict[str, Any]

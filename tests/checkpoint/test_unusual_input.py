@@ -27,6 +27,8 @@ from tests.support.small_engines import start
 from tests.support.training import destroy_engine
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 KIND = KINDS["zero1"]
 
 

@@ -13,6 +13,8 @@ from ds_topo import collectives
 from ds_topo.errors import DisagreementError
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 REFUSED: dict[str, tuple[str, Callable[[torch.Tensor, Any], Any]]] = {
     "indivisible": (
         r"dimension 1 of a tensor \[6, 5\] is 5 long.*1 left over",

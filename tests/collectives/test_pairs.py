@@ -17,6 +17,8 @@ from ds_topo import PipelineParallelGrid, collectives
 from tests.support.counted_collectives import CountedCollectives
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", "strict")
+
 GRIDS = [(2, "model=2"), (4, "model=4"), (4, "model=2,data=2")]
 """World size and topology: whole worlds, and groups of ranks that are not adjacent."""
 

@@ -26,6 +26,8 @@ from tests.support.fake_world import fake_world
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 2,

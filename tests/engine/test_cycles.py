@@ -26,6 +26,8 @@ from tests.support.fake_world import fake_world
 from tests.support.process_groups import number_of_groups
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 FAKE_CYCLES = 1000
 GLOO_CYCLES = 12
 OBJECTS = 10

@@ -21,6 +21,8 @@ from tests.support.fake_world import fake_world
 from tests.support.moe_training import Case, Trainer
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 STRIDED = "model=2,data=2,pipe=2"
 
 

@@ -19,6 +19,8 @@ from ds_topo.errors import ExpertGroupError
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 
 class Mixture(nn.Module):
     def __init__(self, size: int) -> None:

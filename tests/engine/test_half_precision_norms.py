@@ -14,6 +14,8 @@ from ds_topo import PipelineParallelGrid, initialize
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}}
 

@@ -23,6 +23,8 @@ from tests.support.failing import FailsInBackward
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 SMALL = {"bucket_bytes": 600, "first_bucket_bytes": 200, "last_bucket_bytes": 200}
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}}

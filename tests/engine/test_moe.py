@@ -11,6 +11,8 @@ from tests.support.exhaustive import mark_exhaustive
 from tests.support.moe_training import Case, assert_trains_as_one_process
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 STEPS = 2
 CLIP = 0.05
 """A limit far below the gradient norm of every step."""

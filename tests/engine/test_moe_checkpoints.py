@@ -11,6 +11,8 @@ from tests.support.moe_training import Case, trainer
 from tests.support.training import Run, assert_trained_alike
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 CASES = [
     *(
         Case(order, (0, 2, 1, 0), zero)

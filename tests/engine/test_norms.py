@@ -22,6 +22,8 @@ from ds_topo.mpu import patches
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 
 def parameter(value: float, **marks: Any) -> nn.Parameter:
     """Return a parameter of four elements whose gradient has the given norm."""

@@ -23,6 +23,8 @@ from ds_topo.errors import DisagreementError, TopologyError
 from tests.support.small_engines import TiedPipe, pipeline_losses, settings, start
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 
 @contextmanager
 def program(name: str, **functions: Any) -> Iterator[ModuleType]:

@@ -20,6 +20,8 @@ from ds_topo.errors import EngineOptionError
 from tests.support.training import engine_config
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 QUANTIZED = {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}
 SECOND_PARTITION = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
 AUTO_EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}

@@ -22,6 +22,8 @@ from tests.support.process_groups import number_of_groups
 from tests.support.training import Reference, Run, assert_trained_alike
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 STEPS = 6
 TOPOLOGIES = ["data=4", "pipe=2,data=2", "data=2,pipe=2", "pipe=4", "pipe=2,seq=2", "seq=2,pipe=2"]
 

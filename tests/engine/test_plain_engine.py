@@ -20,6 +20,8 @@ from tests.support.gpt_training import BF16, SMALL_BUCKETS, TINY, plain_engine, 
 from tests.support.training import Reference, Run, assert_trained_alike
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 STEPS = 4
 OURS = {"gradient_reducer": SMALL_BUCKETS}
 CASES: dict[str, dict[str, Any]] = {

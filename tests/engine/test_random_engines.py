@@ -29,6 +29,8 @@ from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from tests.support.failing import FailsInBackward
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 WIDTH = 8
 STEPS = 5
 TIED = ["linear.weight", "linear.bias", "other.weight", "other.bias"]

@@ -23,6 +23,8 @@ from tests.support.small_engines import settings, start
 from tests.support.training import Reference, Run, assert_trained_alike, destroy_engine, engine_config
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 STEPS = 4
 CASES: list[dict[str, Any]] = [
     {"zero": 0},
@@ -284,6 +286,7 @@ def _leaves_out_a_step(stage: int) -> list[str]:
     return []
 
 
+@pytest.mark.backends("gloo")
 def test_a_skipped_step_is_reported_at_the_next_step(world: Worlds) -> None:
     """Without ZeRO, no collective of the skipped step would fail."""
     [message] = {message for [message] in world(4).run(_leaves_out_a_step, 0)}

@@ -21,6 +21,8 @@ from tests.support.moe_training import Case, trainer
 from tests.support.training import destroy_engine
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 Engines = Iterator[tuple[Any, Callable[[int], object]]]
 OVERLAPPED = {"gradient_reducer": {"overlap_parameters": True}}
 

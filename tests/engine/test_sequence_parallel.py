@@ -28,6 +28,8 @@ from tests.support.training import (
 )
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 BATCH, POSITIONS, WIDTH, HEADS, STEPS = 4, 8, 16, 4, 3
 DESCENT = {"lr": 0.5, "momentum": 0.9}
 OPTIONS: dict[str, dict[str, Any]] = {

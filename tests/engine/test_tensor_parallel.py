@@ -12,6 +12,8 @@ from tests.support.gpt_training import BF16, train_pipeline
 from tests.support.training import Reference, Run, assert_trained_alike
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 STEPS = 6
 ORDERS = [",".join(f"{axis}=2" for axis in order) for order in permutations(("pipe", "data", "model"))]
 

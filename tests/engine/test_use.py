@@ -33,6 +33,8 @@ from tests.support.fake_world import fake_world
 from tests.support.small_engines import TiedPipe, pipeline_losses, settings, start, tied_layers
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 ORDERS = [",".join(order) for order in permutations(("pipe=2", "data=2", "model=2"))]
 stock_initialize = deepspeed.initialize
 StockTopology = deepspeed_topology.PipeModelDataParallelTopology

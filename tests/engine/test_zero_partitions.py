@@ -25,6 +25,8 @@ from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", "strict")
+
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 WIDE: dict[str, Any] = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
 NARROW: dict[str, Any] = {"data_types": {"grad_accum_dtype": "bf16"}}
@@ -330,6 +332,7 @@ def _after_something_goes_wrong(zero: int, what: str, overlaps: bool) -> None:
         *((zero, f"an exception on {ranks}") for zero in (1, 2) for ranks in ("one rank", "every rank")),
     ],
 )
+@pytest.mark.backends("gloo")
 def test_a_failed_step_leaves_no_gradients(world: Worlds, zero: int, what: str, overlaps: bool) -> None:
     world(2).run(_after_something_goes_wrong, zero, what, overlaps)
 
@@ -494,5 +497,6 @@ def _in_slices() -> None:
         engine.destroy()
 
 
+@pytest.mark.backends("gloo")
 def test_deepspeeds_own_partitions_are_gathered_in_slices(world: Worlds) -> None:
     world(4).run(_in_slices)

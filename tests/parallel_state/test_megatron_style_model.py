@@ -19,6 +19,8 @@ from tests.support.megatron_style import PROGRAMS, program_of
 from tests.support.training import Run, assert_trained_alike, destroy_engine, engine_config, train_by_hand, train_engine
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 STEPS = 3
 MICRO_BATCHES = 2
 CLIP = 0.5

@@ -21,6 +21,8 @@ from ds_topo.parallel_state.__main__ import main, rows
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 ORDERS = [",".join(order) for order in permutations(("pipe=2", "data=2", "model=2"))]
 RANKS = range(8)
 

@@ -21,6 +21,8 @@ from tests.support.process_groups import number_of_groups, sum_of_ranks
 from tests.support.ranks import run_ranks
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout

@@ -18,23 +18,13 @@ from ds_topo.errors import DisagreementError, GroupCreationError, StoreTimeoutEr
 from ds_topo.process_groups import creation
 from ds_topo.process_groups.agreement import within
 from tests.support.ranks import RankFailure, run_ranks
+from tests.support.served_store import serve_a_store
 
 LIMIT = 2.0
 
 
 def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _serve_a_store() -> None:
-    """Restart the job with a store that rank 0 serves; another process serves the store of the tests."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    port = [served.port if served else 0]
-    dist.broadcast_object_list(port)
-    dist.destroy_process_group()
-    store = served or dist.TCPStore("127.0.0.1", port[0], wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
 
 def _pids() -> list[int]:
@@ -61,7 +51,7 @@ def _errors(kind: type[Exception], first_rank: int) -> str:
 
 
 def _stopped_before_it_agrees() -> str:
-    _serve_a_store()
+    serve_a_store()
     pids = _pids()
     if dist.get_rank() == 0:
         _stop()
@@ -80,7 +70,7 @@ def test_a_stopped_store_server_is_named_during_agreement() -> None:
 
 
 def _ends_at_once(folder: str) -> None:
-    _serve_a_store()
+    serve_a_store()
     rank = dist.get_rank()
     with pytest.raises(DisagreementError) as caught:
         PipelineParallelGrid("pipe=2,data=2" if rank else "data=4", timeout=timedelta(seconds=10))

@@ -24,6 +24,8 @@ from tests.support.process_groups import number_of_groups
 from tests.support.training import Run, assert_trained_alike, train_by_hand
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 
 def test_meshes_are_cached_and_dimensions_can_be_renamed() -> None:
     with fake_world(5, 8), PipelineParallelGrid("pipe=2,data=2,model=2") as grid:

@@ -25,6 +25,8 @@ from tests.support.reduced_model import (
 )
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", "strict")
+
 
 def _against_ddp(micro_batches: int, set_to_none: bool) -> list[list[str]]:
     rank, world_size = dist.get_rank(), dist.get_world_size()

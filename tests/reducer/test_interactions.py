@@ -19,6 +19,8 @@ from ds_topo import GradientReducer, PipelineParallelGrid
 from tests.support.failing import FailsInBackward
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 SMALL = {"bucket_bytes": 1000, "first_bucket_bytes": 300, "last_bucket_bytes": 600, "two_level": False}
 LARGE = 128  # the width of a weight that is large enough to be copied in at once
 
@@ -388,6 +390,7 @@ def _exception_in_backward(who: str) -> None:
 
 
 @pytest.mark.parametrize("who", ["all", "one rank"])
+@pytest.mark.backends("gloo")
 def test_reset_gives_up_a_step_after_an_exception(world: Worlds, who: str) -> None:
     world(2).run(_exception_in_backward, who)
 

@@ -16,6 +16,8 @@ from tests.support.reduced_model import (
 )
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 
 def _finish_missing(module: Model, reducer: GradientReducer) -> None:
     backward(module)

@@ -40,6 +40,8 @@ from tests.support.reduced_model import (
 )
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", "strict")
+
 CPU = torch.device("cpu")
 
 
@@ -97,6 +99,7 @@ def test_scaling_in_a_group_of_one_rank_uses_no_native_operation(world: Worlds) 
     world(1).run(_native_ops_of_one_rank)
 
 
+@pytest.mark.backends("gloo")
 def test_scaling_on_nccl_uses_native_operations(world: Worlds) -> None:
     world(2).run(_native_ops)
 
@@ -216,6 +219,7 @@ def _two_level_failure() -> None:
     levels.destroy()
 
 
+@pytest.mark.backends("gloo")
 def test_two_level_failure_is_raised_for_its_tensor_only(world: Worlds) -> None:
     world(4).run(_two_level_failure)
 

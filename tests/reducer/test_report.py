@@ -17,6 +17,8 @@ from ds_topo.reducer.report import BucketTiming, GradientReport, StepTiming
 from tests.support.reduced_model import SMALL, backward, model
 from tests.support.world import Worlds
 
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
 
 def _report(path: str) -> tuple[str, int]:
     module = model()

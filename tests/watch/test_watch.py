@@ -19,8 +19,8 @@ from torch import nn
 from ds_topo import PipelineParallelGrid, initialize
 from ds_topo.engine.engine_patches import STEPS_BETWEEN
 from ds_topo.errors import DisagreementError
-from ds_topo.watch import Watch, start_watch, watch_limit
-from ds_topo.watch.watch import GRACE
+from ds_topo.watch import Watch, job_watch, watch_limit
+from ds_topo.watch.progress import GRACE
 from tests.support.small_engines import settings
 from tests.support.world import Worlds
 
@@ -45,10 +45,10 @@ def _twice() -> list[str]:
             dist.barrier()
         assert _state() == before
         watch.stop()
-    first = start_watch(30.0)
-    assert start_watch(30.0) is first
+    first = job_watch.start(30.0)
+    assert job_watch.start(30.0) is first
     first.stop()
-    second = start_watch(30.0)
+    second = job_watch.start(30.0)
     assert second is not first
     second.stop()
     return before[1]
@@ -132,7 +132,7 @@ def test_a_malformed_environment_variable_is_refused(text: str, monkeypatch: pyt
 
 
 def _train(leaves_out_a_step: bool, engines: int = 1) -> str:
-    start_watch(30.0)
+    job_watch.start(30.0)
     config = settings(zero_optimization={"stage": 0}, gradient_accumulation_steps=1)
     told = io.StringIO()
     with PipelineParallelGrid("data=2") as grid, redirect_stderr(told):
@@ -148,7 +148,7 @@ def _train(leaves_out_a_step: bool, engines: int = 1) -> str:
         time.sleep(2.5)  # until all have beaten
         for engine in trained:
             engine.destroy()
-    start_watch(30.0).stop()
+    job_watch.start(30.0).stop()
     return told.getvalue()
 
 
