@@ -316,6 +316,10 @@ def storage_users(tensor: torch.Tensor) -> int:
     return users
 
 
+COLLECTIVES_ASK = hasattr(c10d, "has_torch_function")
+"""True if collectives call ``__torch_function__`` of their tensors; torch 2.13 does, 2.8 does not."""
+
+
 def call_plainly(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call one of torch's functions, as for tensors without a ``__torch_function__`` of their own."""
     return _disabled_torch_function_impl(function, types, args, kwargs)

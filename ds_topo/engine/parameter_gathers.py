@@ -167,7 +167,7 @@ class PartitionedParameters(list[torch.Tensor]):
         """
         part = unaware_of_arrivals(module)
         if part is not None:
-            self._warn(f"{part} reads parameters without waiting for them")
+            self._warn(f"{part} may read parameters without waiting for them")
             return
         order = {parameter: place for place, parameter in enumerate(module.parameters())}
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ds_topo.backends import stream_key
-from ds_topo.torch_names import call_plainly, storage_users
+from ds_topo.torch_names import COLLECTIVES_ASK, call_plainly, storage_users
 from ds_topo.zero.exchange import Pending
 
 _HELD_BY = "_ds_topo_arrival"
@@ -224,7 +224,9 @@ class SharedMemory:
 
 
 def unaware_of_arrivals(module: nn.Module) -> str | None:
-    """Name a part of a module whose parameters would be read without a wait; None if there is none."""
+    """Name what would read a module's parameters without a wait; None if nothing would."""
+    if not COLLECTIVES_ASK:
+        return f"a collective of torch {torch.__version__}"
     for name, part in module.named_modules():
         called = repr(name or type(part).__name__)
         if isinstance(part, torch.jit.ScriptModule):
