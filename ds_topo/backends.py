@@ -1,4 +1,4 @@
-"""What the backends of ``torch.distributed`` can do, and what they require. No other module compares their names.
+"""Say what each backend of ``torch.distributed`` can do, and what it requires. No other module compares their names.
 
 A collective of gloo blocks the thread that waits for it. One of NCCL is queued on a stream of the device: ``wait()``
 only orders the current stream after it, so another stream must wait by itself.

@@ -110,7 +110,7 @@ class LayoutView:
 
     @property
     def is_large(self) -> bool:
-        """Whether there are too many ranks to list them one by one."""
+        """Return whether there are too many ranks to list them one by one."""
         return self.topology.world_size() > MOST_RANKS or len(self.rows) > MOST_ROWS
 
     @property

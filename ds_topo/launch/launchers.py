@@ -97,7 +97,7 @@ class Launch:
 
     @property
     def is_on_one_host(self) -> bool | None:
-        """Whether all ranks are on this host; None if unknown."""
+        """Return whether all ranks are on this host; None if unknown."""
         return None if self.local_world_size is None else self.local_world_size == self.world_size
 
     @property

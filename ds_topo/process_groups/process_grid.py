@@ -300,7 +300,7 @@ class ProcessGrid:
 
     @property
     def check_samples(self) -> bool:
-        """Whether engines check that ranks which share samples read the same first ones; True by default."""
+        """Return whether engines check that ranks which share samples read the same first ones; True by default."""
         return self._core.check_samples
 
     @check_samples.setter

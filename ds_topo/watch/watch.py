@@ -197,7 +197,7 @@ class Watch:
 
     @property
     def is_of_this_job(self) -> bool:
-        """Whether the watch is running, in the ``torch.distributed`` world in which it was started."""
+        """Return whether the watch is running, in the ``torch.distributed`` world in which it was started."""
         try:
             return not self._stopped.is_set() and default_store() is self._job_store
         except ValueError:  # torch.distributed was destroyed
