@@ -88,7 +88,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (1, {**WIDE, "gradient_clipping": 0.5}),
     (2, {**WIDE, "gradient_clipping": 0.5}),
     (1, {"communication_data_type": "bf16"}),
-    (1, {"prescale_gradients": False, "gradient_predivide_factor": 2.0}),
+    (1, {"prescale_gradients": False, "gradient_predivide_factor": 4.0}),
 ]
 
 
