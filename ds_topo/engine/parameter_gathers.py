@@ -144,8 +144,9 @@ class PartitionedParameters(list[torch.Tensor]):
         self._arrivals.wait()
 
     def timings(self) -> list[BucketTiming]:
-        """Return the timings of the last gather."""
+        """Return the timings of the last gather, after it has ended."""
         for arrival, timing in self._in_flight:
+            arrival.wait()  # nothing may have read this region
             timing.done_ns = arrival.done_ns
             timing.wait_started_ns, timing.wait_ended_ns = arrival.done_ns - arrival.waited_ns, arrival.done_ns
         return [timing for _, timing in self._in_flight]
