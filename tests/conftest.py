@@ -41,9 +41,10 @@ def other_world() -> Iterator[Worlds]:
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """The backend on which ``world`` and ``other_world`` run a test; see the marker ``backends``."""
     name: str = getattr(request, "param", request.config.getoption("backend"))
-    worlds: list[Worlds] = [
+    found = [
         request.getfixturevalue(fixture) for fixture in ("world", "other_world") if fixture in request.fixturenames
     ]
+    worlds = [each for each in found if isinstance(each, Worlds)]  # a test may have a parameter of this name
     for of_size in worlds:
         of_size.backend = name
     yield name
