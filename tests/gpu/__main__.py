@@ -356,6 +356,7 @@ def main() -> int:
     if not about["GPU"] and not arguments.rehearse:
         print(NO_GPU, file=sys.stderr)
         return 1
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are killed, too
     here = places(0 if arguments.rehearse else len(about["GPU"]))
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="gpu-checks-") as name:
