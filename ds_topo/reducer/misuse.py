@@ -183,7 +183,7 @@ class Changes:
         replaced = [
             state.name
             for state in self._states
-            if state.parameter.grad is not state.view and state.contribution is COPIED_IN and is_replaced(state)
+            if state.contribution is COPIED_IN and state.parameter.grad is not state.view and is_replaced(state)
         ]
         if replaced:
             return (

@@ -109,7 +109,8 @@ class Progress:
         main = frames[threading.main_thread().ident or 0].f_code
         if not main.co_filename.endswith(_RUN_BACKWARD[0]) or main.co_name != _RUN_BACKWARD[1]:
             return None
-        known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+        # autograd's threads, which Python did not start, are dummies
+        known = {thread.ident for thread in threading.enumerate() if type(thread).__name__ != "_DummyThread"}
         # each call of a hook has a frame of its own, whose address is not used again while this value holds it
         return {each: (frame, frame.f_lasti) for each, frame in frames.items() if each not in known}
 

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import deepspeed
 import numpy as np
@@ -211,6 +212,9 @@ def _raise_rank() -> None:
 
 
 def test_a_rank_that_died_between_two_functions_is_replaced(own_world: World) -> None:
-    os.kill(_pids(own_world)[0], 9)
-    time.sleep(0.2)
+    pid = _pids(own_world)[0]
+    os.kill(pid, 9)
+    until = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < until:  # until the fork server has noticed
+        time.sleep(0.05)
     assert own_world.run(dist.get_rank) == [0, 1]
