@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -226,6 +227,7 @@ def _restore(owner: Any, layer: _Layer) -> None:
         )
 
 
+@cache
 def _source(kind: type) -> str:
     try:
         return inspect.getsource(kind)

@@ -80,7 +80,8 @@ def install(grid: PipelineParallelGrid, module: ModuleType, program: str | None 
 
     Other modules of the program's package that have imported the functions by name get the new ones, too. Functions
     that a grid cannot answer raise, with the reason, when they are called. The module's ``initialize_model_parallel``
-    then checks that the program asks for the grid's degrees; all groups it creates are the grid's.
+    then checks that the program asks for the grid's degrees; all groups it creates are the grid's. Until the program
+    has called it, ``model_parallel_is_initialized()`` is False, because programs call it only then.
 
     Args:
         grid: the grid whose layout the program is to use.
@@ -94,6 +95,7 @@ def install(grid: PipelineParallelGrid, module: ModuleType, program: str | None 
         ValueError: the module or the program is not known.
         RuntimeError: the module answers from another grid.
     """
+    is_awaited = True
     for function in vars(module).values():
         other = getattr(function, "__self__", None)
         if isinstance(other, ParallelState) and not other.grid.shares_groups_with(grid):
@@ -101,7 +103,9 @@ def install(grid: PipelineParallelGrid, module: ModuleType, program: str | None 
                 f"{module.__name__} answers from another grid, {other.grid.topology().spec!r}: destroy that one "
                 "before install()"
             )
+        is_awaited = is_awaited and (not isinstance(other, ParallelState) or other.is_awaited)
     state = of(grid, program_of(module) if program is None else program)
+    state.is_awaited = is_awaited
     answers: dict[int, tuple[FunctionType, Callable[..., Any]]] = {}
     for name, function in list(vars(module).items()):
         if not isinstance(function, FunctionType):

@@ -139,6 +139,7 @@ class MegatronDeepSpeedState(_Megatron):
         )
         self._set_virtual_stages(virtual_pipeline_model_parallel_size)
         self._split_rank = pipeline_model_parallel_split_rank
+        self.is_awaited = False
 
     def get_model_parallel_world_size(self) -> int:
         """Return the number of slices of each layer, in programs without a pipeline."""
@@ -162,7 +163,7 @@ class MegatronDeepSpeedState(_Megatron):
         """Return whether the groups exist. Without an axis ``seq``, each of them is one rank."""
         return self.grid.is_alive
 
-    sequence_data_parallel_is_initialized = ParallelState.model_parallel_is_initialized
+    sequence_data_parallel_is_initialized = sequence_parallel_is_initialized
 
     def get_sequence_parallel_group(self) -> ProcessGroup | None:
         """Return the group of the ranks that share this rank's sequences."""
@@ -263,6 +264,7 @@ class MegatronState(_Megatron):
         self.get_embedding_group(check_initialized=False)
         self.get_expert_tensor_and_model_parallel_group()
         self.get_expert_tensor_model_pipeline_parallel_group()
+        self.is_awaited = False
 
     is_initialized = ParallelState.model_parallel_is_initialized
 

@@ -51,6 +51,7 @@ class GPTNeoXState(ParallelState):
                     "job has one layout, so pass grid.topology()"
                 )
         self._fp32_allreduce = fp32_allreduce
+        self.is_awaited = False
 
     get_model_parallel_group = ParallelState.get_tensor_model_parallel_group
     get_model_parallel_world_size = ParallelState.get_tensor_model_parallel_world_size

@@ -46,6 +46,8 @@ class ParallelState:
 
     def __init__(self, grid: PipelineParallelGrid) -> None:
         self.grid = grid
+        self.is_awaited = False
+        """Whether a program has still to call ``initialize_model_parallel``, and the state answers that it has not."""
         self._virtual_rank: int | None = None
         self._virtual_world_size: int | None = None
         self._split_rank: int | None = None
@@ -54,16 +56,21 @@ class ParallelState:
     # -- life cycle ----------------------------------------------------------------------------------------------
 
     def model_parallel_is_initialized(self) -> bool:
-        """Return whether the groups exist."""
-        return self.grid.is_alive
+        """Return whether the groups exist and, in an installed module, the program has asked for them.
+
+        Programs ask this before they call ``initialize_model_parallel``, which checks their degrees.
+        """
+        return self.grid.is_alive and not self.is_awaited
 
     def is_unitialized(self) -> bool:
-        """Return whether the groups do not exist. (The spelling is the programs'.)"""
-        return not self.grid.is_alive
+        """Return the opposite of :meth:`model_parallel_is_initialized`. (The spelling is the programs'.)"""
+        return not self.model_parallel_is_initialized()
 
     def destroy_model_parallel(self) -> None:
         """Destroy the grid."""
         self.grid.destroy()
+
+    destroy_tensor_model_parallel = destroy_model_parallel
 
     # -- tensor parallelism --------------------------------------------------------------------------------------
 

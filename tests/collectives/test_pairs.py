@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_topo import PipelineParallelGrid, collectives
 from tests.support.counted_collectives import CountedCollectives
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", "strict")
@@ -144,7 +145,10 @@ def _differentiate(topology: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "topology", "dtype"),
-    [(*grid, torch.float64) for grid in GRIDS] + [(*GRIDS[0], torch.complex128)],
+    mark_exhaustive(
+        [(*grid, torch.float64) for grid in GRIDS] + [(*GRIDS[0], torch.complex128)],
+        default=lambda number, _: number in (0, len(GRIDS)),
+    ),
 )
 def test_numerical_derivatives(world: Worlds, world_size: int, topology: str, dtype: torch.dtype) -> None:
     world(world_size).run(_differentiate, topology, dtype)

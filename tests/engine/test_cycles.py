@@ -22,6 +22,7 @@ from torch import nn
 
 from ds_topo import GradientReducer, PipelineParallelGrid, groups
 from ds_topo.errors import DisagreementError, ExpertSizeError, TopologyError
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.fake_world import fake_world
 from tests.support.process_groups import number_of_groups
 from tests.support.world import Worlds
@@ -142,7 +143,8 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-LIVES = pytest.mark.parametrize("life", [_live, _stop_in_a_step, _fail], ids=["complete", "stopped", "failed"])
+_LIVES = {"complete": _live, "stopped": _stop_in_a_step, "failed": _fail}
+LIVES = pytest.mark.parametrize("life", _LIVES.values(), ids=_LIVES)
 SPECS = pytest.mark.parametrize("spec", ["data=2,model=2", "pipe=2,data=2"])
 
 
@@ -169,7 +171,7 @@ def _differences(cycles: int, life: Callable[[str], None], spec: str) -> list[st
     return grown
 
 
-@LIVES
+@pytest.mark.parametrize("life", mark_exhaustive(_LIVES.values(), lambda number, _: number == 2), ids=_LIVES)
 def test_a_thousand_cycles_of_one_rank_leak_nothing(life: Callable[[str], None]) -> None:
     gc.freeze()  # otherwise every collection and every search for a module's owner visits all objects of DeepSpeed
     try:

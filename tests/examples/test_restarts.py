@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.restarts import SHAPE, curve, train_and_kill
 from tests.support.example_jobs import run_main
 from tests.support.ranks import run_ranks
@@ -11,6 +13,7 @@ from tests.support.ranks import run_ranks
 OPTIONS = (*SHAPE, "--topology", "pipe=2", "--steps", "9", "--save-every", "3")
 
 
+@pytest.mark.exhaustive
 def test_job_killed_during_save_has_equal_losses(tmp_path: Path) -> None:
     through, killed = tmp_path / "through", tmp_path / "killed"
     run_ranks(2, run_main, "train_gpt", *OPTIONS, "--out", str(through))

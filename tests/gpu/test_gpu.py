@@ -14,8 +14,8 @@ from tests.gpu.__main__ import CHECKS, ROOT, Check, Outcome, Place, places, run,
 from tests.support.exhaustive import mark_exhaustive
 
 HERE = Place("two", 2, "gloo", "cpu")
-DEFAULT = ("streams", "pipeline")
-"""The fastest checks."""
+DEFAULT = ("streams",)
+"""The fastest check."""
 
 
 def _gpu_sh(*options: str) -> subprocess.CompletedProcess[str]:

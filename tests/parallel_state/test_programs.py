@@ -248,7 +248,12 @@ def get_model_parallel_group(): raise AssertionError("model parallel group is no
 def get_model_parallel_rank(): raise AssertionError
 def model_parallel_is_initialized(): return False
 def initialize_model_parallel(model_parallel_size, topology=None, fp32_allreduce=False): raise AssertionError
+def get_fp32_allreduce(): raise AssertionError
 def split_tensor(tensor): return tensor
+def initialize_distributed(size, **options):
+    if model_parallel_is_initialized():
+        return "model parallel is already initialized"
+    initialize_model_parallel(size, **options)
 """
 
 
@@ -271,13 +276,39 @@ def test_installed_module_answers_until_the_grid_is_destroyed(program: ModuleTyp
     with fake_world(5, 8), PipelineParallelGrid("model=2,pipe=2,data=2") as grid:
         parallel_state.install(grid, program)
         program.initialize_model_parallel(2)
-        assert program.model_parallel_is_initialized()
         assert _ranks(program.get_model_parallel_group()) == [1, 5]
         assert sys.modules["someones"].get_model_parallel_rank() == sys.modules["someones.layers"].my_rank() == 1
         assert isinstance(program.split_tensor, FunctionType)
     assert {name: dict(vars(sys.modules[name])) for name in before} == before
     with pytest.raises(AssertionError, match="not initialized"):
         program.get_model_parallel_group()
+
+
+def test_a_guarded_initialisation_of_the_program_is_called_and_checked(program: ModuleType) -> None:
+    with fake_world(5, 8), PipelineParallelGrid("model=2,pipe=2,data=2") as grid:
+        parallel_state.install(grid, program)
+        assert not program.model_parallel_is_initialized()
+        with pytest.raises(TopologyError, match="wants 4 ranks along 'model'"):
+            program.initialize_distributed(4)
+        assert not program.model_parallel_is_initialized()
+        program.initialize_distributed(2, topology=grid.topology(), fp32_allreduce=True)
+        assert program.model_parallel_is_initialized()
+        assert program.get_fp32_allreduce() is True
+        again = parallel_state.install(grid, program)
+        assert again.model_parallel_is_initialized(), "the program has asked, and will not ask again"
+        assert program.initialize_distributed(4) == "model parallel is already initialized"
+        again.destroy_tensor_model_parallel()
+        assert not grid.is_alive
+
+
+@pytest.mark.parametrize("install_program", ["megatron-deepspeed", "megatron-lm"])
+def test_an_installed_state_is_initialised_when_the_program_says_so(install_program: str, program: ModuleType) -> None:
+    with fake_world(0, 4), PipelineParallelGrid("model=2,data=2") as grid:
+        state: Any = parallel_state.install(grid, program, install_program)
+        assert not state.model_parallel_is_initialized()
+        state.initialize_model_parallel(tensor_model_parallel_size=2)
+        assert state.model_parallel_is_initialized()
+        assert parallel_state.of(grid, install_program).model_parallel_is_initialized(), "an object is not awaited"
 
 
 def test_modules_imported_after_install_get_their_functions_back(program: ModuleType) -> None:

@@ -16,7 +16,7 @@ FOLDER = Path(__file__).parent
 FILES = ["published_runs.json", "more_published_runs.json"]
 
 
-@pytest.fixture(scope="module", params=FILES)
+@pytest.fixture(scope="module", params=[FILES[0], pytest.param(FILES[1], marks=pytest.mark.exhaustive)])
 def judged(request: pytest.FixtureRequest) -> Judgement:
     return judge_rows(read_rows(FOLDER / request.param), 0.15)
 

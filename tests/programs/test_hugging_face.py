@@ -155,6 +155,7 @@ def _prepare_for_all_ranks(prepare: Any, *args: Any, **options: Any) -> Any:
     return prepare(*args, **options)
 
 
+@pytest.mark.exhaustive
 def test_long_sequences_on_a_grid_have_the_losses_without_it() -> None:
     [stock, *_] = run_ranks(4, _long_sequences, "stock", 1)
     [losses, *_] = run_ranks(4, _long_sequences, "seq=2,data=2", 3)

@@ -40,7 +40,8 @@ def ends_of(*does: str) -> dict[str, Ended]:
     """Run a job whose rank 0 fails, and return the ends of the ranks that do these things."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    environment = {**os.environ, **RANK_ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("DS_TOPO_")}
+    environment = {**inherited, **RANK_ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.watch.stuck_rank", *does],
