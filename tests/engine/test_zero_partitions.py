@@ -20,6 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from ds_topo import GradientReducer, PipelineParallelGrid, initialize
 from ds_topo.errors import DisagreementError
 from ds_topo.zero import exchange
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.memory import peak
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
@@ -117,7 +118,7 @@ def _trains_alike(zero: int, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)], ids="data{}".format)
-@pytest.mark.parametrize(("zero", "more"), CASES)
+@pytest.mark.parametrize(("zero", "more"), mark_exhaustive(CASES, lambda number, _: number in (0, 3, 5, 6, 8, 9)))
 def test_trains_as_deepspeeds_reduction(world: Worlds, size: int, zero: int, more: dict[str, Any]) -> None:
     world(size).run(_trains_alike, zero, more)
 
@@ -401,10 +402,11 @@ def _peak(zero: int, reducer: Any) -> int:
                 engine.backward(engine(inputs).square().mean())
                 engine.step()
 
-        return min(peak(step) for _ in range(3))  # threads overlap more in some steps than in others
+        return peak(step)
 
 
-@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+@pytest.mark.exhaustive  # beside other tests, threads overlap otherwise in a step, and the peak differs
+@pytest.mark.parametrize("zero", [1, 2])
 def test_uses_at_most_one_bucket_more_memory(zero: int) -> None:
     theirs, ours = (min(run_ranks(2, _peak, zero, reducer)) for reducer in (False, {"bucket_bytes": _BUCKET_BYTES}))
     assert ours <= theirs + _BUCKET_BYTES
