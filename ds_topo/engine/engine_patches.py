@@ -65,10 +65,15 @@ def patching_engines(construct: Any) -> Any:
             if not isinstance(engine.mpu, MpuGrid):  # also if AutoTP has replaced it
                 undo.pop_all()
                 return
-            rows = [*_OF_ALL_ENGINES, *(() if isinstance(engine, PipelineEngine) else _OF_PLAIN_ENGINES)]
+            is_pipeline = isinstance(engine, PipelineEngine)
+            rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
+            if is_pipeline:
+                norms.log_clipping(engine)
             if registry.of(mpu):
                 experts.check_engine_with_experts(engine)
                 rows += _WITH_EXPERTS
+            elif is_pipeline:
+                rows += norms.OF_PIPELINES
             for target in (engine, engine.optimizer):
                 _patch(target, rows, engine.mpu)
             undo.pop_all()

@@ -4,9 +4,9 @@ The norm of a model must count every parameter once: one replica of each, all sl
 slice of any other, a tied layer on one of its stages, and every expert. DeepSpeed's optimizers deviate from that:
 
     fp32 without ZeRO        ``clip_grad_norm_`` counts parameters marked ``model_parallel``, and all parameters on
-                             model parallel rank 0. In a pipeline, ``count_each_parameter_once`` sets these marks. With
-                             experts it averages the norms of ranks that hold different experts; ``clip_gradients``
-                             replaces it.
+                             model parallel rank 0, so a pipeline's norm is that of its first stage; the engine does
+                             not keep it. With experts it averages the norms of ranks that hold different experts.
+                             ``clip_gradients`` replaces it in pipelines and with experts, and ``log_clipping`` says so.
     ZeRO 1 and 2             The norm omits the experts of all slices but the first. It reduces once per parameter
                              group, which hangs if stages have different numbers of groups. ``zero_gradient_norm``
                              replaces it.
@@ -18,6 +18,7 @@ slice of any other, a tied layer on one of its stages, and every expert. DeepSpe
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import wraps
 from itertools import chain
@@ -29,11 +30,13 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
+from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_topo.errors import ExpertGroupError
@@ -185,10 +188,26 @@ def _normed(norm: Any) -> Any:
     return scaled_global_norm
 
 
+OF_PIPELINES: tuple[tuple[Patch, Make], ...] = ((patches.CLIP_FP32, _clipped),)
 WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = (
     (patches.CLIP_FP32, _clipped),
     (patches.ZERO_NORM, _normed),
 )
+
+
+def log_clipping(engine: DeepSpeedEngine) -> None:
+    """Log on rank 0 that a pipeline in fp32 without ZeRO clips by another norm than DeepSpeed's own pipeline does."""
+    limit, stages = engine.gradient_clipping(), engine.mpu.get_pipe_parallel_world_size()
+    is_fp32 = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
+    if limit > 0 and stages > 1 and is_fp32:
+        log_dist(
+            f"ds_topo: gradient_clipping={limit} (DeepSpeed's default is {GRADIENT_CLIPPING_DEFAULT}) clips by the "
+            f"norm of all {stages} pipeline stages. DeepSpeed's own pipeline without ZeRO counts the first stage "
+            "alone, so losses differ from those of earlier runs after the first step that is clipped. "
+            "engine.get_global_grad_norm() returns the norm; compare runs with gradient_clipping 0",
+            ranks=[0],
+            level=logging.WARNING,
+        )
 
 
 # -- norms that cannot be corrected -----------------------------------------------------------------------------------

@@ -355,7 +355,8 @@ CLIP_FP32 = Patch(
     DeepSpeedEngine,
     "clip_fp32_gradients",
     instead="ds_topo.engine.norms.clip_gradients.",
-    why="Without ZeRO, DeepSpeed averages the norms of ranks that hold different experts.",
+    why="Without ZeRO, DeepSpeed counts the first stage of a pipeline alone, and averages the norms of ranks that hold "
+    "different experts. It does not keep the norm.",
     during=THE_GRID,
 )
 ZERO_NORM = Patch(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import deepspeed.runtime.pipe.module as deepspeed_module
 import pytest
+import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
@@ -19,7 +22,7 @@ from ds_topo.errors import DisagreementError, TopologyError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.gpt_training import train_pipeline
 from tests.support.process_groups import number_of_groups
-from tests.support.training import Reference, Run, assert_trained_alike
+from tests.support.training import Reference, Run, assert_trained_alike, engine_config
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -128,3 +131,53 @@ def _disagree() -> None:
 
 def test_different_topologies_raise_on_every_rank_before_any_group_exists(world: Worlds) -> None:
     world(4).run(_disagree)
+
+
+def _clip(topology: str, settings: dict[str, Any]) -> tuple[list[str], float | None]:
+    """Return what a pipeline logs about clipping when it is built, and its norm of a step whose gradients are ones."""
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    deepspeed.utils.logger.addHandler(handler)
+    try:
+        module = PipelineModule([LayerSpec(nn.Linear, 1, 1) for _ in range(4)], topology=topology, loss_fn=_sum)
+        for parameter in module.parameters():
+            nn.init.ones_(parameter)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=engine_config(1) | settings)
+    finally:
+        deepspeed.utils.logger.removeHandler(handler)
+    with module.mpu():
+        engine.train_batch(iter([(torch.zeros(1, 1), torch.zeros(1, 1))]))
+        norm = engine.get_global_grad_norm()
+        engine.destroy()
+    return [line for line in logged if "gradient_clipping" in line], None if norm is None else float(norm)
+
+
+def _sum(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return outputs.sum()
+
+
+@pytest.mark.parametrize("topology", ["pipe=2,data=2", "data=2,pipe=2"])
+def test_pipeline_logs_and_returns_the_norm_of_all_stages(world: Worlds, topology: str) -> None:
+    # With weights and biases of 1 and an input of 0, the layers get the inputs 0, 1, 2, 3; each bias has gradient 1.
+    expected = (0 + 1 + 4 + 9 + 4) ** 0.5
+    logs, norms = zip(*world(4).run(_clip, topology, {"gradient_clipping": 1.0}), strict=True)
+    assert norms == (pytest.approx(expected, rel=1e-6),) * 4
+    assert [len(lines) for lines in logs] == [1, 0, 0, 0]
+    assert "norm of all 2 pipeline stages" in logs[0][0]
+
+
+@pytest.mark.parametrize(
+    ("topology", "settings"),
+    [
+        ("pipe=2,data=2", {"gradient_clipping": 0}),
+        ("pipe=2,data=2", {"gradient_clipping": 1.0, "zero_optimization": {"stage": 1}}),
+        ("pipe=1,data=4", {"gradient_clipping": 1.0}),
+    ],
+    ids=["no clipping", "ZeRO 1", "one stage"],
+)
+def test_pipeline_that_clips_as_deepspeeds_own_logs_nothing(
+    world: Worlds, topology: str, settings: dict[str, Any]
+) -> None:
+    assert [lines for lines, _ in world(4).run(_clip, topology, settings)] == [[]] * 4
