@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_u
 from ds_topo.engine.pipeline import PipelineModule, building_on, check_built_on, index_tied_modules, with_plain_bounds
 from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import TopologyError
-from ds_topo.ledger import Make, Patch, always, ledger
+from ds_topo.ledger import ONE_CALL, Make, Patch, always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
@@ -50,7 +51,7 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
       ``GatheredParameters(modifier_rank=0)`` broadcasts the values of the grid's first rank to all slices, except for
       parameters that are marked as a slice.
     - accelerate, and so Trainer, distributes samples over the ranks that work on different samples
-      (:meth:`~ds_topo.ProcessGrid.get_sample_rank`).
+      (:meth:`~ds_topo.ProcessGrid.get_sample_rank`), and counts these ranks in schedules and batch sizes.
     - With a ``seq`` axis, DeepSpeed's long sequence training (``UlyssesSPAttentionHF``) uses the grid's groups.
 
     The function only patches names (``python -m ds_topo.engine`` lists them) and does not communicate. Calls for the
@@ -250,14 +251,17 @@ def _patches_of_sequences(grid: PipelineParallelGrid) -> Iterator[tuple[Patch, M
 
 
 def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
-    """Make accelerate distribute a data loader's batches over the ranks that work on different samples.
+    """Make accelerate count the ranks that work on different samples, wherever it means them by its processes.
 
-    Without the patch it distributes them over all ranks, and the slices and stages of one replica train on different
-    samples. Nothing is patched unless the program has imported accelerate or transformers.
+    Without the patches it distributes the batches of data loaders over all ranks, so the slices and stages of one
+    replica train on different samples. It also steps a scheduler once for every rank, and divides the length of a
+    ``DummyScheduler`` and the batch size by the same number. Nothing is patched unless the program has imported
+    accelerate or transformers.
     """
     if not {"accelerate", "transformers"} & sys.modules.keys() or importlib.util.find_spec("accelerate") is None:
         return
     import accelerate.accelerator
+    import accelerate.scheduler
 
     def make(prepare: Any) -> Any:
         signature = inspect.signature(prepare)
@@ -291,6 +295,44 @@ def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
         process_wide="accelerate calls it by name, for every data loader.",
     )
     yield patch, make
+
+    def make_state(_: Any) -> Any:
+        return lambda: SimpleNamespace(num_processes=_share_of_samples(grid)[0])
+
+    def make_prepare(prepare: Any) -> Any:
+        count = Patch(
+            accelerate.accelerator.Accelerator,
+            "num_processes",
+            instead="The number of ranks that work on different samples.",
+            why="The length of a schedule and the batch size count them.",
+            during=f"{ONE_CALL} of _prepare_deepspeed",
+        )
+
+        @wraps(prepare)
+        def prepare_for_grid(*args: Any, **options: Any) -> Any:
+            with ledger.bound(count, always(property(lambda _: _share_of_samples(grid)[0]))):
+                return prepare(*args, **options)
+
+        return prepare_for_grid
+
+    patch = Patch(
+        accelerate.scheduler,
+        "AcceleratorState",
+        instead="A state whose num_processes is the number of ranks that work on different samples.",
+        why="AcceleratedScheduler.step() steps the schedule that often in each training step.",
+        during=patches.USE,
+        process_wide="accelerate calls it by name, in every step of a scheduler.",
+    )
+    yield patch, make_state
+    patch = Patch(
+        accelerate.accelerator.Accelerator,
+        "_prepare_deepspeed",
+        instead="The same method, with the number of ranks that work on different samples as num_processes.",
+        why="It derives the length of a DummyScheduler and the batch size from the number of all ranks.",
+        during=patches.USE,
+        process_wide="An Accelerator may be created before or after use(grid).",
+    )
+    yield patch, make_prepare
 
 
 def _share_of_samples(grid: MpuGrid) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,73 @@ def test_long_sequences_on_a_grid_have_the_losses_without_it() -> None:
     [stock, *_] = run_ranks(4, _long_sequences, "stock", 1)
     [losses, *_] = run_ranks(4, _long_sequences, "seq=2,data=2", 3)
     assert losses == pytest.approx(stock, rel=1e-5)
+
+
+# -- accelerate's schedulers -----------------------------------------------------------------------------------------
+
+
+def _learning_rates(spec: str, uses_dummy: bool) -> list[float]:
+    """Return the learning rate after each step of a loop of accelerate's own, whose schedule has an end."""
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
+
+    start()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    if uses_dummy:
+        config |= {
+            "optimizer": {"type": "Adam", "params": {"lr": "auto", "torch_adam": True}},
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {f"{name}": "auto" for name in ("warmup_max_lr", "warmup_num_steps", "total_num_steps")}
+                | {"warmup_min_lr": "auto"},
+            },
+        }
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(4, 4)
+    optimizer: Any
+    scheduler: Any
+    if uses_dummy:
+        optimizer = DummyOptim(model.parameters(), lr=1e-2)
+        scheduler = DummyScheduler(optimizer, total_num_steps=16, warmup_num_steps=1)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / 16))
+    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(32, 4)), batch_size=2)
+    with PipelineParallelGrid(spec if spec != "stock" else "data=2") as grid, ExitStack() as using:
+        if spec != "stock":
+            using.enter_context(use(grid))
+        accelerator = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=[InitProcessGroupKwargs("gloo")]
+        )
+        assert accelerator.num_processes == dist.get_world_size()
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        rates = []
+        for _, [inputs] in zip(range(STEPS), loader, strict=False):
+            accelerator.backward(model(inputs).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            rates.append(model.optimizer.param_groups[0]["lr"])
+        assert model.train_batch_size() == 4
+    assert accelerator.num_processes == dist.get_world_size()
+    return rates
+
+
+def _learning_rates_of_both(spec: str) -> list[list[float]]:
+    """Return the rates of a scheduler of torch and of a DummyScheduler."""
+    found = []
+    for uses_dummy in (False, True):
+        found.append(_learning_rates(spec, uses_dummy))
+        _forget_frameworks()
+    return found
+
+
+def test_schedules_on_a_grid_have_the_learning_rates_of_its_replicas() -> None:
+    stock = run_ranks(2, _learning_rates_of_both, "stock")[0]
+    assert all(rates[0] != rates[-1] for rates in stock)
+    assert run_ranks(4, _learning_rates_of_both, "model=2,data=2") == [stock] * 4
