@@ -97,6 +97,7 @@ def test_ranks_in_calls_that_do_not_end_are_ended(does: tuple[str, ...]) -> None
         assert "stuck_rank.py" in ended.output, f"{what}: no stacks"
 
 
+@pytest.mark.exhaustive
 def test_saves_are_ended_only_if_nothing_is_written() -> None:
     ends = ends_of("spin in save", "sleep in save", "write")
     assert ends["spin in save"].code == EXIT_CODE, ends
