@@ -4,9 +4,9 @@ The norm of a model must count every parameter once: one replica of each, all sl
 slice of any other, a tied layer on one of its stages, and every expert. DeepSpeed's optimizers deviate from that:
 
     fp32 without ZeRO        ``clip_grad_norm_`` counts parameters marked ``model_parallel``, and all parameters on
-                             model parallel rank 0, so a pipeline's norm is that of its first stage; the engine does
-                             not keep it. With experts it averages the norms of ranks that hold different experts.
-                             ``clip_gradients`` replaces it in pipelines and with experts, and ``log_clipping`` says so.
+                             model parallel rank 0. In a pipeline, ``count_each_parameter_once`` sets these marks. The
+                             engine of a pipeline does not keep the norm, and with experts it averages the norms of
+                             ranks that hold different experts. ``clip_gradients`` replaces it in both.
     ZeRO 1 and 2             The norm omits the experts of all slices but the first. It reduces once per parameter
                              group, which hangs if stages have different numbers of groups. ``zero_gradient_norm``
                              replaces it.

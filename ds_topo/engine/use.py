@@ -296,25 +296,6 @@ def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
     )
     yield patch, make
 
-    def make_state(_: Any) -> Any:
-        return lambda: SimpleNamespace(num_processes=_share_of_samples(grid)[0])
-
-    def make_prepare(prepare: Any) -> Any:
-        count = Patch(
-            accelerate.accelerator.Accelerator,
-            "num_processes",
-            instead="The number of ranks that work on different samples.",
-            why="The length of a schedule and the batch size count them.",
-            during=f"{ONE_CALL} of _prepare_deepspeed",
-        )
-
-        @wraps(prepare)
-        def prepare_for_grid(*args: Any, **options: Any) -> Any:
-            with ledger.bound(count, always(property(lambda _: _share_of_samples(grid)[0]))):
-                return prepare(*args, **options)
-
-        return prepare_for_grid
-
     patch = Patch(
         accelerate.scheduler,
         "AcceleratorState",
@@ -323,7 +304,7 @@ def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
         during=patches.USE,
         process_wide="accelerate calls it by name, in every step of a scheduler.",
     )
-    yield patch, make_state
+    yield patch, always(lambda: SimpleNamespace(num_processes=_share_of_samples(grid)[0]))
     patch = Patch(
         accelerate.accelerator.Accelerator,
         "_prepare_deepspeed",
@@ -332,7 +313,30 @@ def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
         during=patches.USE,
         process_wide="An Accelerator may be created before or after use(grid).",
     )
-    yield patch, make_prepare
+    yield patch, _counting_samples(grid)
+
+
+def _counting_samples(grid: MpuGrid) -> Make:
+    """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``."""
+    import accelerate.accelerator
+
+    count = Patch(
+        accelerate.accelerator.Accelerator,
+        "num_processes",
+        instead="The number of ranks that work on different samples.",
+        why="The length of a schedule and the batch size count them.",
+        during=f"{ONE_CALL} of _prepare_deepspeed",
+    )
+
+    def make(prepare: Any) -> Any:
+        @wraps(prepare)
+        def prepare_for_grid(*args: Any, **options: Any) -> Any:
+            with ledger.bound(count, always(property(lambda _: _share_of_samples(grid)[0]))):
+                return prepare(*args, **options)
+
+        return prepare_for_grid
+
+    return make
 
 
 def _share_of_samples(grid: MpuGrid) -> tuple[int, int]:

@@ -355,8 +355,8 @@ CLIP_FP32 = Patch(
     DeepSpeedEngine,
     "clip_fp32_gradients",
     instead="ds_topo.engine.norms.clip_gradients.",
-    why="Without ZeRO, DeepSpeed counts the first stage of a pipeline alone, and averages the norms of ranks that hold "
-    "different experts. It does not keep the norm.",
+    why="Without ZeRO, DeepSpeed does not keep the norm of a pipeline, and averages the norms of ranks that hold "
+    "different experts.",
     during=THE_GRID,
 )
 ZERO_NORM = Patch(
