@@ -2,7 +2,9 @@
 
 *Micro-batches.* Only the first and the last stage of a pipeline read samples. If an iterator ends within a step,
 DeepSpeed raises ``StopIteration`` on the ranks that found it, and all others wait for activations that never come. So
-before each step the ranks agree that all of them have enough micro-batches.
+before each step the ranks agree that all of them have enough micro-batches. A count holds for one step, because a
+program may pass another iterator next time. If all samples are endless, as those of ``RepeatingLoader`` are, the ranks
+agree once in 64 steps.
 
 *Samples.* The stages and slices of one replica read samples separately. If samples are divided over all ranks of the
 job, as ``DistributedSampler`` does by default, the slices train on different samples and no error occurs. So the ranks
@@ -16,6 +18,7 @@ import inspect
 import operator
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from itertools import cycle, islice, repeat
 from typing import Any
@@ -27,7 +30,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged
 from ds_topo.mpu.mpu import MpuGrid
@@ -42,11 +45,21 @@ def _described(grid: MpuGrid, grid_rank: int) -> str:
 # -- enough micro-batches ---------------------------------------------------------------------------------------------
 
 _ENDLESS = 2**31
-_MOST_STEPS = 64
-"""The largest number of steps between two agreements, because a program may continue with another iterator."""
+_STEPS_OF_A_PROMISE = 63
 _NO_ITERATOR, _FAILED = -1, -2
-_steps_promised: WeakKeyDictionary[PipelineEngine, int] = WeakKeyDictionary()
-"""The number of training steps for which the iterators of all ranks have enough; until then no rank asks again."""
+
+
+@dataclass
+class _Promise:
+    """The samples of all ranks are endless, so that no rank asks before the next steps."""
+
+    steps: int
+    """The number of training steps until the ranks ask again."""
+    iterator: Iterator[Any] | None
+    """This rank's iterator."""
+
+
+_promises: WeakKeyDictionary[PipelineEngine, _Promise] = WeakKeyDictionary()
 
 
 class ReadAhead(Iterator[Any]):
@@ -73,14 +86,21 @@ def remaining(iterator: Iterator[Any]) -> int | None:
     """
     if isinstance(iterator, (RepeatingLoader, cycle)):
         return _ENDLESS
-    if isinstance(iterator, _BaseDataLoaderIter) and hasattr(iterator._dataset, "__len__"):
-        return len(iterator) - int(iterator._num_yielded)
+    if isinstance(iterator, _BaseDataLoaderIter):
+        return len(iterator) - int(iterator._num_yielded) if _has_exact_length(iterator) else None
     if isinstance(iterator, repeat):
         return operator.length_hint(iterator, _ENDLESS)
     if type(iterator).__module__ == "builtins":  # the hints of other iterators may be estimates
         hint = operator.length_hint(iterator, -1)
         return hint if hint >= 0 else None
     return None
+
+
+def _has_exact_length(iterator: _BaseDataLoaderIter) -> bool:
+    """Return True if torch alone chooses the samples; the length of a user's sampler or stream may be an estimate."""
+    batches = iterator._index_sampler
+    modules = [type(sampler).__module__ for sampler in (batches, getattr(batches, "sampler", batches))]
+    return iterator._dataset_kind == _DatasetKind.Map and all(name.startswith("torch.utils.data.") for name in modules)
 
 
 def with_enough_micro_batches(method: Any) -> Any:
@@ -92,13 +112,10 @@ def with_enough_micro_batches(method: Any) -> Any:
     def start_together(engine: PipelineEngine, *args: Any, **options: Any) -> Any:
         given = signature.bind(engine, *args, **options)
         if isinstance(engine.grid, MpuGrid) and engine.grid.world_size > 1:
-            if training and _steps_promised.get(engine, 0) > 0:
-                _steps_promised[engine] -= 1
-            else:
-                wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
-                iterator = _require(engine, given.arguments.get("data_iter"), wanted, training)
-                if iterator is not None:
-                    given.arguments["data_iter"] = iterator
+            wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
+            iterator = _require(engine, given.arguments.get("data_iter"), wanted, training)
+            if iterator is not None:
+                given.arguments["data_iter"] = iterator
         return method(*given.args, **given.kwargs)
 
     return start_together
@@ -112,7 +129,14 @@ def _require(engine: PipelineEngine, given: Iterator[Any] | None, wanted: int, t
         Exception: this rank failed to read samples.
     """
     left, failure = _ENDLESS, None
-    iterator = engine.data_iterator if given is None and training else given
+    source = iterator = engine.data_iterator if given is None and training else given
+    promise = _promises.get(engine) if training else None
+    if promise is not None:
+        promise.steps -= 1
+        if not promise.steps:
+            del _promises[engine]
+        if iterator is promise.iterator:
+            return None
     if engine.is_first_stage() or engine.is_last_stage():
         if iterator is None:
             left = _NO_ITERATOR if engine.batch_fn is None else _ENDLESS  # batch_fn may produce samples itself
@@ -123,18 +147,22 @@ def _require(engine: PipelineEngine, given: Iterator[Any] | None, wanted: int, t
                 left, failure = _FAILED, error
             if given is None:
                 engine.data_iterator = iterator
-    fewest, rank = _fewest(left, engine.grid)
+    if promise is not None:  # the other ranks may not know that this rank has another iterator
+        fewest, rank = left, engine.grid.grid_rank
+    else:
+        fewest, rank = _fewest(left, engine.grid)
     if failure is not None:
         raise failure
     if fewest < wanted:
         reasons = {_FAILED: "failed to read samples", _NO_ITERATOR: "has no data iterator"}
         reason = reasons.get(fewest, f"has {fewest} of the {wanted} micro-batches that this step takes")
+        effect = "so no rank starts it" if promise is None else "after an endless iterator, so others may wait for it"
         raise EndOfSamplesError(
-            f"{_described(engine.grid, rank)} {reason}, so no rank starts it: every rank of the first and of the last "
+            f"{_described(engine.grid, rank)} {reason}, {effect}: every rank of the first and of the last "
             "stage needs an iterator with enough micro-batches; deepspeed.utils.RepeatingLoader restarts one that ends"
         )
-    if training:
-        _steps_promised[engine] = min(fewest // wanted, _MOST_STEPS) - 1
+    if training and promise is None and fewest >= _ENDLESS:
+        _promises[engine] = _Promise(_STEPS_OF_A_PROMISE, source)
     return None if given is None else iterator
 
 
@@ -219,9 +247,10 @@ def with_same_batches(train_batch: Any) -> Any:
         read = (read + [(0, 0)] * engine.micro_batches)[: engine.micro_batches]
         inputs, labels = ([pair[index] for pair in read] for index in (0, 1))
         everyone = grid.topology().axes
-        # The last stage does not use inputs, and the first may have changed them at random: labels identify samples.
-        has_labels = _require_equal(labels, grid, (PIPE, MODEL), everyone)
-        _require_equal(inputs, grid, (MODEL,) if has_labels else (PIPE, MODEL), everyone)
+        # Stages are compared by labels: the last stage does not use inputs, and the first may change them at random.
+        _require_equal(labels, grid, (PIPE, MODEL), everyone)
+        if grid.get_axis_size(MODEL) > 1:
+            _require_equal(inputs, grid, (MODEL,), everyone)
         return result
 
     return compare_after
@@ -234,11 +263,8 @@ def _is_due(engine: DeepSpeedEngine, grid: Any) -> bool:
     return True
 
 
-def _require_equal(read: list[int], grid: MpuGrid, peers: tuple[str, ...], others: Sequence[str]) -> bool:
+def _require_equal(read: list[int], grid: MpuGrid, peers: tuple[str, ...], others: Sequence[str]) -> None:
     """Raise on all ranks along ``others`` if some ``peers`` have read different samples; 0 means that nothing was read.
-
-    Returns:
-        True if any of the peers has read samples.
 
     Raises:
         DisagreementError: samples differ; the message names a rank and the axes.
@@ -254,7 +280,7 @@ def _require_equal(read: list[int], grid: MpuGrid, peers: tuple[str, ...], other
     flag = torch.tensor(grid.world_size - grid.grid_rank if differ else 0, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=grid.get_group(others))
     if not int(flag):
-        return bool((largest != 0).any())
+        return
     names = " and ".join(repr(axis) for axis in peers if grid.get_axis_size(axis) > 1)
     raise DisagreementError(
         f"{_described(grid, grid.world_size - int(flag))} and its peers along {names} read different samples, but all "
@@ -273,7 +299,7 @@ def digest(samples: Any, zeros_count: bool = False) -> int:
     found = False
     for tensor in _tensors(samples):
         found = found or zeros_count or bool(tensor.detach().any())
-        content = tensor.detach().to("cpu", copy=False).resolve_conj().contiguous()
+        content = tensor.detach().to("cpu", copy=False).resolve_conj().resolve_neg().contiguous()
         hashed.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         hashed.update(content.reshape(-1).view(torch.uint8).numpy().tobytes())
     return int.from_bytes(hashed.digest(), "big") + 1 if found else 0

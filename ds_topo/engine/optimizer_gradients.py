@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_topo.engine import parameter_gathers
 from ds_topo.engine.parameter_gathers import PartitionedParameters
-from ds_topo.engine.zero_optimizer import PartitionedOptimizer, partitioned
+from ds_topo.engine.zero_optimizer import PartitionedOptimizer, is_element_by_element, partitioned
 from ds_topo.ledger import Patch, always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.releases import bind_methods
@@ -211,6 +211,11 @@ def _refusal(engine: DeepSpeedEngine) -> str | None:
         )
     if not engine.enable_backward_allreduce and not engine.pipeline_parallelism:
         return f"the optimizer {engine.optimizer_name()!r} communicates by itself: choose one that does not"
+    if stage == 2 and not is_element_by_element(engine.optimizer.optimizer):
+        return (
+            f"{type(engine.optimizer.optimizer).__name__} is not known to update each element by itself, so its "
+            "partition cannot move to another layout, as stage 2 requires: use stage 0 or 1, or DeepSpeed's reduction"
+        )
     if stage == 2 and engine.micro_steps % engine.gradient_accumulation_steps():
         return "a step has begun, and its gradients are in DeepSpeed's partition: attach the reducer after the step"
     if engine.is_deepcompile_active():

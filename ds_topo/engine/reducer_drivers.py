@@ -103,6 +103,8 @@ class EngineDriver(StepDriver):
         self._wanted = options
         self._gradients = gradients_of(engine, self._bucket_sizes)
         self._bindings = ExitStack()
+        self._is_backward_of_output = False
+        """True from the start of a ``loss.backward()`` through the engine's output to the engine's next call."""
 
     @property
     def group(self) -> ProcessGroup:
@@ -166,9 +168,13 @@ class EngineDriver(StepDriver):
     # -- the reducer's questions
 
     def is_last_backward(self) -> bool:
-        """Tell whether this is the last micro-batch of the step, by the engine's count."""
+        """Tell whether this is the last micro-batch of the step, by the engine's count.
+
+        A backward pass of another engine's loss through this module is not: its gradients are added to the next ones.
+        """
         engine = self.engine
-        if engine.inside_no_sync_ctxt:
+        is_own = engine._running_engine_backward or self._is_backward_of_output
+        if engine.inside_no_sync_ctxt or not is_own:
             return False
         return self._gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
 
@@ -201,7 +207,20 @@ class EngineDriver(StepDriver):
 
     def _watch_for_exceptions(self, reducer: BucketReducer) -> None:
         """Discard an unfinished step before a forward pass, because an exception has ended it."""
-        self._replace(patches.FORWARD, partial(_after, reducer.give_up_unfinished))
+
+        def begin_backward() -> None:
+            self._is_backward_of_output = not self.engine._running_engine_backward
+
+        def end_backward() -> None:
+            self._is_backward_of_output = False
+
+        def begin_forward() -> None:
+            end_backward()
+            reducer.give_up_unfinished()
+
+        self._replace(patches.OWN_BACKWARD, partial(_after, begin_backward))
+        self._replace(patches.OWN_STEP, partial(_after, end_backward))
+        self._replace(patches.FORWARD, partial(_after, begin_forward))
 
     def _samples(self, replicas: int) -> int:
         """Return the number of replicas that work on different samples."""

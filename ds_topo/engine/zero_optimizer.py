@@ -8,6 +8,7 @@ moved back before they are saved, and moved again after they are loaded. So any 
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -20,6 +21,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
 from deepspeed.moe.utils import is_moe_param, is_moe_param_group
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -367,14 +371,33 @@ class PartitionedBF16(PartitionedOptimizer):
 def partitioned(
     optimizer: Any, sizes: Callable[[], BucketSizes], whole: Collection[nn.Parameter]
 ) -> PartitionedOptimizer | None:
-    """Wrap the optimizer for our layout; return None if its arithmetic needs whole parameters."""
+    """Wrap the optimizer for our layout; return None if its arithmetic depends on DeepSpeed's."""
     if getattr(optimizer, "autoep_folding_tp_group", None) is not None:
+        return None
+    if not is_element_by_element(optimizer.optimizer):
         return None
     if isinstance(optimizer, BF16_Optimizer):
         return None if optimizer._uses_muon else PartitionedBF16(optimizer, sizes(), whole)
     if any(optimizer._is_muon_group(parameters) for parameters in optimizer.bit16_groups):
         return None
     return PartitionedZero(optimizer, sizes(), whole)
+
+
+_ELEMENT_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
+    *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
+    *(FusedAdam, DeepSpeedCPUAdam, FusedLion, DeepSpeedCPULion, DeepSpeedCPUAdagrad),
+)
+
+
+def is_element_by_element(inner: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer is known to update each element by its own gradient and states alone.
+
+    Others compute norms, or keep one state for a block of elements, so elements must stay in DeepSpeed's order. A
+    subclass with a ``step()`` of its own is not known.
+    """
+    step = inspect.unwrap(type(inner).step)
+    return any(step is inspect.unwrap(known.step) for known in _ELEMENT_BY_ELEMENT)
 
 
 def _put(inner: torch.optim.Optimizer, master: torch.Tensor, data: torch.Tensor, states: dict[str, Any]) -> None:

@@ -520,6 +520,16 @@ FORWARD, EXECUTE_SCHEDULE = (
     )
     for engine, name in ((DeepSpeedEngine, "forward"), (PipelineEngine, "_exec_schedule"))
 )
+OWN_BACKWARD, OWN_STEP = _patches(
+    DeepSpeedEngine,
+    REDUCER,
+    (
+        "_backward_prologue",
+        "The same after a note that the gradients that follow are of this engine's output.",
+        "Gradients of another engine's loss through this module belong to no step of this engine.",
+    ),
+    ("step", "The same after a note that this engine's backward pass is over.", "The note ends with the micro-batch."),
+)
 
 _OF_OPTIMIZERS = {
     "_link_all_hp_params": "links parameters and partitions when DeepSpeed's layout is back",
@@ -549,6 +559,7 @@ _RELIANCES: dict[type | ModuleType, dict[str, str]] = {
         "_get_ckpt_name": "returns the path that load_checkpoint() returns",
         "_global_grad_norm": "is what get_global_grad_norm() returns",
         "inside_no_sync_ctxt": "tells which backward pass is the last one",
+        "_running_engine_backward": "tells whether a backward pass is of the engine's own loss",
         "gate_modules": "lists the gates whose capacity is padded",
     },
     DeepSpeedConfig: {"_param_dict": "holds sections and options that DeepSpeed itself does not read"},
@@ -558,7 +569,8 @@ _RELIANCES: dict[type | ModuleType, dict[str, str]] = {
         "_synchronize_tied_weights": "is overridden to suppress a warning",
     },
     _BaseDataLoaderIter: {
-        "_dataset": "tells whether the length is known",
+        "_dataset_kind": "tells whether samples have indices",
+        "_index_sampler": "tells who chooses the samples",
         "_num_yielded": "tells how many batches are left",
     },
     DeepSpeedZeroOptimizer_Stage3: {

@@ -213,8 +213,8 @@ class BucketReducer:
             self._members.setdefault(state.route, []).append(state)
         if self.options.overlap_parameters and not self.options.partitions:
             raise ValueError(
-                "overlap_parameters=True: parameters arrive from other ranks at ZeRO stages 1 and 2 alone; leave it "
-                "out, or use one of these stages"
+                "overlap_parameters=True: parameters arrive from other ranks only at ZeRO stages 1 and 2, with an "
+                "optimizer that updates each element by itself, such as AdamW; leave it out, or use one of these"
             )
         if self.options.broadcast_at_start:
             make_equal(module, self.options, self.group)

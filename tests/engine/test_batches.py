@@ -44,6 +44,23 @@ def _generated(samples: int) -> Iterator[Any]:
     yield from _loader(samples)
 
 
+class RepeatedSampler(torch.utils.data.Sampler[Any]):
+    """A sampler without a length, such as timm's ``RepeatAugSampler`` for batches."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([0, 0, 1])
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """A stream of two samples whose length is an estimate."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2])
+
+
 def test_remaining_counts_without_reading() -> None:
     loader = iter(_loader(10, batch_size=3))
     next(loader)
@@ -53,7 +70,12 @@ def test_remaining_counts_without_reading() -> None:
     assert remaining(iter(range(7))) == 7
     for endless in (repeat(0), cycle([1]), RepeatingLoader(_loader(1))):
         assert remaining(endless) > 10**9  # type: ignore[operator]
-    for unknown in (_generated(2), zip([1], [2], strict=True), map(str, [1]), ReadAhead(iter([1]))):
+    estimates = (
+        iter(_loader(4, sampler=RepeatedSampler())),
+        iter(_loader(4, batch_sampler=RepeatedSampler())),
+        iter(DataLoader(Stream(), 2)),
+    )
+    for unknown in (_generated(2), zip([1], [2], strict=True), map(str, [1]), ReadAhead(iter([1])), *estimates):
         assert remaining(unknown) is None
 
 
@@ -108,29 +130,47 @@ def _count_questions() -> list[int]:
     return counts
 
 
-def test_ranks_agree_again_only_after_promised_steps(world: Worlds) -> None:
-    assert world(4).run(_count_questions) == [[1, 1, 1, 4]] * 4
+def test_ranks_agree_before_each_step_unless_samples_are_endless(world: Worlds) -> None:
+    assert world(4).run(_count_questions) == [[4, 4, 1, 4]] * 4
 
 
 def _change_iterators() -> None:
     """After an endless iterator, a program may continue with one that ends."""
     engine = _engine()
-    before, batches._MOST_STEPS = batches._MOST_STEPS, 3
+    before, batches._STEPS_OF_A_PROMISE = batches._STEPS_OF_A_PROMISE, 3
     try:
         engine.train_batch(data_iter=iter(RepeatingLoader(_loader(2))))
-        assert batches._steps_promised[engine] == 2
         for _ in range(2):
             engine.train_batch(data_iter=_generated(2))
-        with pytest.raises(EndOfSamplesError, match="has 1 of the 2"):
+        with pytest.raises(EndOfSamplesError, match=r"has 1 of the 2.*after an endless iterator"):
+            engine.train_batch(data_iter=_generated(1))
+        with pytest.raises(EndOfSamplesError, match=r"has 1 of the 2.*no rank starts it"):
             engine.train_batch(data_iter=_generated(1))
     finally:
-        batches._MOST_STEPS = before
+        batches._STEPS_OF_A_PROMISE = before
     engine.module.mpu().destroy()
     engine.destroy()
 
 
-def test_an_endless_iterator_is_promised_for_a_limited_number_of_steps(world: Worlds) -> None:
+def test_an_endless_iterator_is_trusted_for_a_limited_number_of_steps(world: Worlds) -> None:
     world(4).run(_change_iterators)
+
+
+def _shorter_iterator_on_one_rank() -> int:
+    """Leave a loader before its end, and continue with one that is too short on the last rank; count the steps."""
+    engine = _engine()
+    left_early, rank = iter(_loader(20)), dist.get_rank()
+    for _ in range(2):
+        engine.train_batch(data_iter=left_early)
+    shorter = iter(_loader(4 if rank < 3 else 3))
+    steps = _count_until(EndOfSamplesError, lambda: engine.train_batch(data_iter=shorter))
+    engine.module.mpu().destroy()
+    engine.destroy()
+    return steps
+
+
+def test_every_rank_raises_where_one_continues_with_a_shorter_iterator(world: Worlds) -> None:
+    assert world(4).run(_shorter_iterator_on_one_rank) == [1] * 4
 
 
 def _count_until(end: type[Exception], step: Callable[[], Any]) -> int:
@@ -174,7 +214,7 @@ class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return 32
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full((4,), float(index)), torch.zeros(4)
+        return torch.full((4,), float(index)), torch.full((4,), index / 32)
 
 
 def _train_on_samples(kind: str, dealt_by: str) -> str | list[float]:
@@ -247,25 +287,37 @@ def test_unused_samples_have_no_digest(nothing: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "lawful", [torch.tensor(3.0), torch.ones(4, 4).t(), torch.ones(2).bfloat16(), torch.ones(1) > 0]
+    "lawful",
+    [
+        torch.tensor(3.0),
+        torch.ones(4, 4).t(),
+        torch.ones(2).bfloat16(),
+        torch.ones(1) > 0,
+        torch._neg_view(torch.ones(2)),
+        torch.full((2,), 1 + 2j).conj(),
+    ],
 )
 def test_digest_ignores_layout_and_nesting(lawful: torch.Tensor) -> None:
     assert batches.digest(lawful) == batches.digest((lawful.clone().contiguous(),)) > 0
 
 
-def _changed_at_random() -> None:
+def _changed_at_random(labels: str) -> None:
+    """Train on inputs that differ between stages."""
     start()
     with PipelineParallelGrid("pipe=2,data=2") as grid:
         module = PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, grid=grid, loss_fn=F.mse_loss)
         engine, *_ = deepspeed.initialize(model=module, config=settings())
         noise = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(2):
-            engine.train_batch(iter([(torch.randn(2, 4, generator=noise), torch.ones(2, 4))] * 2))
+            label = torch.ones(2, 4) if labels == "equal" or engine.is_first_stage() else torch.zeros(2, 4)
+            label = torch.zeros(2, 4) if labels == "zero" else label
+            engine.train_batch(iter([(torch.randn(2, 4, generator=noise), label)] * 2))
         engine.destroy()
 
 
-def test_inputs_changed_on_the_first_stage_are_accepted(world: Worlds) -> None:
-    world(4).run(_changed_at_random)
+@pytest.mark.parametrize("labels", ["equal", "zero", "on the first stage alone"])
+def test_inputs_changed_on_the_first_stage_are_accepted(world: Worlds, labels: str) -> None:
+    world(4).run(_changed_at_random, labels)
 
 
 def _other_kinds_of_samples() -> None:

@@ -209,6 +209,158 @@ def test_communication_hook_in_an_engine(world: Worlds) -> None:
     world(2).run(_comm_hook_in_an_engine)
 
 
+# -- two engines ------------------------------------------------------------------------------------------------------
+
+
+def _layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def _adversaries(reduced: bool, through_engine: bool, clears: bool, torch_style: bool, **more: Any) -> torch.Tensor:
+    """Train a generator and a discriminator, each with an engine; return the last loss and all parameters.
+
+    The generator's loss passes through the discriminator. If its gradients are not cleared, they are added to those of
+    the discriminator's own loss.
+    """
+    torch.manual_seed(0)
+    with PipelineParallelGrid("data=2") as grid:
+        config = settings(gradient_reducer=SMALL if reduced else False, **more)
+        generator, *_ = initialize(model=_layers(), mpu=grid, config=dict(config))
+        judge, *_ = initialize(model=_layers(), mpu=grid, config=dict(config))
+        for step in range(8):
+            noise = samples(2 * step)
+            made = generator(noise)
+            loss = ((judge if through_engine else judge.module)(made) - 1).square().mean()
+            generator.backward(loss)
+            generator.step()
+            if clears:
+                judge.zero_grad()
+                judge.optimizer.zero_grad()
+            both = judge(torch.cat([samples(2 * step + 1), made.detach()]))
+            loss = (both - torch.tensor([[1.0]] * 2 + [[0.0]] * 2)).square().mean()
+            loss.backward() if torch_style else judge.backward(loss)
+            judge.step()
+        found = [loss.detach().reshape(1)]
+        found += [each.detach().flatten() for engine in (generator, judge) for each in engine.module.parameters()]
+        generator.destroy()
+        judge.destroy()
+        return torch.cat(found)
+
+
+def _adversaries_as_without(stage: int, *program: bool) -> None:
+    start()
+    zero = {"stage": stage}
+    expected, found = (_adversaries(reduced, *program, zero_optimization=zero) for reduced in (False, True))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("stage", "through_engine", "torch_style"),
+    [
+        (0, False, False),  # at stage 0 DeepSpeed refuses a pass through the engine
+        (1, False, False),  # through the module, loss.backward() ends in its KeyError
+        (1, True, True),
+        pytest.param(1, True, False, marks=pytest.mark.exhaustive),
+        pytest.param(2, True, False, marks=pytest.mark.exhaustive),  # at stage 2 it refuses a pass through the module
+        pytest.param(2, True, True, marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("clears", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["kept", "cleared"])
+def test_gradients_of_another_engines_loss_are_added(
+    world: Worlds, stage: int, through_engine: bool, torch_style: bool, clears: bool
+) -> None:
+    world(2).run(_adversaries_as_without, stage, through_engine, clears, torch_style)
+
+
+# -- optimizers that are not element by element -----------------------------------------------------------------------
+
+
+class BlockWise(torch.optim.Optimizer):
+    """Adagrad with one state for four adjacent elements, as 8-bit optimizers have one scale for a block."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    blocks = nn.functional.pad(parameter.grad.flatten(), (0, -parameter.numel() % 4)).view(-1, 4)
+                    state = self.state[parameter]
+                    state["sums"] = state.get("sums", torch.zeros(len(blocks))) + blocks.square().mean(1)
+                    steps = blocks / (state["sums"].sqrt() + 1e-8)[:, None]
+                    parameter -= group["lr"] * steps.flatten()[: parameter.numel()].view_as(parameter)
+
+
+class Lars(torch.optim.SGD):
+    """SGD whose rate follows the norm of what it updates."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter -= group["lr"] * parameter.norm() / parameter.grad.norm() * parameter.grad
+
+
+def _unusual_optimizer(kind: type[torch.optim.Optimizer], bf16: bool) -> None:
+    """Train with the reducer from step 2 to step 5, and without it before and after."""
+    start()
+    results = []
+    for reduced in (False, True):
+        torch.manual_seed(0)
+        with PipelineParallelGrid("data=2") as grid:
+            config = settings(**ZERO_1, **(BF16 if bf16 else {}))
+            del config["optimizer"]
+            module = _layers()
+            engine, *_ = initialize(
+                model=module,
+                mpu=grid,
+                config=config,
+                optimizer=kind(module.parameters(), lr=0.01),  # type: ignore[call-arg]
+            )
+            dtype = next(module.parameters()).dtype
+            for step in range(14):
+                if reduced and step == 4:
+                    reducer = GradientReducer.attach(engine, **SMALL)  # type: ignore[arg-type]
+                if reduced and step == 10:
+                    reducer.detach()
+                engine.backward(engine(samples(step).to(dtype)).square().mean())
+                engine.step()
+            results.append([parameter.detach().clone() for parameter in module.parameters()])
+            engine.destroy()
+    tolerance = 2e-2 if bf16 else 1e-5
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", [BlockWise, Lars])
+def test_optimizers_of_blocks_and_norms_keep_deepspeeds_layout(
+    world: Worlds, kind: type[torch.optim.Optimizer], bf16: bool
+) -> None:
+    world(2).run(_unusual_optimizer, kind, bf16)
+
+
+def _unusual_optimizer_at_stage_2() -> None:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        config = settings(zero_optimization={"stage": 2})
+        del config["optimizer"]
+        module = _layers()
+        engine, *_ = deepspeed.initialize(
+            model=module, mpu=grid, config=config, optimizer=BlockWise(module.parameters())
+        )
+        with pytest.raises(ValueError, match=r"BlockWise.*use stage 0 or 1"):
+            GradientReducer.attach(engine)
+        engine.destroy()
+
+
+def test_optimizers_of_blocks_are_refused_at_stage_2(world: Worlds) -> None:
+    world(2).run(_unusual_optimizer_at_stage_2)
+
+
 # -- experts ----------------------------------------------------------------------------------------------------------
 
 
