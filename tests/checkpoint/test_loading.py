@@ -239,7 +239,7 @@ def _place(here: Any) -> tuple[int, ...]:
     return tuple(coordinate[axis] for axis in sorted(coordinate))
 
 
-@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 @pytest.mark.parametrize(("before", "after"), [*permutations(ORDERS), *permutations(SLICED)], ids=str)
 def test_other_order_of_axes_continues_bit_for_bit(
     world: Worlds, other_world: Worlds, before: str, after: str, zero: int, tmp_path: Path

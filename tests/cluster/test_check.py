@@ -105,6 +105,7 @@ def test_check_finds_two_slow_links_by_the_expected_rate(start_cluster: StartClu
     assert [fault["hosts"] for fault in content["faults"]] == [["host0"], ["host1"]]
 
 
+@pytest.mark.exhaustive
 def test_check_finds_a_wrong_clock(start_cluster: StartCluster, tmp_path: Path) -> None:
     cluster = start_cluster(hosts=2, tools=("faketime",))
     ahead = {"LD_PRELOAD": str(LIBFAKETIME), "FAKETIME": "+300s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}

@@ -150,6 +150,7 @@ def _differentiate(topology: str, dtype: torch.dtype) -> None:
         default=lambda number, _: number in (0, len(GRIDS)),
     ),
 )
+@pytest.mark.backends("gloo", exhaustive=("strict",))
 def test_numerical_derivatives(world: Worlds, world_size: int, topology: str, dtype: torch.dtype) -> None:
     world(world_size).run(_differentiate, topology, dtype)
 

@@ -314,6 +314,7 @@ def _trains_alike(program: type[Layers], stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.exhaustive)], ids="zero{}".format)
 @pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.backends("strict", exhaustive=("gloo",))
 def test_programs_train_as_without_the_option(world: Worlds, program: type[Layers], stage: int) -> None:
     world(2).run(_trains_alike, program, stage)
 

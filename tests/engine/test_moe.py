@@ -39,7 +39,7 @@ PIPELINES = [
             for topology, zero in product(ORDERS, (0, 1))
             for size, tensor_parallel in _sizes(topology)
         ),
-        default=lambda number, _: number % 7 == 0,  # every order, size and stage
+        default=lambda number, _: number % 11 == 0,  # every size and stage
     ),
     Case(ORDERS[1], (0, 2, 2, 0), data_first=True),
     Case(ORDERS[4], (2, 1, 2, 1)),
@@ -51,7 +51,7 @@ PLAIN_ENGINES = [
             for topology, zero in product(("data=4", "data=2,model=2", "model=2,data=2"), (0, 1, 2))
             for size, tensor_parallel in _sizes(topology)
         ),
-        default=lambda number, _: number % 4 == 0,  # every order with each stage of ZeRO, and every size
+        default=lambda number, _: number % 7 == 0,  # every stage of ZeRO and every size
     ),
     Case("model=2,data=2", (0, 2), drop_tokens=True, pipeline=False),
 ]
@@ -115,28 +115,26 @@ def test_plain_engines_with_experts_train_as_one_process(world: Worlds, case: Ca
     _check(world, case)
 
 
-@pytest.mark.parametrize("case", mark_exhaustive(CLIPPED_PIPELINES, lambda number, _: number in (0, 3, 5)))
+@pytest.mark.parametrize("case", mark_exhaustive(CLIPPED_PIPELINES, lambda number, _: number in (0, 5)))
 def test_pipelines_clip_by_the_norm_of_the_whole_model(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
-@pytest.mark.parametrize("case", mark_exhaustive(SOME_STAGES, lambda number, _: number in (0, 2, 4)))
+@pytest.mark.parametrize("case", mark_exhaustive(SOME_STAGES, lambda number, _: number in (0, 4)))
 def test_pipelines_with_experts_in_some_stages_train(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
-@pytest.mark.parametrize(
-    "case", mark_exhaustive(CLIPPED_PLAIN_ENGINES, lambda number, _: number in (2, 3, 4, 6, 8, 10))
-)
+@pytest.mark.parametrize("case", mark_exhaustive(CLIPPED_PLAIN_ENGINES, lambda number, _: number in (2, 4, 8)))
 def test_plain_engines_clip_by_the_norm_of_the_whole_model(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
-@pytest.mark.parametrize("case", mark_exhaustive(REDUCED_PIPELINES, lambda number, _: number in (0, 5, 7, 9, 13)))
+@pytest.mark.parametrize("case", mark_exhaustive(REDUCED_PIPELINES, lambda number, _: number in (5, 9, 13)))
 def test_pipelines_with_experts_and_reducer_train_as_one_process(world: Worlds, case: Case) -> None:
     _check(world, case)
 
 
-@pytest.mark.parametrize("case", mark_exhaustive(REDUCED_PLAIN_ENGINES, lambda number, _: number in (0, 3, 5, 6, 8)))
+@pytest.mark.parametrize("case", mark_exhaustive(REDUCED_PLAIN_ENGINES, lambda number, _: number in (0, 5, 8)))
 def test_plain_engines_with_experts_and_reducer_train_as_one_process(world: Worlds, case: Case) -> None:
     _check(world, case)

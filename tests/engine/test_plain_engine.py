@@ -52,7 +52,7 @@ def _train_and_compare(topology: str, case: str, engine_alone: Run, by_hand: Run
 
 @pytest.mark.parametrize(
     ("topology", "case"),
-    mark_exhaustive(product(["data=4", "model=2,data=2"], CASES), default=lambda number, _: number % 2 == 0),
+    mark_exhaustive(product(["data=4", "model=2,data=2"], CASES), default=lambda number, _: number % 3 == 0),
 )
 def test_training_equals_one_process(
     world: Worlds, engine_alone: Callable[[str], Run], module_alone: Reference, topology: str, case: str
@@ -85,7 +85,7 @@ def _load_and_train(topology: str, case: str, folder: Path) -> list[float]:
         return train(engine, grid, range(2, STEPS)).losses
 
 
-@pytest.mark.parametrize("case", mark_exhaustive(CASES, lambda number, _: number in (0, 3, 5, 7)))
+@pytest.mark.parametrize("case", mark_exhaustive(CASES, lambda number, _: number in (3, 7)))
 def test_new_processes_continue_bit_for_bit(world: Worlds, other_world: Worlds, case: str, tmp_path: Path) -> None:
     saved = world(4).run(_train_and_save, "data=2,model=2", case, tmp_path)
     loaded = other_world(4).run(_load_and_train, "data=2,model=2", case, tmp_path)

@@ -328,7 +328,7 @@ def engines(draw: st.DrawFn) -> Engine:
 
 @pytest.mark.parametrize(
     ("examples", "derandomize"),
-    [(8, True), pytest.param(200, False, marks=pytest.mark.exhaustive)],
+    [(5, True), pytest.param(200, False, marks=pytest.mark.exhaustive)],
     ids=["few", "many"],
 )
 def test_random_engines_train_as_with_deepspeeds_reduction(world: Worlds, examples: int, derandomize: bool) -> None:

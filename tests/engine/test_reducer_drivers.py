@@ -65,8 +65,8 @@ def _train_both_ways(topology: str, options: dict[str, Any], alone: Run) -> Run:
     ("topology", "options"),
     mark_exhaustive(
         ((topology, options) for topology, cases in LAYOUTS for options in cases),
-        # each layout, and each case in one of the first two layouts
-        default=lambda number, _: number in (0, 3, 5, 7, 9, 10, 12, 14, 17, 18, 20, 21, 23),
+        # most layouts and cases once
+        default=lambda number, _: number in (0, 5, 7, 10, 14, 17, 18, 23),
     ),
 )
 def test_pipelines_train_as_one_process_and_as_deepspeeds_reduction(
@@ -92,7 +92,10 @@ def _overlapped(topology: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("topology", ["pipe=2,data=2", pytest.param("data=2,pipe=2", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 1, "gas": 4, "checkpointed": True}, CASES[5]])
+@pytest.mark.parametrize(
+    "options",
+    mark_exhaustive([{"zero": 1}, {"zero": 1, "gas": 4, "checkpointed": True}, CASES[5]], lambda i, _: i == 1),
+)
 def test_parameters_arrive_during_the_next_step_of_a_pipeline(
     world: Worlds, topology: str, options: dict[str, Any]
 ) -> None:

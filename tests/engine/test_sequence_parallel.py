@@ -118,6 +118,8 @@ def _train_and_compare(topology: str, options: dict[str, Any], alone: Run) -> No
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("topology", ["data=2,seq=2", "seq=2,data=2", "seq=4"])
+@pytest.mark.parametrize(
+    "topology", ["data=2,seq=2", pytest.param("seq=2,data=2", marks=pytest.mark.exhaustive), "seq=4"]
+)
 def test_attention_over_seq_equals_one_process(world: Worlds, topology: str, options: dict[str, Any]) -> None:
     world(4).run(_train_and_compare, topology, options, _train_alone())

@@ -165,6 +165,7 @@ def _on_two_hosts(zero: int, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {"gradient_accumulation_steps": 2}), (1, WIDE)])
+@pytest.mark.backends("strict", exhaustive=("gloo",))
 def test_trains_as_deepspeeds_reduction_over_several_hosts(world: Worlds, zero: int, more: dict[str, Any]) -> None:
     world(4).run(_on_two_hosts, zero, more)
 
@@ -218,6 +219,7 @@ def _resumed(folder: str, zero: int, more: dict[str, Any], wanted: list[torch.Te
 
 
 @pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {}), (1, BF16), (1, WIDE)])
+@pytest.mark.backends("gloo", exhaustive=("strict",))
 def test_checkpoints_are_in_deepspeeds_layout(world: Worlds, tmp_path: Path, zero: int, more: dict[str, Any]) -> None:
     """A checkpoint of ours loads in ours with other buckets, in DeepSpeed alone, and in DeepSpeed's script."""
     wanted = world(2).run(_saved, str(tmp_path), zero, more)[0]
