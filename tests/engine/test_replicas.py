@@ -16,8 +16,8 @@ from ds_topo import PipelineParallelGrid, check_replicas, initialize
 from ds_topo.engine import replicas
 from ds_topo.errors import DisagreementError, ReplicaError
 from tests.support import small_engines
-from tests.support.gpt_training import pipeline, plain_engine, train
 from tests.support.exhaustive import mark_exhaustive
+from tests.support.gpt_training import pipeline, plain_engine, train
 from tests.support.moe_training import Case, trainer
 from tests.support.training import destroy_engine
 from tests.support.world import Worlds
