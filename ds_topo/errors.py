@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
+from datetime import timedelta
 
 
 class _Abridged(reprlib.Repr):
@@ -38,6 +39,16 @@ def listed(names: Sequence[object], shown: int = 8) -> str:
     """
     more = f" and {len(names) - shown} further" if len(names) > shown else ""
     return f"{list(names[:shown])}{more}" if names else "none"
+
+
+def unanswered(error: RuntimeError, limit: timedelta) -> str:
+    """Explain an error of the store: it did not answer within the limit, or the connection to it was lost."""
+    if "timeout" in str(error).lower():
+        return f"no answer within {limit}: {error}"
+    return (
+        "the connection to the store of the job was lost: the process that serves it (rank 0, or the launcher on its "
+        f"host) has ended, or the link to it has failed: {error}"
+    )
 
 
 class TopologyError(ValueError):

@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_topo import errors
-from ds_topo.errors import CheckpointError, DisagreementError
-from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, await_readers, leave, unanswered, within
+from ds_topo.errors import CheckpointError, DisagreementError, unanswered
+from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, await_readers, leave, within
 from ds_topo.torch_names import default_store, get_several, job_timeout
 
 _PART = 1 << 22

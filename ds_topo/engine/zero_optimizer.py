@@ -34,7 +34,9 @@ from ds_topo.engine.norms import is_copy_of_tied
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
 from ds_topo.ledger import Make, Patch, always, ledger
 from ds_topo.mpu import patches
+from ds_topo.process_groups.agreement import agree
 from ds_topo.reducer.options import BucketSizes
+from ds_topo.torch_names import job_timeout
 from ds_topo.zero.partitions import PartitionedGradients, PartitionLayout, moved
 
 
@@ -205,7 +207,8 @@ class PartitionedOptimizer(ABC):
     def _saving(self, state_dict: Any) -> Any:
         @wraps(state_dict)
         def in_deepspeeds_layout() -> dict[str, Any]:
-            """Collective."""
+            """Collective over the ranks that share the first flat tensor."""
+            self._require_all_ranks()
             inner = self.optimizer.optimizer
             kept = [(group.master.data, dict(inner.state.get(group.master, {}))) for group in self.groups]
             theirs = self._states_in(to_ours=False)
@@ -226,6 +229,19 @@ class PartitionedOptimizer(ABC):
             return result
 
         return in_deepspeeds_layout
+
+    def _require_all_ranks(self) -> None:
+        """Name the ranks that do not call ``state_dict()``, instead of waiting for them in a collective.
+
+        Raises:
+            DisagreementError: some did not come within the job's timeout.
+        """
+        agree(
+            "",
+            sorted(dist.get_process_group_ranks(self.groups[0].gradients.group)),
+            job_timeout(),
+            subject="optimizer.state_dict(), which all ranks must call together while a GradientReducer is attached",
+        )
 
     def _loading(self, load_state_dict: Any) -> Any:
         @wraps(load_state_dict)

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
 )  # mypy finds them only here
 
 from ds_topo.backends import default_backend, device_served_by
-from ds_topo.errors import DisagreementError, HostError, LaunchError
+from ds_topo.errors import DisagreementError, HostError, LaunchError, unanswered
 from ds_topo.hosts.hosts import address_of, is_loopback
 from ds_topo.hosts.placement import fold_numbers
 from ds_topo.launch import lifeline
@@ -277,8 +277,9 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
             store.wait(["verdict"], timeout)
         except (dist.DistError, RuntimeError) as error:
             raise LaunchError(
-                f"rank {launch.rank} on {socket.gethostname()}: {launch.master_addr}:{launch.master_port} is there, "
-                f"but rank 0 did not answer within {timeout}: it was not started, has ended or hangs"
+                f"rank {launch.rank} on {socket.gethostname()} has reached {launch.master_addr}:{launch.master_port}, "
+                "but rank 0 did not answer: it was not started, has ended or hangs; "
+                f"{unanswered(error, timeout)}"
             ) from error
         verdict = store.get("verdict").decode()
     if verdict:

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 from ds_topo.backends import device_in_use
-from ds_topo.errors import DisagreementError, StoreTimeoutError, listed
+from ds_topo.errors import DisagreementError, StoreTimeoutError, listed, unanswered
 from ds_topo.torch_names import Store, address_of_store, append, communicates, default_store
 
 Result = TypeVar("Result")
@@ -111,16 +111,6 @@ def within(limit: timedelta, what: str, call: Callable[[], Result]) -> Result:
             f"{what}: the store of the job{address_of_store()} did not answer within {limit}. The process that serves "
             "it (rank 0, or the launcher on its host) has stopped, its host has, or the link to it is cut"
         ) from None
-
-
-def unanswered(error: RuntimeError, limit: timedelta) -> str:
-    """Explain an error of the store: it did not answer within the limit, or the connection to it was lost."""
-    if "timeout" in str(error).lower():
-        return f"no answer within {limit}: {error}"
-    return (
-        "the connection to the store of the job was lost: the process that serves it (rank 0, or the launcher on its "
-        f"host) has ended, or the link to it has failed: {error}"
-    )
 
 
 def await_readers(store: Store, key: str, number: Callable[[], int], limit: timedelta) -> None:

@@ -22,7 +22,7 @@ from ds_topo.errors import listed
 from ds_topo.launch.launchers import COORDINATE
 from ds_topo.torch_names import Store, append, get_several
 from ds_topo.watch.activity import MAX_RANKS, Activity, Steps, Wait
-from ds_topo.watch.witness import State, ask_all
+from ds_topo.watch.witness import Address, State, ask_all
 
 RUNS, HAS_ENDED, HAS_FAILED = "runs", "ended", "failed"
 FAILED, GONE, STOPPED, UNREACHABLE, HANDLES, ENDED, BLOCKED, TRANSPORT = range(8)
@@ -253,26 +253,27 @@ class Heartbeat:
         # written by other threads
         self._steps: queue.SimpleQueue[Steps] = queue.SimpleQueue()
         self._to_report: queue.SimpleQueue[tuple[Finding, Sequence[int]]] = queue.SimpleQueue()
+        self._moved: queue.SimpleQueue[tuple[str, Address]] = queue.SimpleQueue()
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds_topo watch: beats", daemon=True)
 
     # -- called by other threads ---------------------------------------------------------------------------------------
 
-    def prepare(self, host: str, address: tuple[str, int]) -> tuple[str, int]:
+    def prepare(self, host: str, address: Address) -> Address:
         """Publish this rank's host and the address of its witness; return the address of rank 0's witness.
 
         All ranks call this before they agree to start.
         """
         ring = self._ring
-        self._store.set(ring.key("who", ring.rank), json.dumps({"host": host, "address": address}))
+        self._publish(host, address)
         self._store.set(ring.key("beat", ring.rank), self._own(Activity()).to_text())
         if ring.rank == 0:
             for name in ("alarm", "verdict", "found"):
                 self._store.set(ring.key(name), "")
         known = json.loads(self._store.get(ring.key("who", 0)))
-        self.first_host, (first_host, port) = known["host"], known["address"]
+        self.first_host = known["host"]
         self.first_rank = Beat.read(self._store.get(ring.key("beat", 0)))
-        return first_host, port
+        return Address(*known["address"])
 
     def start(self) -> None:
         """Start the thread."""
@@ -291,6 +292,10 @@ class Heartbeat:
         """Report a finding to the other ranks at once, and any of the suspects that has ended."""
         self._to_report.put((finding, suspects))
         self._wake.set()
+
+    def move_witness(self, host: str, address: Address) -> None:
+        """Publish another witness of this rank, at the next beat."""
+        self._moved.put((host, address))
 
     def note(self, steps: Steps) -> None:
         """Compare this rank's steps with those of other ranks of the group, at a later beat."""
@@ -322,6 +327,8 @@ class Heartbeat:
         self.asked_since = now = time.monotonic()
         awake, self._beat_at = min(now - self._beat_at, 2 * ring.interval), now
         self._store.set(ring.key("beat", ring.rank), self._own(doing).to_text())
+        while not self._moved.empty():
+            self._publish(*self._moved.get())
         while not self._to_report.empty():
             self._tell(*self._to_report.get())
         while not self._steps.empty():
@@ -338,6 +345,10 @@ class Heartbeat:
                 self._consider_alarm(awake)
         self.asked_since = None
         return bool(alarm)
+
+    def _publish(self, host: str, address: Address) -> None:
+        """Write this rank's host and the address of its witness to the store."""
+        self._store.set(self._ring.key("who", self._ring.rank), json.dumps({"host": host, "address": address}))
 
     def _compare_steps(self, own: Steps) -> None:
         """Compare with the first rank that came to the same comparison; warn once per group."""
@@ -400,7 +411,7 @@ class Heartbeat:
 
     def _ask(self, ranks: Sequence[int]) -> dict[int, State]:
         known = get_several(self._store, [self._ring.key("who", rank) for rank in ranks]) if ranks else []
-        addresses = {rank: tuple(json.loads(text)["address"]) for rank, text in zip(ranks, known, strict=True)}
+        addresses = {rank: Address(*json.loads(text)["address"]) for rank, text in zip(ranks, known, strict=True)}
         self.asked_since = None
         try:
             return ask_all(addresses, WITNESS_SECONDS)

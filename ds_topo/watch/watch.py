@@ -22,12 +22,14 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
+from ds_topo.errors import LaunchError
 from ds_topo.launch.launchers import COORDINATE
 from ds_topo.process_groups.agreement import agree, within
 from ds_topo.process_groups.creation import require_initialized
@@ -61,6 +63,8 @@ _SECONDS_TO_START = 5.0
 """The shortest time limit of the start."""
 _TICK = 0.2
 """The seconds between two looks of the judging thread."""
+_SECONDS_BETWEEN_WITNESSES = 10.0
+"""The shortest time between two starts of a witness, if something kills it again and again."""
 _RANKS_PER_SECOND = 2000
 """The most beats per second that the store receives; beats of larger jobs are less frequent."""
 _OF_TRANSPORT = re.compile(
@@ -144,8 +148,10 @@ class Watch:
         """The activity when the program's last exception was raised."""
         self._is_told = self._has_spoken = self._is_ending = False
         self._stopped = threading.Event()
-        self._witness = Witness()
-        self._ports = {place[1], self._witness.port}
+        self._witness = Witness(address_towards(*place))
+        self._next_witness_at = 0.0
+        """The earliest time for another witness, by the monotonic clock."""
+        self._ports = {place[1], self._witness.address.port}
         """Ports of the watch's own connections."""
         try:
             token = agree(f"watch, limit {limit}", range(world_size), job_timeout(), subject="the watch")
@@ -170,9 +176,8 @@ class Watch:
         store = within(bound, subject, lambda: clone(self._job_store))
         self._ports |= ports_towards(self._server_place[1]) - others
         self._heart = Heartbeat(store, self._ring, self._look, serves=self._serves)
-        address = address_towards(*self._server_place), self._witness.port
         try:
-            self._first_witness = within(bound, subject, lambda: self._heart.prepare(self._host, address))
+            self._first_witness = within(bound, subject, lambda: self._heart.prepare(self._host, self._witness.address))
             agree("all are ready", range(self._ring.world_size), bound, subject=subject)
         except Exception as error:
             if self._heart.first_rank is not None and _is_of_transport(error):
@@ -240,6 +245,7 @@ class Watch:
     def _run(self) -> None:
         unanswered, asked_since, before = 0.0, None, time.monotonic()
         while not self._stopped.wait(_TICK):
+            self._keep_witness()
             now = time.monotonic()
             awake, before = min(now - before, 5 * _TICK), now  # time in which this process was stopped does not count
             since = self._heart.asked_since
@@ -253,6 +259,16 @@ class Watch:
             if self.verdict is not None:
                 self._end_what_is_blocked()
                 return
+
+    def _keep_witness(self) -> None:
+        """Start another witness if this rank's was killed; without one, a rank in a long C call looks dead."""
+        if not self._witness.has_ended or self._is_ending or time.monotonic() < self._next_witness_at:
+            return
+        self._next_witness_at = time.monotonic() + _SECONDS_BETWEEN_WITNESSES
+        with suppress(LaunchError, OSError):  # it is tried again later
+            self._witness = Witness(self._witness.address.host)
+            self._ports.add(self._witness.address.port)
+            self._heart.move_witness(self._host, self._witness.address)
 
     def _needs_the_store(self, passed: float) -> bool:
         """Return whether this rank waits, maybe for the process that served the store; that one may end before."""

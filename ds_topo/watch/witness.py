@@ -3,9 +3,10 @@
 A rank that holds the interpreter for a minute, in a long C call or a debugger, cannot report that it is alive, but must
 not be taken for dead. Its witness needs neither the rank's interpreter nor the store.
 
-The witness runs this file with a bare interpreter, ``python -I -S witness.py PID``. It writes its port and answers
-every connection with the process state in ``/proc/PID/stat``: ``R`` running, ``S`` waiting, ``T`` stopped by a signal,
-``t`` stopped by a debugger. It ends when the rank does.
+The witness runs this file with a bare interpreter, ``python -I -S witness.py PID HOST``, and listens at the one address
+that other ranks use. Who asks sends the witness's secret, which the job's store holds; the answer is a second secret
+and the process state in ``/proc/PID/stat``: ``R`` running, ``S`` waiting, ``T`` stopped by a signal, ``t`` stopped by a
+debugger. Strangers get no answer and cannot end it. It ends when the rank does.
 """
 
 from __future__ import annotations
@@ -15,11 +16,18 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
+from typing import NamedTuple
 
 _AT_A_TIME = 32
+_SECRET_BYTES = 16
+_OPEN = 64
+"""The number of connections that a witness keeps open; it closes the oldest of more."""
+_PATIENCE = 5.0
+"""The time in seconds that a connection has for its question."""
 
 
 class State(Enum):
@@ -31,28 +39,50 @@ class State(Enum):
     UNREACHABLE = "does not answer, and neither does its host"
 
 
+class Address(NamedTuple):
+    """The place of a witness, and what to send it and to expect from it, in hexadecimal digits."""
+
+    host: str
+    port: int
+    question: str
+    answer: str
+
+
 class Witness:
     """The witness of this process. It ends with this process, or by :meth:`end`.
+
+    Args:
+        host: this host's address, as others see it. If it cannot be listened at, the witness listens at all of them.
 
     Raises:
         LaunchError: the witness did not start.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
+        import secrets
         import subprocess
 
         from ds_topo.errors import LaunchError
 
-        command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+        question, answer = secrets.token_hex(_SECRET_BYTES), secrets.token_hex(_SECRET_BYTES)
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), host]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
         )
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
         with self._process.stdout as out:
+            with suppress(BrokenPipeError), self._process.stdin as secret:  # not an argument, which all users can see
+                secret.write(f"{question} {answer}\n")
             line = out.readline()
         if not line:
             raise LaunchError(f"the witness of this rank did not start: {' '.join(command)}")
-        self.port = int(line)
+        self.address = Address(host, int(line), question, answer)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the witness was killed."""
+        return self._process.poll() is not None
 
     def end(self) -> None:
         """End the witness. Idempotent."""
@@ -70,26 +100,32 @@ def address_towards(host: str, port: int) -> str:
     return socket.gethostname()
 
 
-def ask(address: tuple[str, int], seconds: float) -> State:
+def ask(address: Address, seconds: float) -> State:
     """Ask the witness at an address for the state of its rank.
 
-    >>> witness = Witness()
-    >>> ask(("127.0.0.1", witness.port), 5), witness.end(), ask(("127.0.0.1", witness.port), 5)
+    >>> witness = Witness("127.0.0.1")
+    >>> ask(witness.address, 5), witness.end(), ask(witness.address, 5)
     (<State.ALIVE: 'is alive'>, None, <State.GONE: 'is gone: its process was killed, or crashed'>)
     """
+    answer = b""
     try:
-        with socket.create_connection(address, seconds) as connection:
-            letter = connection.recv(1)
-    except ConnectionError:
+        with socket.create_connection(address[:2], seconds) as connection:
+            connection.sendall(bytes.fromhex(address.question))
+            while len(answer) <= _SECRET_BYTES and (part := connection.recv(_SECRET_BYTES + 1)):
+                answer += part
+    except ConnectionRefusedError:
         return State.GONE
-    except OSError:  # no answer in time, or no route
+    except OSError:  # no answer in time, no route, or a connection that was reset
         return State.UNREACHABLE
+    known, letter = answer[:_SECRET_BYTES], answer[_SECRET_BYTES:]
+    if known != bytes.fromhex(address.answer):  # another program has its port
+        return State.GONE if known else State.UNREACHABLE
     if letter == b"T":
         return State.STOPPED
     return State.GONE if letter in (b"Z", b"X", b"") else State.ALIVE
 
 
-def ask_all(addresses: Mapping[int, tuple[str, int]], seconds: float) -> dict[int, State]:
+def ask_all(addresses: Mapping[int, Address], seconds: float) -> dict[int, State]:
     """Ask the witnesses of several ranks at once."""
     from concurrent.futures import ThreadPoolExecutor
 
@@ -99,12 +135,13 @@ def ask_all(addresses: Mapping[int, tuple[str, int]], seconds: float) -> dict[in
         return dict(zip(addresses, pool.map(lambda address: ask(address, seconds), addresses.values()), strict=True))
 
 
-def _answer_for(pid: int) -> None:
+def _answer_for(pid: int, host: str) -> None:
     """Be the witness of a process until it ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    with socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=64) as server:
+    question, answer = map(bytes.fromhex, sys.stdin.readline().split())
+    with _server_at(host) as server:
+        server.setblocking(False)
         poll, ended = select.poll(), -1
         poll.register(server, select.POLLIN)
         with suppress(AttributeError, OSError):  # not Linux, or an old kernel
@@ -112,13 +149,46 @@ def _answer_for(pid: int) -> None:
             poll.register(ended, select.POLLIN)
         print(server.getsockname()[1], flush=True)
         sys.stdout.close()
+        asking: dict[int, tuple[socket.socket, float, bytearray]] = {}
+        """Open connections by descriptor, oldest first: the time of acceptance, and what has arrived."""
+
+        def close(descriptor: int) -> None:
+            poll.unregister(descriptor)
+            asking.pop(descriptor)[0].close()
+
         while os.getppid() == pid:
-            for descriptor, _ in poll.poll(None if ended >= 0 else 500):
+            for descriptor, _ in poll.poll(None if ended >= 0 and not asking else 500):
                 if descriptor == ended:
                     return
-                connection, _ = server.accept()
-                with connection:
-                    connection.sendall(_state_of(pid).encode())
+                if descriptor == server.fileno():
+                    with suppress(OSError):  # the connection was reset before it was accepted
+                        connection, _ = server.accept()
+                        connection.setblocking(False)
+                        asking[connection.fileno()] = connection, time.monotonic(), bytearray()
+                        poll.register(connection, select.POLLIN)
+                elif descriptor in asking:
+                    connection, _, arrived = asking[descriptor]
+                    received = b""
+                    with suppress(OSError):
+                        received = connection.recv(len(question) + 1)
+                        arrived += received
+                        if arrived == question:
+                            connection.sendall(answer + _state_of(pid).encode())
+                    if not received or len(arrived) >= len(question):
+                        close(descriptor)
+            late, surplus = time.monotonic() - _PATIENCE, len(asking) - _OPEN
+            for place, (descriptor, (_, since, _)) in enumerate(list(asking.items())):
+                if since < late or place < surplus:
+                    close(descriptor)
+
+
+def _server_at(host: str) -> socket.socket:
+    """Listen at a host's address, or at all of them if that is impossible."""
+    with suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(place[:2], family=family, backlog=1024)
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6, backlog=1024)
 
 
 def _state_of(pid: int) -> str:
@@ -130,4 +200,4 @@ def _state_of(pid: int) -> str:
 
 
 if __name__ == "__main__":
-    _answer_for(int(sys.argv[1]))
+    _answer_for(int(sys.argv[1]), sys.argv[2])

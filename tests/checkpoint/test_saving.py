@@ -123,7 +123,7 @@ def _weights(kind: Kind, folder: Path) -> dict[str, torch.Tensor]:
             return {name: value.detach().clone() for name, value in here.engine.module.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", [KINDS["zero1"], KINDS["zero3"]], ids=str)
+@pytest.mark.parametrize("kind", [KINDS["zero1"], pytest.param(KINDS["zero3"], marks=pytest.mark.exhaustive)], ids=str)
 def test_zero_to_fp32_reads_our_checkpoint(world: Worlds, kind: Kind, tmp_path: Path) -> None:
     weights, _ = world(2).run(_weights, kind, tmp_path)
     script, out = tmp_path / "zero_to_fp32.py", tmp_path / "out"

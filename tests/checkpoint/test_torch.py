@@ -30,6 +30,7 @@ from tests.checkpoint.jobs import state_of
 from tests.checkpoint.plain_torch import Program
 from tests.checkpoint.torch_jobs import BF16, Job, Layout, job
 from tests.support import moe_training, small_engines
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.moe_training import Case, trainer
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine
@@ -180,8 +181,8 @@ def _assert_continues(
     [
         (SLICED, ZERO_3),
         (ZERO_3, PIPELINE),
-        (PIPELINE, Layout("model=2", 0)),
-        (ZERO_3, Layout("data=2", 2, reduced=True)),
+        pytest.param(PIPELINE, Layout("model=2", 0), marks=pytest.mark.exhaustive),
+        pytest.param(ZERO_3, Layout("data=2", 2, reduced=True), marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -248,7 +249,9 @@ def fsdp2(world: Worlds) -> None:
 
 @pytest.mark.usefixtures("fsdp2")
 @pytest.mark.parametrize(
-    ("layout", "form"), [(SLICED, "app"), (PIPELINE, "app"), (ZERO_3, "titan")], ids=["sliced", "pipeline", "titan"]
+    ("layout", "form"),
+    mark_exhaustive([(SLICED, "app"), (PIPELINE, "app"), (ZERO_3, "titan")], lambda number, _: number > 0),
+    ids=["sliced", "pipeline", "titan"],
 )
 def test_fsdp2_continues_from_engine(world: Worlds, saved: Saved, layout: Layout, form: str) -> None:
     folder, expected = saved(layout, form)
@@ -257,7 +260,9 @@ def test_fsdp2_continues_from_engine(world: Worlds, saved: Saved, layout: Layout
 
 @pytest.mark.usefixtures("fsdp2")
 @pytest.mark.parametrize(
-    ("layout", "form"), [(SLICED, "titan"), (PIPELINE, "app"), (ZERO_3, "app")], ids=["sliced", "pipeline", "zero 3"]
+    ("layout", "form"),
+    mark_exhaustive([(SLICED, "titan"), (PIPELINE, "app"), (ZERO_3, "app")], lambda number, _: number == 0),
+    ids=["sliced", "pipeline", "zero 3"],
 )
 def test_engine_continues_from_fsdp2(world: Worlds, saved: Saved, layout: Layout, form: str) -> None:
     folder, expected = saved(None, form)

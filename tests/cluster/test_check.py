@@ -137,13 +137,10 @@ def test_check_finds_a_different_topology_without_a_hang(start_cluster: StartClu
     assert content["axes"] == {}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("fault", "spec"),
-    [
-        ("wrong_parts", "data=4"),
-        pytest.param("wrong_sums", "pipe=2,data=2", marks=pytest.mark.exhaustive),
-        pytest.param("wrong_products", "pipe=2,data=2", marks=pytest.mark.exhaustive),
-    ],
+    [("wrong_parts", "data=4"), ("wrong_sums", "pipe=2,data=2"), ("wrong_products", "pipe=2,data=2")],
 )
 def test_check_finds_a_rank_with_wrong_results(
     fault: str, spec: str, start_cluster: StartCluster, tmp_path: Path

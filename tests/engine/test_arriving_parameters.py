@@ -398,6 +398,7 @@ def _reads(reader: str) -> None:
 
 @in_flight_after_the_step
 @pytest.mark.parametrize("reader", READERS)
+@pytest.mark.backends("strict", exhaustive=("gloo",))
 def test_every_reader_of_a_parameter_waits_for_it(world: Worlds, reader: str) -> None:
     world(2).run(_reads, reader)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_topo import PipelineParallelGrid, check_replicas, initialize
+from ds_topo import GradientReducer, PipelineParallelGrid, check_replicas, initialize
 from ds_topo.engine import replicas
 from ds_topo.errors import DisagreementError, ReplicaError
 from tests.support import small_engines
@@ -253,12 +253,9 @@ def _beside_a_reducer() -> None:
     small_engines.start()
     with PipelineParallelGrid("data=2") as grid:
         for reducer_goes_first in (True, False):
-            engine, *_ = initialize(
-                model=torch.nn.Linear(4, 2), mpu=grid, config=small_engines.settings(gradient_reducer=True)
-            )
+            engine, *_ = initialize(model=torch.nn.Linear(4, 2), mpu=grid, config=small_engines.settings())
             step = vars(engine)["step"]
-            check = check_replicas(engine, every=1)
-            ends = [engine.gradient_reducer.detach, check.remove]
+            ends = [GradientReducer.attach(engine).detach, check_replicas(engine, every=1).remove]
             for end in ends if reducer_goes_first else ends[::-1]:
                 end()
             assert not {"destroy", "_take_model_step"} & vars(engine).keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from ds_topo import GradientReducer, PipelineParallelGrid, initialize
+from ds_topo.engine import zero_optimizer
 from ds_topo.errors import DisagreementError
 from ds_topo.zero import exchange
 from tests.support.exhaustive import mark_exhaustive
@@ -185,6 +187,7 @@ def _gradients_of_single_parameters(zero: int, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {}), (1, WIDE)])
+@pytest.mark.backends("gloo", exhaustive=("strict",))
 def test_deepspeeds_functions_find_single_gradients(world: Worlds, zero: int, more: dict[str, Any]) -> None:
     world(2).run(_gradients_of_single_parameters, zero, more)
 
@@ -273,6 +276,7 @@ def _attached_and_detached(zero: int, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("zero", "more"), [(1, {}), (2, {}), (1, BF16)])
+@pytest.mark.backends("gloo", exhaustive=("strict",))
 def test_attach_and_detach_between_steps(world: Worlds, zero: int, more: dict[str, Any]) -> None:
     world(2).run(_attached_and_detached, zero, more)
 
@@ -381,8 +385,31 @@ def _in_the_middle(zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.backends("gloo", exhaustive=("strict",))
 def test_freezing_between_micro_batches_raises(world: Worlds, zero: int) -> None:
     world(2).run(_in_the_middle, zero)
+
+
+def _state_on_one_rank() -> str:
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        engine = _engine(grid, 1, reducer=SMALL)
+        message = ""
+        with mock.patch.object(zero_optimizer, "job_timeout", return_value=timedelta(seconds=2)):
+            if dist.get_rank() == 0:
+                with pytest.raises(DisagreementError) as caught:
+                    engine.optimizer.state_dict()
+                message = str(caught.value)
+        dist.barrier()
+        engine.destroy()
+        return message
+
+
+@pytest.mark.backends("gloo", exhaustive=("strict",))
+def test_state_dict_on_one_rank_names_the_others(world: Worlds) -> None:
+    message = world(2).run(_state_on_one_rank)[0]
+    assert "ranks [1] did not come" in message
+    assert "optimizer.state_dict(), which all ranks must call together" in message
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

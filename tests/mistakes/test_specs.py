@@ -158,7 +158,7 @@ ANYTHING = st.recursive(
 NEARLY = st.text(alphabet="pipedatamodl=,+:*-0123456789 ﬁ²_", max_size=60)
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ANYTHING | NEARLY | st.dictionaries(NEARLY, st.integers()), st.none() | st.integers(1, 10**6))
 def test_any_spec_raises_only_documented_errors(spec: Any, world_size: int | None) -> None:
     start = time.process_time()
@@ -168,7 +168,7 @@ def test_any_spec_raises_only_documented_errors(spec: Any, world_size: int | Non
     assert time.process_time() - start < 1.0, "not linear in what is written"
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ANYTHING | st.dictionaries(st.just("topology"), ANYTHING | NEARLY))
 def test_any_config_raises_only_documented_errors(config: Any) -> None:
     if not isinstance(config, (dict, str)) or config == "":

@@ -30,6 +30,7 @@ from ds_topo.watch.heartbeat import (
     message,
     read,
 )
+from ds_topo.watch.witness import Address
 
 INTERVAL, LIMIT = 0.05, 0.5
 SIZE = 4
@@ -38,10 +39,10 @@ Look = Callable[[], Activity]
 
 
 @contextmanager
-def witness(answer: bytes | None) -> Iterator[tuple[str, int]]:
+def witness(answer: bytes | None) -> Iterator[Address]:
     """Serve an address with this answer. With ``b""`` nothing listens there, with None nothing answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
-        address = server.getsockname()
+        address = Address(*server.getsockname(), question="00" * 16, answer="11" * 16)
         if answer == b"":
             server.close()
         elif answer is not None:
@@ -56,7 +57,8 @@ def _answer(server: socket.socket, answer: bytes) -> None:
         except OSError:
             return
         with connection:
-            connection.sendall(answer)
+            connection.recv(16)
+            connection.sendall(bytes.fromhex("11" * 16) + answer)
 
 
 class Job:

@@ -58,10 +58,16 @@ def test_a_stopped_watch_leaves_nothing_behind_and_can_be_started_again(world: W
     assert world(2).run(_twice) == [[], []]
 
 
-def _holds_the_interpreter() -> str | None:
+def _holds_the_interpreter(loses_its_witness: bool) -> str | None:
     with Watch(limit=LIMIT) as watch:
         dist.barrier()
         if dist.get_rank() == 1:
+            if loses_its_witness:
+                lost = watch._witness
+                lost._process.kill()
+                while watch._witness is lost:
+                    time.sleep(0.01)
+                time.sleep(LIMIT / 2)  # until the new address is published
             ctypes.PyDLL(None).usleep(int(3 * LIMIT * 1e6))
         dist.all_reduce(torch.ones(1))
         time.sleep(LIMIT)
@@ -69,8 +75,9 @@ def _holds_the_interpreter() -> str | None:
         return watch.verdict
 
 
-def test_a_rank_that_holds_the_interpreter_is_no_fault(world: Worlds) -> None:
-    assert world(3).run(_holds_the_interpreter) == [None] * 3
+@pytest.mark.parametrize("loses_its_witness", [False, True])
+def test_a_rank_that_holds_the_interpreter_is_no_fault(world: Worlds, loses_its_witness: bool) -> None:
+    assert world(3).run(_holds_the_interpreter, loses_its_witness) == [None] * 3
 
 
 def _fails_and_goes_on() -> str:
