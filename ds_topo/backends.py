@@ -6,12 +6,15 @@ only orders the current stream after it, so another stream must wait by itself.
 
 from __future__ import annotations
 
+import difflib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ds_topo.errors import abridged
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,29 @@ def traits_of(group: dist.ProcessGroup, device: torch.device) -> BackendTraits:
 def default_backend() -> str:
     """Return torch's backend for this machine's accelerator, or for its CPU."""
     return str(dist.get_default_backend_for_device(accelerator() or "cpu"))
+
+
+def check_backend(backend: object) -> None:
+    """Refuse a backend that torch does not know, such as ``gllo`` or ``cuda:ncll``.
+
+    >>> check_backend("cpu:gloo,cuda:nccl")
+    >>> check_backend("gllo")
+    Traceback (most recent call last):
+    ValueError: backend='gllo': torch knows no backend 'gllo', did you mean 'gloo'? It knows fake, gloo, ...
+
+    Raises:
+        ValueError: torch knows no backend of this name. One of its own that was left out of the build is not refused.
+    """
+    known = sorted({*dist.Backend.backend_list, *TRAITS} - {dist.Backend.UNDEFINED})
+    for part in str(backend).split(","):
+        name = part.rpartition(":")[2].strip().lower()
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            question = f", did you mean {near[0]!r}?" if near else "."
+            raise ValueError(
+                f"backend={abridged(backend)}: torch knows no backend {abridged(name)}{question} It knows "
+                f"{', '.join(known)}"
+            )
 
 
 def accelerator() -> torch.device | None:

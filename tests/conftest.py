@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+# torch asks for the name of each address that connects to a store. An answer of the name server that is lost costs
+# the resolver's timeout, which is 5 seconds by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 pytest.register_assert_rewrite("tests.support", "tests.cluster")  # before they are imported
 

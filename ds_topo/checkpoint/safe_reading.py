@@ -8,22 +8,32 @@ The types of DeepSpeed's own files are added to these while a checkpoint is read
 from __future__ import annotations
 
 import argparse
+import datetime
+import decimal
+import fractions
+import io
+import pathlib
 import pickle
 import re
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import uuid
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from ds_topo.errors import UnsafeCheckpointError
+from ds_topo.errors import UnsafeCheckpointError, abridged
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 
@@ -31,8 +41,19 @@ _NUMBERS = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typ
 ALLOWED: tuple[Any, ...] = (
     *(fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum),
     *(argparse.Namespace, np.ndarray, np.dtype, np.float64().__reduce__()[0], np.empty(0).__reduce__()[0], *_NUMBERS),
+    *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+    *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.WindowsPath, pathlib.PureWindowsPath),
+    *(decimal.Decimal, fractions.Fraction, uuid.UUID, deque, range, slice, complex),
 )
-"""The types of DeepSpeed's own files, and common types of programs: parsed arguments, NumPy's numbers and arrays."""
+"""The types of DeepSpeed's own files, and common types of programs: parsed arguments, NumPy's numbers and arrays,
+times, paths and numbers of the standard library. Building one runs no code of the file."""
+
+
+_DEEPSPEEDS = {
+    *("module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd"),
+    *("skipped_steps", "global_steps", "dp_world_size", "mp_world_size"),
+}
+"""Keys that ``DeepSpeedEngine.load_checkpoint`` reads from the file that also holds the program's ``client_state``."""
 
 
 @contextmanager
@@ -54,6 +75,53 @@ def only_allowed_types() -> Iterator[None]:
 
     with safe_globals(list(ALLOWED)), ledger.bound(patches.TORCH_LOAD, restricted):
         yield
+
+
+def check_client_state(state: object) -> None:
+    """Refuse a ``client_state`` that could not be loaded again; warn on rank 0 about types that loading refuses.
+
+    Raises:
+        TypeError: it is not a mapping.
+        ValueError: it has keys of DeepSpeed's own state, which is in the same file.
+    """
+    if state is None:
+        return
+    if not isinstance(state, Mapping):
+        raise TypeError(f"client_state={abridged(state)} is not a mapping: give a dict of names and values, or None")
+    taken = sorted(_DEEPSPEEDS & state.keys())
+    if taken:
+        raise ValueError(
+            f"client_state has keys {taken}, which are DeepSpeed's own in the same file, so the checkpoint could not "
+            "be loaded: rename them"
+        )
+    with safe_globals(list(ALLOWED)):
+        refused = {name: names for name, value in state.items() if (names := _refused_in(_saved(value)))}
+    if refused and dist.get_rank() == 0:
+        warnings.warn(
+            f"client_state has values of types that load() will refuse, because building them may run code: {refused}. "
+            "Save plain values, or call torch.serialization.add_safe_globals([...]) with these types before loading",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def _saved(value: object) -> io.BytesIO:
+    """Return a value as torch saves it, without its tensors."""
+    file = io.BytesIO()
+    with suppress(Exception):  # the save itself will raise the error
+        torch.save(_without_tensors(value), file)
+    file.seek(0)
+    return file
+
+
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return None
+    if type(value) is dict:
+        return {name: _without_tensors(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return [_without_tensors(each) for each in value]
+    return value
 
 
 def refused_types(paths: Sequence[Path]) -> list[str]:

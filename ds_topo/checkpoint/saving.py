@@ -40,6 +40,7 @@ from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, merged
 from ds_topo.checkpoint.rank_zero import Meeting
+from ds_topo.checkpoint.safe_reading import check_client_state
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, abridged
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
@@ -291,7 +292,7 @@ def save(
         The checkpoint's own folder.
 
     Raises:
-        TypeError, ValueError: the engine, the tag or a number is invalid.
+        TypeError, ValueError: the engine, the tag, a number or the ``client_state`` is invalid.
         DisagreementError: ranks pass different arguments, or a rank does not call the function.
         CheckpointSpaceError: the disk has too little free space; nothing was written.
         CheckpointError: a rank could not write its files. The message is the same on every rank and has ranks, hosts
@@ -352,6 +353,7 @@ class BackgroundSave:
         self._tag, self._root, self._options = "", root, options
         try:
             self._tag = _checked_tag(engine, tag, options.keep_last)
+            check_client_state(client_state)
         except (TypeError, ValueError, CheckpointError) as error:
             problem = error
         finish_what_is_unfinished()

@@ -7,6 +7,7 @@ group neighboring ranks of the world and ignore the mpu. They are refused for a 
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import sys
 import warnings
@@ -30,7 +31,7 @@ from torch import nn
 
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.one_layout import check_programs, in_use
-from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged
+from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged, listed
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.agreement import agree
@@ -64,6 +65,7 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid) -> None:
     Raises:
         EngineOptionError: the message names the option, what DeepSpeed would do, and what to do instead.
     """
+    _warn_of_unknown_keys(config._param_dict)
     if config.zero_config.zero_quantized_gradients:
         check_exchange_between_all_ranks("zero_quantized_gradients", grid)
     if config.expert_parallel_config.enabled:
@@ -78,6 +80,66 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid) -> None:
     _check_device_mesh(grid)
     _check_long_sequence_training(grid)
     _check_hybrid_engine(config.hybrid_engine, grid)
+
+
+TOPOLOGY_SECTION = "topology"
+REDUCER_SECTION = "gradient_reducer"
+_KEYS = frozenset(
+    f"""
+    {TOPOLOGY_SECTION} {REDUCER_SECTION}
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
+    optimizer scheduler gradient_clipping prescale_gradients gradient_predivide_factor gradient_allreduce_op
+    communication_data_type seq_parallel_communication_data_type sparse_gradients disable_allgather
+    fp16 bf16 bfloat16 torch_autocast amp data_types zero_optimization zero_allow_untested_optimizer
+    zero_force_ds_cpu_optimizer activation_checkpointing pipeline hybrid_engine use_data_before_expert_parallelism
+    tensor_parallel expert_parallel sequence_parallel_size data_parallel_size inference
+    compile compression_training weight_quantization quantize_training progressive_layer_drop eigenvalue
+    sparse_attention data_efficiency curriculum_learning checkpoint datastates_ckpt nebula aio elasticity autotuning
+    vocabulary_size
+    comms_logger tensorboard wandb csv_monitor comet flops_profiler timers model_info allgather_size
+    steps_per_print wall_clock_breakdown memory_breakdown dump_state disable_python_gc dataloader_drop_last log_level
+    """.split()
+)
+"""The top-level keys of a config that DeepSpeed and ds_topo read."""
+
+
+def unknown_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the top-level keys of a config that nothing reads.
+
+    Raises:
+        EngineOptionError: a key is nearly one that is read, and DeepSpeed would ignore it in silence; or a number of
+            samples or micro-batches is not whole.
+    """
+    unknown = [str(name) for name in config if name not in _KEYS]
+    for name in unknown:
+        text = name.lower()
+        near = difflib.get_close_matches(text, (REDUCER_SECTION, TOPOLOGY_SECTION), n=1, cutoff=0.77)
+        near = near or difflib.get_close_matches(text, _KEYS, n=1, cutoff=0.86)
+        if near:
+            raise EngineOptionError(
+                f"config section {abridged(name)}: did you mean {near[0]!r}? DeepSpeed ignores keys that it does not "
+                "know, so rename or remove it"
+            )
+    for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        count = config.get(name, 1)
+        if isinstance(count, bool) or (isinstance(count, float) and not count.is_integer()):
+            raise EngineOptionError(f"config: {name} is {count}: give a whole number of samples or steps, at least 1")
+    pipeline = config.get("pipeline")
+    if isinstance(pipeline, Mapping) and TOPOLOGY_SECTION in pipeline:
+        raise EngineOptionError(
+            f'config section "pipeline" contains "{TOPOLOGY_SECTION}", where nothing reads it: move it to the top level'
+        )
+    return unknown
+
+
+def _warn_of_unknown_keys(config: Mapping[str, Any]) -> None:
+    unknown = unknown_keys(config)
+    if unknown and dist.get_rank() == 0:
+        warnings.warn(
+            f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def check_exchange_between_all_ranks(option: str, grid: MpuGrid) -> None:
@@ -173,8 +235,6 @@ def with_sum_over_seq(average: Any) -> Any:
     return average_and_scatter
 
 
-TOPOLOGY_SECTION = "topology"
-REDUCER_SECTION = "gradient_reducer"
 _readers: list[str] = []
 """One entry for each running call of ``ds_topo.initialize``, which reads both sections."""
 

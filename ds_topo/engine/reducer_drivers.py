@@ -20,6 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
+from torch import nn
 from typing_extensions import Self, Unpack
 
 from ds_topo.engine.optimizer_gradients import gradients_of
@@ -61,6 +62,14 @@ class GradientReducer(BucketReducer):
     tensor([[3., 3.]])
     >>> dist.destroy_process_group()
     """
+
+    def __init__(self, module: nn.Module, **arguments: Any) -> None:
+        if isinstance(module, DeepSpeedEngine):
+            raise TypeError(
+                "GradientReducer(engine) would reduce beside the engine, which reduces its gradients itself: call "
+                "GradientReducer.attach(engine)"
+            )
+        super().__init__(module, **arguments)
 
     @classmethod
     def attach(cls, engine: DeepSpeedEngine, **options: Unpack[ReductionArguments]) -> Self:

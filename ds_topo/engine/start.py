@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
@@ -21,7 +20,7 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ds_topo.engine.checks import REDUCER_SECTION, TOPOLOGY_SECTION, check_mpu, reading_sections
+from ds_topo.engine.checks import REDUCER_SECTION, TOPOLOGY_SECTION, check_mpu, reading_sections, unknown_keys
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.reducer_drivers import GradientReducer
@@ -71,8 +70,10 @@ def init_distributed(
     Raises:
         LaunchError: there is no launcher, its variables are missing or contradictory, or the master is unreachable.
         DisagreementError: some ranks did not join within the timeout; the message names them.
-        ValueError: the timeout or the seconds of the watch are not positive.
+        TypeError: the timeout or the seconds of the watch are not numbers.
+        ValueError: they are not positive, or torch does not know the backend.
     """
+    limit = watch_limit(watch)
     backend = backend or get_accelerator().communication_backend_name()
     launch = join(timeout, backend, end_with_launcher=end_with_launcher, verbose=verbose)
     remove_abandoned_locks()
@@ -82,7 +83,6 @@ def init_distributed(
     )
     if get_accelerator().device_name() == "cpu":
         _unlink_shared_memory(launch)
-    limit = watch_limit(watch)
     if limit is not None:
         job_watch.start(limit)
     return launch
@@ -135,10 +135,7 @@ def initialize(
     check_mpu(mpu)
     remove_abandoned_locks()
     content = _content_of(config if config is not None else config_params, args)
-    for name in content:
-        near = difflib.get_close_matches(str(name).lower(), (REDUCER_SECTION, TOPOLOGY_SECTION), n=1, cutoff=0.8)
-        if near and name != near[0]:
-            raise ValueError(f"config section {abridged(name)}: did you mean {near[0]!r}?")
+    unknown_keys(content)
     reduction = _reduction_of(content)
     used = grid_in_use()
     if used is not None:

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )  # mypy finds them only here
 
-from ds_topo.backends import default_backend, device_served_by
-from ds_topo.errors import DisagreementError, HostError, LaunchError, unanswered
+from ds_topo.backends import check_backend, default_backend, device_served_by
+from ds_topo.errors import DisagreementError, HostError, LaunchError, abridged, unanswered
 from ds_topo.hosts.hosts import address_of, is_loopback
 from ds_topo.hosts.placement import fold_numbers
 from ds_topo.launch import lifeline
@@ -147,13 +147,15 @@ def join(
         LaunchError: there is no launcher, variables are missing or contradict each other, or the master cannot be
             reached.
         DisagreementError: some ranks did not come within the timeout. The message names them.
-        ValueError: the timeout is not positive.
+        TypeError: the timeout is not a number.
+        ValueError: the timeout is not positive, or torch does not know the backend.
     """
     limit = as_timeout(timeout)
     if dist.is_initialized():
         return _joined_already(limit if timeout is not None else None)
-    launch = prepare(end_with_launcher=end_with_launcher)
     backend = backend or default_backend()
+    check_backend(backend)
+    launch = prepare(end_with_launcher=end_with_launcher)
     take_device(launch, backend)
     warn_of_restarts(launch)
     store = open_store(launch, limit)
@@ -171,6 +173,7 @@ def as_timeout(timeout: float | timedelta | None) -> timedelta:
     (datetime.timedelta(seconds=90), 120.0)
 
     Raises:
+        TypeError: the timeout is neither a number nor a ``timedelta``.
         ValueError: the timeout is not positive.
     """
     if timeout is None:
@@ -178,7 +181,13 @@ def as_timeout(timeout: float | timedelta | None) -> timedelta:
         if not (minutes.isascii() and minutes.isdecimal()) or not int(minutes):
             raise ValueError(f"DEEPSPEED_TIMEOUT={minutes!r} is not a number of minutes >= 1")
         return timedelta(minutes=int(minutes))
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, timedelta)):
+        backend = " (a backend is given by name: backend='gloo')" if isinstance(timeout, str) else ""
+        raise TypeError(f"timeout={abridged(timeout)}: give seconds, or a timedelta, above 0{backend}")
+    try:
+        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+    except (OverflowError, ValueError) as error:
+        raise ValueError(f"timeout={timeout}: {error}; give seconds, or a timedelta, above 0") from None
     if limit <= timedelta():
         raise ValueError(f"timeout={timeout}: give seconds, or a timedelta, above 0")
     return limit

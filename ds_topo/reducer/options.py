@@ -97,7 +97,7 @@ def arguments_from_config(section: Mapping[str, Any]) -> dict[str, Any]:
     arguments = dict(section)
     for name, value in section.items():
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1)
+            near = difflib.get_close_matches(str(name), [*names, "enabled"], n=1)
             question = f": did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"{abridged(name)} is not an option{question} Options are {', '.join(names)}")
         if name.endswith("_dtype") and value is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import keyword
 import unicodedata
+import warnings
 from collections.abc import Collection, Iterable
 
 from ds_topo.errors import TopologyError, UnknownAxisError, abridged
@@ -103,6 +104,18 @@ def check_meanings(axes: Iterable[str], extra_axes: Iterable[str]) -> None:
                 f"axis {abridged(axis)} has no meaning here{_meant(axis)} Axes are {known}; ranks along any other are "
                 f"replicas, which must be declared: extra_axes=[{abridged(axis)}], or '+{axis:.40}=...' in a spec"
             )
+
+
+def warn_of_misspelling(axis: object, axes: Iterable[str]) -> None:
+    """Warn if an absent axis is nearly one of ``axes``: the answer for an absent axis, DeepSpeed's, is not an error."""
+    near = difflib.get_close_matches(str(axis)[:MAX_NAME], list(axes), n=1, cutoff=0.6) if axis not in MEANINGS else []
+    if near:
+        warnings.warn(
+            f"axis {abridged(axis)} is not in the topology, so the answer is that of an absent axis: did you mean "
+            f"{near[0]!r}?",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _meant(axis: str) -> str:

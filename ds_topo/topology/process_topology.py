@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError
-from ds_topo.topology.axes import canonical_axis, check_declared
+from ds_topo.topology.axes import canonical_axis, check_declared, warn_of_misspelling
 from ds_topo.topology.layout import Factors, Layout, index_along, offset_at, offsets_of
 from ds_topo.topology.spec import (
     Spec,
@@ -199,7 +199,10 @@ class ProcessTopology:
         0
         """
         position = self._position.get(canonical_axis(axis))
-        return 0 if position is None else self._layout.sizes[position]
+        if position is None:
+            warn_of_misspelling(axis, self._axes)
+            return 0
+        return self._layout.sizes[position]
 
     # -- one rank, one coordinate --------------------------------------------------------------------------------
 
@@ -294,6 +297,8 @@ class ProcessTopology:
         """
         selected = self._positions([axis] if isinstance(axis, str) else axis)
         if not selected:
+            if isinstance(axis, str):
+                warn_of_misspelling(axis, self._axes)
             return []
         others = [position for position in range(len(self._axes)) if position not in selected]
         members = offsets_of(self._layout.span(selected))

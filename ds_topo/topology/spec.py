@@ -143,7 +143,7 @@ def _marked(given: Sequence[str], names: Sequence[str]) -> frozenset[str]:
 
 def is_strided(spec: Spec) -> bool:
     """Tell whether a spec has strides, as the spec of a topology with interleaved axes has."""
-    return isinstance(spec, str) and ":" in spec
+    return isinstance(spec, str) and ":" in spec and "=" in spec
 
 
 def leaves_out_a_degree(spec: Spec) -> bool:
@@ -248,6 +248,11 @@ def _split_spec(spec: Spec) -> tuple[list[str], list[int]]:
                 equals = ""
             if not axis or not equals:
                 raise TopologyError(f"malformed topology {abridged(spec)} at {abridged(part.strip())}: {_SPEC_EXAMPLE}")
+    elif isinstance(spec, (set, frozenset)):
+        raise TopologyError(
+            f"malformed topology {abridged(spec)}: a set has no order, but the order of axes places ranks; give a list "
+            "of pairs (axis, degree), or a mapping"
+        )
     else:
         try:
             pairs = [(axis, degree) for axis, degree in (spec.items() if isinstance(spec, Mapping) else spec)]

@@ -29,7 +29,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from ds_topo.errors import LaunchError
+from ds_topo.errors import LaunchError, abridged
 from ds_topo.launch.launchers import COORDINATE
 from ds_topo.process_groups.agreement import agree, within
 from ds_topo.process_groups.creation import require_initialized
@@ -82,7 +82,8 @@ def watch_limit(given: float | None) -> float | None:
     (20.0, None)
 
     Raises:
-        ValueError: the limit is not a positive number.
+        TypeError: the limit is not a number.
+        ValueError: the limit is not positive.
     """
     text = os.environ.get(ENVIRONMENT, "")
     if text.lower() in ("off", "0", "no", "false"):
@@ -91,6 +92,8 @@ def watch_limit(given: float | None) -> float | None:
         limit = float(text) if text else given
     except ValueError:
         raise ValueError(f"{ENVIRONMENT}={text!r} is not a number: give seconds above 0, or off") from None
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
+        raise TypeError(f"watch={abridged(limit)} is not a number: give seconds above 0, or None for no watch")
     if limit is not None and not 0 < limit < float("inf"):
         raise ValueError(f"{ENVIRONMENT if text else 'watch'}={text or limit}: give seconds above 0")
     return limit

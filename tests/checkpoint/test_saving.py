@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
 import os
 import re
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import nullcontext
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,8 +26,8 @@ from ds_topo.checkpoint import engine_facts, saving
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest, tidy
 from ds_topo.checkpoint.rank_zero import Meeting
-from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError
-from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, job, state_of
+from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError, UnsafeCheckpointError
+from tests.checkpoint.jobs import ADAM, KINDS, Kind, Layer, Own, job, state_of
 from tests.support.ranks import RankFailure, Ranks, run_ranks
 from tests.support.served_store import serve_a_store
 from tests.support.small_engines import start
@@ -67,6 +70,45 @@ def test_loaded_job_continues_bit_for_bit(world: Worlds, other_world: Worlds, ki
     for wanted, found in zip(without_stop, continued, strict=True):
         assert found[0] == wanted[0], "as it was saved"
         assert found[1:] == wanted[1:], "as if it had gone on"
+
+
+# -- the program's own state ------------------------------------------------------------------------------------------
+
+
+def _own_states(folder: Path) -> None:
+    plain = {
+        "started": datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
+        "data": Path("/data/corpus"),
+        "took": [datetime.timedelta(seconds=3), Fraction(1, 3)],
+        "tensor": torch.ones(3),
+    }
+    with job(KINDS["zero1"]) as here:
+        for state, error, message in (
+            ({"module": 1}, ValueError, r"keys \['module'\], which are DeepSpeed's own"),
+            ({"optimizer": 1, "dp_world_size": 2}, ValueError, r"keys \['dp_world_size', 'optimizer'\]"),
+            ([1], TypeError, r"client_state=\[1\] is not a mapping"),
+        ):
+            with pytest.raises(error, match=message):
+                here.engine.save_checkpoint(folder, client_state=state)
+        assert not folder.exists() or not list(folder.iterdir())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            here.engine.save_checkpoint(folder, tag="plain", client_state=plain)
+            told = [str(each.message) for each in caught if "load() will refuse" in str(each.message)]
+            assert not told
+            here.engine.save_checkpoint(folder, tag="own", client_state={"config": [Own(3)], "step": 1})
+            told = [str(each.message) for each in caught if "load() will refuse" in str(each.message)]
+        assert len(told) == (dist.get_rank() == 0)
+        assert all("{'config': ['tests.checkpoint.jobs.Own']}" in each for each in told)
+        _, found = here.engine.load_checkpoint(folder, tag="plain")
+        for name in ("started", "data", "took"):
+            assert found[name] == plain[name]
+        with pytest.raises(UnsafeCheckpointError, match="Own"):
+            here.engine.load_checkpoint(folder, tag="own")
+
+
+def test_states_of_the_program_are_loaded_again_or_named_at_once(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_own_states, tmp_path / "saved")
 
 
 # -- DeepSpeed alone ---------------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 
+from ds_topo import init_distributed
 from ds_topo.launch.joining import as_timeout, warn_of_restarts
 from ds_topo.launch.launchers import Launch
 
@@ -79,6 +81,25 @@ def test_timeouts_must_be_positive(timeout: float | None, variable: str, monkeyp
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", variable)
     with pytest.raises(ValueError, match=r"timeout=|DEEPSPEED_TIMEOUT="):
         as_timeout(timeout)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"timeout": "gloo"}, TypeError, r"timeout='gloo': give seconds.*backend='gloo'"),
+        ({"timeout": True}, TypeError, "timeout=True: give seconds"),
+        ({"timeout": float("nan")}, ValueError, "give seconds, or a timedelta, above 0"),
+        ({"timeout": 1e300}, ValueError, "give seconds, or a timedelta, above 0"),
+        ({"backend": "gllo"}, ValueError, r"no backend 'gllo', did you mean 'gloo'\?"),
+        ({"backend": "cpu:gloo,cuda:nccll"}, ValueError, r"no backend 'nccll', did you mean 'nccl'\?"),
+        ({"backend": "carrier pigeon"}, ValueError, "It knows fake, gloo"),
+        ({"watch": True}, TypeError, "watch=True is not a number"),
+        ({"watch": "yes"}, TypeError, "watch='yes' is not a number"),
+    ],
+)
+def test_mistakes_are_refused_before_ranks_join(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        init_distributed(**options)
 
 
 RESTARTING = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}

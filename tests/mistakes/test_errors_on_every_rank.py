@@ -203,6 +203,21 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TopologyError,
         "give only one of them, or make them equal",
     ),
+    "a reducer of an engine": (
+        lambda: GradientReducer(_engine(mpu=_grid())),
+        TypeError,
+        "call GradientReducer.attach(engine)",
+    ),
+    "half a micro-batch": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "train_micro_batch_size_per_gpu": 2.5}),
+        EngineOptionError,
+        "train_micro_batch_size_per_gpu is 2.5: give a whole number",
+    ),
+    "a misspelt key": (
+        lambda: _engine(mpu=_grid(), config={**CONFIG, "gradient_cliping": 1.0}),
+        EngineOptionError,
+        "did you mean 'gradient_clipping'?",
+    ),
     "a section of nonsense": (
         lambda: _engine(mpu=_grid(), config={**CONFIG, "topology": "modle=2,data=2"}),
         TopologyError,

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from ds_topo import initialize
+from ds_topo.engine.checks import unknown_keys
+from ds_topo.errors import EngineOptionError
 from ds_topo.reducer import ReductionOptions
 from ds_topo.reducer.options import arguments_from_config
 
@@ -91,6 +93,37 @@ def test_config_section_accepts_names_of_types() -> None:
 def test_misspelt_section_raises_with_a_suggestion(name: str) -> None:
     with pytest.raises(ValueError, match=f"config section '{name}': did you mean"):
         initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, name: "pipe=2"})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("zero_optimisation", "zero_optimization"),
+        ("gradient_cliping", "gradient_clipping"),
+        ("gradient_accumulation", "gradient_accumulation_steps"),
+        ("topologies", "topology"),
+        ("Optimizer", "optimizer"),
+        ("fp-16", "fp16"),
+        ("my_own_settings", None),
+    ],
+)
+def test_misspelt_keys_of_deepspeed_raise_with_a_suggestion(name: str, meant: str | None) -> None:
+    config = {"train_batch_size": 1, "optimizer": {}, "zero_optimization": {"stage": 1}, name: {}}
+    if meant is None:
+        assert unknown_keys(config) == [name]
+        return
+    with pytest.raises(EngineOptionError, match=f"config section '{name}': did you mean '{meant}'"):
+        unknown_keys(config)
+
+
+def test_topology_in_the_section_of_pipelines_raises() -> None:
+    with pytest.raises(EngineOptionError, match="move it to the top level"):
+        unknown_keys({"pipeline": {"topology": "pipe=2"}})
+
+
+def test_a_misspelt_switch_of_the_reducer_raises() -> None:
+    with pytest.raises(ValueError, match="'enable' is not an option: did you mean 'enabled'"):
+        initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1, "gradient_reducer": {"enable": True}})
 
 
 def test_missing_config_file_raises() -> None:

@@ -56,6 +56,8 @@ SPECS: list[tuple[Any, type[Exception], str]] = [
     (",".join(f"a{number}=1" for number in range(70)), TopologyError, "at most 64"),
     ("pipe=2:2,data=2", TopologyError, "every axis of a degree above 1 needs them"),
     ("pipe=2:2,data=2:2", TopologyError, "smaller factors cover 1 ranks"),
+    ("pipe:2,data:2", TopologyError, "at 'pipe:2': expected \"axis=degree"),
+    ({("pipe", 2)}, TopologyError, "a set has no order"),
     (None, TopologyError, "malformed topology None"),
     (7, TopologyError, "malformed topology 7"),
     (2.5, TopologyError, "malformed topology 2.5"),

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import redirect_stderr, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,12 @@ def test_different_limits_are_refused(world: Worlds) -> None:
 @pytest.mark.parametrize("limit", [0, -1.0, float("inf"), float("nan")])
 def test_limits_must_be_positive(limit: float) -> None:
     with pytest.raises(ValueError, match="above 0"):
+        watch_limit(limit)
+
+
+@pytest.mark.parametrize("limit", [True, False, "yes", "30", [30]])
+def test_limits_must_be_numbers(limit: Any) -> None:
+    with pytest.raises(TypeError, match="is not a number: give seconds above 0, or None"):
         watch_limit(limit)
 
 
