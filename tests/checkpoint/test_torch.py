@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from tests.checkpoint.torch_jobs import BF16, Job, Layout, job
 from tests.support import moe_training, small_engines
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.moe_training import Case, trainer
+from tests.support.ports import free_port
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine
 from tests.support.world import Worlds
@@ -282,10 +282,7 @@ def test_every_layout_continues_to_and_from_fsdp2(world: Worlds, saved: Saved, l
 
 def _program(ranks: int, *arguments: object) -> list[float]:
     """Return the losses of a program that imports torch alone."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     common.pop("PYTHONPATH", None)
     started = [
         subprocess.Popen(

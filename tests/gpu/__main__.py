@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 NO_GPU = (
@@ -231,13 +232,6 @@ def start_one(arguments: Sequence[str], environment: dict[str, str], folder: Pat
             stderr=subprocess.STDOUT,
         )
     return Rank(process, output)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait(ranks: Sequence[Rank], deadline: float, *, ends_alone: bool) -> bool:

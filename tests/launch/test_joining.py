@@ -14,15 +14,14 @@ import pytest
 from ds_topo import init_distributed
 from ds_topo.launch.joining import as_timeout, warn_of_restarts
 from ds_topo.launch.launchers import Launch
+from tests.support.ports import free_port
 
 NOT_INHERITED = ("SLURM_", "OMPI_", "PMI_", "MPI_", "TORCHELASTIC_", "CROSS_", "LOCAL_")
 
 
 def run_rank(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a program as the one rank of a job whose variables are set by hand."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
     of_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return subprocess.run(
@@ -129,9 +128,7 @@ def test_separate_counts_of_restarts_warn(
 
 def test_ranks_join_if_their_hosts_count_restarts_differently() -> None:
     """Join on two hosts with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: rank 0 serves a new store after each restart."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     program = "from ds_topo.launch.joining import join; join(timeout=60, backend='gloo', verbose=False)"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
     shared = {**inherited, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import _thread
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import pytest
 from ds_topo.watch.activity import _PHASES, Activity
 from ds_topo.watch.progress import BUSY_GRACE, GRACE, PATIENCE, MainThread, Progress
 from ds_topo.watch.watch import EXIT_CODE
+from tests.support.ports import free_port
 from tests.support.rank_main import RANK_ENVIRONMENT
 from tests.watch import stuck_rank
 from tests.watch.stuck_rank import SURVIVED, inside
@@ -38,10 +38,8 @@ class Ended:
 
 def ends_of(*does: str) -> dict[str, Ended]:
     """Run a job whose rank 0 fails, and return the ends of the ranks that do these things."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("DS_TOPO_")}
-    environment = {**inherited, **RANK_ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**inherited, **RANK_ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.watch.stuck_rank", *does],
