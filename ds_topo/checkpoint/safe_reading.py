@@ -15,6 +15,7 @@ import io
 import pathlib
 import pickle
 import re
+import sys
 import threading
 import uuid
 import warnings
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ds_topo.errors import UnsafeCheckpointError, abridged
@@ -38,17 +40,23 @@ from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 
 _NUMBERS = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"}
+_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.WindowsPath, pathlib.PureWindowsPath)
 ALLOWED: tuple[Any, ...] = (
     *(fragment_address, LossScaler, DynamicLossScaler, ZeroStageEnum),
     *(argparse.Namespace, np.ndarray, np.dtype, np.float64().__reduce__()[0], np.empty(0).__reduce__()[0], *_NUMBERS),
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
-    *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.WindowsPath, pathlib.PureWindowsPath),
+    *_PATHS,
     *(decimal.Decimal, fractions.Fraction, uuid.UUID, deque, range, slice, complex),
 )
 """The types of DeepSpeed's own files, and common types of programs: parsed arguments, NumPy's numbers and arrays,
 times, paths and numbers of the standard library. Building one runs no code of the file."""
 
 
+_OF_METADATA = {
+    *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
+    *(("builtins", "set"), ("builtins", "frozenset"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")),
+}
+"""Names in the metadata of ``torch.distributed.checkpoint``, besides data types and the classes of its own module."""
 _DEEPSPEEDS = {
     *("module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd"),
     *("skipped_steps", "global_steps", "dp_world_size", "mp_world_size"),
@@ -75,6 +83,38 @@ def only_allowed_types() -> Iterator[None]:
 
     with safe_globals(list(ALLOWED)), ledger.bound(patches.TORCH_LOAD, restricted):
         yield
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds only the types of which ``torch.distributed.checkpoint`` makes its metadata."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a type by name; nothing is imported for one that is not allowed."""
+        found = getattr(sys.modules.get(module), name, None)
+        is_of_torch = (module, name) in _OF_METADATA or (module == "torch" and isinstance(found, torch.dtype))
+        is_record = module == Metadata.__module__ and isinstance(found, type)
+        if is_of_torch or is_record or found in _PATHS:
+            return super().find_class(module, name)
+        raise UnsafeCheckpointError(
+            f"the metadata holds {module}.{name}, and building it may run code. If you trust the folder, call "
+            "load_torch(..., trusted=True)"
+        )
+
+
+def check_metadata(path: Path) -> None:
+    """Refuse a ``.metadata`` file of torch that would run code when torch reads it.
+
+    Raises:
+        UnsafeCheckpointError: the message names the first type that is not allowed.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        try:
+            _MetadataUnpickler(file).load()
+        except (UnsafeCheckpointError, OSError):
+            raise
+        except Exception:  # torch reads it next, and its error says that the file is damaged
+            return
 
 
 def check_client_state(state: object) -> None:

@@ -22,8 +22,10 @@ Source: torch, ``distributed/checkpoint/state_dict.py``, and the guide "Getting 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +40,15 @@ from torch.distributed.checkpoint.storage import StorageReader
 from ds_topo.checkpoint.engine_facts import inner_optimizer, require_engine
 from ds_topo.checkpoint.engine_state import PARAMS, EngineState, Rename, state_of_engine, update_weights
 from ds_topo.checkpoint.rank_zero import Meeting
-from ds_topo.errors import CheckpointError, CheckpointModelError, DamagedCheckpointError, MissingCheckpointError, listed
+from ds_topo.checkpoint.safe_reading import check_metadata, only_allowed_types
+from ds_topo.errors import (
+    CheckpointError,
+    CheckpointModelError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    UnsafeCheckpointError,
+    listed,
+)
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import PIPE
 
@@ -161,13 +171,14 @@ def load_torch(
     optimizer: str | None = None,
     load_optimizer_states: bool = True,
     storage_reader: StorageReader | None = None,
+    trusted: bool = False,
 ) -> None:
     """Load a checkpoint that any program has saved by ``torch.distributed.checkpoint``; collective over all ranks.
 
     Each rank reads its own parts. Weights are loaded into master weights, if the engine has them, and copied into the
     module. Optimizer states and hyperparameters are loaded into any stage of ZeRO. Steps, the learning-rate scheduler
-    and the loss scale are restored if an engine has saved them, and stay as they are otherwise. Only read folders that
-    you trust: torch unpickles their content.
+    and the loss scale are restored if an engine has saved them, and stay as they are otherwise. Torch unpickles what it
+    reads, so only allowed types are built, see :mod:`~ds_topo.checkpoint.safe_reading`.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.
@@ -179,10 +190,12 @@ def load_torch(
         optimizer: the key of the optimizer; by default the first of ``"app.optim"``, ``"optim"``, ``"app.optimizer"``
             and ``"optimizer"``.
         load_optimizer_states: load optimizer states and hyperparameters, too, and not weights alone.
-        storage_reader: torch's reader, if the checkpoint is not in a folder.
+        storage_reader: torch's reader, if the checkpoint is not in a folder. The metadata that it reads is trusted.
+        trusted: also read types that may run code when they are built.
 
     Raises:
         MissingCheckpointError: there is no such checkpoint.
+        UnsafeCheckpointError: it holds types that are not allowed; nothing was changed.
         DamagedCheckpointError: its metadata cannot be read.
         CheckpointModelError: it is of another model. The message names the first parameter that differs; nothing was
             changed.
@@ -190,22 +203,25 @@ def load_torch(
             every rank.
     """
     require_engine(engine)
-    options = f"{model=} {optimizer=} {load_optimizer_states=}"
+    options = f"{model=} {optimizer=} {load_optimizer_states=} {trusted=}"
     found = state_of_engine(engine, rename, f"load {options}", has_states=load_optimizer_states)
     meeting = Meeting.begin(f"loading {folder}", options)
     reader = storage_reader or FileSystemReader(folder)
-    there, keys = _checked_metadata(found, meeting, reader, folder, (model, optimizer))
+    file = None if trusted or storage_reader is not None else Path(folder, ".metadata")
+    there, keys = _checked_metadata(found, meeting, reader, folder, (model, optimizer), file)
     keys_of_numbers = {place: keys.state(*place) for place in found.numbers}
     names = [name for group in found.groups for name in group[PARAMS]]
     small = [*keys_of_numbers.values(), *keys.hyperparameters(there, names), keys.progress]
     values: dict[str, Any] = {key: _placeholder(there[key]) for key in small if found.has_states and key in there}
-    _read(values, reader, folder)
+    with nullcontext() if trusted else only_allowed_types():
+        _read(values, reader, folder)
     numbers = _numbers(meeting, found, {place: values[key] for place, key in keys_of_numbers.items()})
     tensors = {keys.weights + name: value for name, value in found.weights.items() if keys.weights + name in there}
     for name, states in found.states.items():
         own = ((key, value) for key, value in states.items() if (name, key) not in found.numbers)
         tensors.update((keys.state(name, key), value) for key, value in own)
-    _read(tensors, reader, folder)
+    with nullcontext() if trusted else only_allowed_types():
+        _read(tensors, reader, folder)
     groups = _grouped(values, keys.groups, is_by_group=keys.is_by_group)
     _finish_loading(engine, found, numbers, groups, values.get(keys.progress))
 
@@ -214,6 +230,9 @@ def _read(values: dict[str, Any], reader: StorageReader, folder: str | PathLike[
     try:
         load(values, storage_reader=reader)
     except CheckpointException as error:  # not an Exception; every rank raises it
+        for failure, _ in error.failures.values():
+            if isinstance(failure, UnsafeCheckpointError):
+                raise UnsafeCheckpointError(f"{folder}: {failure}") from error
         raise CheckpointError(f"torch could not read {folder}: {' '.join(str(error).split())[-500:]}") from error
 
 
@@ -277,25 +296,32 @@ def _checked_metadata(
     reader: StorageReader,
     folder: str | PathLike[str],
     places: tuple[str | None, str | None],
+    unread: Path | None,
 ) -> tuple[Mapping[str, Any], Keys]:
     """Return the checkpoint's metadata by key, and its keys, after all ranks have compared it with the engine.
 
     Raises:
-        MissingCheckpointError, DamagedCheckpointError, CheckpointModelError: it cannot be loaded.
+        CheckpointError: it cannot be loaded; of the class that :func:`load_torch` documents.
     """
     there: Mapping[str, Any] = {}
-    missing = damaged = ""
+    missing = damaged = unsafe = ""
     try:
+        if unread is not None:
+            check_metadata(unread)
         there = reader.read_metadata().state_dict_metadata
     except FileNotFoundError as error:
         missing = str(error)
+    except UnsafeCheckpointError as error:
+        unsafe = str(error)
     except Exception as error:  # of any class: the file may hold anything
         damaged = f"{type(error).__name__}: {error}"
     keys = Keys.of(there, *places)
     difference = next(_differences(found, there, keys), "") if there else ""
 
-    def judge(posted: list[tuple[str, str, str, list[str]]]) -> None:
-        for rank, (missing, damaged, _, _) in enumerate(posted):
+    def judge(posted: list[tuple[str, str, str, str, list[str]]]) -> None:
+        for rank, (missing, damaged, unsafe, _, _) in enumerate(posted):
+            if unsafe:
+                raise UnsafeCheckpointError(f"{folder}: {unsafe}")
             if missing:
                 raise MissingCheckpointError(
                     f"no checkpoint of torch.distributed.checkpoint in {folder}, as rank {rank} sees it: {missing}"
@@ -303,14 +329,14 @@ def _checked_metadata(
             if damaged:
                 raise DamagedCheckpointError(f"the metadata in {folder}: rank {rank}: {damaged}")
         where = f"the checkpoint in {folder} is of another model: "
-        if problem := next((difference for _, _, difference, _ in posted if difference), ""):
+        if problem := next((difference for *_, difference, _ in posted if difference), ""):
             raise CheckpointModelError(where + problem)
         known = {keys.weights + name for *_, names in posted for name in names}
         for key, value in there.items() if keys.weights else ():
             if key.startswith(keys.weights) and key not in known and isinstance(value, TensorStorageMetadata):
                 raise CheckpointModelError(f"{where}it has {key!r} {list(value.size)}, which the model does not have")
 
-    meeting.decided_from("metadata", (missing, damaged, difference, found.names), judge)
+    meeting.decided_from("metadata", (missing, damaged, unsafe, difference, found.names), judge)
     return there, keys
 
 

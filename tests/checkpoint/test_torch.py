@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -23,7 +24,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ds_topo import PipelineParallelGrid, checkpoint, initialize
 from ds_topo.checkpoint.engine_state import Trained, begin_states
-from ds_topo.errors import CheckpointError, CheckpointModelError, DamagedCheckpointError, MissingCheckpointError
+from ds_topo.errors import (
+    CheckpointError,
+    CheckpointModelError,
+    DamagedCheckpointError,
+    MissingCheckpointError,
+    UnsafeCheckpointError,
+)
 from tests.checkpoint import plain_torch
 from tests.checkpoint.jobs import state_of
 from tests.checkpoint.plain_torch import Program
@@ -585,6 +592,16 @@ def _refused(folders: list[Path]) -> tuple[list[tuple[str, str]], bool]:
         return errors, before == {key: after[key] for key in before}
 
 
+class Runs:
+    """A value that runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (self.command,)
+
+
 def test_other_model_is_refused_on_all_ranks(world: Worlds, saved: Saved, tmp_path: Path) -> None:
     content = _nested(saved(ZERO_3)[0])
     bias, state = "app.model.blocks.1.bias", "app.optim.state.blocks.1.bias"
@@ -596,6 +613,9 @@ def test_other_model_is_refused_on_all_ranks(world: Worlds, saved: Saved, tmp_pa
     _write(content, tmp_path / "steps", **{f"{state}.step": number})
     _write(content, tmp_path / "damaged")
     (tmp_path / "damaged" / ".metadata").write_bytes(b"nothing")
+    _write(content, tmp_path / "forged")
+    (tmp_path / "forged" / ".metadata").write_bytes(pickle.dumps(Runs(f"touch {tmp_path}/metadata_ran")))
+    _write(content, tmp_path / "code", **{"app.deepspeed": [Runs(f"touch {tmp_path}/value_ran")]})
     expected = {
         "absent": (MissingCheckpointError, "no checkpoint of torch.distributed.checkpoint in"),
         "missing": (CheckpointModelError, f"it has no '{bias}' [10]"),
@@ -604,10 +624,13 @@ def test_other_model_is_refused_on_all_ranks(world: Worlds, saved: Saved, tmp_pa
         "state": (CheckpointModelError, f"no optimizer state '{state}.exp_avg'; its parameter has ['exp"),
         "steps": (CheckpointModelError, "'step' is 3 of 'embedding.weight' and 4 of 'blocks.1.bias'"),
         "damaged": (DamagedCheckpointError, "the metadata in"),
+        "code": (UnsafeCheckpointError, "building it may run code"),
+        "forged": (UnsafeCheckpointError, "posix.system, and building it may run code"),
     }  # fmt: skip
     (found, is_unchanged), other = world(2).run(_refused, [tmp_path / name for name in expected])
     assert other == (found, is_unchanged)
     assert is_unchanged
+    assert not list(tmp_path.glob("*_ran")), "code of the checkpoint has run"
     for (kind, text), (error, message) in zip(expected.values(), found, strict=True):
         assert error == kind.__name__
         assert text in message
