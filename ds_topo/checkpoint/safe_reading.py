@@ -92,7 +92,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         """Return a type by name; nothing is imported for one that is not allowed."""
         found = getattr(sys.modules.get(module), name, None)
         is_of_torch = (module, name) in _OF_METADATA or (module == "torch" and isinstance(found, torch.dtype))
-        is_record = module == Metadata.__module__ and isinstance(found, type)
+        is_record = module == Metadata.__module__ == getattr(found, "__module__", "") and isinstance(found, type)
         if is_of_torch or is_record or found in _PATHS:
             return super().find_class(module, name)
         raise UnsafeCheckpointError(

@@ -46,6 +46,7 @@ def _described(grid: MpuGrid, grid_rank: int) -> str:
 
 _ENDLESS = 2**31
 _STEPS_OF_A_PROMISE = 63
+"""The number of steps after an agreement for which endless samples are trusted."""
 _NO_ITERATOR, _FAILED = -1, -2
 
 

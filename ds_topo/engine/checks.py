@@ -103,8 +103,8 @@ _KEYS = frozenset(
 """The top-level keys of a config that DeepSpeed and ds_topo read."""
 
 
-def unknown_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return the top-level keys of a config that nothing reads.
+def check_top_level(config: Mapping[str, Any]) -> list[str]:
+    """Check the keys and counts at the top level of a config; return the keys that nothing reads.
 
     Raises:
         EngineOptionError: a key is nearly one that is read, and DeepSpeed would ignore it in silence; or a number of
@@ -133,7 +133,7 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
 
 
 def _warn_of_unknown_keys(config: Mapping[str, Any]) -> None:
-    unknown = unknown_keys(config)
+    unknown = check_top_level(config)
     if unknown and dist.get_rank() == 0:
         warnings.warn(
             f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them",

@@ -20,7 +20,7 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ds_topo.engine.checks import REDUCER_SECTION, TOPOLOGY_SECTION, check_mpu, reading_sections, unknown_keys
+from ds_topo.engine.checks import REDUCER_SECTION, TOPOLOGY_SECTION, check_mpu, check_top_level, reading_sections
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.reducer_drivers import GradientReducer
@@ -135,7 +135,7 @@ def initialize(
     check_mpu(mpu)
     remove_abandoned_locks()
     content = _content_of(config if config is not None else config_params, args)
-    unknown_keys(content)
+    check_top_level(content)
     reduction = _reduction_of(content)
     used = grid_in_use()
     if used is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_topo import initialize
-from ds_topo.engine.checks import unknown_keys
+from ds_topo.engine.checks import check_top_level
 from ds_topo.errors import EngineOptionError
 from ds_topo.reducer import ReductionOptions
 from ds_topo.reducer.options import arguments_from_config
@@ -110,15 +110,15 @@ def test_misspelt_section_raises_with_a_suggestion(name: str) -> None:
 def test_misspelt_keys_of_deepspeed_raise_with_a_suggestion(name: str, meant: str | None) -> None:
     config = {"train_batch_size": 1, "optimizer": {}, "zero_optimization": {"stage": 1}, name: {}}
     if meant is None:
-        assert unknown_keys(config) == [name]
+        assert check_top_level(config) == [name]
         return
     with pytest.raises(EngineOptionError, match=f"config section '{name}': did you mean '{meant}'"):
-        unknown_keys(config)
+        check_top_level(config)
 
 
 def test_topology_in_the_section_of_pipelines_raises() -> None:
     with pytest.raises(EngineOptionError, match="move it to the top level"):
-        unknown_keys({"pipeline": {"topology": "pipe=2"}})
+        check_top_level({"pipeline": {"topology": "pipe=2"}})
 
 
 def test_a_misspelt_switch_of_the_reducer_raises() -> None:
