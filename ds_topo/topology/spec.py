@@ -59,7 +59,8 @@ def check_axes(
     for axis, given, degree in zip(axes, written, degrees, strict=True):
         name = checked_name(axis)
         if name in names:
-            synonym = "" if given == name else f" ({abridged(given)} is a synonym of {abridged(name)})"
+            other = next((text for text in (given, written[names.index(name)]) if text != name), None)
+            synonym = "" if other is None else f" ({abridged(other)} is a synonym of {abridged(name)})"
             raise TopologyError(
                 f"axis {abridged(name)} is given twice in {abridged(written)}{synonym}: name every axis once"
             )
@@ -112,6 +113,7 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
         known = [degree for degree in degrees if degree != -1]
         if world_size is None:
             raise TopologyError(f"axis {given[left_out[0]]!r}: degree -1 needs world_size=: pass it, or a degree")
+        world_size = _checked_world_size(world_size)
         if world_size % prod(known):
             others = [position for position in range(len(names)) if position != left_out[0]]
             nearest = _rounded_down(degrees, [left_out[0], *others], world_size)
@@ -132,7 +134,7 @@ def _is_marked(axis: object) -> bool:
 
 def _unmarked(axis: str) -> str:
     """Return the canonical name of an axis in a spec."""
-    return axis.removeprefix(EXTRA_MARK).strip() if _is_marked(axis) else axis_in_spec(axis)
+    return axis_in_spec(axis.removeprefix(EXTRA_MARK).strip() if _is_marked(axis) else axis)
 
 
 def _marked(given: Sequence[str], names: Sequence[str]) -> frozenset[str]:
@@ -207,12 +209,22 @@ def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: in
     total = prod(degrees)
     if total == world_size:
         return
+    world_size = _checked_world_size(world_size)
     nearest = _nearest_degrees(axes, degrees, world_size)
     raise WorldSizeError(
         f"topology {spec_text(axes, degrees)!r:.200} is for {total} ranks ({' x '.join(map(str, degrees)):.100}), but "
         f"the job has {world_size}: the degrees must multiply to the world size. Nearest that does: "
         f"{spec_text(axes, nearest)!r:.200}"
     )
+
+
+def _checked_world_size(world_size: object) -> int:
+    size = None if isinstance(world_size, bool) else whole_number(world_size)
+    if size is None or not 1 <= size <= MAX_DEGREE:  # the search for the nearest degrees takes time of its square root
+        raise WorldSizeError(
+            f"world size {abridged(world_size)}: give the number of ranks, a whole number from 1 to {MAX_DEGREE}"
+        )
+    return size
 
 
 def read_config(config: str | Path | Mapping[str, object]) -> Spec:

@@ -44,6 +44,9 @@ SPECS: list[tuple[Any, type[Exception], str]] = [
     ("model=2,tensor=2", TopologyError, "'tensor' is a synonym of 'model'"),
     ("tp=2,mp=2", TopologyError, "'mp' is a synonym of 'model'"),
     ("sp=2,cp=2", TopologyError, "'cp' is a synonym of 'seq'"),
+    ("tp=2,model=2", TopologyError, "'tp' is a synonym of 'model'"),
+    ("+tp=2,data=2", TopologyError, "'model': it means slices of every layer (tensor parallel) and needs no"),
+    ("tp=2,+tp=2", TopologyError, "is given twice"),
     ("a b=2", TopologyError, "must be a Python identifier"),
     ("class=2", TopologyError, "must be a Python identifier"),
     ("_pipe=2", TopologyError, "begin with an underscore"),
@@ -177,6 +180,13 @@ def test_any_config_raises_only_documented_errors(config: Any) -> None:
         return
     with suppress(TopologyError), _with_short_message():
         ProcessTopology.from_config(config)
+
+
+@pytest.mark.parametrize("world_size", [-4, 0, True, "4", 2.5, 2**31, 2**61 - 1])
+@pytest.mark.parametrize("spec", ["data=-1", "data=2"])
+def test_impossible_world_size_is_refused_at_once(spec: str, world_size: Any) -> None:
+    with pytest.raises(WorldSizeError, match="give the number of ranks, a whole number from 1 to 2147483647"):
+        ProcessTopology.from_spec(spec, world_size)
 
 
 def test_huge_degree_is_refused_quickly() -> None:
