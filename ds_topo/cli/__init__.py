@@ -6,22 +6,34 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 
+from ds_topo import __version__
 from ds_topo.cli import check_command, checkpoint_command, convert_command, plan_command, show_command
 from ds_topo.errors import CheckpointError, LaunchError, TopologyError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0, 1 for a fault that was found, 2 for arguments that cannot be used."""
-    parser = argparse.ArgumentParser(prog="ds-topo", description="Show, check and plan layouts of distributed jobs.")
+    parser = argparse.ArgumentParser(
+        prog="ds-topo",
+        description="Show, check and plan layouts of distributed jobs.",
+        epilog="ds-topo COMMAND --help explains a command",
+    )
+    parser.add_argument("--version", action="version", version=f"ds_topo {__version__}")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it to every program
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for command in (check_command, checkpoint_command, convert_command, plan_command, show_command):
         command.add_parser(subparsers)
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if parsed.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
+        if unknown:
+            raise TopologyError(_not_understood(parsed.command, unknown[0], subparsers.choices[parsed.command]))
         return int(parsed.run(parsed))
     except (TopologyError, CheckpointError, LaunchError, OSError) as error:
         print(f"ds-topo {parsed.command}: {error}", file=sys.stderr)
@@ -30,3 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         resume = ": run the same command again to resume it" if parsed.command == "convert" else ""
         print(f"ds-topo {parsed.command}: interrupted{resume}", file=sys.stderr)
         return 130
+
+
+def _not_understood(command: str, word: str, parser: argparse.ArgumentParser) -> str:
+    """Return the error for a word that is no argument of the command, with the option that was probably meant."""
+    options = [option for option in parser.format_help().replace(",", " ").split() if option.startswith("--")]
+    near = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.7)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return f"{word!r} is not an argument of this command: {meant}ds-topo {command} --help lists all"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.folder import Checkpoint, checkpoints_in, look_at, named_latest, told
 from ds_topo.checkpoint.manifest import SavedParameter
+from ds_topo.cli.shared_options import add_command
 from ds_topo.cli.terminal import counted, say, table_of
 from ds_topo.errors import MissingCheckpointError
 from ds_topo.hosts.placement import fold_numbers
@@ -29,18 +30,18 @@ _EXAMPLES = """examples:
 
 def add_parser(subparsers: Any) -> None:
     """Add the command's options."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "checkpoint",
-        help="show the checkpoints of a folder, and check that they are complete",
-        description="Show tags, steps, layouts and sizes of checkpoints, which are complete, and the one that 'latest' "
-        "names. The exit status is 1 if one is damaged.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "show the checkpoints of a folder, and check that they are complete",
+        "Show tags, steps, layouts and sizes of checkpoints, which are complete, and the one that 'latest' names. The "
+        "exit status is 1 if one is damaged.",
+        _EXAMPLES,
     )
     parser.add_argument(
         "folder", metavar="FOLDER", type=Path, help="the folder of all checkpoints, or of one, to show its content"
     )
-    parser.add_argument("--verify", action="store_true", help="read every file, and compare its digest")
+    parser.add_argument("--verify", action="store_true", help="read every file, and compare its digest too")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)
 

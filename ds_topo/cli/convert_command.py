@@ -10,6 +10,7 @@ from typing import Any
 
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.folder import Checkpoint, candidates, check_tag, look_at, tags_in, why_passed_over
+from ds_topo.cli.shared_options import add_command, check_topology, given_options, refuse_without_effect
 from ds_topo.cli.terminal import progress_of
 from ds_topo.errors import CheckpointError, MissingCheckpointError, listed
 
@@ -28,30 +29,36 @@ _STEPS = {
 
 def add_parser(subparsers: Any) -> None:
     """Add the command and its options."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "convert",
-        help="write a checkpoint for other degrees, another ZeRO stage, or as one plain file",
-        description="Write a checkpoint for another topology or ZeRO stage, which DeepSpeed loads as its own; or write "
-        "all weights into one plain file. The checkpoint that is read is not changed. Start an interrupted conversion "
-        "again to continue it.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "write a checkpoint for other degrees, another ZeRO stage, or as one plain file",
+        "Write a checkpoint for another topology or ZeRO stage, which DeepSpeed loads as its own; or write all weights "
+        "into one plain file. The checkpoint that is read is not changed. Start an interrupted conversion again to "
+        "continue it.",
+        _EXAMPLES,
     )
     parser.add_argument(
         "source", metavar="FROM", type=Path, help="folder of checkpoints, of which the newest is read, or of one"
     )
     parser.add_argument("to", metavar="TO", type=Path, help="folder of checkpoints for the new one; a file with --to")
-    parser.add_argument("--topology", help='the new topology, with all degrees, such as "pipe=2,data=4"')
-    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage; by default the saved one")
+    parser.add_argument("--topology", metavar="SPEC", help='the new topology with all degrees, such as "pipe=2,data=4"')
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage; default: the saved one")
     parser.add_argument(
-        "--experts", metavar="SIZE", type=int, help="expert parallel size of all layers; by default the saved ones"
+        "--experts", metavar="SIZE", type=int, help="expert parallel size of all layers; default: the saved ones"
     )
-    parser.add_argument("--tag", help="tag of the checkpoint to read, if FROM is a folder of several")
-    parser.add_argument("--new-tag", help="tag of the new checkpoint; by default the same")
+    parser.add_argument("--tag", metavar="TAG", help="tag of the checkpoint to read in FROM; default: the newest")
+    parser.add_argument("--new-tag", metavar="TAG", help="tag of the new checkpoint; default: the same")
     parser.add_argument(
-        "--partition-method", help="of the pipeline: parameters, uniform or type:...; by default the saved one"
+        "--partition-method",
+        metavar="METHOD",
+        help="of the pipeline: parameters, uniform or type:...; default: the saved one",
     )
-    parser.add_argument("--stages", metavar="0,3,6", help="first layer of every stage, and the number of layers")
+    parser.add_argument(
+        "--stages",
+        metavar="0,3,6",
+        help="first layer of every stage, and the number of layers; default: by --partition-method",
+    )
     parser.add_argument("--to", dest="kind", choices=("torch", "safetensors"), help="write one file of weights instead")
     parser.set_defaults(run=run)
 
@@ -65,6 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
     to, kind = arguments.to, arguments.kind
     if (arguments.topology is None) == (kind is None):
         raise CheckpointError('give either --topology, such as --topology "data=4", or --to torch')
+    if arguments.topology is not None:
+        check_topology("--topology", arguments.topology)
+    else:
+        layout = ("zero", "experts", "new_tag", "partition_method", "stages")
+        refuse_without_effect(given_options(arguments, *layout), f"--to {kind} writes weights without a layout")
     if kind is not None and to.is_dir():
         raise CheckpointError(f"{to} is a folder: give the file to write, such as {to / 'weights.pt'}")
     if kind is None and to.exists() and not to.is_dir():

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ds_topo.cli.terminal import counted, say, table_of
 from ds_topo.errors import TopologyError, UnknownAxisError
-from ds_topo.hosts.hosts import HostMap
+from ds_topo.hosts.hosts import HostMap, check_size
 from ds_topo.hosts.placement import (
     Placement,
     changed_ranks,
@@ -68,6 +68,7 @@ class LayoutView:
         else:
             try:
                 topology = ProcessTopology.from_spec(spec)
+                check_size(topology.world_size())
             except TopologyError as error:
                 if "needs world_size=" not in str(error):
                     raise
@@ -98,6 +99,12 @@ class LayoutView:
     def placement(self) -> Placement | None:
         """The topology on its hosts, if they are known."""
         return None if self.host_map is None else Placement(self.topology, self.host_map)
+
+    @property
+    def has_first_slots(self) -> bool:
+        """Whether hosts are known and use their first slots, so that positions in a row are numbers of slots."""
+        hosts = () if self.host_map is None else self.host_map.hosts
+        return bool(hosts) and all(host.slots == tuple(range(len(host.slots))) for host in hosts)
 
     @property
     def rows(self) -> list[tuple[str, Sequence[int]]]:
@@ -297,16 +304,20 @@ def _print_changes(console: Console, before: LayoutView, after: LayoutView) -> N
 
 
 def _print_ranks(console: Console, view: LayoutView) -> None:
+    """Print a line for each host if they fit with the number of every rank, or without; else several lines each."""
     rows, stages = view.rows, view.stages
     label = "host" if view.host_map is not None else "ranks"
     widest_row = max(len(ranks) for _, ranks in rows)
     name_width = max(len(label), *(len(name) for name, _ in rows))
     rank_width = len(str(view.topology.world_size() - 1))
-    cell = rank_width + 1 + max(len(view.coordinate(rank)) for rank in range(view.topology.world_size()))
+    coordinate = max(len(view.coordinate(rank)) for rank in range(view.topology.world_size()))
+    cell = rank_width + 1 + coordinate
     fitting = max(1, (console.width - name_width) // (cell + 2))
+    if fitting < widest_row and _print_coordinates(console, view, name_width, coordinate):
+        return
     per_line = ceil(widest_row / ceil(widest_row / fitting))
     headed = max(cell, len(f"slot {widest_row - 1}"))
-    with_slots = view.host_map is not None and name_width + widest_row * (headed + 2) <= console.width
+    with_slots = view.has_first_slots and name_width + widest_row * (headed + 2) <= console.width
     table = table_of(label, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
     for name, ranks in rows:
         for first in range(0, len(ranks), per_line):
@@ -316,6 +327,32 @@ def _print_ranks(console: Console, view: LayoutView) -> None:
             ]
             table.add_row(name if first == 0 else "", *cells)
     console.print(table)
+    _print_legend(console, view)
+
+
+def _print_coordinates(console: Console, view: LayoutView, name_width: int, coordinate: int) -> bool:
+    """Print a line of coordinates for each host with its range of ranks; return False if they do not fit."""
+    rows, stages, known = view.rows, view.stages, view.host_map is not None
+    ranges = [fold_numbers(ranks) for _, ranks in rows]
+    widest_row = max(len(ranks) for _, ranks in rows)
+    cell = max(coordinate, len(f"slot {widest_row - 1}") if view.has_first_slots else 0)
+    names = name_width + (max(map(len, ranges)) + 2 if known else 0)
+    gap = 2 if names + widest_row * (cell + 2) <= console.width else 1
+    are_ranges = all("," not in numbers for numbers in ranges)
+    if not are_ranges or names + widest_row * (cell + gap) > console.width:
+        return False
+    slots = [f"slot {slot}" if view.has_first_slots else "" for slot in range(widest_row)]
+    table = table_of(*(("host", "ranks") if known else ("ranks",)), *slots)
+    table.padding = (0, gap, 0, 0)
+    for (name, ranks), numbers in zip(rows, ranges, strict=True):
+        cells = [Text(view.coordinate(rank), style=_stage_style(stages[rank])) for rank in ranks]
+        table.add_row(*((name, numbers) if known else (name,)), *cells)
+    console.print(table)
+    _print_legend(console, view)
+    return True
+
+
+def _print_legend(console: Console, view: LayoutView) -> None:
     axes = ",".join(view.axis_names)
     in_colour = console.color_system is not None and not console.no_color
     say(console, f"Each rank with its {axes}{f'; a colour for each {view.stage_axis}' if in_colour else ''}.")

@@ -1,18 +1,28 @@
-"""``ds-topo plan``: choose degrees, their order, ZeRO stage and micro-batch, and predict memory and seconds."""
+"""Run ``ds-topo plan``: choose degrees, their order, ZeRO stage and micro-batch, and predict memory and seconds."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
 from typing import Any
 
-from ds_topo.cli.shared_options import add_host_options, given_options, host_map_of, option_of
-from ds_topo.cli.terminal import write_file
+from ds_topo.cli.shared_options import (
+    add_command,
+    add_host_options,
+    check_ending,
+    given_options,
+    host_map_of,
+    option_of,
+    refuse_without_effect,
+)
+from ds_topo.cli.terminal import counted, write_file
 from ds_topo.errors import TopologyError
+from ds_topo.planner.config_writer import CONFIGURED, deepspeed_config, how_to_train
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
 from ds_topo.planner.hardware import (
@@ -33,17 +43,20 @@ from ds_topo.planner.hardware import (
 from ds_topo.planner.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute, precision_of, software_of
 from ds_topo.planner.model import Model, read_model, transformer
 from ds_topo.planner.published_runs import judge_rows, read_rows
-from ds_topo.planner.search import Found, Plan, Wanted, orders_of, plan_or_problem, search
+from ds_topo.planner.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
+from ds_topo.topology.axes import EXPERT
 from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.spec import leaves_out_a_degree, parse_spec
 
 EXAMPLES = """examples:
-  ds-topo plan --config llama-3-70b/config.json --hosts 8 --slots 8 --accelerator H100 --batch 128
-  ds-topo plan --layers 32 --hidden 4096 --heads 32 --vocab 50257 --sequence 2048 --hosts 4 --accelerator A100 \\
-               --batch 512 --explain --compare "pipe=4,data=4,model=2" --picture plan.png
-  ds-topo plan --layers 4 --hidden 128 --heads 4 --vocab 256 --sequence 128 --hosts 1 --slots 4 --batch 32 \\
-               --calibrate --write ds_config.json
+  ds-topo plan --model llama-3-70b --hosts 8 --accelerator H100 --batch 128
+  ds-topo plan --layers 32 --hidden 4096 --heads 32 --vocab 50257 --sequence 2048 \\
+               --hosts 4 --accelerator A100 --batch 512 \\
+               --explain --compare "pipe=4,data=4,model=2" --picture plan.png
+  ds-topo plan --layers 4 --hidden 128 --heads 4 --vocab 256 --sequence 128 \\
+               --hosts 1 --slots 4 --batch 32 --calibrate \\
+               --software deepspeed-pipeline --write ds_config.json
   ds-topo plan --runs published_runs.json --within 15%
 """
 NUMBERS = ("layers", "hidden", "heads", "vocab", "sequence")
@@ -55,60 +68,90 @@ WHOLE = (
     *("batch", "micro_batch", "virtual_stages", "expert_parallel", "top"),
 )
 """The options that are whole numbers from 1 on."""
+SHOWN_PLANS, BOUND = 10, "15%"
+"""The defaults of --top and --within."""
 POSITIVE = ("peak_tflops", "memory_gb", "memory_gbps", "link_inside_gbps", "link_across_gbps")
 """The options that are positive numbers."""
+NOT_OF_A_PLAN = ("command", "run", "local_rank", "calibrate", "runs", "within", "json")
+"""What the arguments hold besides the options of a plan."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the options of ``plan``."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "plan",
-        help="choose degrees, order, ZeRO stage and micro-batch; predict memory and seconds",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "choose degrees, order, ZeRO stage and micro-batch; predict memory and seconds",
+        "Choose degrees, their order, ZeRO stage and micro-batch for a model on a cluster, and predict the memory of a "
+        "rank and the seconds of a step. Needs no GPU.",
+        EXAMPLES,
     )
     switch = argparse.BooleanOptionalAction
     add = parser.add_argument_group("model: a config file, or numbers by hand").add_argument
-    add("--config", metavar="FILE", help="config.json of Hugging Face: GPT-2, Llama, Qwen, DeepSeek, ...")
-    add("--layers", type=int, help="transformer layers")
-    add("--hidden", type=int, help="width of the activations between layers")
-    add("--heads", type=int, help="attention heads")
-    add("--kv-heads", type=int, help="heads of keys and values; as many as --heads by default")
-    add("--ffn", type=int, help="width of the feed-forward layer; 4 x hidden by default")
-    add("--vocab", type=int, help="size of the vocabulary")
-    add("--sequence", type=int, help="positions of a sequence; the config's longest by default")
-    add("--experts", type=int, help="experts in every layer")
-    add("--top-k", type=int, help="experts that a token goes through")
-    add("--gated", action=switch, default=None, help="use Llama's layers (SwiGLU), or GPT-2's")
+    add(
+        "--model",
+        metavar="FILE",
+        help="config.json of Hugging Face, or its folder: GPT-2, Llama, Mixtral, Qwen, DeepSeek",
+    )
+    add("--layers", metavar="N", type=int, help="transformer layers")
+    add("--hidden", metavar="N", type=int, help="width of the activations between layers")
+    add("--heads", metavar="N", type=int, help="attention heads")
+    add("--kv-heads", metavar="N", type=int, help="heads of keys and values; default: as many as --heads")
+    add("--ffn", metavar="N", type=int, help="width of the feed-forward layer; default: 4 x hidden")
+    add("--vocab", metavar="N", type=int, help="size of the vocabulary")
+    add("--sequence", metavar="N", type=int, help="positions of a sequence; default: the longest of --model")
+    add("--experts", metavar="N", type=int, help="experts in every layer; default: none")
+    add("--top-k", metavar="N", type=int, help="experts that a token goes through; needed with --experts")
+    add(
+        "--gated",
+        action=switch,
+        default=None,
+        help="Llama's layers (SwiGLU), or GPT-2's; default: Llama's with fewer --kv-heads, a narrow --ffn or --experts",
+    )
     add_host_options(parser)
     add = parser.add_argument_group("cluster").add_argument
     add("--accelerator", metavar="NAME", help=", ".join(ACCELERATORS))
-    add("--peak-tflops", type=float, help="TFLOP/s of matrix products, for an accelerator that is not in the table")
-    add("--memory-gb", type=float, help="memory of a device; also limits that of the table")
-    add("--memory-gbps", type=float, help="GB/s of its memory")
-    add("--link-inside-gbps", type=float, help="GB/s and direction between ranks of a host")
-    add("--link-across-gbps", type=float, help="GB/s and direction of a rank's share of the network")
-    add("--machine", metavar="FILE", help="measurements of --calibrate or `ds-topo check --json FILE`")
-    add = parser.add_argument_group("job, and decisions that are made already").add_argument
-    add("--batch", type=int, help="sequences per step, over all ranks")
-    add("--precision", choices=list(PRECISIONS), help="bf16 by default, fp32 on a CPU")
-    add("--software", choices=list(SOFTWARE), help="the training program; DeepSpeed by default")
-    add("--expert-load", type=float, default=1.0, help="rows of the fullest expert over the mean")
+    add(
+        "--peak-tflops",
+        metavar="X",
+        type=float,
+        help="TFLOP/s of matrix products, for an accelerator that is not in the table",
+    )
+    add("--memory-gb", metavar="X", type=float, help="memory of a device; default: the accelerator's")
+    add("--memory-gbps", metavar="X", type=float, help="GB/s of its memory; default: the accelerator's")
+    add(
+        "--link-inside-gbps",
+        metavar="X",
+        type=float,
+        help="GB/s and direction between ranks of a host; default: the accelerator's",
+    )
+    add(
+        "--link-across-gbps",
+        metavar="X",
+        type=float,
+        help="GB/s and direction of a rank's share of the network; default: the accelerator's",
+    )
+    add("--machine", metavar="FILE", help="measurements of --calibrate FILE or of ds-topo check --json FILE")
+    add = parser.add_argument_group("job, and decisions that are made already (default: all are tried)").add_argument
+    add("--batch", metavar="N", type=int, help="sequences per step, over all ranks; always needed")
+    add("--precision", choices=list(PRECISIONS), help="number format; default: bf16, on a CPU fp32")
+    programs = ", ".join(SOFTWARE)
+    add("--software", metavar="NAME", choices=list(SOFTWARE), help=f"training program: {programs}; default: deepspeed")
+    add("--expert-load", metavar="X", type=float, help="rows of the fullest expert over the mean; default: 1")
     add("--topology", metavar="SPEC", help='degrees in their order, such as "pipe=2,data=4,model=2"')
     add("--fix", metavar="SPEC", help='degrees of some axes, in any order, such as "model=4"')
-    add("--micro-batch", type=int, help="sequences of a replica that are computed at a time")
+    add("--micro-batch", metavar="N", type=int, help="sequences of a replica that are computed at a time")
     add("--zero", type=int, choices=range(4), help="ZeRO stage")
     add("--recompute", choices=[kind.value for kind in Recompute], help="activations that backward computes again")
-    add("--virtual-stages", type=int, help="pipeline stages per rank")
+    add("--virtual-stages", metavar="N", type=int, help="pipeline stages per rank, with --software megatron")
     add("--sequence-parallel", action=switch, default=None, help="split activations along the sequence")
-    add("--expert-parallel", type=int, help="ranks over which the experts of a layer are distributed")
+    add("--expert-parallel", metavar="N", type=int, help="ranks over which the experts of a layer are distributed")
     add = parser.add_argument_group("output").add_argument
-    add("--top", type=int, default=10, metavar="N", help="number of sets of degrees to show")
-    add("--explain", action="store_true", help="explain every term of the best plan's seconds and bytes")
+    add("--top", metavar="N", type=int, help=f"number of sets of degrees to show; default: {SHOWN_PLANS}")
+    add("--explain", action="store_true", default=None, help="explain every term of the best plan's seconds and bytes")
     add("--compare", metavar="SPEC", help="show what another topology loses against the best, and where")
     add("--json", action="store_true", help="print everything as JSON")
-    add("--picture", metavar="FILE", help="draw seconds and memory as stacked bars; PNG, SVG or PDF")
+    add("--picture", metavar="FILE", help="draw seconds and memory as stacked bars, into FILE.png, .svg or .pdf")
     add("--write", metavar="FILE", help="write the best plan as a DeepSpeed config")
     add = parser.add_argument_group("measurements").add_argument
     add(
@@ -119,7 +162,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="measure products and links of this machine first (under a launcher: of all ranks); save them in FILE",
     )
     add("--runs", metavar="FILE", help="compare predictions of published runs with their reports, row by row")
-    add("--within", default="15%", metavar="SHARE", help="the bound of --runs for the error of every row")
+    add("--within", metavar="SHARE", help="bound of --runs for the error of every row; default: 15%%")
     parser.set_defaults(run=run)
 
 
@@ -130,21 +173,27 @@ def run(arguments: argparse.Namespace) -> int:
             value = getattr(arguments, name)
             if value is not None and not (least <= value < inf and value):
                 raise TopologyError(f"{option_of(name)} {value}: {rule}")
+    planning = given_options(arguments, *(name for name in vars(arguments) if name not in NOT_OF_A_PLAN))
     if arguments.runs:
+        refuse_without_effect(planning + given_options(arguments, "calibrate"), "--runs describes every job itself")
         return _judge(arguments)
+    refuse_without_effect(given_options(arguments, "within"), "it is the bound of --runs FILE")
+    check_ending("--picture", arguments.picture, (".png", ".svg", ".pdf"))
+    if arguments.calibrate is not None and arguments.machine:
+        raise TopologyError("--calibrate and --machine both say how fast this machine is: give one of them")
     machine = read_machine(arguments.machine) if arguments.machine else None
     if arguments.calibrate is not None:
         machine, is_first = _calibrated(arguments.calibrate)
         if not is_first:
             return 0
-        if not (arguments.config or arguments.layers):
+        if not planning:
             if not arguments.calibrate:
                 print(json.dumps(machine.as_json(), indent=1))
             return 0
     job = job_of(arguments, machine)
     wanted = wanted_of(arguments, job)
     topology = _topology("compare", arguments.compare, job) if arguments.compare else None
-    found = search(job, wanted, arguments.top)
+    found = fewest_axes_first(search(job, wanted, arguments.top or SHOWN_PLANS))
     compared = plan_or_problem(job, replace(wanted, topology=topology, degrees=())) if topology is not None else None
     if arguments.picture:
         from ds_topo.cli.plan_report import save_picture
@@ -152,8 +201,6 @@ def run(arguments: argparse.Namespace) -> int:
         save_picture(found, arguments.picture)
     advice = None
     if arguments.write:
-        from ds_topo.planner.config_writer import deepspeed_config, how_to_train
-
         write_file("--write", arguments.write, json.dumps(deepspeed_config(job, found.best), indent=2))
         advice = how_to_train(job, found.best, arguments.write)
     if arguments.json:
@@ -161,7 +208,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         from ds_topo.cli.plan_report import print_found
 
-        print_found(found, compared, arguments.compare, explained=arguments.explain, advice=advice)
+        print_found(found, compared, arguments.compare, explained=bool(arguments.explain))
+        print(advice or _next_steps(arguments, found))
     return 0
 
 
@@ -177,24 +225,24 @@ def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
         raise TopologyError("--batch is missing: give the number of sequences per step, over all ranks")
     precision = precision_of(arguments.precision or ("fp32" if cluster.is_cpu else "bf16"))
     cluster.accelerator.peak(precision.products)  # raises if it has no such format
-    software = software_of(arguments.software or ("deepspeed-pipeline" if arguments.write else "deepspeed"))
-    if not 1 <= arguments.expert_load < inf:
-        raise TopologyError(
-            f"--expert-load {arguments.expert_load}: the fullest expert has at least the mean: give 1 or more"
-        )
-    sequence = arguments.sequence or model.sequence
-    return Job(model, cluster, arguments.batch, sequence, precision, software, arguments.expert_load)
+    load = 1.0 if arguments.expert_load is None else arguments.expert_load
+    if not 1 <= load < inf:
+        raise TopologyError(f"--expert-load {load}: the fullest expert has at least the mean: give 1 or more")
+    if not model.expert_count:
+        refuse_without_effect(given_options(arguments, "expert_load"), "the model has no experts")
+    software = software_of(arguments.software or "deepspeed")
+    return Job(model, cluster, arguments.batch, arguments.sequence or model.sequence, precision, software, load)
 
 
 def _model(arguments: argparse.Namespace) -> Model:
-    if arguments.config:
+    if arguments.model:
         by_hand = given_options(arguments, *(name for name in (*NUMBERS, *OTHER_NUMBERS) if name != "sequence"))
         if by_hand:
-            raise TopologyError(f"--config and {by_hand[0]} both describe the model: give one of them")
-        return read_model(arguments.config)
+            raise TopologyError(f"--model and {by_hand[0]} both describe the model: give one of them")
+        return read_model(arguments.model)
     missing = [f"--{name}" for name in NUMBERS if getattr(arguments, name) is None]
     if missing:
-        raise TopologyError(f"a model is needed: --config FILE, or its numbers; {' '.join(missing)} missing")
+        raise TopologyError(f"a model is needed: --model FILE, or its numbers; {' '.join(missing)} missing")
     return transformer(
         layers=arguments.layers,
         hidden=arguments.hidden,
@@ -304,8 +352,8 @@ def _fixed_degrees(spec: str, job: Job) -> tuple[tuple[str, int], ...]:
     ranks = job.cluster.ranks
     if ranks % prod(sizes):
         raise TopologyError(
-            f"--fix {spec!r}: {prod(sizes)} does not divide the {ranks} ranks ({job.cluster.hosts} hosts x "
-            f"{job.cluster.slots} slots); choose degrees whose product is one of {divisors(ranks)}"
+            f"--fix {spec!r}: {prod(sizes)} does not divide the {ranks} ranks ({counted(job.cluster.hosts, 'host')} x "
+            f"{counted(job.cluster.slots, 'slot')}); choose degrees whose product is one of {divisors(ranks)}"
         )
     return tuple(zip(axes, sizes, strict=True))
 
@@ -319,7 +367,27 @@ def _topology(option: str, spec: str, job: Job) -> ProcessTopology:
 def _check_axes(option: str, spec: str, axes: Sequence[str]) -> None:
     unknown = [axis for axis in axes if axis not in AXES]
     if unknown:
-        raise TopologyError(f"--{option} {spec!r}: axes {unknown} cannot be planned; choose among {list(AXES)}")
+        experts = "; experts are distributed with --expert-parallel N" if EXPERT in unknown else ""
+        raise TopologyError(
+            f"--{option} {spec!r}: axes {unknown} cannot be planned; choose among {list(AXES)}{experts}"
+        )
+
+
+def _next_steps(arguments: argparse.Namespace, found: Found) -> str:
+    """Return the command that shows where the best plan puts every rank, and how to write a config for it."""
+    cluster = found.job.cluster
+    hosts = ["--hosts", f"{cluster.hosts}", "--slots", f"{cluster.slots}"]
+    if arguments.hostfile:
+        hosts = ["--hostfile", arguments.hostfile]
+        for name in ("include", "exclude", "num_nodes", "num_gpus"):
+            if getattr(arguments, name) is not None:
+                hosts += [option_of(name), str(getattr(arguments, name))]
+    elif arguments.slurm:
+        hosts = ["--slurm"]
+    steps = [shlex.join(["ds-topo", "show", found.best.layout.topology.spec, *hosts])]
+    if found.job.software.name in CONFIGURED:
+        steps.append("this command again with --write ds_config.json, for a DeepSpeed config")
+    return "next: " + "\n      ".join(steps)
 
 
 def _calibrated(path: str) -> tuple[Machine, bool]:
@@ -412,7 +480,7 @@ def _job_as_json(job: Job) -> dict[str, Any]:
 
 def _judge(arguments: argparse.Namespace) -> int:
     """Print predictions of published runs. Return 1 if a row is beyond the bound or does not fit."""
-    judgement = judge_rows(read_rows(arguments.runs), share_of(arguments.within))
+    judgement = judge_rows(read_rows(arguments.runs), share_of(arguments.within or BOUND))
     if arguments.json:
         content = {
             "within": judgement.within,

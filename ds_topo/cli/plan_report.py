@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from ds_topo.planner.explain import (
     explain_axes,
     explain_memory,
     explain_time,
+    needs,
     reason,
     rejections,
 )
@@ -48,8 +51,10 @@ COLORS = {
 
 
 def _console() -> Console:
+    """Return a console as wide as the terminal, or as COLUMNS says; wide for a file or a pipe."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=FILE_COLUMNS)
+    is_given = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
+    return console if is_given else Console(highlight=False, width=FILE_COLUMNS)
 
 
 def _table(*columns: str) -> Table:
@@ -63,9 +68,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def print_found(
-    found: Found, compared: Plan | str | None, spec: str | None, *, explained: bool, advice: str | None
-) -> None:
+def print_found(found: Found, compared: Plan | str | None, spec: str | None, *, explained: bool) -> None:
     """Print the table of plans, the reason for the first, and whatever else was asked for.
 
     ``compared`` is the plan of the topology ``spec``, or why there is none.
@@ -73,43 +76,72 @@ def print_found(
     console, job = _console(), found.job
     model, cluster = job.model, job.cluster
     active = f", {model.active_parameters / 1e9:.2f} B at work" if model.expert_count else ""
+    title = f"{model.name}: {model.parameters:,} parameters{active}, trained by {job.software.name}"
+    console.print(title, markup=False, style="bold")
     console.print(
-        f"{model.name}: {model.parameters:,} parameters{active}; {cluster.hosts} x {cluster.slots} "
-        f"{cluster.accelerator.name}, {cluster.memory_limit / 1e9:.1f} GB each for tensors; {job.batch} sequences of "
-        f"{job.sequence} in {job.precision.name}, {job.software.name}",
-        soft_wrap=True,
+        f"{cluster.hosts} x {cluster.slots} {cluster.accelerator.name}, {cluster.memory_limit / 1e9:.1f} GB each for "
+        f"tensors; {job.batch} sequences of {job.sequence} in {job.precision.name}\n"
     )
-    console.print(_plans_table(found))
-    console.print(f"first because {reason(found)}", soft_wrap=True)
+    header, *lines = _plan_lines(found, console.width)
+    console.print(header, style="bold", soft_wrap=True)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"\nfirst because {reason(found)}", markup=False)
+    if needed := needs(found):
+        console.print("; ".join(needed), markup=False)
     if explained:
         _print_explained(console, found)
     if isinstance(compared, str):
         console.print(f"--compare {spec!r}: {compared}", soft_wrap=True, markup=False)
     elif compared is not None:
         _print_compared(console, found.best, compared)
-    if advice:
-        console.print(advice, soft_wrap=True, markup=False)
 
 
-def _plans_table(found: Found) -> Table:
+def _plan_lines(found: Found, width: int) -> list[str]:
+    """Return a header and the plans, the fastest first, as lines of at most ``width`` characters if possible.
+
+    What does not fit into a column moves to a line of its own below the plan; tokens per second are left out.
+    """
     job = found.job
-    table = _table("topology, outermost first", ">micro", ">ZeRO", "~more", ">GB", ">s/step", ">tokens/s", "~waits for")
+    header = ["topology", "s/step", "GB", "ZeRO", "micro", "waits for", "tokens/s", "with"]
+    rows = []
     for plan in found.plans:
         layout = plan.layout
         # the two largest terms beside computing, as shares
         terms = [(seconds, name) for name, seconds in plan.time.parts().items() if name != "compute"]
         largest = [(seconds / plan.seconds, name) for seconds, name in sorted(terms, reverse=True)[:2]]
-        table.add_row(
-            layout.topology.spec,
-            str(layout.micro_batch),
-            str(layout.zero),
-            ", ".join(layout.details()),
-            _gigabytes(plan.memory.total),
-            f"{plan.seconds:.4g}",
-            f"{job.batch * job.sequence / plan.seconds:,.0f}",
-            ", ".join(f"{name} {share:.0%}" for share, name in largest if share > 0.005),
+        rows.append(
+            [
+                layout.topology.spec,
+                f"{plan.seconds:.4g}",
+                _gigabytes(plan.memory.total),
+                str(layout.zero),
+                str(layout.micro_batch),
+                ", ".join(f"{name} {share:.0%}" for share, name in largest if share > 0.005),
+                f"{job.batch * job.sequence / plan.seconds:,.0f}",
+                ", ".join(layout.details()),
+            ]
         )
-    return table
+    for shown in (8, 7, 6):
+        lines = _aligned([row[:shown] for row in (header, *rows)], right={1, 2, 3, 4, 6})
+        if max(map(len, lines)) <= width:
+            break
+    if shown < 8:
+        below = [f"  with {row[-1]}" if row[-1] else "" for row in rows]
+        lines = [lines[0], *(line for pair in zip(lines[1:], below, strict=True) for line in pair if line)]
+    return lines
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """Return a line for each row, in columns that are two spaces apart; those in ``right`` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def _gigabytes(size: float) -> str:

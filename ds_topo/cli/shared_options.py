@@ -5,14 +5,39 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
 
-from ds_topo.errors import HostError
+from ds_topo.errors import HostError, TopologyError
 from ds_topo.hosts.hosts import HostMap, Hosts, check_addresses, read_hostfile
 from ds_topo.hosts.slurm import expand_node_list, slurm_map
+from ds_topo.topology import ProcessTopology
+from ds_topo.topology.axes import check_meanings
+from ds_topo.topology.spec import leaves_out_a_degree
 
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
 """Matches numbers, which are not names of hosts."""
 _FILTERS = ("include", "exclude", "num_nodes", "num_gpus")
+
+
+def add_command(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    description: str,
+    examples: str,
+) -> argparse.ArgumentParser:
+    """Add a command whose help has a wrapped description, and examples as they are written."""
+    width = max(40, shutil.get_terminal_size().columns - 2)
+    return subparsers.add_parser(
+        name,
+        help=summary,
+        description=textwrap.fill(description, width),
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
@@ -21,14 +46,28 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hostfile", "-H", metavar="FILE", help='deepspeed hostfile with lines "NAME slots=N"')
     group.add_argument("--hosts", metavar="N|NAMES", help='number of hosts, or names such as "n[01-16],gpu-a"')
     group.add_argument("--slots", metavar="M", type=int, help="ranks on each host, with --hosts")
-    group.add_argument("--slurm", action="store_true", help="use the hosts of the current Slurm job or step")
-    group.add_argument("--include", "-i", metavar="FILTER", help='use only these, "NAME[:SLOT,SLOT]@NAME..."')
-    group.add_argument("--exclude", "-e", metavar="FILTER", help="use all but these")
-    group.add_argument("--num-nodes", "--num_nodes", metavar="N", type=int, help="use only the first N hosts")
+    group.add_argument("--slurm", action="store_true", default=None, help="use the hosts of the Slurm job or step")
     group.add_argument(
-        "--num-gpus", "--num_gpus", metavar="N", type=int, help="use only the first N slots of each host"
+        "--include", "-i", metavar="FILTER", help='use only these, "NAME[:SLOT,SLOT]@NAME..."; default: all'
     )
-    group.add_argument("--resolve", action="store_true", help="resolve every name; fail if one has no address")
+    group.add_argument("--exclude", "-e", metavar="FILTER", help="use all but these; default: all")
+    group.add_argument(
+        "--num-nodes", "--num_nodes", metavar="N", type=int, help="use only the first N hosts; default: all"
+    )
+    group.add_argument(
+        "--num-gpus", "--num_gpus", metavar="N", type=int, help="use only the first N slots of each host; default: all"
+    )
+    group.add_argument("--resolve", action="store_true", default=None, help="fail if a name has no address")
+
+
+def check_ending(option: str, path: str | Path | None, endings: Iterable[str]) -> None:
+    """Refuse a file whose name does not end as its content.
+
+    Raises:
+        TopologyError: it has another ending, or none.
+    """
+    if path is not None and Path(path).suffix.lower() not in endings:
+        raise TopologyError(f"{option} {str(path)!r}: give a file name that ends in {' or '.join(endings)}")
 
 
 def option_of(name: str) -> str:
@@ -41,8 +80,30 @@ def option_of(name: str) -> str:
 
 
 def given_options(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """Return the spelling of those of the named options that the user gave."""
+    """Return the spelling of those of the named options that the user gave; the default of each is None."""
     return [option_of(name) for name in names if getattr(arguments, name) is not None]
+
+
+def refuse_without_effect(given: list[str], reason: str) -> None:
+    """Refuse options that would be ignored.
+
+    Raises:
+        TopologyError: there is one.
+    """
+    if given:
+        raise TopologyError(f"{given[0]} has no effect: {reason}")
+
+
+def check_topology(option: str, spec: str) -> None:
+    """Refuse a spec that is malformed, leaves out a degree, or has an axis without a meaning.
+
+    Raises:
+        TopologyError: it is one of these.
+    """
+    if leaves_out_a_degree(spec):
+        raise TopologyError(f"{option} {spec!r}: give all degrees, none is computed")
+    topology = ProcessTopology.from_spec(spec)
+    check_meanings(topology.axes, topology.extra_axes)
 
 
 def host_map_of(arguments: argparse.Namespace) -> HostMap | None:
@@ -51,16 +112,16 @@ def host_map_of(arguments: argparse.Namespace) -> HostMap | None:
     Raises:
         HostError: options contradict each other, or the hosts cannot be used.
     """
-    given = [f"--{name}" for name in ("hostfile", "hosts", "slurm") if getattr(arguments, name)]
+    given = given_options(arguments, "hostfile", "hosts", "slurm")
     filters = given_options(arguments, *_FILTERS)
     if len(given) > 1:
         raise HostError(f"{given[0]} and {given[1]} both say which hosts there are: give one of them")
     if not given:
-        extra = filters + given_options(arguments, "slots") + (["--resolve"] if arguments.resolve else [])
+        extra = filters + given_options(arguments, "slots", "resolve")
         if extra:
             raise HostError(f"{extra[0]} needs hosts: give --hostfile FILE, --hosts N --slots M, or --slurm")
         return None
-    if arguments.slots is not None and not arguments.hosts:
+    if arguments.slots is not None and arguments.hosts is None:
         raise HostError(f"--slots goes with --hosts only: {given[0]} gives the number of slots itself")
     if arguments.slurm:
         if filters:
@@ -74,7 +135,7 @@ def host_map_of(arguments: argparse.Namespace) -> HostMap | None:
 
 
 def _named_hosts(arguments: argparse.Namespace) -> Hosts:
-    if arguments.hostfile:
+    if arguments.hostfile is not None:
         return read_hostfile(arguments.hostfile)
     if arguments.slots is None:
         raise HostError(f"--hosts {arguments.hosts} needs --slots M, the number of ranks on each host")

@@ -8,7 +8,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_topo.cli.shared_options import add_host_options, host_map_of
+from ds_topo.cli.shared_options import (
+    add_command,
+    add_host_options,
+    check_ending,
+    given_options,
+    host_map_of,
+    refuse_without_effect,
+)
 from ds_topo.errors import TopologyError
 from ds_topo.hosts.placement import changed_ranks, shards_to_other_hosts
 
@@ -18,19 +25,20 @@ if TYPE_CHECKING:
 _EXAMPLES = """examples:
   ds-topo show "pipe=2,tensor=2,data=4" --groups
   ds-topo show "pipe=2,data=-1" --hostfile hosts --rank 5
-  ds-topo show "pipe=16,data=128,model=8" --hosts "n[0001-2048]" --slots 8 --png layout.png
+  ds-topo show "pipe=16,data=128,model=8" \\
+               --hosts "n[0001-2048]" --slots 8 --png layout.png
   ds-topo show "pipe=2,data=4" "data=4,pipe=2" --hosts 2 --slots 4
 """
 
 
 def add_parser(subparsers: Any) -> None:
     """Add the command and its options."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "show",
-        help="show a layout, or compare two",
-        description="Show the coordinate and the host of every rank, its groups, and what crosses hosts.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "show a layout, or compare two",
+        "Show the coordinate and the host of every rank, its groups, and what crosses hosts.",
+        _EXAMPLES,
     )
     parser.add_argument(
         "specs",
@@ -41,12 +49,14 @@ def add_parser(subparsers: Any) -> None:
     add_host_options(parser)
     output = parser.add_argument_group("output")
     output.add_argument("--groups", action="store_true", help="list the ranks of every group")
-    output.add_argument("--rank", metavar="R", type=int, help="show one rank's groups and neighbors")
-    output.add_argument("--json", action="store_true", help="print everything as JSON")
-    output.add_argument("--svg", metavar="FILE", type=Path, help="draw hosts and ranks into an SVG file")
-    output.add_argument("--png", metavar="FILE", type=Path, help="draw hosts and ranks into a PNG file")
+    output.add_argument("--rank", metavar="R", type=int, help="show one rank's groups and neighbors; default: all")
+    output.add_argument("--json", action="store_true", help="print everything as JSON; with --groups, groups too")
+    output.add_argument("--svg", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.svg")
+    output.add_argument("--png", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.png")
     output.add_argument(
-        "--links", metavar="AXIS", help="draw the links of this axis; default: the first that crosses hosts"
+        "--links",
+        metavar="AXIS",
+        help="axis whose links --svg and --png draw; default: the first that crosses hosts",
     )
     parser.set_defaults(run=run)
 
@@ -58,8 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ds_topo.cli import layout_view
     from ds_topo.cli.layout_view import LayoutView
 
-    if len(arguments.specs) > 2:
-        raise TopologyError(f"{len(arguments.specs)} specs given: give one to show it, or two to compare them")
+    _check_output(arguments)
     host_map = host_map_of(arguments)
     views = [LayoutView.of(spec, host_map) for spec in arguments.specs]
     if len({view.topology.world_size() for view in views}) > 1:
@@ -91,6 +100,27 @@ def run(arguments: argparse.Namespace) -> int:
         for view in views if arguments.groups else []:
             layout_view.print_groups(console, view)
     return 0
+
+
+def _check_output(arguments: argparse.Namespace) -> None:
+    """Refuse output options that do not go together, and would be ignored.
+
+    Raises:
+        TopologyError: there are some.
+    """
+    if len(arguments.specs) > 2:
+        raise TopologyError(f"{len(arguments.specs)} specs given: give one to show it, or two to compare them")
+    check_ending("--svg", arguments.svg, (".svg",))
+    check_ending("--png", arguments.png, (".png",))
+    pictures = given_options(arguments, "svg", "png")
+    if pictures and len(arguments.specs) == 2:
+        raise TopologyError(f"{pictures[0]} draws one layout, but two specs are given: draw each with its own command")
+    if not pictures:
+        refuse_without_effect(given_options(arguments, "links"), "it is for a picture: give --svg FILE or --png FILE")
+    if arguments.rank is not None:
+        for option in ("json", "groups"):
+            if getattr(arguments, option):
+                raise TopologyError(f"--rank shows one rank, --{option} all of them: give one of them")
 
 
 def layout_as_json(view: LayoutView, *, groups: bool) -> dict[str, Any]:

@@ -16,12 +16,24 @@ from ds_topo.errors import HostError, listed
 
 MAX_SLOTS = 4096
 """The most slots of one host: more than any host has, and few enough to list."""
+MAX_RANKS = 2**20
+"""The most slots of all hosts together: more than any job has, and few enough to list in seconds."""
 _AT_A_TIME = 64
 """The number of names that are resolved simultaneously."""
 
 _SLOT_LIST = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 _ENTRY = re.compile(r"(?P<name>[^\s=#]+)(?:\s+slots=(?P<slots>\S*))?(?P<rest>(?:\s+\S+)*)")
 _IGNORED = re.compile(r"(?:max[_-]slots=\d+)")
+
+
+def check_size(ranks: int) -> None:
+    """Refuse more ranks than can be listed.
+
+    Raises:
+        HostError: there are more than ``MAX_RANKS``.
+    """
+    if ranks > MAX_RANKS:
+        raise HostError(f"{ranks:,} ranks are more than the {MAX_RANKS:,} that can be listed")
 
 
 @dataclass(frozen=True)
@@ -73,15 +85,18 @@ class Hosts:
     def __post_init__(self) -> None:
         if not self.hosts:
             raise HostError("there are no hosts: name at least one")
-        twice = [name for name, count in Counter(self.names).items() if count > 1]
-        if twice:
-            raise HostError(f"host {twice[0]!r} is named twice: name every host once, with all its slots")
+        twice = next((name for name, count in Counter(map(str.lower, self.names)).items() if count > 1), None)
+        if twice is not None:
+            first, second, *_ = [name for name in self.names if name.lower() == twice]
+            again = "" if first == second else f", as {second!r} too (capitals do not matter)"
+            raise HostError(f"host {first!r} is named twice{again}: name every host once, with all its slots")
 
     @classmethod
     def uniform(cls, count: int, slots: int) -> Hosts:
         """Return ``host0``, ``host1``, ... with the same number of slots."""
         if count < 1 or slots < 1:
             raise HostError(f"{count} hosts with {slots} slots: both must be >= 1")
+        check_size(count * slots)
         digits = len(str(count - 1))
         return cls.named((f"host{index:0{digits}d}" for index in range(count)), slots)
 
@@ -90,6 +105,8 @@ class Hosts:
         """Return hosts by name, with the same number of slots."""
         if slots < 1:
             raise HostError(f"slots={slots}: every host needs at least one")
+        names = list(names)
+        check_size(len(names) * slots)
         return cls(tuple(Host.of(name, slots) for name in names))
 
     def __iter__(self) -> Iterator[Host]:
@@ -271,12 +288,13 @@ def parse_hostfile(text: str, source: str = "hostfile") -> Hosts:
             continue
         where = f"{source}, line {number}, {entry!r}"
         host = _parse_entry(entry, where)
-        if host.name in hosts:
+        key = host.name.lower()  # names of hosts do not distinguish capitals
+        if key in hosts:
             raise HostError(
-                f"{where}: host {host.name!r} is on line {lines[host.name]} already; give a host one line with all its "
+                f"{where}: host {hosts[key].name!r} is on line {lines[key]} already; give a host one line with all its "
                 "slots"
             )
-        hosts[host.name], lines[host.name] = host, number
+        hosts[key], lines[key] = host, number
     if not hosts:
         raise HostError(f'{source} names no host: expected lines such as "worker-0 slots=4"')
     return Hosts(tuple(hosts.values()))

@@ -16,6 +16,8 @@ from ds_topo.planner.search import Plan
 from ds_topo.planner.step_time import two_level_pays
 from ds_topo.topology.axes import DATA
 
+CONFIGURED = (DEEPSPEED.name, DEEPSPEED_PIPELINE.name)
+"""The training programs that read a DeepSpeed config."""
 LEARNING_RATE = 3e-3
 EXAMPLE_VOCABULARY = 256
 """The examples' tokens are bytes."""
@@ -29,10 +31,10 @@ def deepspeed_config(job: Job, plan: Plan) -> dict[str, Any]:
     Raises:
         TopologyError: if a DeepSpeed config cannot ask for the software or the precision.
     """
-    programs, precisions = [DEEPSPEED.name, DEEPSPEED_PIPELINE.name], ["fp32", "bf16", "fp16"]
-    if job.software.name not in programs:
+    precisions = ["fp32", "bf16", "fp16"]
+    if job.software.name not in CONFIGURED:
         raise TopologyError(
-            f"--software {job.software.name} does not read a DeepSpeed config: choose one of {programs}"
+            f"--software {job.software.name} does not read a DeepSpeed config: choose one of {list(CONFIGURED)}"
         )
     if job.precision.name not in precisions:
         raise TopologyError(
@@ -97,11 +99,11 @@ def _example_problem(job: Job, layout: Layout) -> str | None:
     The examples are GPTs over bytes in a ``PipelineModule``. One has a mixture of experts in every block, and each
     token goes through one expert.
     """
-    model = job.model
+    model, for_them = job.model, f"--software {DEEPSPEED_PIPELINE.name} plans for them"
     if layout.zero > 1:
-        return f"the examples are pipelines, which have no ZeRO {layout.zero}"
+        return f"the examples are pipelines, which have no ZeRO {layout.zero}; {for_them}"
     if layout.seq > 1:
-        return "the examples do not split sequences"
+        return f"the examples do not split sequences; {for_them}"
     if model.expert_count and (layout.model > 1 or job.precision.name == "fp16"):
         return "the example with experts has no model axis and no fp16"
     if EXAMPLE_VOCABULARY % layout.model:

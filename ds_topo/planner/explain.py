@@ -21,7 +21,7 @@ from ds_topo.planner.costs import Costs, StageKind
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout, Recompute
 from ds_topo.planner.memory import chunks_in_flight, stage_memory
-from ds_topo.planner.search import Found, Plan, Tally
+from ds_topo.planner.search import TIE, Found, Plan, Tally
 from ds_topo.planner.step_time import (
     activation_bytes,
     gradient_messages,
@@ -160,13 +160,32 @@ def reason(found: Found) -> str:
     if other is None:
         return "no other degrees fit" if found.tally.degrees > 1 else "no other degrees were tried"
     spec = other.layout.topology.spec
-    if other.seconds <= best.seconds * 1.001:
+    if other.seconds <= best.seconds * (1 + TIE):
+        axes, others = (sum(degree > 1 for degree in plan.layout.topology.dims) for plan in (best, other))
+        if axes < others:
+            return f"as fast as {spec}, with fewer axes"
         if best.memory.total < 0.999 * other.memory.total:
             return f"as fast as {spec}, with less memory"
         return f"no other is faster; {spec} is as fast"
     losses = sorted(differences(best, other), key=lambda term: term.value, reverse=True)
     named = ", ".join(f"{_ms(term.value)} more {term.name}" for term in losses[:2] if term.value > 0)
     return f"the next, {spec}, is {other.seconds / best.seconds - 1:.1%} slower: {named}"
+
+
+def needs(found: Found) -> list[str]:
+    """Return what a program needs for the axes of the plans, as sentences."""
+    layouts, software = [plan.layout for plan in found.plans], found.job.software
+    texts = {
+        PIPE: "a PipelineModule" if software.eager else "a schedule of micro-batches",
+        SEQ: "ring attention" if software.seq_exchange == "ring" else "Ulysses attention",
+        MODEL: "layers that split their weights",
+    }
+    used = [
+        f"{axis} needs {text}" for axis, text in texts.items() if any(one.topology.get_dim(axis) > 1 for one in layouts)
+    ]
+    if any(layout.expert_parallel > 1 for layout in layouts):
+        used.append("experts over ranks need expert groups")
+    return used
 
 
 def differences(best: Plan, other: Plan) -> list[Term]:

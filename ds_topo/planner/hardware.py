@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner import read_json
+from ds_topo.planner import read_json, what_it_is
 
 GIGA, TERA = 1e9, 1e12
 CONTEXT_BYTES = 3e9
@@ -360,9 +360,10 @@ def read_machine(path: str | Path) -> Machine:
     except TopologyError as error:
         raise TopologyError(f"machine file {str(path)!r}: {error}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
+        wrong = f"{error} is missing" if isinstance(error, KeyError) else f"a value is of another type ({error})"
         raise TopologyError(
-            f"machine file {str(path)!r} is neither of `ds-topo plan --calibrate` nor of `ds-topo check --json`: "
-            f"{error!r}"
+            f"machine file {str(path)!r} cannot be used: {what_it_is(content, '--machine', wrong)}; give a file that "
+            "ds-topo plan --calibrate FILE or ds-topo check SPEC --json FILE has written"
         ) from error
 
 
@@ -378,12 +379,12 @@ def machine_from_json(content: Mapping[str, Any]) -> Machine:
     """
     hosts = content["hosts"]
     if not hosts:
-        raise ValueError("no hosts")
+        raise TopologyError("'hosts' is empty")
     ranks = hosts[0]["ranks"]
     inside, across = _link("inside", content.get("inside")), _link("across", content.get("across"))
     speeds = _speeds(content["speeds"]) if content.get("speeds") else None
     if speeds is None and inside is None and across is None:
-        raise ValueError("no links and no speeds")
+        raise TopologyError("it has no links and no speeds: measure them with more than one rank")
     start = content.get("start_seconds")
     if start is not None:
         _check_positive("start_seconds", start, or_zero=True)

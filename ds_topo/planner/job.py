@@ -7,6 +7,7 @@ samples. ``layout_problem`` holds the rules that a layout must keep.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -386,7 +387,8 @@ def degrees_problem(job: Job, pipe: int, data: int, seq: int, tensor: int) -> st
     if job.sequence % seq:
         return f"seq={seq} does not divide the {job.sequence} positions of a sequence"
     if seq > 1 and not software.seq[pipe > 1]:
-        return f"{software.name} cannot split sequences" + (" in a pipeline" if pipe > 1 else "")
+        others = _programs(lambda other: other.seq[pipe > 1])
+        return f"{software.name} cannot split sequences{' in a pipeline' if pipe > 1 else ''} ({others})"
     return None
 
 
@@ -401,8 +403,11 @@ def layout_problem(job: Job, layout: Layout) -> str | None:
     problem = degrees_problem(job, layout.pipe, data, layout.seq, layout.model)
     if problem:
         return problem
+    problem = _software_problem(job.software, job.precision, layout)
+    if problem:
+        return problem
     if layout.pipe * layout.virtual_stages > model.layers + 2:
-        return f"{layout.pipe} x {layout.virtual_stages} stages for {model.layers} layers"
+        return f"pipe={layout.pipe} x {layout.virtual_stages} virtual stages are too many for {model.layers} layers"
     if batch % (data * micro_batch):
         return (
             f"the batch of {batch} sequences is not a multiple of data={data} x micro-batch {micro_batch}; "
@@ -412,7 +417,9 @@ def layout_problem(job: Job, layout: Layout) -> str | None:
         return f"{job.sequence} positions cannot be split over seq={layout.seq} x model={layout.model}"
     if model.positions and job.sequence > model.positions:
         return f"the model has {model.positions} positions, fewer than the sequence's {job.sequence}"
-    return _experts_problem(model, layout) or _software_problem(job, layout)
+    if layout.virtual_stages > 1 and layout.micro_batches(batch) % layout.pipe:
+        return f"virtual stages need a multiple of pipe={layout.pipe} micro-batches, not {layout.micro_batches(batch)}"
+    return _experts_problem(model, layout)
 
 
 def _experts_problem(model: Model, layout: Layout) -> str | None:
@@ -428,22 +435,36 @@ def _experts_problem(model: Model, layout: Layout) -> str | None:
     return None
 
 
-def _software_problem(job: Job, layout: Layout) -> str | None:
-    software, name, pipe = job.software, job.software.name, layout.pipe
-    stages, micro_batches = software.zero_stages(pipe, job.precision), layout.micro_batches(job.batch)
-    if layout.zero not in stages:
-        return f"{name} has no ZeRO {layout.zero} {'with' if pipe > 1 else 'without'} a pipeline, only {list(stages)}"
+def _software_problem(software: Software, precision: Precision, layout: Layout) -> str | None:
+    """Return what the layout has and the program does not offer, and which programs offer it, or None."""
+    name, pipe, zero, virtual = software.name, layout.pipe, layout.zero, layout.virtual_stages
+    stages = software.zero_stages(pipe, precision)
+    if zero not in stages:
+        others = _programs(lambda other: zero in other.zero_stages(pipe, precision))
+        return (
+            f"{name} has no ZeRO {zero} {'with' if pipe > 1 else 'without'} a pipeline, only {list(stages)} ({others})"
+        )
     if layout.recompute not in software.recompute:
-        return f"{name} cannot recompute {layout.recompute.value!r}"
-    if layout.virtual_stages > (software.virtual_stages if pipe > 1 else 1):
-        return f"{name} has no {layout.virtual_stages} virtual stages with pipe={pipe}"
-    if layout.virtual_stages > 1 and micro_batches % pipe:
-        return f"virtual stages need a multiple of pipe={pipe} micro-batches, not {micro_batches}"
-    if layout.sequence_parallel and not (software.sequence_parallel and layout.model > 1):
-        return f"{name} has no sequence parallelism with model={layout.model}"
-    if software.eager and layout.zero == 3 and layout.expert_parallel > 1:
+        others = _programs(lambda other: layout.recompute in other.recompute)
+        return f"{name} cannot recompute {layout.recompute.value!r} ({others})"
+    if virtual > software.virtual_stages:
+        others = _programs(lambda other: virtual <= other.virtual_stages)
+        return f"{name} has no {virtual} virtual stages, at most {software.virtual_stages} ({others})"
+    if virtual > 1 and pipe == 1:
+        return f"{virtual} virtual stages need a pipeline, pipe=2 or more"
+    if layout.sequence_parallel and not software.sequence_parallel:
+        return f"{name} has no sequence parallelism ({_programs(lambda other: other.sequence_parallel)})"
+    if layout.sequence_parallel and layout.model == 1:
+        return "sequence parallelism needs a model axis, model=2 or more"
+    if software.eager and zero == 3 and layout.expert_parallel > 1:
         return (
             f"{name} has no ZeRO 3 where experts are distributed over ranks, "
             f"only {[stage for stage in stages if stage < 3]}"
         )
     return None
+
+
+def _programs(offers: Callable[[Software], bool]) -> str:
+    """Return the programs that offer something, as advice."""
+    names = [software.name for software in SOFTWARE.values() if offers(software)]
+    return f"--software {' or '.join(names)} can" if names else "nor can any other --software"

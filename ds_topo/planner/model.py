@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ds_topo.errors import TopologyError, abridged
-from ds_topo.planner import read_json
+from ds_topo.planner import read_json, what_it_is
 
 
 class Split(Enum):
@@ -425,10 +425,11 @@ def read_model(path: str | Path) -> Model:
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
-    config = read_json(path, "config")
-    if not isinstance(config, Mapping):
-        raise TopologyError(f"config {str(path)!r} must be a JSON object, as a config.json of Hugging Face is")
-    return model_from_config(config, name=str(config.get("_name_or_path") or path.parent.name))
+    config = read_json(path, "model")
+    if not isinstance(config, Mapping) or "model_type" not in config:
+        wrong = what_it_is(config, "--model", "it has no model_type")
+        raise TopologyError(f"model {str(path)!r} cannot be used: {wrong}; give the config.json of Hugging Face")
+    return model_from_config(config, name=str(config.get("_name_or_path") or path.resolve().parent.name))
 
 
 def model_from_config(config: Mapping[str, Any], name: str = "") -> Model:

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from ds_topo.errors import TopologyError, abridged
-from ds_topo.planner import read_json
+from ds_topo.planner import read_json, what_it_is
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.hardware import TERA, Accelerator, accelerator_of, cluster_of_ranks
 from ds_topo.planner.job import (
@@ -165,7 +165,10 @@ def read_rows(path: str | Path) -> list[Row]:
     """
     content = read_json(path, "runs")
     if not isinstance(content, list) or not content or not all(isinstance(row, Mapping) for row in content):
-        raise TopologyError(f"runs {str(path)!r} must be a JSON list of objects, one for each run")
+        raise TopologyError(
+            f"runs {str(path)!r} must be a JSON list of objects, one for each run: "
+            f"{what_it_is(content, '--runs', 'it is something else')}"
+        )
     return [Row(row, number) for number, row in enumerate(content, start=1)]
 
 

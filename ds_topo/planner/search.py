@@ -37,6 +37,8 @@ LARGEST_MICRO_BATCH = 64
 """The search does not try micro-batches of more sequences."""
 MOST_HOSTS = 1 << 14
 """``smallest_cluster`` tries no more hosts."""
+TIE = 0.001
+"""Plans whose seconds differ by at most this share are equally fast."""
 STEPS = 64
 """The numbers of hosts that ``smallest_cluster`` tries between one that is too small and twice that number."""
 
@@ -99,14 +101,23 @@ class Plan:
 
 @dataclass
 class Tally:
-    """Counts of a search: sets of degrees, layouts by what became of them, and the closest to fitting."""
+    """Counts of a search: sets of degrees, layouts by what became of them, and the closest to fitting.
+
+    Rules are counted apart that degrees break, whatever else is chosen, and that layouts of possible degrees break.
+    """
 
     degrees: int = 0
     evaluated: int = 0
     bounded: int = 0
-    problems: Counter[str] = field(default_factory=Counter)
+    degree_problems: Counter[str] = field(default_factory=Counter)
+    layout_problems: Counter[str] = field(default_factory=Counter)
     too_large: int = 0
     smallest: tuple[Layout, MemoryUse] | None = None
+
+    @property
+    def problems(self) -> Counter[str]:
+        """All rules that were broken, and how often."""
+        return self.degree_problems + self.layout_problems
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,21 @@ def search(job: Job, wanted: Wanted | None = None, count: int = 10) -> Found:
     if not best:
         raise _no_plan(job, wanted, tally)
     return Found(job, tuple(best[:count]), best[1] if len(best) > 1 else None, tally)
+
+
+def fewest_axes_first(found: Found) -> Found:
+    """Return the plans with the simplest of equally fast ones first: the one with the fewest axes.
+
+    Plans are equally fast if they take at most a thousandth longer than the fastest, far less than predictions err.
+    """
+    best, *others = found.plans
+    others += [found.runner_up] if found.runner_up is not None and not others else []
+    ties = [plan for plan in (best, *others) if plan.seconds <= best.seconds * (1 + TIE)]
+    first = min(ties, key=lambda plan: sum(degree > 1 for degree in plan.layout.topology.dims))
+    if first is best:
+        return found
+    ordered = (first, *(plan for plan in found.plans if plan is not first))
+    return replace(found, plans=ordered[: len(found.plans)], runner_up=best)
 
 
 def plan_or_problem(job: Job, wanted: Wanted) -> Plan | str:
@@ -252,7 +278,7 @@ def _fastest(job: Job, wanted: Wanted, tally: Tally, kept: int) -> list[Plan]:
     costs = Costs(job)
     best: list[Plan] = []
     nodes = []
-    for degrees in possible_degrees(job, wanted, tally.problems):
+    for degrees in possible_degrees(job, wanted, tally.degree_problems):
         # no layout of these degrees beats the largest micro-batch's work, spread evenly over stages
         largest = Layout(first_order(degrees), max(micro_batches(job, degrees[1], wanted)))
         nodes.append((schedule_bound(costs, largest, even=True), degrees))
@@ -275,7 +301,7 @@ def _best_of_degrees(costs: Costs, degrees: Degrees, wanted: Wanted, tally: Tall
     for index, layout in enumerate(schedules(costs.job, degrees, wanted)):
         problem = layout_problem(costs.job, layout)
         if problem:
-            tally.problems[problem] += 1
+            tally.layout_problems[problem] += 1
             continue
         if not any(_with_states_that_fit(costs, layout, wanted)):
             _best_of_schedule(costs, layout, wanted, tally, None)  # for the tally; a bound would cost more
@@ -309,7 +335,7 @@ def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally
         candidate = replace(layout, zero=zero)
         problem = layout_problem(job, candidate)
         if problem:
-            tally.problems[problem] += 1
+            tally.layout_problems[problem] += 1
             continue
         states = largest_states(costs, candidate)
         if states > job.cluster.memory_limit and tally.smallest and states >= tally.smallest[1].total:
@@ -399,10 +425,11 @@ def _no_plan(job: Job, wanted: Wanted, tally: Tally) -> TopologyError:
 def _reasons(tally: Tally, shown: int = 4) -> str:
     """Return the rules that layouts broke, each with the numbers that broke it most often.
 
-    Rules about the batch come first, since it is the easiest to change.
+    If some degrees are possible, the rules that others break are not the reason. Rules about the batch come first,
+    since it is the easiest to change.
     """
     by_rule: dict[str, Counter[str]] = {}
-    for problem, count in tally.problems.items():
+    for problem, count in (tally.layout_problems or tally.degree_problems).items():
         by_rule.setdefault(_rule(problem), Counter())[problem] += count
     rules = sorted(by_rule.values(), key=lambda problems: -problems.total())
     texts = [problems.most_common(1)[0][0] for problems in rules]

@@ -176,8 +176,29 @@ def test_no_table_is_wider_than_the_terminal(degrees: list[int], slots: int, wid
         assert len(table) < layout_view.MOST_ROWS + 4
         return
     assert all(len(line) <= width for line in table)
-    shown = re.findall(r"(\d+) ([\d,]+)", "\n".join(re.sub(r"^h\d+ ", "", line) for line in table))
-    assert shown == [(str(rank), view.coordinate(rank)) for rank in range(topology.world_size())]
+    cells = [line.split() for line in table if line.strip()]
+    if " ranks " in out.getvalue().split("\n\n")[1].splitlines()[0]:  # a range for the ranks of each host
+        shown = [cell for _, _, *coordinates in cells for cell in coordinates]
+    else:
+        words = [word for line in cells for word in line if not word.startswith("h")]
+        shown = words[1::2]
+        assert words[::2] == [str(rank) for rank in range(topology.world_size())]
+    assert shown == [view.coordinate(rank) for rank in range(topology.world_size())]
+
+
+def test_a_host_of_eight_slots_has_one_line_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(capsys, "pipe=4,data=4,seq=2,model=4", "--hosts", "16", "--slots", "8").splitlines()
+    assert lines[2].split() == ["host", "ranks", *(word for slot in range(8) for word in ("slot", f"{slot}"))]
+    assert lines[17].split() == ["host14", "112-119", *(f"3,2,{seq},{model}" for seq in (0, 1) for model in range(4))]
+    assert max(map(len, lines)) <= 80
+    without_hosts = run(capsys, "pipe=2,data=4,model=2").splitlines()
+    assert without_hosts[3].split() == ["0-7", *(f"0,{data},{model}" for data in range(4) for model in (0, 1))]
+
+
+def test_slots_are_named_only_if_each_host_uses_its_first_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    where = ("--hosts", "a,b", "--slots", "4")
+    assert "slot" not in run(capsys, "data=-1", *where, "--include", "a:1,3@b:0,1").splitlines()[2]
+    assert "slot 1" in run(capsys, "data=-1", *where, "--include", "a:0,1@b:0,1").splitlines()[2]
 
 
 def in_terminal(*arguments: str, **variables: str) -> str:
@@ -314,8 +335,20 @@ def test_ranks_are_coloured_by_stage() -> None:
         (["data=2", "--hostfile", "/nowhere/hosts"], "hostfile '/nowhere/hosts' cannot be read"),
         (["data=2", "--rank", "2"], "rank 2 is out of range"),
         (["pip=2,data=2"], "axis 'pip' has no meaning here: did you mean 'pipe'?"),
-        (["data=2", "--links", "expert"], "axis 'expert' is not in the topology"),
-        (["data=2", "--links", "pipe"], "axis 'pipe' is not in the topology"),
+        (["data=2", "--links", "expert", "--svg", "a.svg"], "axis 'expert' is not in the topology"),
+        (["data=2", "--links", "pp", "--svg", "a.svg"], "axis 'pp' is not in the topology"),
+        (["data=2", "--links", "data"], "--links has no effect: it is for a picture: give --svg FILE or --png FILE"),
+        (["data=2", "--png", "a.svg"], "--png 'a.svg': give a file name that ends in .png"),
+        (["data=2", "--svg", "a"], "--svg 'a': give a file name that ends in .svg"),
+        (["data=2", "pipe=2", "--png", "a.png"], "--png draws one layout, but two specs are given"),
+        (["data=2", "--rank", "0", "--json"], "--rank shows one rank, --json all of them: give one of them"),
+        (["data=2", "--rank", "0", "--groups"], "--rank shows one rank, --groups all of them"),
+        (["data=2", "--hosts", "NODE1,node1", "--slots", "1"], "'NODE1' is named twice, as 'node1' too (capitals do"),
+        (["data=-1", "--hosts", "1000000", "--slots", "8"], "8,000,000 ranks are more than the 1,048,576 that can"),
+        (["data=-1", "--hosts", "n[1-999999]", "--slots", "8"], "7,999,992 ranks are more than the 1,048,576"),
+        ([f"data={2**31 - 1},pipe={2**31 - 1}"], "ranks are more than the 1,048,576 that can be listed"),
+        (["+tp=2,data=2"], "extra axis 'model': it means slices of every layer"),
+        (["data=2", "--grups"], "'--grups' is not an argument of this command: did you mean --groups?"),
         (
             ["data=2", "pipe=4"],
             "same number of ranks can be compared: data=2 has 2, pipe=4 has 4",

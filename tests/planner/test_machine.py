@@ -57,8 +57,14 @@ def test_machine_of_one_host_has_no_link_across() -> None:
     ("content", "text"),
     [
         ("{", "is not JSON"),
-        ("[]", "is neither of `ds-topo plan --calibrate` nor of `ds-topo check --json`"),
-        (json.dumps({"hosts": []}), "is neither of"),
+        ("9" * 5000, "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "a value is of another type"),
+        ("{}", "'hosts' is missing; give a file that ds-topo plan --calibrate FILE or ds-topo check SPEC --json FILE"),
+        (json.dumps({"train_batch_size": 8}), "machine.json' cannot be used: it is a DeepSpeed config; give a file"),
+        (json.dumps({"model_type": "gpt2"}), "it is the config of a model, which --model reads"),
+        (json.dumps([{"source": "a"}]), "it is a list of runs, which --runs reads"),
+        (json.dumps({"hosts": []}), "'hosts' is empty"),
         (json.dumps({"hosts": [{"ranks": 2}]}), "no links and no speeds"),
         (
             json.dumps(CHECKED | {"across": {"bandwidth": 0, "latency": 1e-4}}),
@@ -71,7 +77,7 @@ def test_machine_of_one_host_has_no_link_across() -> None:
         ),
         (json.dumps(Machine(1, 4, replace(CPU_SPEEDS, product_flops={})).as_json()), "product_flops is 0.0"),
         (json.dumps(CHECKED | {"start_seconds": -1}), "start_seconds is -1; it must be zero or a positive number"),
-        (json.dumps(CHECKED | {"start_seconds": "soon"}), "is neither of"),
+        (json.dumps(CHECKED | {"start_seconds": "soon"}), "a value is of another type"),
     ],
 )
 def test_plan_refuses_invalid_machine_file(

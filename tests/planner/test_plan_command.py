@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,49 @@ def found(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
 
 def test_plan_prints_a_table_and_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
     lines = plan(capsys, *JOB, "--top", "3").splitlines()
-    assert lines[0].startswith("8 layers of 512: 25,875,456 parameters; 2 x 4 A100-80GB")
-    assert len(lines) == 6
-    assert lines[-1].startswith("first because ")
-    assert [line.split()[0].count("=") > 0 for line in lines[2:5]] == [True] * 3
+    assert lines[0] == "8 layers of 512: 25,875,456 parameters, trained by deepspeed"
+    assert lines[1].startswith("2 x 4 A100-80GB, 78.7 GB each for tensors; 64 sequences of 256 in bf16")
+    assert lines[3].split() == ["topology", "s/step", "GB", "ZeRO", "micro", "waits", "for", "tokens/s", "with"]
+    assert [line.split()[0].count("=") > 0 for line in lines[4:7]] == [True] * 3
+    assert lines[8].startswith("first because ")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--explain", "--compare", "pipe=8,data=1"], ["--software", "megatron", "--fix", "pipe=2"], ["--fix", "seq=2"]],
+)
+def test_output_fits_into_80_columns(
+    options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for line in plan(capsys, *JOB, *options).splitlines():
+        assert len(line.rstrip()) <= 80, line
+
+
+def test_plan_says_what_its_axes_need_and_what_to_type_next(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, *JOB, "--topology", "seq=2,model=2,data=2")
+    assert "seq needs Ulysses attention; model needs layers that split their weights\n" in out
+    assert "\nnext: ds-topo show seq=2,model=2,data=2 --hosts 2 --slots 4\n      this command again with --write" in out
+    assert "pipe needs a PipelineModule" in plan(capsys, *JOB, "--fix", "pipe=2")
+    assert "--write" not in plan(capsys, *JOB, "--software", "megatron", "--fix", "pipe=2")
+
+
+def test_next_command_shows_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    hostfile = tmp_path / "my hosts"
+    hostfile.write_text("a slots=4\nb slots=4\nc slots=4\n")
+    out = plan(
+        capsys,
+        *GPT,
+        *f"--accelerator A100 --batch 64 --num-nodes 2 --hostfile {tmp_path}/hosts".split()[:-1],
+        str(hostfile),
+    )
+    command = next(line for line in out.splitlines() if line.startswith("next: "))
+    assert main(shlex.split(command)[2:]) == 0
+    assert "8 ranks on 2 hosts (4 slots each)" in capsys.readouterr().out
+
+
+def test_write_does_not_change_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert found(capsys) == found(capsys, "--write", str(tmp_path / "ds_config.json"))
 
 
 def test_json_terms_add_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,8 +119,8 @@ def test_impossible_comparison_does_not_hide_the_plan(
 ) -> None:
     job = [*LARGE, "--compare", "pipe=2,data=4", *options]
     lines = plan(capsys, *job).splitlines()
-    assert lines[3].startswith("first because ")
-    assert re.match(rf"--compare 'pipe=2,data=4': {text}", lines[4])
+    [said] = [line for line in lines if line.startswith("--compare")]
+    assert re.match(rf"--compare 'pipe=2,data=4': {text}", said)
     content = json.loads(plan(capsys, *job, "--json"))
     assert content["plans"]
     assert content["compared"]["topology"] == "pipe=2,data=4"
@@ -150,11 +190,8 @@ def test_written_config_with_experts_trains_the_moe_example(tmp_path: Path, caps
             ["--experts", "4", "--top-k", "1", "--no-gated", "--fix", "model=2"],
             "(the example with experts has no model",
         ),
-        (["--software", "deepspeed", "--zero", "2"], "(the examples are pipelines, which have no ZeRO 2)"),
-        (
-            ["--software", "deepspeed", "--topology", "seq=4,data=2", "--zero", "1"],
-            "(the examples do not split sequences)",
-        ),
+        (["--zero", "2"], "(the examples are pipelines, which have no ZeRO 2; --software deepspeed-pipeline plans for"),
+        (["--topology", "seq=4,data=2", "--zero", "1"], "(the examples do not split sequences; --software"),
         (["--ffn", "1024", "--fix", "model=2", "--sequence-parallel"], "must bring sequence parallelism"),
     ],
 )
@@ -223,7 +260,7 @@ def test_plan_reads_a_hugging_face_config(tmp_path: Path, capsys: pytest.Capture
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     job = [
-        "--config",
+        "--model",
         str(tmp_path),
         *["--hosts", "8", "--accelerator", "H100", "--batch", "64", "--json", "--top", "3"],
     ]
@@ -248,7 +285,7 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ([], "a model is needed: --config FILE, or its numbers; --layers --hidden --heads --vocab --sequence missing"),
+        ([], "a model is needed: --model FILE, or its numbers; --layers --hidden --heads --vocab --sequence missing"),
         (GPT, "--accelerator NAME is missing"),
         ([*GPT, "--hosts", "1"], "--accelerator NAME is missing"),
         ([*GPT, "--hosts", "1", "--accelerator", "A10"], "'A10' is not in the table: choose one of ['V100-16GB'"),
@@ -291,6 +328,30 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
             [*GPT, *SLOTS, "--peak-tflops", "9", "--memory-gb", "9", "--memory-gbps", "9", "--precision", "fp8"],
             "ds-topo plan: accelerator of 9 TFLOP/s has no fp8",
         ),
+        ([*JOB, "--virtual-stages", "4"], "deepspeed has no 4 virtual stages, at most 1 (--software megatron can)\n"),
+        (
+            [*JOB, "--virtual-stages", "9", "--fix", "pipe=2", "--software", "megatron"],
+            "(pipe=2, 9 virtual stages): pipe=2 x 9 virtual stages are too many for 8 layers\n",
+        ),
+        (
+            [*JOB, "--virtual-stages", "2", "--fix", "pipe=1", "--software", "megatron"],
+            "): 2 virtual stages need a pipeline, pipe=2 or more\n",
+        ),
+        (
+            [*JOB, "--recompute", "selective"],
+            "cannot recompute 'selective' (--software megatron or megatron-2022 can)\n",
+        ),
+        ([*JOB, "--sequence-parallel", "--fix", "model=1"], "parallelism needs a model axis, model=2 or more\n"),
+        ([*JOB, "--fix", "ep=2"], "experts are distributed with --expert-parallel N"),
+        ([*JOB, "--expert-load", "2"], "--expert-load has no effect: the model has no experts"),
+        ([*JOB, "--within", "3%"], "--within has no effect: it is the bound of --runs FILE"),
+        (["--runs", "absent.json", "--batch", "8"], "--batch has no effect: --runs describes every job itself"),
+        (["--runs", "absent.json", "--calibrate"], "--calibrate has no effect: --runs describes"),
+        (["--runs", "absent.json", "--slurm"], "--slurm has no effect: --runs describes"),
+        (["--calibrate", "a.json", "--machine", "b.json"], "--calibrate and --machine both say how fast"),
+        ([*JOB, "--picture", "plan"], "--picture 'plan': give a file name that ends in .png or .svg or .pdf"),
+        ([*JOB, "--picture", "plan.txt"], "--picture 'plan.txt': give a file name that ends in"),
+        (["--model", __file__], "is not JSON"),
         (["--runs", "absent.json"], "runs 'absent.json' cannot be read"),
         (["--runs", __file__], "is not JSON"),
         (["--machine", "absent.json", *JOB], "machine file 'absent.json' cannot be read"),
@@ -321,8 +382,8 @@ BY_HAND = ["layers", "hidden", "heads", "kv-heads", "ffn", "vocab", "experts", "
 @pytest.mark.parametrize("option", BY_HAND)
 def test_plan_refuses_config_together_with_numbers_by_hand(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     value = [] if option == "gated" else ["8"]
-    text = refused(capsys, *JOB[len(GPT) :], "--config", "absent", f"--{option}", *value)
-    assert f"--config and --{option} both describe the model: give one of them" in text
+    text = refused(capsys, *JOB[len(GPT) :], "--model", "absent", f"--{option}", *value)
+    assert f"--model and --{option} both describe the model: give one of them" in text
 
 
 @pytest.mark.parametrize("share", ["0", "-5%", "many"])

@@ -101,7 +101,14 @@ def test_runs_refuse_bad_rows(
         raise TopologyError(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(("content", "text"), [("[]", "must be a JSON list of objects"), ("{", "is not JSON")])
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("[]", "must be a JSON list of objects"),
+        ('{"inside": 1}', "one for each run: it is a file of measurements, which --machine reads"),
+        ("{", "is not JSON"),
+    ],
+)
 def test_read_rows_refuses_bad_files(content: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / "runs.json"
     path.write_text(content)

@@ -17,7 +17,7 @@ from ds_topo.planner.hardware import Cluster, Machine, accelerator_of, cluster_o
 from ds_topo.planner.job import DEEPSPEED, DEEPSPEED_PIPELINE, FP32, MEGATRON, Job, Layout, Software, layout_problem
 from ds_topo.planner.memory import largest_states, memory_use
 from ds_topo.planner.model import transformer
-from ds_topo.planner.search import Wanted, evaluate, orders_of, search, smallest_cluster
+from ds_topo.planner.search import Wanted, evaluate, fewest_axes_first, orders_of, search, smallest_cluster
 from ds_topo.planner.step_time import schedule_bound, step_time
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.planner.jobs import CPU_SPEEDS, every_layout, job, jobs_and_layouts
@@ -159,6 +159,23 @@ def test_reason_names_less_memory_only_if_it_is_less(bytes_more: float, text: st
     best = found.best
     other = replace(best, memory=replace(best.memory, working=best.memory.working + bytes_more))
     assert re.search(text, reason(replace(found, runner_up=other)))
+
+
+@pytest.mark.parametrize(("slower", "is_first"), [(1.0005, True), (1.002, False)])
+def test_fewest_axes_are_first_among_equally_fast_plans(slower: float, is_first: bool) -> None:
+    found = search(job())
+    one, two = (
+        replace(found.best.layout, topology=ProcessTopology.from_spec(spec)) for spec in ("data=8", "data=4,seq=2")
+    )
+    time = found.best.time
+    fast = replace(found.best, layout=two)
+    simple = replace(found.best, layout=one, time=replace(time, bubble=time.bubble + (slower - 1) * time.total))
+    for plans in ((fast, simple), (fast,)):  # the runner-up is considered even if one plan is asked for
+        ordered = fewest_axes_first(replace(found, plans=plans, runner_up=simple))
+        assert ordered.best.layout == (one if is_first else two)
+        assert len(ordered.plans) == len(plans)
+        if is_first:
+            assert reason(ordered) == "as fast as data=4,seq=2, with fewer axes"
 
 
 def test_reason_names_the_next_best() -> None:
