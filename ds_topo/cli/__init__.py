@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ds_topo import __version__
 from ds_topo.cli import check_command, checkpoint_command, convert_command, plan_command, show_command
@@ -17,6 +17,26 @@ from ds_topo.errors import CheckpointError, LaunchError, TopologyError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status: 0, 1 for a fault that was found, 2 for arguments that cannot be used."""
+    parser, commands = parsers()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if parsed.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        if unknown:
+            raise TopologyError(_not_understood(parsed.command, unknown[0], commands[parsed.command]))
+        return int(parsed.run(parsed))
+    except (TopologyError, CheckpointError, LaunchError, OSError) as error:
+        print(f"ds-topo {parsed.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        resume = ": run the same command again to resume it" if parsed.command == "convert" else ""
+        print(f"ds-topo {parsed.command}: interrupted{resume}", file=sys.stderr)
+        return 130
+
+
+def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser of the command line, and that of each command."""
     parser = argparse.ArgumentParser(
         prog="ds-topo",
         description="Show, check and plan layouts of distributed jobs.",
@@ -27,21 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for command in (check_command, checkpoint_command, convert_command, plan_command, show_command):
         command.add_parser(subparsers)
-    parsed, unknown = parser.parse_known_args(arguments)
-    if parsed.command is None:
-        parser.print_help(sys.stderr)
-        return 2
-    try:
-        if unknown:
-            raise TopologyError(_not_understood(parsed.command, unknown[0], subparsers.choices[parsed.command]))
-        return int(parsed.run(parsed))
-    except (TopologyError, CheckpointError, LaunchError, OSError) as error:
-        print(f"ds-topo {parsed.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        resume = ": run the same command again to resume it" if parsed.command == "convert" else ""
-        print(f"ds-topo {parsed.command}: interrupted{resume}", file=sys.stderr)
-        return 130
+    return parser, subparsers.choices
 
 
 def _not_understood(command: str, word: str, parser: argparse.ArgumentParser) -> str:

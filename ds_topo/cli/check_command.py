@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from ds_topo.check.faults import Summary
 
 _EXAMPLES = """examples:
-  srun -N 2 --ntasks-per-node 4 ds-topo check "pipe=2,data=-1" --json links.json
+  srun -N 2 --ntasks-per-node 4 ds-topo check "pipe=2,data=-1" --json all.json
   torchrun --nnodes 2 --nproc-per-node 4 --node-rank 0 --master-addr node1 \\
            -m ds_topo check "pipe=2,data=-1"
   deepspeed --hostfile hosts --module ds_topo check "pipe=2,data=-1" \\
             --hostfile hosts
 
-exit status: 0 without faults, 1 with faults, 2 for arguments that cannot be used
+exit status: 0 without faults, 1 with faults, 2 for arguments that are refused
 """
 _RATE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<size>[kKmMgGtT]?)(?P<unit>bit/s|bit|bps|b/s|B/s|B)")
 

@@ -16,7 +16,7 @@ from ds_topo.errors import CheckpointError, MissingCheckpointError, listed
 
 _EXAMPLES = """examples:
   ds-topo convert runs/gpt runs/gpt8 --topology "pipe=2,data=4"
-  ds-topo convert runs/gpt/global_step100 runs/plain --topology "data=8" --zero 3
+  ds-topo convert runs/gpt/global_step9 runs/plain --topology "data=8" --zero 3
   ds-topo convert runs/moe runs/moe4 --topology "data=8" --experts 4
   ds-topo convert runs/gpt weights.pt --to torch
 """

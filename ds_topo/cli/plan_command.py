@@ -51,8 +51,8 @@ from ds_topo.topology.spec import leaves_out_a_degree, parse_spec
 
 EXAMPLES = """examples:
   ds-topo plan --model llama-3-70b --hosts 8 --accelerator H100 --batch 128
-  ds-topo plan --layers 32 --hidden 4096 --heads 32 --vocab 50257 --sequence 2048 \\
-               --hosts 4 --accelerator A100 --batch 512 \\
+  ds-topo plan --layers 32 --hidden 4096 --heads 32 --vocab 50257 \\
+               --sequence 2048 --hosts 4 --accelerator A100 --batch 512 \\
                --explain --compare "pipe=4,data=4,model=2" --picture plan.png
   ds-topo plan --layers 4 --hidden 128 --heads 4 --vocab 256 --sequence 128 \\
                --hosts 1 --slots 4 --batch 32 --calibrate \\

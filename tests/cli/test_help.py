@@ -1,0 +1,86 @@
+"""Every command explains its options, and refuses arguments that it would otherwise ignore."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from ds_topo import __version__
+from ds_topo.cli import main, parsers
+
+COMMANDS = ["check", "checkpoint", "convert", "plan", "show"]
+
+
+@pytest.fixture(autouse=True)
+def _narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_every_option_in_80_columns(command: str) -> None:
+    parser = parsers()[1][command]
+    text = parser.format_help()
+    assert "`" not in text
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    for action in parser._actions:
+        assert action.help, action.option_strings
+        shown = (action.help % {**vars(action), "prog": "ds-topo"}).lower()
+        if isinstance(action.default, (int, float, str)) and action.default not in (False, argparse.SUPPRESS):
+            assert f"default: {action.default:g}" in shown, action.option_strings
+
+
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("show", ["--rank", "--links", "--include", "--exclude", "--num-nodes", "--num-gpus"]),
+        ("check", ["--backend", "--timeout", "--seconds", "--slow", "--expect", "--clock"]),
+        ("convert", ["--zero", "--experts", "--tag", "--new-tag", "--partition-method", "--stages"]),
+        ("plan", ["--kv-heads", "--ffn", "--sequence", "--experts", "--gated", "--memory-gb", "--link-inside-gbps"]),
+        ("plan", ["--precision", "--software", "--expert-load", "--top", "--within"]),
+    ],
+)
+def test_help_states_what_is_used_without_an_option(command: str, options: list[str]) -> None:
+    helps = {name: action.help or "" for action in parsers()[1][command]._actions for name in action.option_strings}
+    assert [option for option in options if "default: " not in helps[option]] == []
+
+
+def test_config_has_one_meaning() -> None:
+    for parser in parsers()[1].values():
+        assert "--config" not in parser.format_help()
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"ds_topo {__version__}\n"
+
+
+def test_help_is_printed_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert re.search(r"usage: ds-topo .*\n  COMMAND", capsys.readouterr().err, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--topology", "date=2"], "axis 'date' has no meaning here: did you mean 'data'?"),
+        (["--topology", "data=-1"], "--topology 'data=-1': give all degrees"),
+        (["--topology", "data=two"], "malformed topology"),
+        (["--topology", "tp=2,model=2"], "axis 'model' is given twice"),
+        ([], "give either --topology"),
+        (["--topology", "data=2", "--to", "torch"], "give either --topology"),
+        *(
+            (["--to", "torch", option, "2"], f"{option} has no effect: --to torch writes weights without a layout")
+            for option in ("--zero", "--experts", "--new-tag", "--partition-method", "--stages")
+        ),
+        (["--topology", "data=2", "--topolgy", "x"], "'--topolgy' is not an argument of this command: did you mean"),
+    ],
+)
+def test_convert_refuses_arguments_before_it_reads(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(tmp_path / "absent"), str(tmp_path / "new"), *options]) == 2
+    assert message in capsys.readouterr().err
