@@ -179,14 +179,15 @@ def train(
     history = list(earlier)
     first_step = int(history[-1]["step"]) if history else 0
     with progress_bar(grid) as bar:
-        task = bar and bar.add_task("training", total=arguments.steps, completed=first_step, loss=0.0, speed=0.0)
+        known = f"loss {history[-1]['loss']:.3f}" if history else "first step"
+        task = bar and bar.add_task("training", total=arguments.steps, completed=first_step, known=known)
         for step in range(first_step, arguments.steps):
             started = time.perf_counter()
             loss = engine.train_batch(micro_batches(text.train, engine, grid, arguments, step, arguments.seed))
             speed = arguments.batch_size * arguments.context / (time.perf_counter() - started)
             history.append({"step": step + 1, "loss": float(loss), "tokens_per_second": speed})
             if bar and task is not None:
-                bar.update(task, advance=1, loss=float(loss), speed=speed)
+                bar.update(task, advance=1, known=f"loss {float(loss):.3f}  {speed:,.0f} tokens/s")
             is_last = step + 1 == arguments.steps
             if is_last or (arguments.save_every and (step + 1) % arguments.save_every == 0):
                 save(engine, arguments, history)
@@ -240,7 +241,7 @@ def progress_bar(grid: PipelineParallelGrid) -> Any:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
+        TextColumn("{task.fields[known]}"),
         TimeRemainingColumn(),
     )
 

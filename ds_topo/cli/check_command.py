@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json != "-":
         from rich.console import Console
 
-        print_summary(Console(), summary)
+        print_summary(Console(), summary, arguments.slow)
     return 1 if summary.faults else 0
 
 
@@ -148,16 +148,16 @@ def rate(text: str) -> float:
     return float(match["number"]) * size * (1.0 if match["unit"].startswith("B") else 1 / 8)
 
 
-def print_summary(console: Console, summary: Summary) -> None:
-    """Print everything that was measured, then the faults."""
-    from ds_topo.check.faults import seconds, speed
+def print_summary(console: Console, summary: Summary, slow: float) -> None:
+    """Print everything that was measured, then the faults, and what is slower than ``slow`` without being one."""
+    from ds_topo.check.faults import seconds, slow_but_right, speed
 
     ranks, hosts = counted(summary.world_size, "rank"), counted(len(summary.hosts), "host")
     console.print(f"{summary.topology}: {ranks} on {hosts}, {summary.backend}", style="bold", highlight=False)
     console.print()
     if summary.versions:
         say(console, "versions  " + ", ".join(f"{name} {version}" for name, version in summary.versions.items()))
-    if summary.clocks:
+    if len(summary.clocks) > 1:
         spread = max(summary.clocks.values()) - min(summary.clocks.values())
         say(console, f"clocks    within {seconds(spread)} on all hosts")
     if summary.axes:
@@ -192,9 +192,15 @@ def print_summary(console: Console, summary: Summary) -> None:
                 console, f"{played:,} of {every:,} rounds of pairs of hosts fitted into the time; --seconds gives more."
             )
     console.print()
-    if not summary.faults:
-        console.print("No faults.", style="bold green", highlight=False)
-        return
-    console.print(f"{counted(len(summary.faults), 'fault')}:", style="bold red", highlight=False)
+    if summary.faults:
+        console.print(f"{counted(len(summary.faults), 'fault')}:", style="bold red", highlight=False)
     for fault in summary.faults:
         say(console, f"  {fault.kind}: {fault.message}")
+    remarks = slow_but_right(summary, slow)
+    if not summary.faults:
+        but = f" {counted(len(remarks), 'warning')}:" if remarks else ""
+        console.print(f"No faults.{but}", style="bold yellow" if remarks else "bold green", highlight=False)
+    for remark in remarks:
+        say(console, f"  slow: {remark}")
+    if remarks:
+        say(console, "Hosts that do other work are slow, too. Run the check again to see whether it is the same one.")

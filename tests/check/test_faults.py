@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from ds_topo.check.faults import (
     Anomaly,
+    Fault,
     RankReport,
     Summary,
+    axis_summary,
     disagreements,
     link_summary,
     slow_hosts,
@@ -21,7 +25,7 @@ from ds_topo.check.faults import (
     wrong_ranks,
 )
 from ds_topo.check.probes import Hosts, PairTime, opponent, order_of_rounds, pack, pairs_of, rounds, unpack
-from ds_topo.cli.check_command import rate
+from ds_topo.cli.check_command import print_summary, rate
 from ds_topo.errors import TopologyError
 from ds_topo.topology import ProcessTopology
 
@@ -233,6 +237,40 @@ def test_a_slow_rank_is_reported_unless_its_host_is() -> None:
     [fault] = slow_ranks("receives", rates, 0.25, host_of)
     assert (fault.hosts, fault.ranks) == (("h1",), (3,))
     assert slow_ranks("receives", rates, 0.25, host_of, ignored_hosts=["h1"]) == []
+
+
+def _printed(summary: Summary) -> str:
+    out = StringIO()
+    print_summary(Console(file=out, width=80, color_system=None), summary, 0.5)
+    return out.getvalue()
+
+
+def _measured(slowest: float, link: float = 100e6) -> Summary:
+    summary = Summary("data=2", "gloo", 4, {"a": (0, 1), "b": (2, 3)})
+    summary.axes["data"] = axis_summary(
+        [[0, 1], [2, 3]], {0: [1e-3, 1.0], 1: [1e-3, 1.0], 2: [1e-3, slowest], 3: [1e-3, 1.0]}, "aabb"
+    )
+    rates = {("a:0", "a:1"): 100e6, ("a:1", "a:0"): 100e6, ("b:2", "b:3"): link}
+    summary.inside = link_summary(dict.fromkeys(rates, 1e-4), rates)
+    return summary
+
+
+def test_a_slow_group_is_not_passed_over_in_silence() -> None:
+    assert _printed(_measured(0.9)).endswith("\nNo faults.\n")
+    printed = _printed(_measured(0.25))
+    assert "\nNo faults. 1 warning:\n  slow: the data group of ranks 2-3 on b reaches 0.40 of the median" in printed
+    assert "Run the check again" in printed
+    printed = _printed(_measured(0.25, link=43e6))
+    assert "2 warnings" in printed
+    assert "slow: b:2 -> b:3 reaches 0.43 of the median of links inside hosts" in printed
+
+
+def test_a_fault_of_its_host_explains_a_slow_group() -> None:
+    summary = _measured(0.25, link=43e6)
+    summary.faults.append(Fault("link", "b's link is slow", ("b",)))
+    assert _printed(summary).endswith("\n1 fault:\n  link: b's link is slow\n")
+    summary.faults[0] = Fault("clock", "a's clock is wrong", ("a",))
+    assert "  slow: the data group of ranks 2-3 on b" in _printed(summary)
 
 
 # -- serialisation and parsing ----------------------------------------------------------------------------------------
