@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,3 +135,22 @@ def test_mixture_of_experts_trains_equally_in_every_order(
     assert [row["loss"] for row in other["history"]] == pytest.approx(losses, rel=1e-4)
     assert other["validation_loss"] == pytest.approx(first_order["validation_loss"], rel=1e-4)
     assert other["expert_load"] == [pytest.approx(shares, abs=2e-3) for shares in first_order["expert_load"]]
+
+
+# -- what a user sees --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("earlier", "shown"), [([], "first step"), ([{"step": 3, "loss": 2.5, "tokens_per_second": 9.0}], "loss 2.500")]
+)
+def test_progress_starts_with_what_is_known(
+    earlier: list[dict[str, float]], shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    training: Any = importlib.import_module("training")
+    arguments = SimpleNamespace(steps=len(earlier) and 3)
+    engine, grid = SimpleNamespace(gradient_reducer=None), SimpleNamespace(global_rank=0)
+    assert training.train(engine, grid, None, arguments, earlier) == earlier
+    printed = capsys.readouterr().out
+    assert shown in printed
+    assert "tokens/s" not in printed
