@@ -9,6 +9,7 @@ line of its own for other lines. Commands that start an example run with a small
 from __future__ import annotations
 
 import doctest
+import pkgutil
 import re
 import shlex
 from collections.abc import Iterator
@@ -118,9 +119,30 @@ def test_search_finds_snippets_and_commands() -> None:
     assert len(list(shown_commands())) >= 5
 
 
+DOCUMENTS = [*GUIDES, ROOT / "ds_topo/README.md", ROOT / ".github/CONTRIBUTING.md", *ROOT.glob("tests/README.md")]
+
+
+def test_names_in_documents_and_messages_exist() -> None:
+    for path in [*DOCUMENTS, ROOT / "CHANGELOG.md", *sorted((ROOT / "ds_topo").rglob("*.py"))]:
+        for name in sorted(set(re.findall(r"\bds_topo(?:\.\w+)+", path.read_text()))):
+            assert _exists(name), f"{path.relative_to(ROOT)} names {name}"
+
+
+def _exists(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_the_program_in_eight_lines_has_eight_lines() -> None:
+    [text] = re.findall(r"## In eight lines\n.*?```python\n(.*?)```", GUIDES[0].read_text(), re.DOTALL)
+    assert len([line for line in text.splitlines() if line]) == 8
+
+
 def test_links_between_documents_exist() -> None:
-    documents = [*GUIDES, ROOT / "ds_topo/README.md", ROOT / ".github/CONTRIBUTING.md", *ROOT.glob("tests/README.md")]
-    for document in documents:
+    for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
             if not target.startswith("http"):
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"

@@ -242,7 +242,7 @@ class MegatronState(_Megatron):
             raise TopologyError(
                 f"initialize_model_parallel wants experts over {expert_model_parallel_size} ranks, but the grid has "
                 f"them over {self.get_expert_model_parallel_world_size()}: call "
-                f"ds_topo.create_expert_groups(grid, {expert_model_parallel_size}) before"
+                f"ds_topo.groups.create_expert_groups(grid, {expert_model_parallel_size}) before"
             )
         slices = self.get_expert_tensor_parallel_world_size()
         if expert_tensor_parallel_size not in (None, slices):
