@@ -209,7 +209,7 @@ def run(arguments: argparse.Namespace) -> int:
         from ds_topo.cli.plan_report import print_found
 
         print_found(found, compared, arguments.compare, explained=bool(arguments.explain))
-        print(advice or _next_steps(arguments, found))
+        print("\n" + (advice or _next_steps(arguments, found)))
     return 0
 
 

@@ -122,7 +122,8 @@ def _plan_lines(found: Found, width: int) -> list[str]:
                 ", ".join(layout.details()),
             ]
         )
-    for shown in (8, 7, 6):
+    most = 8 if any(row[-1] for row in rows) else 7
+    for shown in range(most, 5, -1):
         lines = _aligned([row[:shown] for row in (header, *rows)], right={1, 2, 3, 4, 6})
         if max(map(len, lines)) <= width:
             break
@@ -195,7 +196,7 @@ def print_judgement(judgement: Judgement) -> None:
     for verdict in judgement.verdicts:
         table.add_row(
             f"{verdict.row.number} {verdict.row.name}",
-            verdict.metric.key,
+            verdict.metric.key.replace("_", " "),
             f"{verdict.metric.value:,.4g}",
             f"{verdict.predicted:,.4g}",
             f"{verdict.error:+.1%}",

@@ -21,6 +21,7 @@ def test_guide_commands_print_the_output_in_the_guide(
     command: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "132" if "--runs" in command else "80")
     assert main(shlex.split(command)[1:]) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert printed == output.splitlines()

@@ -14,6 +14,7 @@ from tests.support.example_jobs import record_in, run_command
 from tests.support.exhaustive import mark_exhaustive
 
 JOB = "--layers 4 --hidden 32 --heads 4 --vocab 256 --sequence 16 --hosts 1 --slots 4 --batch 16 --precision fp32"
+JOB += " --software deepspeed-pipeline"
 CPU = Machine(1, 4, CPU_SPEEDS, inside=Link(1e9, 1e-4))
 """A machine such as ``plan --calibrate`` writes. With gloo, configs ask for torch's Adam, which needs no compiler."""
 PLANS = {
