@@ -9,8 +9,8 @@ import argparse
 import difflib
 import sys
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
-from ds_topo import __version__
 from ds_topo.cli import check_command, checkpoint_command, convert_command, plan_command, show_command
 from ds_topo.errors import CheckpointError, LaunchError, TopologyError
 
@@ -37,17 +37,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """Return the parser of the command line, and that of each command."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="ds-topo",
         description="Show, check and plan layouts of distributed jobs.",
         epilog="ds-topo COMMAND --help explains a command",
     )
-    parser.add_argument("--version", action="version", version=f"ds_topo {__version__}")
+    parser.add_argument("--version", action="version", version=f"ds_topo {sys.modules['ds_topo'].__version__}")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it to every program
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for command in (check_command, checkpoint_command, convert_command, plan_command, show_command):
         command.add_parser(subparsers)
     return parser, subparsers.choices
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser, also for each command, whose errors are one line as those of commands are."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong with an argument, and exit."""
+        for given, better in (
+            ("invalid int value:", "give a whole number, not"),
+            ("invalid float value:", "give a number, not"),
+        ):
+            message = message.replace(given, better)
+        self.exit(2, f"{self.prog}: {message}; {self.prog} --help explains every argument\n")
 
 
 def _not_understood(command: str, word: str, parser: argparse.ArgumentParser) -> str:

@@ -86,12 +86,13 @@ def run(arguments: argparse.Namespace) -> int:
     from ds_topo.launch.joining import prepare
 
     expected = None if arguments.expect is None else rate(arguments.expect)
-    host_map = host_map_of(arguments)
-    launch = prepare()
     if not 0 < arguments.slow < 1:
         raise TopologyError(f"--slow {arguments.slow}: give a share of the median, between 0 and 1")
-    if min(arguments.timeout, arguments.seconds, arguments.clock) <= 0:
-        raise TopologyError("--timeout, --seconds and --clock must be above 0 seconds")
+    for name in ("timeout", "seconds", "clock"):
+        if not 0 < getattr(arguments, name) < timedelta.max.total_seconds():
+            raise TopologyError(f"--{name} {getattr(arguments, name)}: give seconds above 0")
+    host_map = host_map_of(arguments)
+    launch = prepare()
     backend = arguments.backend or default_backend()
     options = Options(
         spec=arguments.spec,

@@ -21,7 +21,7 @@ from ds_topo.cli.shared_options import (
     refuse_without_effect,
 )
 from ds_topo.cli.terminal import counted, write_file
-from ds_topo.errors import TopologyError
+from ds_topo.errors import TopologyError, WorldSizeError
 from ds_topo.planner.config_writer import CONFIGURED, deepspeed_config, how_to_train
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
@@ -359,7 +359,11 @@ def _fixed_degrees(spec: str, job: Job) -> tuple[tuple[str, int], ...]:
 
 
 def _topology(option: str, spec: str, job: Job) -> ProcessTopology:
-    topology = ProcessTopology.from_spec(spec, world_size=job.cluster.ranks)
+    try:
+        topology = ProcessTopology.from_spec(spec, world_size=job.cluster.ranks)
+    except WorldSizeError as error:
+        some = "; --fix decides the degrees of some axes only" if option == "topology" else ""
+        raise WorldSizeError(f"--{option}: {error}{some}") from None
     _check_axes(option, spec, topology.axes)
     return topology
 

@@ -73,7 +73,10 @@ def run(arguments: argparse.Namespace) -> int:
     views = [LayoutView.of(spec, host_map) for spec in arguments.specs]
     if len({view.topology.world_size() for view in views}) > 1:
         sizes = ", ".join(f"{view.spec} has {view.topology.world_size()}" for view in views)
-        raise TopologyError(f"only layouts with the same number of ranks can be compared: {sizes}")
+        raise TopologyError(
+            f"only layouts with the same number of ranks can be compared: {sizes}; separate the axes of one layout by "
+            "commas without spaces"
+        )
     if arguments.rank is not None:
         views[0].topology.get_coord(arguments.rank)  # raises where it is out of range
     links = views[-1].axis_to_draw(arguments.links)

@@ -176,7 +176,8 @@ def fit(spec: Spec, host_map: HostMap) -> ProcessTopology:
         else:
             problem = "the slots cannot be divided"
         hosts = f"{len(host_map.hosts)} hosts" if len(host_map.hosts) > 1 else "1 host"
-        raise WorldSizeError(f"{problem}: {hosts} with {host_map.size} slots in all; {error}") from None
+        slots = f"{host_map.size} slots" if host_map.size > 1 else "1 slot"
+        raise WorldSizeError(f"{problem}: {hosts} with {slots} in all; {error}") from None
 
 
 # -- summaries of large layouts ----------------------------------------------------------------------------------------

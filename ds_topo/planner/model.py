@@ -425,6 +425,10 @@ def read_model(path: str | Path) -> Model:
     """
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise TopologyError(
+            f"model {str(path)!r} does not exist: give the config.json of a downloaded model, or its folder"
+        )
     config = read_json(path, "model")
     if not isinstance(config, Mapping) or "model_type" not in config:
         wrong = what_it_is(config, "--model", "it has no model_type")

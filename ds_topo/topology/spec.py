@@ -236,7 +236,7 @@ def read_config(config: str | Path | Mapping[str, object]) -> Spec:
     else:
         source = str(config)
         try:
-            content = json.loads(Path(config).read_text(encoding="utf-8"))
+            content = json.loads(Path(config).read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
         except OSError as error:
             raise TopologyError(f"config {abridged(source)} cannot be read: {error.strerror or error}") from error
         except (ValueError, RecursionError) as error:  # of UTF-8 and of numbers too; nested too deeply
@@ -247,6 +247,15 @@ def read_config(config: str | Path | Mapping[str, object]) -> Spec:
             '"topology": {"pipe": 2, "data": 4, "model": 2}'
         )
     return cast("Spec", content["topology"])
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a JSON file, and refuse a key that is given twice, as DeepSpeed does."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return content
 
 
 def _split_spec(spec: Spec) -> tuple[list[str], list[int]]:

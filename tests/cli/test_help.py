@@ -64,6 +64,44 @@ def test_help_is_printed_without_a_command(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sho"], "ds-topo: argument COMMAND: invalid choice: 'sho' (choose from "),
+        (["show"], "ds-topo show: the following arguments are required: SPEC; ds-topo show --help explains"),
+        (["show", "data=2", "--rank", "five"], "ds-topo show: argument --rank: give a whole number, not 'five'; "),
+        (["check", "data=2", "--slow", "50%"], "ds-topo check: argument --slow: give a number, not '50%'; "),
+        (["plan", "--zero", "4"], "ds-topo plan: argument --zero: invalid choice: 4 (choose from "),
+    ],
+)
+def test_malformed_arguments_have_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--slow", "5"], "--slow 5.0: give a share of the median"),
+        *(
+            ([f"--{name}", value], f"--{name} {value}: give seconds above 0")
+            for name in ("timeout", "seconds", "clock")
+            for value in ("0.0", "nan", "inf")
+        ),
+        (["--expect", "fast"], "expected a number with a unit"),
+    ],
+)
+def test_check_refuses_options_before_it_joins(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "data=2", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--topology", "date=2"], "axis 'date' has no meaning here: did you mean 'data'?"),

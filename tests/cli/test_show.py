@@ -351,7 +351,7 @@ def test_ranks_are_coloured_by_stage() -> None:
         (["data=2", "--grups"], "'--grups' is not an argument of this command: did you mean --groups?"),
         (
             ["data=2", "pipe=4"],
-            "same number of ranks can be compared: data=2 has 2, pipe=4 has 4",
+            "same number of ranks can be compared: data=2 has 2, pipe=4 has 4; separate the axes of one layout",
         ),
         (["data=2", "data=2", "data=2"], "give one to show it, or two to compare them"),
         (["data=2", "--png", "/nowhere/a.png"], "picture '/nowhere/a.png' cannot be written"),

@@ -121,6 +121,8 @@ CONFIGS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: _written(folder, b"\xff\xfe{}"), "is not JSON"),
     (lambda folder: _written(folder, b"[" * 100_000), "is not JSON"),
     (lambda folder: _written(folder, b'{"topology": ' + b"9" * 5000 + b"}"), "is not JSON"),
+    (lambda folder: _written(folder, b'{"topology": {"pipe": 2, "pipe": 4}}'), "key 'pipe' is given twice"),
+    (lambda folder: _written(folder, b'{"topology": {"pipe": 2, "pp": 4}}'), "'pp' is a synonym of 'pipe'"),
     (lambda folder: _written(folder, b'"pipe=2"'), 'has no "topology" section'),
     (lambda folder: _written(folder, b'{"topology": {"pipe": 2.5}}'), "degree 2.5 is not an integer"),
 ]
