@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
 
 from ds_topo.errors import TopologyError
@@ -166,7 +167,7 @@ def _print_explained(console: Console, found: Found) -> None:
         console.print(f"  {plan.layout.topology.spec:40} {plan.seconds:.4g} s  {plan.seconds / best.seconds - 1:+.1%}")
     console.print("\n[bold]the rest[/bold]")
     for line in rejections(found.tally):
-        console.print(f"  {line}", soft_wrap=True)
+        console.print(Padding(line, (0, 0, 0, 2)))
 
 
 def _terms_table(terms: list[Term], whole: float, unit: str, scale: float) -> Table:
@@ -196,7 +197,7 @@ def print_judgement(judgement: Judgement) -> None:
     for verdict in judgement.verdicts:
         table.add_row(
             f"{verdict.row.number} {verdict.row.name}",
-            verdict.metric.key.replace("_", " "),
+            verdict.metric.key.replace("_per_", "/").replace("_", " "),
             f"{verdict.metric.value:,.4g}",
             f"{verdict.predicted:,.4g}",
             f"{verdict.error:+.1%}",
@@ -207,14 +208,13 @@ def print_judgement(judgement: Judgement) -> None:
     console.print(table)
     for verdict in judgement.verdicts:
         if not verdict.fits:
-            console.print(f"row {verdict.row.number}: {verdict.plan.layout} does not fit", soft_wrap=True)
+            console.print(f"row {verdict.row.number}: {verdict.plan.layout} does not fit")
         if verdict.note:
-            console.print(f"row {verdict.row.number}: the best is {verdict.note}", soft_wrap=True)
+            console.print(f"row {verdict.row.number}: the best is {verdict.note}")
     largest = max(abs(verdict.error) for verdict in judgement.verdicts)
     console.print(
         f"{len(judgement.verdicts)} rows: median error {judgement.median_error:.1%}, largest {largest:.1%}; "
         f"{len(judgement.beyond)} beyond {judgement.within:.0%}",
-        soft_wrap=True,
     )
 
 
