@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from ds_topo.cli import check_command, checkpoint_command, convert_command, plan_command, show_command
-from ds_topo.errors import CheckpointError, LaunchError, TopologyError
+from ds_topo.errors import CheckpointError, DisagreementError, LaunchError, TopologyError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             raise TopologyError(_not_understood(parsed.command, unknown[0], commands[parsed.command]))
         return int(parsed.run(parsed))
-    except (TopologyError, CheckpointError, LaunchError, OSError) as error:
+    except (TopologyError, CheckpointError, LaunchError, DisagreementError, OSError) as error:
         print(f"ds-topo {parsed.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -120,16 +120,14 @@ def run(arguments: argparse.Namespace) -> int:
             return 1
     if summary is None:  # rank 0 alone fails: launchers kill all ranks as soon as one fails
         return 0
-    if arguments.json is not None:
-        text = json.dumps(summary.as_json())
-        if arguments.json == "-":
-            print(text)
-        else:
-            write_file("--json", arguments.json, text)
-    if arguments.json != "-":
+    if arguments.json == "-":
+        print(json.dumps(summary.as_json()))
+    else:
         from rich.console import Console
 
         print_summary(Console(), summary, arguments.slow)
+        if arguments.json is not None:
+            write_file("--json", arguments.json, json.dumps(summary.as_json()))
     return 1 if summary.faults else 0
 
 

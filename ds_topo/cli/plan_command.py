@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf, prod
+from pathlib import Path
 from typing import Any
 
 from ds_topo.cli.shared_options import (
@@ -21,7 +22,7 @@ from ds_topo.cli.shared_options import (
     refuse_without_effect,
 )
 from ds_topo.cli.terminal import counted, write_file
-from ds_topo.errors import TopologyError, WorldSizeError
+from ds_topo.errors import LaunchError, TopologyError, WorldSizeError
 from ds_topo.planner.config_writer import CONFIGURED, deepspeed_config, how_to_train
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
@@ -395,23 +396,34 @@ def _next_steps(arguments: argparse.Namespace, found: Found) -> str:
 
 
 def _calibrated(path: str) -> tuple[Machine, bool]:
-    """Measure this machine, with all ranks of a launcher. Return True too on the rank that goes on to plan."""
-    from ds_topo.backends import default_backend
+    """Measure this machine, with all ranks of a launcher. Return True too on the rank that goes on to plan.
+
+    Raises:
+        LaunchError: a launcher's variables are incomplete.
+    """
+    from ds_topo.launch.joining import join
+    from ds_topo.launch.launchers import detect_launch
     from ds_topo.measurement.calibrate import calibrate
 
-    is_first = True
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    try:
+        rank, ranks = detect_launch().rank, detect_launch().world_size
+    except LaunchError:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise
+        rank, ranks = 0, 1
+    if path and rank == 0 and not Path(path).absolute().parent.is_dir():
+        raise TopologyError(f"--calibrate {path!r}: there is no folder {str(Path(path).parent)!r}")
+    if ranks > 1:
         import torch.distributed as dist
 
-        dist.init_process_group(default_backend())
-        is_first = dist.get_rank() == 0
+        join(verbose=False)
         machine = calibrate()
         dist.destroy_process_group()
     else:
         machine = calibrate()
-    if path and is_first:
+    if path and rank == 0:
         write_file("--calibrate", path, json.dumps(machine.as_json(), indent=1))
-    return machine, is_first
+    return machine, rank == 0
 
 
 def found_as_json(found: Found, compared: Plan | str | None, spec: str | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,24 @@ def test_plan_refuses_invalid_machine_file(
     path.write_text(content)
     assert main(["plan", *JOB, "--machine", str(path)]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("world_size", ["2", "many"])
+def test_calibrate_names_missing_variables_of_a_launcher(
+    world_size: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    assert main(["plan", "--calibrate"]) == 2
+    assert re.search(r"ds-topo plan: .*RANK.* missing", capsys.readouterr().err)
+
+
+def test_calibrate_refuses_an_absent_folder_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--calibrate", str(tmp_path / "absent" / "machine.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_calibrate_writes_a_file_that_plan_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
