@@ -399,7 +399,7 @@ def slow_but_right(summary: Summary, slow: float) -> list[str]:
     >>> summary = Summary("data=2", "gloo", 4, {"a": (0, 1), "b": (2, 3)})
     >>> summary.axes["data"] = AxisSummary(2, 2, (1, 1), 10.0, 1e-3, (2, 3), 4.3)
     >>> slow_but_right(summary, 0.5)
-    ['the data group of ranks 2-3 on b reaches 0.43 of the median of the data groups']
+    ['data group of ranks 2-3 on b, 0.43 of the median']
     """
     known = {host for fault in summary.faults for host in fault.hosts}
     host_of = {rank: host for host, ranks in summary.hosts.items() for rank in ranks}
@@ -407,15 +407,15 @@ def slow_but_right(summary: Summary, slow: float) -> list[str]:
     for name, axis in summary.axes.items():
         hosts = list(dict.fromkeys(host_of[rank] for rank in axis.slowest))
         if axis.slowest_bandwidth < slow * axis.bandwidth and known.isdisjoint(hosts):
-            share = f"{axis.slowest_bandwidth / axis.bandwidth:.2f} of the median of the {name} groups"
+            share = f"{axis.slowest_bandwidth / axis.bandwidth:.2f} of the median"
             ranks = fold_numbers(axis.slowest)
-            texts.append(f"the {name} group of ranks {ranks} on {', '.join(hosts[:4])} reaches {share}")
+            texts.append(f"{name} group of ranks {ranks} on {', '.join(hosts[:4])}, {share}")
     for name, link in (("inside hosts", summary.inside), ("between hosts", summary.across)):
         if link is None:
             continue
         for one, other, least in link.slowest[:1]:
             if least < slow * link.bandwidth and known.isdisjoint({one.partition(":")[0], other.partition(":")[0]}):
-                texts.append(f"{one} -> {other} reaches {least / link.bandwidth:.2f} of the median of links {name}")
+                texts.append(f"{one} -> {other} {name}, {least / link.bandwidth:.2f} of the median")
     return texts
 
 

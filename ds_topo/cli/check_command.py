@@ -200,6 +200,6 @@ def print_summary(console: Console, summary: Summary, slow: float) -> None:
         but = f" {counted(len(remarks), 'warning')}:" if remarks else ""
         console.print(f"No faults.{but}", style="bold yellow" if remarks else "bold green", highlight=False)
     for remark in remarks:
-        say(console, f"  slow: {remark}")
+        console.print(f"  slow: {remark}", highlight=False, markup=False)
     if remarks:
-        say(console, "Hosts that do other work are slow, too. Run the check again to see whether it is the same one.")
+        console.print("Run the check again: hosts that do other work are slow, too.", highlight=False)
