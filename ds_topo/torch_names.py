@@ -62,7 +62,7 @@ GROUP_ROWS: tuple[Patch | Reliance, ...] = (
         c10d,
         "_world",
         "It tells whether a group still exists, since torch forgets all groups together with the world. It also keeps "
-        "an empty list under the tag of each destroyed group, which ds_topo deletes.",
+        "an empty list under the tag of each destroyed group, which ds_topo deletes, and the store for new groups.",
     ),
     Reliance(dist.ProcessGroup, "bound_device_id", "It is None while members alone create a group."),
     Reliance(dist.ProcessGroup, "_device_types", "It lists the types of devices that a group serves."),
@@ -261,6 +261,18 @@ def next_group_named(name: str) -> Iterator[None]:
         world.bound_device_id = bound
 
 
+@contextmanager
+def without_store() -> Iterator[None]:
+    """Let the ``with`` block create a group of this rank alone without the job's store, which may be gone."""
+    job = c10d._get_default_group()
+    before = c10d._world.pg_map[job]
+    c10d._world.pg_map[job] = (before[0], _C.HashStore())
+    try:
+        yield
+    finally:
+        c10d._world.pg_map[job] = before
+
+
 # -- the reducer ------------------------------------------------------------------------------------------------------
 
 A_REDUCER = "a reducer exists"
@@ -283,6 +295,7 @@ ZERO_GRAD_OF_OPTIMIZERS = Patch(
 REDUCER_ROWS: tuple[Patch | Reliance, ...] = (
     ZERO_GRAD_OF_MODULES,
     ZERO_GRAD_OF_OPTIMIZERS,
+    Reliance(torch.Tensor, "_version", "It tells whether a program has written to gradients that are being reduced."),
     Reliance(torch, "_foreach_copy_", "It copies many gradients into a bucket by one call."),
     Reliance(torch, "_foreach_mul_", "It scales all gradients of a bucket by one call."),
     Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),

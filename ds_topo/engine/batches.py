@@ -16,13 +16,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import operator
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from itertools import cycle, islice, repeat
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged
+from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import MODEL, PIPE
 
@@ -61,6 +62,8 @@ class _Promise:
 
 
 _promises: WeakKeyDictionary[PipelineEngine, _Promise] = WeakKeyDictionary()
+_checked: WeakSet[PipelineEngine] = WeakSet()
+"""The engines whose first batch has been checked."""
 
 
 class ReadAhead(Iterator[Any]):
@@ -72,6 +75,15 @@ class ReadAhead(Iterator[Any]):
 
     def __next__(self) -> Any:
         return self._ahead.popleft() if self._ahead else next(self._source)
+
+    def remaining(self) -> int | None:
+        """Return the number of elements left; None if that is unknown."""
+        left = remaining(self._source)
+        return None if left is None else left + len(self._ahead)
+
+    def first(self) -> Any:
+        """Return the next element, which stays the next one; None at the end."""
+        return self._ahead[0] if self.fill(1) else None
 
     def fill(self, count: int) -> int:
         """Read ahead ``count`` elements, or all that are left; return the number of elements read ahead."""
@@ -85,6 +97,8 @@ def remaining(iterator: Iterator[Any]) -> int | None:
     >>> remaining(iter([1, 2])), remaining(repeat(0)) > 10**6, remaining(number for number in (1, 2))
     (2, True, None)
     """
+    if isinstance(iterator, ReadAhead):
+        return iterator.remaining()
     if isinstance(iterator, (RepeatingLoader, cycle)):
         return _ENDLESS
     if isinstance(iterator, _BaseDataLoaderIter):
@@ -144,6 +158,10 @@ def _require(engine: PipelineEngine, given: Iterator[Any] | None, wanted: int, t
         else:
             try:
                 iterator, left = _read_ahead(iterator, wanted)
+                if engine not in _checked and left and engine.batch_fn is None:
+                    iterator = iterator if isinstance(iterator, ReadAhead) else ReadAhead(iterator)
+                    _check_batch(iterator.first(), engine.is_first_stage())
+                    _checked.add(engine)
             except Exception as error:
                 left, failure = _FAILED, error
             if given is None:
@@ -163,7 +181,7 @@ def _require(engine: PipelineEngine, given: Iterator[Any] | None, wanted: int, t
             "stage needs an iterator with enough micro-batches; deepspeed.utils.RepeatingLoader restarts one that ends"
         )
     if training and promise is None and fewest >= _ENDLESS:
-        _promises[engine] = _Promise(_STEPS_OF_A_PROMISE, source)
+        _promises[engine] = _Promise(_STEPS_OF_A_PROMISE, iterator if given is None else source)
     return None if given is None else iterator
 
 
@@ -180,6 +198,35 @@ def _read_ahead(iterator: Iterator[Any], wanted: int) -> tuple[Iterator[Any], in
         return iterator, known
     ahead = iterator if isinstance(iterator, ReadAhead) else ReadAhead(iterator)
     return ahead, ahead.fill(wanted)
+
+
+def _check_batch(batch: Any, is_first_stage: bool) -> None:
+    """Refuse a batch of which DeepSpeed would take wrong parts as inputs and labels, or fail on some stages only.
+
+    Raises:
+        TypeError: the message says what the batch must be.
+    """
+    if isinstance(batch, (torch.Tensor, Mapping, str)) or not hasattr(batch, "__getitem__"):
+        problem = f"is a {type(batch).__name__}"
+    elif isinstance(batch, (tuple, list)) and len(batch) < 2:
+        problem = f"has {len(batch)} elements"
+    else:
+        inputs = batch[0] if isinstance(batch[0], (tuple, list)) else [batch[0]]
+        others = sorted({type(each).__name__ for each in inputs if not isinstance(each, torch.Tensor)})
+        if not others or not is_first_stage:  # only the first stage uses inputs
+            if isinstance(batch, (tuple, list)) and len(batch) > 2:
+                warnings.warn(
+                    f"a batch of this pipeline has {len(batch)} elements, but DeepSpeed uses the first two alone, as "
+                    "inputs and labels: put further ones into a tuple of inputs or of labels",
+                    RuntimeWarning,
+                    stacklevel=6,
+                )
+            return
+        problem = f"has inputs of type {listed(others)}"
+    raise TypeError(
+        f"a batch of this pipeline {problem}: it must be (inputs, labels), where inputs is a tensor or a tuple of "
+        "tensors; engine.set_batch_fn(function) converts batches"
+    )
 
 
 def _fewest(left: int, grid: MpuGrid) -> tuple[int, int]:

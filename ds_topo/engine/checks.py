@@ -35,6 +35,7 @@ from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, 
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.agreement import agree
+from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.expert_tables import zero_partition_ranks
 from ds_topo.topology.process_topology import ProcessTopology
@@ -107,8 +108,8 @@ def check_top_level(config: Mapping[str, Any]) -> list[str]:
     """Check the keys and counts at the top level of a config; return the keys that nothing reads.
 
     Raises:
-        EngineOptionError: a key is nearly one that is read, and DeepSpeed would ignore it in silence; or a number of
-            samples or micro-batches is not whole.
+        EngineOptionError: a key is nearly one that is read, and DeepSpeed would ignore it in silence; a section has a
+            misspelt switch; or a number of samples or micro-batches is not whole.
     """
     unknown = [str(name) for name in config if name not in _KEYS]
     for name in unknown:
@@ -124,12 +125,27 @@ def check_top_level(config: Mapping[str, Any]) -> list[str]:
         count = config.get(name, 1)
         if isinstance(count, bool) or (isinstance(count, float) and not count.is_integer()):
             raise EngineOptionError(f"config: {name} is {count}: give a whole number of samples or steps, at least 1")
+    for name, section in config.items():
+        if name not in _SECTIONS_WITHOUT_SWITCH:
+            _check_switches(name, section)
     pipeline = config.get("pipeline")
     if isinstance(pipeline, Mapping) and TOPOLOGY_SECTION in pipeline:
         raise EngineOptionError(
             f'config section "pipeline" contains "{TOPOLOGY_SECTION}", where nothing reads it: move it to the top level'
         )
     return unknown
+
+
+_SECTIONS_WITHOUT_SWITCH = ("optimizer", "scheduler", TOPOLOGY_SECTION, REDUCER_SECTION)
+_SWITCH = "enabled"
+
+
+def _check_switches(path: str, section: object) -> None:
+    """Refuse ``"enable": true`` and the like: older sections of DeepSpeed ignore it, and stay off."""
+    for name, value in section.items() if isinstance(section, Mapping) else ():
+        if name != _SWITCH and difflib.get_close_matches(str(name).lower(), [_SWITCH], n=1, cutoff=0.85):
+            raise EngineOptionError(f'config section "{path}": {abridged(name)} switches nothing on: write "{_SWITCH}"')
+        _check_switches(f"{path}.{name}", value)
 
 
 def _warn_of_unknown_keys(config: Mapping[str, Any]) -> None:
@@ -244,15 +260,30 @@ _warned: WeakSet[MpuGrid] = WeakSet()
 
 
 def check_mpu(mpu: Any) -> None:
-    """Refuse a topology or class that was passed as an mpu.
+    """Refuse a value that cannot be an mpu, such as a topology, a spec, a mesh or a grid for torch alone.
+
+    DeepSpeed would count one rank, because it takes the missing method for a job that is not distributed.
 
     Raises:
-        TypeError: a topology, a spec or a class.
+        TypeError: it has none of the methods that DeepSpeed calls first.
     """
-    if isinstance(mpu, (ProcessTopology, str, Mapping, type)) or (hasattr(mpu, "axes") and hasattr(mpu, "dims")):
+    is_grid = isinstance(mpu, MpuGrid)
+    is_layout = isinstance(mpu, (ProcessTopology, ProcessGrid, type)) or isinstance(getattr(mpu, "mpu", None), MpuGrid)
+    answers = any(callable(getattr(mpu, f"get_{kind}_parallel_world_size", None)) for kind in ("data", "sequence"))
+    if mpu is not None and not is_grid and (is_layout or not answers):
         raise TypeError(
             f"mpu={abridged(mpu)}: DeepSpeed needs a live grid, such as PipelineParallelGrid('data=2,model=2')"
         )
+
+
+def check_is_module(model: Any) -> None:
+    """Refuse a model of another kind.
+
+    Raises:
+        TypeError: not a ``torch.nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={abridged(model)}: give a torch.nn.Module, or a PipelineModule")
 
 
 def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfig) -> None:
@@ -261,8 +292,8 @@ def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfi
     Most likely its mpu was forgotten.
 
     Raises:
-        TypeError: the mpu is a topology, a spec or a class.
-        EngineOptionError: the config has a topology, or the model has tensor-parallel parameters.
+        TypeError: the mpu cannot be one.
+        EngineOptionError: the config has a section of ds_topo, or the model has tensor-parallel parameters.
     """
     check_mpu(mpu)
     if mpu is not None:
@@ -272,15 +303,16 @@ def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfi
             f"an engine without mpu while {in_use[-1].topology().spec!r} is in use: deepspeed.initialize was imported "
             "by name before ds_topo.use(grid); call it as deepspeed.initialize, or call use() before that import"
         )
+    section = TOPOLOGY_SECTION if TOPOLOGY_SECTION in config._param_dict else REDUCER_SECTION
+    if not _readers and (section == TOPOLOGY_SECTION or _wants_reducer(config)):
+        raise EngineOptionError(
+            f'config section "{section}" is ignored by deepspeed.initialize, which got no mpu: pass mpu=grid; '
+            "ds_topo.initialize reads the section"
+        )
     splitting = [grid for grid in grids if grid.is_alive and _splits_models(grid)]
     for grid in splitting:
         remedy = f"pass mpu=grid ({grid.topology().spec!r}), or mpu=PipelineParallelGrid('data=-1') for a model that"
         remedy += " all ranks replicate"
-        if TOPOLOGY_SECTION in config._param_dict:
-            raise EngineOptionError(
-                f'config section "{TOPOLOGY_SECTION}" is ignored by deepspeed.initialize, which got no mpu: {remedy}; '
-                "ds_topo.initialize reads the section"
-            )
         if grid not in _warned:
             _warned.add(grid)
             warnings.warn(
@@ -314,9 +346,7 @@ def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
         TopologyError: the topology of the config differs from the grid's.
         EngineOptionError: ``deepspeed.initialize`` itself does not read the reducer's section.
     """
-    reducer = engine._config._param_dict.get(REDUCER_SECTION, False)
-    is_wanted = reducer.get("enabled", True) if isinstance(reducer, Mapping) else reducer
-    if is_wanted and not _readers:
+    if _wants_reducer(engine._config) and not _readers:
         raise EngineOptionError(
             f'config section "{REDUCER_SECTION}" is not read by deepspeed.initialize itself: call '
             "ds_topo.initialize, or call ds_topo.use(grid) first"
@@ -329,6 +359,11 @@ def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
                 f'config section "{TOPOLOGY_SECTION}" is {wanted.spec!r}, but the mpu is {grid.topology().spec!r}: '
                 "give only one of them, or make them equal"
             )
+
+
+def _wants_reducer(config: DeepSpeedConfig) -> bool:
+    section = config._param_dict.get(REDUCER_SECTION, False)
+    return bool(section.get("enabled", True) if isinstance(section, Mapping) else section)
 
 
 def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
@@ -440,16 +475,3 @@ _COMPARED_SETTINGS = (
     "scheduler_name",
 )
 """Attributes of ``DeepSpeedConfig`` that must be equal on all ranks."""
-
-
-def require_grid(name: str, value: Any) -> None:
-    """Refuse a layout, or a pipeline that has a grid, in place of a grid.
-
-    Raises:
-        TypeError: the message says what to pass.
-    """
-    if isinstance(value, MpuGrid):
-        return
-    if isinstance(getattr(value, "mpu", None), MpuGrid) or callable(getattr(value, "mpu", None)):
-        raise TypeError(f"{name}: a {type(value).__name__} is not a grid: pass its grid, module.mpu()")
-    raise TypeError(f"{name}={abridged(value)}: pass a live grid, such as PipelineParallelGrid('pipe=2,data=2')")

@@ -28,6 +28,7 @@ from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
 from ds_topo.engine import checks, experts, norms, parameter_gathers
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
+from ds_topo.engine.replicas import warn_of_unequal_slices
 from ds_topo.errors import ExpertGroupError
 from ds_topo.ledger import Make, Patch
 from ds_topo.mpu import patches
@@ -52,6 +53,7 @@ def patching_engines(construct: Any) -> Any:
     def construct_and_patch(engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
         given = signature.bind(engine, *args, **options).arguments
         model, mpu = given["model"], given.get("mpu")
+        checks.check_is_module(model)
         _check_names_of_experts(model, mpu)
         before = _set_current(mpu)
         with ExitStack() as undo:
@@ -232,6 +234,7 @@ def _configured(configure: Any) -> Any:
         checks.create_missing_expert_groups(engine, model, engine.mpu)
         _set_current(engine.mpu)  # again, because experts may have got groups since
         configure(engine, model)
+        warn_of_unequal_slices(model, engine.mpu)
 
     return configure_distributed_model
 

@@ -16,7 +16,7 @@ from ds_topo.errors import ExpertGroupError, ExpertSizeError
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.expert_registry import ExpertGroups, registry
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import EXPERT
 from ds_topo.topology.expert_tables import ExpertPlan, zero_partition_ranks
@@ -152,6 +152,7 @@ def create_expert_groups(
         use_data_before_expert: place the replicas of an expert, not the experts of a layer, on neighboring ranks.
 
     Raises:
+        TypeError: ``grid`` is not a grid.
         ExpertSizeError: the size does not divide the number of ranks that share experts; the message lists valid sizes.
         ExpertGroupError: another grid has groups of that name, or ``expert_tensor_parallel`` differs between sizes.
         DisagreementError: ranks asked for different groups, or a rank did not call the function.
@@ -166,6 +167,7 @@ def create_expert_groups(
     ([5, 7], [1, 5])
     >>> dist.destroy_process_group()
     """
+    require_grid("grid", grid)
     failure: Exception | None = None
     registry.forget_former_worlds()
     try:
@@ -200,10 +202,12 @@ def create_zero_partition_groups(grid: MpuGrid, size: int) -> ProcessGroup:
     ZeRO-3 engines use the groups until the grid is destroyed.
 
     Raises:
+        TypeError: ``grid`` is not a grid.
         ExpertSizeError: the size does not divide the data parallel group; the message lists valid sizes.
         RuntimeError: such groups exist already.
         DisagreementError: ranks asked for different sizes, or a rank did not call the function.
     """
+    require_grid("grid", grid)
     failure: Exception | None = None
     ranks: list[int] = []
     try:

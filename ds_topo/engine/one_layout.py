@@ -18,11 +18,11 @@ from torch import nn
 from ds_topo.errors import TopologyError, abridged, listed
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.agreement import agree
-from ds_topo.process_groups.process_grid import AnyTopology, as_topology
+from ds_topo.process_groups.process_grid import AnyTopology, ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import fold_extra_axes, gradient_axes, sample_axes
-from ds_topo.torch_names import job_timeout
+from ds_topo.torch_names import DESCRIPTION, describe, job_timeout
 
 in_use: list[MpuGrid] = []
 """The grid of :func:`ds_topo.use`, once for every call that has not ended."""
@@ -161,6 +161,8 @@ def check_programs(model: nn.Module, grid: MpuGrid) -> None:
         TopologyError: a parallel state joins other ranks, or GPT-NeoX uses a grid with DeepSpeed's meaning of model
             parallel.
     """
+    for name, layer in model.named_modules():
+        _require_own_groups(name, layer, grid)
     layers = [*model.modules(), *getattr(model, "forward_funcs", ())]
     files = {getattr(layer, "__module__", "") for layer in (*layers, *map(type, layers))} - {""}
     files = {file for file in files if file.split(".")[0] not in _LIBRARIES and file in sys.modules}
@@ -182,6 +184,25 @@ def check_programs(model: nn.Module, grid: MpuGrid) -> None:
             require_same_groups(module, name, grid)
         if package in of_neox and grid.pipe_parallel_size > 1 and grid.slice_parallel_size > 1:
             _refuse_grid_as_neox_state(module, name, grid)
+
+
+def _require_own_groups(name: str, layer: nn.Module, grid: MpuGrid) -> None:
+    """Refuse a layer that keeps another grid of the same ranks, or a group of one that joins other ranks."""
+    for attribute, value in vars(layer).items():
+        what = f"{attribute} of {type(layer).__name__} {name!r}"
+        if isinstance(value, ProcessGrid) and value.is_alive and value.topology() != grid.topology():
+            raise TopologyError(
+                f"two layouts in one job: {what} is the grid {value.topology().spec!r}, but the engine's is "
+                f"{grid.topology().spec!r}: give the layer and the engine the same grid"
+            )
+        if not isinstance(value, dist.ProcessGroup) or not str(value.group_desc).startswith(DESCRIPTION):
+            continue
+        axes, ranks = describe(value)[0].split("+"), dist.get_process_group_ranks(value)
+        if set(axes) <= set(grid.topology().axes) and ranks != grid.get_ranks(axes):
+            raise TopologyError(
+                f"two layouts in one job: {what} joins ranks {listed(ranks)} along {' x '.join(axes)}, but "
+                f"{grid.topology().spec!r} joins {listed(grid.get_ranks(axes))}: take the group from the engine's grid"
+            )
 
 
 def _refuse_grid_as_neox_state(module: ModuleType, name: str, grid: MpuGrid) -> None:

@@ -18,7 +18,6 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from torch import nn
 
-from ds_topo.engine.checks import require_grid
 from ds_topo.engine.grid import PipelineEngineGrid
 from ds_topo.engine.norms import count_each_parameter_once
 from ds_topo.engine.one_layout import grid_in_use, require_topology_in_use
@@ -26,7 +25,7 @@ from ds_topo.errors import MissingTopologyError, TopologyError, abridged
 from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.ledger import always, ledger
 from ds_topo.mpu import patches
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology
@@ -125,6 +124,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
                 "PipelineModule needs the environment variable LOCAL_RANK: start the job with deepspeed or torchrun"
             )
         layers = _checked_layers(layers)
+        _check_loss(args[0] if args else options.get("loss_fn"))
         if isinstance(num_stages, str):  # a spec instead of a number
             topology, num_stages = topology or num_stages, None
         layout = _layout_of(num_stages, topology, config, grid)
@@ -237,6 +237,18 @@ def _checked_layers(layers: Iterable[Any]) -> list[Any]:
                 f"layer {index} is {abridged(layer)}: give a module, LayerSpec, TiedLayerSpec or a function"
             )
     return checked
+
+
+def _check_loss(loss: object) -> None:
+    """Refuse a loss function that the last stage could not call.
+
+    Raises:
+        TypeError: it is not callable, or a class of modules.
+    """
+    if isinstance(loss, type) and issubclass(loss, nn.Module):
+        raise TypeError(f"loss_fn is the class {loss.__name__}: give an instance, {loss.__name__}()")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"loss_fn={abridged(loss)}: give a function of (outputs, labels), such as nn.MSELoss()")
 
 
 def _layout_of(

@@ -6,6 +6,7 @@ engine's own reduction by a wait for the reducer.
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from torch import nn
 from typing_extensions import Self, Unpack
 
 from ds_topo.engine.optimizer_gradients import gradients_of
+from ds_topo.errors import listed
 from ds_topo.ledger import Patch, ledger
 from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
@@ -69,6 +71,11 @@ class GradientReducer(BucketReducer):
                 "GradientReducer(engine) would reduce beside the engine, which reduces its gradients itself: call "
                 "GradientReducer.attach(engine)"
             )
+        if arguments.get("driver") is None and isinstance(module, nn.Module) and _is_in_engine(module):
+            raise TypeError(
+                "GradientReducer(engine.module) would reduce beside the engine, which reduces its gradients itself: "
+                "call GradientReducer.attach(engine)"
+            )
         super().__init__(module, **arguments)
 
     @classmethod
@@ -86,7 +93,7 @@ class GradientReducer(BucketReducer):
                 stage does not overlap if its wait for other stages hides the whole reduction anyway.
 
         Raises:
-            TypeError: ``engine`` is not an engine.
+            TypeError: ``engine`` is not an engine, or an option is something that the engine provides.
             ValueError: the engine is not supported; the message says why and what to use.
             RuntimeError: the engine has a reducer already.
 
@@ -94,6 +101,8 @@ class GradientReducer(BucketReducer):
         """
         if not isinstance(engine, DeepSpeedEngine):
             raise TypeError(f"GradientReducer.attach: {type(engine).__name__} is not what deepspeed.initialize returns")
+        if given := [name for name in ("module", "grid", "process_group", "driver") if name in options]:
+            raise TypeError(f"GradientReducer.attach: omit {listed(given)}, which the engine provides")
         driver = (PipelineDriver if isinstance(engine, PipelineEngine) else EngineDriver)(engine, options)
         reducer = cls(engine.module, process_group=driver.group, driver=driver, **options)
         try:
@@ -102,6 +111,16 @@ class GradientReducer(BucketReducer):
             reducer.detach()
             raise
         return reducer
+
+
+def _is_in_engine(module: nn.Module) -> bool:
+    """Return True if an existing engine trains the module."""
+    return any(
+        isinstance(engine, DeepSpeedEngine) or (isinstance(engine, dict) and "micro_steps" in engine)
+        for holder in gc.get_referrers(module)
+        if isinstance(holder, dict) and holder.get("module") is module
+        for engine in gc.get_referrers(holder)
+    )
 
 
 class EngineDriver(StepDriver):

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -26,6 +27,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
+from torch import nn
 
 from ds_topo.backends import device_in_use
 from ds_topo.errors import ReplicaError, listed
@@ -88,6 +90,32 @@ def check_replicas(engine: DeepSpeedEngine, *, every: int = 0, slices: bool = Fa
     if slices and not isinstance(engine.mpu, MpuGrid):
         raise ValueError("slices=True needs an engine whose mpu is a grid: pass it a grid, or leave slices=False")
     return ReplicaCheck(engine, every, slices)
+
+
+def warn_of_unequal_slices(model: nn.Module, grid: MpuGrid) -> None:
+    """Warn if parameters that are not marked as slices differ along ``model``; collective over each of its groups.
+
+    Such parameters are replicas, which a program has built from different seeds, or slices without their mark. Only the
+    first values of each are compared, so that large models start without delay.
+    """
+    if grid.get_axis_size(MODEL) == 1:
+        return
+    group = grid.get_group(MODEL)
+    samples = [
+        replace(each, tensor=each.tensor.detach().reshape(-1)[:_SAMPLED])
+        for each in _along_model(model.named_parameters(), group)
+        if not (each.tensor.is_meta or hasattr(each.tensor, "__tensor_flatten__"))  # such as a DTensor
+    ]
+    sums = digests([each.tensor for each in samples])
+    text = _difference(samples, group, {id(each.tensor): own for each, own in zip(samples, sums, strict=True)})
+    if text and grid.get_axis_rank(MODEL) == grid.get_sample_rank() == 0:
+        warnings.warn(
+            f"ranks along 'model' start with different parameters; {text}\nGive all of them the same seed before they "
+            "create the model (torch.manual_seed(0)), or mark slices by parameter.tensor_model_parallel = True: "
+            "gradient norms count a parameter without the mark on one rank only",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 class ReplicaCheck:
@@ -182,14 +210,18 @@ def _replicated(engine: DeepSpeedEngine, slices: bool) -> Iterator[Replicated]:
             numbers[group] += 1
     if slices and engine.mpu.get_axis_size(MODEL) > 1:
         group = engine.mpu.get_group(MODEL)
-        for name, parameter in named:
-            # Copies of tied weights have no reliable marks, and experts differ between slices unless marked. A
-            # replicated parameter may be marked as a slice on one rank, so that it counts once in norms.
-            if not getattr(parameter, "ds_pipe_replicated", False) and expert_group_name(parameter) is None:
-                yield Replicated(name, parameter, group, "model", is_slice=bool(is_model_parallel_parameter(parameter)))
+        yield from _along_model(named, group)
         yield Replicated("random state of the CPU", torch.get_rng_state(), group, "model")
         if device_in_use() is not None:
             yield Replicated("random state of the GPU", get_accelerator().get_rng_state(), group, "model")
+
+
+def _along_model(named: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> Iterator[Replicated]:
+    for name, parameter in named:
+        # Copies of tied weights have no reliable marks, and experts differ between slices unless marked. A replicated
+        # parameter may be marked as a slice on one rank, so that it counts once in norms.
+        if not getattr(parameter, "ds_pipe_replicated", False) and expert_group_name(parameter) is None:
+            yield Replicated(name, parameter, group, "model", is_slice=bool(is_model_parallel_parameter(parameter)))
 
 
 def _states(optimizer: Any, names: dict[int, str], dense: ProcessGroup) -> Iterator[Replicated]:
@@ -223,6 +255,8 @@ def _expert_group(name: str) -> tuple[ProcessGroup, str]:
 _NOBODY = 1 << 31
 """The value of a rank that has found no difference; other ranks send their group rank."""
 _SHOWN_VALUES = 4
+_SAMPLED = 64
+"""The number of values of each parameter that are compared when an engine starts."""
 
 
 def _compare(tensors: Iterable[Replicated], everyone: ProcessGroup, when: str, arguments: str) -> None:

@@ -20,11 +20,18 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ds_topo.engine.checks import REDUCER_SECTION, TOPOLOGY_SECTION, check_mpu, check_top_level, reading_sections
+from ds_topo.engine.checks import (
+    REDUCER_SECTION,
+    TOPOLOGY_SECTION,
+    check_is_module,
+    check_mpu,
+    check_top_level,
+    reading_sections,
+)
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.reducer_drivers import GradientReducer
-from ds_topo.errors import abridged
+from ds_topo.errors import EngineOptionError, abridged
 from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.launch.joining import as_timeout, join
 from ds_topo.launch.launchers import Launch
@@ -46,6 +53,7 @@ def init_distributed(
     end_with_launcher: bool = True,
     verbose: bool = True,
     watch: float | None = None,
+    **others: Any,
 ) -> Launch:
     """Join the job; replaces ``deepspeed.init_distributed`` and ``torch.distributed.init_process_group``.
 
@@ -60,6 +68,7 @@ def init_distributed(
         backend: the backend of torch; by default that of DeepSpeed's accelerator.
         end_with_launcher: end this rank when its launcher has ended, so that no rank outlives a killed launcher.
         verbose: rank 0 writes to standard error which launcher it found.
+        others: none; arguments of DeepSpeed's and torch's functions are refused, with the one to use instead.
         watch: start a :class:`~ds_topo.watch.watch.Watch` until the end of the process. If a rank shows no sign of life
             for this many seconds, the other ranks print its name, and ranks that wait for it end. None: no watch. The
             environment variable ``DS_TOPO_WATCH`` (``60``, ``off``) takes precedence.
@@ -70,9 +79,12 @@ def init_distributed(
     Raises:
         LaunchError: there is no launcher, its variables are missing or contradictory, or the master is unreachable.
         DisagreementError: some ranks did not join within the timeout; the message names them.
-        TypeError: the timeout or the seconds of the watch are not numbers.
+        TypeError: the timeout or the seconds of the watch are not numbers, or an argument does not exist.
         ValueError: they are not positive, or torch does not know the backend.
     """
+    if others:
+        instead = "; ".join(f"{name}: {_INSTEAD.get(name, 'there is no such argument')}" for name in others)
+        raise TypeError(f"init_distributed() takes timeout, backend, end_with_launcher, verbose and watch. {instead}")
     limit = watch_limit(watch)
     backend = backend or get_accelerator().communication_backend_name()
     launch = join(timeout, backend, end_with_launcher=end_with_launcher, verbose=verbose)
@@ -86,6 +98,21 @@ def init_distributed(
     if limit is not None:
         job_watch.start(limit)
     return launch
+
+
+_FROM_LAUNCHER = "omit it, because it comes from the launcher"
+_INSTEAD = {
+    "dist_backend": "write backend=",
+    "rank": _FROM_LAUNCHER,
+    "world_size": _FROM_LAUNCHER,
+    "local_rank": _FROM_LAUNCHER,
+    "init_method": "omit it, or set MASTER_ADDR and MASTER_PORT in the environment",
+    "distributed_port": "set MASTER_PORT in the environment",
+    "auto_mpi_discovery": "omit it, because mpirun is always detected",
+    "dist_init_required": "omit it; a job that has been joined already stays as it is",
+    "config": "omit it; pass the config to initialize()",
+}
+"""Arguments of ``deepspeed.init_distributed`` and torch's ``init_process_group``, and what to write instead."""
 
 
 def _unlink_shared_memory(launch: Launch) -> None:
@@ -127,12 +154,19 @@ def initialize(
     The arguments are those of ``deepspeed.initialize``.
 
     Raises:
+        TypeError: the model or the mpu is of another kind.
         ValueError: a section, an argument or a value is invalid; the message lists valid ones.
         TopologyError: the topology does not fit the job, or is not the mpu's.
         LaunchError: the config has a topology, but no launcher started this rank.
     """
     given = dict(locals())  # the arguments by name
+    check_is_module(model)
     check_mpu(mpu)
+    if mpu is not None and isinstance(model, DeepSpeedPipelineModule):
+        raise EngineOptionError(
+            f"mpu={abridged(mpu)} with a PipelineModule, which has its own grid: omit mpu=, or build the module with "
+            "PipelineModule(layers, grid=grid)"
+        )
     remove_abandoned_locks()
     content = _content_of(config if config is not None else config_params, args)
     check_top_level(content)

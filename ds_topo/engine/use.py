@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import wraps
@@ -19,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups as deepspeed_groups
 from typing_extensions import Self
 
-from ds_topo.engine.checks import require_grid
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
 from ds_topo.engine.pipeline import PipelineModule, building_on, check_built_on, index_tied_modules, with_plain_bounds
@@ -29,7 +30,7 @@ from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import TopologyError
 from ds_topo.ledger import ONE_CALL, Make, Patch, always, ledger
 from ds_topo.mpu import patches
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from ds_topo.topology.rank_tables import fold_extra_axes
@@ -85,6 +86,7 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
         raise RuntimeError(f"use({grid.topology().spec!r}): the grid was destroyed; create another one")
     before = grid_in_use()
     if before is None:
+        _warn_of_earlier_engines(grid)
         _bind(grid)
     elif not before.shares_groups_with(grid):
         raise RuntimeError(
@@ -116,6 +118,16 @@ class GridInUse:
 
     def __exit__(self, *exception: object) -> None:
         self.release()
+
+
+def _warn_of_earlier_engines(grid: PipelineParallelGrid) -> None:
+    if deepspeed_groups._WORLD_GROUP is not None and grid.get_model_parallel_world_size() > 1:
+        warnings.warn(
+            f"use({grid.topology().spec!r}) has no effect on an engine that DeepSpeed has built before without an mpu: "
+            "it averages the gradients of all ranks; call use() before deepspeed.initialize",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _bind(grid: PipelineParallelGrid) -> None:

@@ -9,8 +9,10 @@ import struct
 import sys
 import warnings
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +27,8 @@ from ds_topo.errors import DisagreementError, HostError, LaunchError, abridged, 
 from ds_topo.hosts.hosts import address_of, is_loopback
 from ds_topo.hosts.placement import fold_numbers
 from ds_topo.launch import lifeline
-from ds_topo.launch.launchers import Launch, detect_launch
-from ds_topo.torch_names import inherit_timeout, job_timeout
+from ds_topo.launch.launchers import Launch, detect_launch, is_own_address
+from ds_topo.torch_names import get_several, inherit_timeout, job_timeout
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ANYWHERE = "192.0.2.1"
@@ -236,7 +238,12 @@ def open_store(launch: Launch, timeout: timedelta) -> Store:
                 "port (deepspeed and torchrun: --master_port)"
             )
         elif launch.rank == 0:
-            text = f"rank 0 on {host} cannot listen at {where}: {error}"
+            text = f"rank 0 on {host} cannot listen at {where}: {str(error).splitlines()[0]}"
+            if not is_own_address(address_of(launch.master_addr)):
+                text += (
+                    f". MASTER_ADDR={launch.master_addr!r} is not an address of {host}: give the address or name of "
+                    "the host on which rank 0 runs"
+                )
         else:
             text = (
                 f"rank {launch.rank} on {host} cannot reach rank 0 at {where} within {timeout}: was it started, is "
@@ -269,18 +276,19 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
     """Wait until every rank has called this.
 
     Raises:
-        DisagreementError: some ranks did not come within the timeout. Rank 0 names them in the store for all.
+        DisagreementError: some ranks did not come within the timeout, or have another world size. Rank 0 names them in
+            the store for all.
     """
-    me = {"host": socket.gethostname(), "pid": os.getpid()}
+    me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": launch.world_size}
     store.set(f"here/{launch.rank}", json.dumps(me))
     if launch.rank == 0:
         keys = [f"here/{rank}" for rank in range(launch.world_size)]
         try:
             store.wait(keys, timeout * _LEADER_SHARE)
-            verdict = ""
+            verdict = _other_world_sizes(dict(enumerate(map(json.loads, get_several(store, keys)))), launch)
         except (dist.DistError, RuntimeError):
             verdict = _who_is_missing(store, keys, launch, timeout * _LEADER_SHARE)
-        store.set("verdict", verdict)
+        store.set("verdict", json.dumps([verdict, launch.world_size]))
     else:
         try:
             store.wait(["verdict"], timeout)
@@ -290,7 +298,10 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
                 "but rank 0 did not answer: it was not started, has ended or hangs; "
                 f"{unanswered(error, timeout)}"
             ) from error
-        verdict = store.get("verdict").decode()
+        verdict, size = json.loads(store.get("verdict"))
+        if not verdict and size != launch.world_size:  # rank 0 does not expect this rank
+            verdict = f"rank {launch.rank} on {me['host']} has WORLD_SIZE={launch.world_size}, but rank 0 has {size}: "
+            verdict += _SAME_SIZE
     if verdict:
         raise DisagreementError(verdict)
 
@@ -357,11 +368,32 @@ def take_device(launch: Launch, backend: str) -> torch.device:
 def _who_is_missing(store: Store, keys: list[str], launch: Launch, waited: timedelta) -> str:
     here = [rank for rank, key in enumerate(keys) if store.check([key])]
     missing = sorted(set(range(launch.world_size)).difference(here))
-    by_host: dict[str, list[int]] = defaultdict(list)
-    for rank in here:
-        by_host[json.loads(store.get(keys[rank]))["host"]].append(rank)
-    came = "; ".join(f"{host}: {fold_numbers(ranks)}" for host, ranks in list(by_host.items())[:16])
+    came = {rank: json.loads(store.get(keys[rank])) for rank in here}
+    others = _other_world_sizes(came, launch)
     return (
         f"{len(missing)} of {launch.world_size} ranks did not come within {waited}: {fold_numbers(missing)}. "
-        f"These came, {came}{' and more' if len(by_host) > 16 else ''}"
+        f"These came, {_by_host(came)}{'. Of these, ' if others else ''}{others}"
     )
+
+
+_SAME_SIZE = "start every rank with the same WORLD_SIZE, the number of all ranks"
+
+
+def _other_world_sizes(came: Mapping[int, Mapping[str, Any]], launch: Launch) -> str:
+    """Return a description of the ranks that have another world size than rank 0; empty if there are none."""
+    others = {rank: place for rank, place in came.items() if place["world_size"] != launch.world_size}
+    if not others:
+        return ""
+    sizes = sorted({place["world_size"] for place in others.values()})
+    return (
+        f"{len(others)} ranks have WORLD_SIZE={', '.join(map(str, sizes))}, but rank 0 has {launch.world_size} "
+        f"({_by_host(others)}): {_SAME_SIZE}"
+    )
+
+
+def _by_host(places: Mapping[int, Mapping[str, Any]]) -> str:
+    by_host: dict[str, list[int]] = defaultdict(list)
+    for rank, place in places.items():
+        by_host[place["host"]].append(rank)
+    shown = "; ".join(f"{host}: {fold_numbers(ranks)}" for host, ranks in list(by_host.items())[:16])
+    return f"{shown}{' and more' if len(by_host) > 16 else ''}"

@@ -266,7 +266,7 @@ def mpi_master(environ: Mapping[str, str], rank: int, world_size: int, local_wor
     address = _address_of_mpirun(environ)
     if address is None:
         raise LaunchError(f"MASTER_ADDR, the host of rank 0, is not set, and mpi4py is not installed: {advice}")
-    if rank == 0 and not _is_own_address(address):
+    if rank == 0 and not is_own_address(address):
         raise LaunchError(
             f"MASTER_ADDR, the host of rank 0, is not set: mpirun runs on {address}, but rank 0 on "
             f"{socket.gethostname()}; {advice}"
@@ -284,7 +284,8 @@ def _address_of_mpirun(environ: Mapping[str, str]) -> str | None:
     return uri.rpartition(":")[0].split(",")[0] or None
 
 
-def _is_own_address(address: str) -> bool:
+def is_own_address(address: str) -> bool:
+    """Return whether this host has the address."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         try:
             probe.bind((address, 0))

@@ -8,8 +8,9 @@ model, *slice* the ``model`` axis alone.
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from ds_topo.errors import abridged
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology import ProcessTopology
@@ -373,3 +374,16 @@ class MpuGrid(ProcessGrid):
     def destroy_model_parallel(self) -> None:
         """Destroy the grid, as ``destroy()`` does."""
         self.destroy()
+
+
+def require_grid(name: str, value: Any) -> None:
+    """Refuse a layout, or a pipeline that has a grid, in place of a grid.
+
+    Raises:
+        TypeError: the message says what to pass.
+    """
+    if isinstance(value, MpuGrid):
+        return
+    if isinstance(getattr(value, "mpu", None), MpuGrid) or callable(getattr(value, "mpu", None)):
+        raise TypeError(f"{name}: a {type(value).__name__} is not a grid: pass its grid, module.mpu()")
+    raise TypeError(f"{name}={abridged(value)}: pass a live grid, such as PipelineParallelGrid('pipe=2,data=2')")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
-from ds_topo.engine.checks import require_grid
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import abridged
 from ds_topo.ledger import Patch, always, ledger
+from ds_topo.mpu.mpu import require_grid
 from ds_topo.parallel_state.megatron import MegatronDeepSpeedState, MegatronState
 from ds_topo.parallel_state.neox import GPTNeoXState
 from ds_topo.parallel_state.program_state import ParallelState

@@ -7,8 +7,9 @@ group, the set of all ranks is the world's own group, and all groups have one ti
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from typing import TypeAlias, cast
 
@@ -19,15 +20,21 @@ from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, leave, wit
 from ds_topo.topology.rank_tables import RankGroup
 from ds_topo.torch_names import (
     DESCRIPTION,
+    calls_of,
     default_store,
     destroy_group,
     is_known,
     job_timeout,
     key_of_address,
     next_group_named,
+    without_store,
 )
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
+_LONGEST_WAIT = timedelta(seconds=10)
+"""The longest time that ``destroy()`` waits for members that are still connecting."""
+_BETWEEN_LOOKS = 0.005
+"""The time between two looks at the number of members that have connected, in seconds."""
 
 
 def require_initialized(what: str) -> None:
@@ -63,6 +70,8 @@ class ProcessGroups:
         self._by_axes: dict[tuple[str, ...], ProcessGroup] = {}
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
         self._created: list[ProcessGroup] = []
+        self._connecting: dict[ProcessGroup, str] = {}
+        """The groups to which other members may still be connecting, each with the key that counts those who have."""
         self._callbacks = ExitStack()
         self._destroyed = False
         self._default_group = dist.group.WORLD
@@ -113,13 +122,16 @@ class ProcessGroups:
             self._destroyed = True
             self._by_axes.clear()
             self._by_ranks.clear()
+            self._await_connections()
             while self._created:
                 group = self._created.pop()
                 if is_known(group):  # torch forgets all groups with the world's own
                     key, members = key_of_address(group), dist.get_process_group_ranks(group)
                     destroy_group(group)
-                    if key is not None:  # other members may still be connecting to this rank's address
-                        leave(default_store(), dist.get_rank(), members, [key])
+                    if key is not None:  # members may still be reading it
+                        counter = [self._counter(members)] if dist.get_rank() == members[0] else []
+                        leave(default_store(), dist.get_rank(), members, [key, *counter])
+            self._connecting.clear()
 
     def on_destroy(self, callback: Callable[[], None]) -> None:
         """Register a function to call before the groups are destroyed; the last one registered is called first."""
@@ -145,6 +157,33 @@ class ProcessGroups:
                 "job again, and build a new grid"
             )
 
+    def _await_connections(self) -> None:
+        """Wait until the other members of each group have connected to this rank, because its sockets will close.
+
+        gloo's members connect one by one, and a member fails if another one closes its sockets meanwhile. Groups whose
+        members have communicated are not asked about. The wait ends after a moment if a member or the store is gone.
+        """
+        waiting = {
+            counter: dist.get_world_size(group)
+            for group, counter in self._connecting.items()
+            if is_known(group) and not calls_of(group)
+        }
+        if not waiting:
+            return
+        store, ended = default_store(), threading.Event()
+
+        def wait() -> None:
+            for counter, size in waiting.items():
+                while store.add(counter, 0) < size and not ended.wait(_BETWEEN_LOOKS):
+                    pass
+
+        limit = min(_LONGEST_WAIT, self.timeout / 4)
+        with suppress(RuntimeError):  # the store is gone, or does not answer
+            try:
+                within(limit, "connections of process groups", wait)
+            finally:
+                ended.set()
+
     def _ensure(self, group: RankGroup) -> ProcessGroup:
         known = self._by_axes.get(group.axes)
         if known is not None and (ranks := dist.get_process_group_ranks(known)) != list(group.ranks):
@@ -158,7 +197,6 @@ class ProcessGroups:
     def _create(self, ranks: tuple[int, ...], name: str) -> ProcessGroup:
         if len(ranks) == dist.get_world_size():
             return cast("ProcessGroup", dist.group.WORLD)
-        digest = hashlib.sha1(",".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()[:16]
 
         def new_group() -> ProcessGroup:
             created: ProcessGroup = dist.new_group(
@@ -167,7 +205,7 @@ class ProcessGroups:
             return created
 
         try:
-            with next_group_named(f"{self._token}/{digest}"):
+            with next_group_named(self._name(ranks)), without_store() if len(ranks) == 1 else nullcontext():
                 created = within(self.timeout * UNANSWERED_AFTER, f"creation of the group {name!r}", new_group)
         except StoreTimeoutError:
             raise
@@ -178,4 +216,16 @@ class ProcessGroups:
                 f"Its own output says more. Here: {error}"
             ) from error
         self._created.append(created)
+        if len(ranks) > 1 and is_known(created) and key_of_address(created) is not None:
+            with suppress(RuntimeError):  # the store is gone since
+                if default_store().add(self._counter(ranks), 1) < len(ranks):
+                    self._connecting[created] = self._counter(ranks)
         return created
+
+    def _name(self, ranks: Sequence[int]) -> str:
+        digest = hashlib.sha1(",".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()[:16]
+        return f"{self._token}/{digest}"
+
+    def _counter(self, ranks: Sequence[int]) -> str:
+        """Return the key that counts the members of a group that have connected to all others."""
+        return f"{self._name(ranks)}/connected"

@@ -219,6 +219,16 @@ class ProcessGrid:
         """Return the group of all replicas of this rank's parameters: ranks with the same stage and slice."""
         return self.get_group(gradient_axes(self._core.topology))
 
+    def get_data_parallel_world_size(self) -> int:
+        """Refuse a grid for torch alone that was passed as ``mpu=``, of which DeepSpeed asks this first.
+
+        Raises:
+            TypeError: always, except from grids that are complete mpus.
+        """
+        raise TypeError(
+            f"mpu={self!r}: this grid lacks DeepSpeed's methods; build PipelineParallelGrid({self.topology().spec!r})"
+        )
+
     def get_sample_rank(self) -> int:
         """Return the index of this rank's share of each step's samples; pipe, model and seq peers have the same."""
         topology = self._core.topology
@@ -345,12 +355,20 @@ class ProcessGrid:
             names: other names for some axes, such as ``{"model": "tp", "data": "dp"}``.
 
         Raises:
+            TypeError: ``names`` is not a mapping.
+            ValueError: two dimensions would have the same name, or there is no such type of device.
             UnknownAxisError: ``names`` has an axis that is not in the topology.
         """
         meshes, topology = self._core.meshes, self._core.topology
+        if names is not None and not isinstance(names, Mapping):
+            raise TypeError(f"names={abridged(names)}: give a mapping of axes to names, such as {{'model': 'tp'}}")
         names = {canonical_axis(axis): name for axis, name in (names or {}).items()}
         axes_of(topology, names)
         dimensions = tuple(names.get(axis, axis) for axis in topology.axes)
+        if len(set(dimensions)) < len(dimensions) or not all(isinstance(name, str) for name in dimensions):
+            raise ValueError(f"names={abridged(names)} name the dimensions {dimensions}: give each another text")
+        if device_type is not None and not _is_device_type(device_type):
+            raise ValueError(f"device_type={abridged(device_type)}: give a type of device, such as 'cpu' or 'cuda'")
         if (device_type, dimensions) not in meshes:
             groups = [self.get_group(axis) for axis in topology.axes]
             wanted = device_type
@@ -386,7 +404,10 @@ class ProcessGrid:
         self._core.groups.on_destroy(callback)
 
     def destroy(self) -> None:
-        """Destroy the groups of this grid. Every rank should call it. Later queries for groups raise RuntimeError."""
+        """Destroy the groups of this grid. Every rank should call it. Later queries for groups raise RuntimeError.
+
+        It waits a moment for ranks that are still connecting to this one, and for no others.
+        """
         self._core.meshes.clear()
         self._core.groups.destroy()
 
@@ -407,6 +428,13 @@ class ProcessGrid:
         topology = self._core.topology
         axes_of(topology, axis)
         return self._core.members[neighbor(topology, axis, self._core.rank, step)]
+
+
+def _is_device_type(name: object) -> bool:
+    try:
+        return isinstance(name, str) and torch.device(name).type == name
+    except RuntimeError:
+        return False
 
 
 def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:

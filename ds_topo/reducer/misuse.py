@@ -72,6 +72,14 @@ def unreduced_gradients(name: str) -> RuntimeError:
     )
 
 
+def changed_in_flight(names: Sequence[str]) -> str:
+    """Return the description of gradients that were changed while they were being reduced."""
+    return (
+        f"gradients such as {listed(names)} were changed between backward and finish(), while they were being reduced: "
+        "call clip_grad_norm_(), GradScaler.unscale_() and the like after finish()"
+    )
+
+
 def missing_gradients(names: Sequence[str], whose: str) -> RuntimeError:
     """Return the error for parameters without a gradient in a step."""
     return RuntimeError(

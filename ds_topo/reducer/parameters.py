@@ -207,6 +207,12 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
         raise ValueError(
             "module: no parameter requires a gradient, so there is nothing to reduce: unfreeze one, or build no reducer"
         )
+    without_values = [state.name for state in states if state.parameter.is_meta]
+    if without_values:
+        raise ValueError(
+            f"module: parameters {listed(without_values)} are on the meta device, without values: give them memory "
+            "and values first, such as by module.to_empty(device=...) and load_state_dict()"
+        )
     for state in states:
         if state.is_sparse:
             _check_sparse(module, state)

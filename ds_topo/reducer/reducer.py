@@ -47,6 +47,7 @@ from ds_topo.reducer.buckets import (
 from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go, watch
 from ds_topo.reducer.misuse import (
     Changes,
+    changed_in_flight,
     check_module,
     different_steps,
     missing_gradients,
@@ -280,7 +281,7 @@ class BucketReducer:
         with self._finishing():
             try:
                 self._step.absent = self._layout.absent()
-                problem = self._changes.problem(self._step.absent)
+                problem = self._changes.problem(self._step.absent) or self._overwritten()
                 without, notes = self._launch_the_rest(failed=problem is not None)
                 self._wait(notes)
                 if problem is not None:
@@ -543,6 +544,13 @@ class BucketReducer:
             self._step = Step(timing)
             self._is_unreduced = False
             self._state = IDLE
+
+    def _overwritten(self) -> str | None:
+        """Return a description of gradients that the program has changed while they were being reduced, if any."""
+        if type(self.driver) is not StepDriver or self._step.discarded:
+            return None
+        buckets = [reduction.bucket for reduction in self._step.in_flight if reduction.was_overwritten]
+        return changed_in_flight([state.name for bucket in buckets for state in bucket.members]) if buckets else None
 
     def _end_step(self, failed: bool) -> None:
         """Take part in the collectives that other ranks wait for, and discard the step."""

@@ -137,6 +137,11 @@ class Reduction:
             bucket.index, bucket.nbytes, len(bucket.members), self.route.label, time.perf_counter_ns()
         )
 
+    @property
+    def was_overwritten(self) -> bool:
+        """True if the program is known to have written to the bucket since it was launched."""
+        return False
+
     def wait(self) -> None:
         """Wait until the gradients in the bucket are final."""
         timing = self.timing
@@ -177,6 +182,12 @@ class _AllReduce(Reduction):
         super().__init__(bucket)
         self._payload = _payload(bucket)
         self._start()
+        self._version = bucket.flat._version
+
+    @property
+    def was_overwritten(self) -> bool:
+        """True if the bucket was written to since it was launched."""
+        return self._version != self.bucket.flat._version
 
     def _start(self) -> None:
         self._work = dist.all_reduce(self._payload, self.route.op, group=self.route.group, async_op=True)

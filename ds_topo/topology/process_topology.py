@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError
+from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError, abridged
 from ds_topo.topology.axes import canonical_axis, check_declared, warn_of_misspelling
 from ds_topo.topology.layout import Factors, Layout, index_along, offset_at, offsets_of
 from ds_topo.topology.spec import (
@@ -153,7 +153,7 @@ class ProcessTopology:
         Raises:
             TopologyError: an axis is not in the topology, or has a meaning.
         """
-        declared = self._extra_axes.union(axes)
+        declared = self._extra_axes.union([axes] if isinstance(axes, str) else axes)
         check_declared(self._axes, declared)
         if declared == self._extra_axes:
             return self
@@ -400,6 +400,14 @@ class ProcessTopology:
         """Raise ``WorldSizeError``, with the nearest valid topology, unless this one has ``world_size`` ranks."""
         check_world_size(self._axes, self._layout.sizes, world_size)
 
+    def get_data_parallel_world_size(self) -> int:
+        """Refuse a topology that was passed as ``mpu=``, of which DeepSpeed asks this first.
+
+        Raises:
+            TypeError: always, because a topology has no process groups.
+        """
+        raise TypeError(f"mpu={self!r}: DeepSpeed needs a live grid, such as PipelineParallelGrid({self.spec!r})")
+
     def _coordinate_at(self, rank: int) -> Any:
         return self.ProcessCoord._make(self._layout.coordinate_of(rank))
 
@@ -427,7 +435,7 @@ class ProcessTopology:
         whole = whole_number(index)
         if whole is None or not 0 <= whole < self._layout.sizes[position]:
             raise CoordinateError(
-                f"index {index} of axis {self._axes[position]!r} is out of range: "
+                f"index {abridged(index)} of axis {self._axes[position]!r} {_problem(whole)}: "
                 f"{self.spec!r} has 0 to {self._layout.sizes[position] - 1}"
             )
         return whole
@@ -435,8 +443,14 @@ class ProcessTopology:
     def _checked_rank(self, rank: int) -> int:
         whole = whole_number(rank)
         if whole is None or not 0 <= whole < self._layout.size:
-            raise TopologyError(f"rank {rank} is out of range: {self.spec!r} has ranks 0 to {self._layout.size - 1}")
+            raise TopologyError(
+                f"rank {abridged(rank)} {_problem(whole)}: {self.spec!r} has ranks 0 to {self._layout.size - 1}"
+            )
         return whole
+
+
+def _problem(whole: int | None) -> str:
+    return "is not a whole number" if whole is None else "is out of range"
 
 
 def _ranks_ascend(factors: Factors) -> bool:

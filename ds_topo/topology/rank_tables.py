@@ -36,8 +36,10 @@ def axes_of(topology: ProcessTopology, axes: str | Iterable[str]) -> tuple[str, 
     ('data', 'model')
 
     Raises:
-        UnknownAxisError: an axis is neither in the topology nor one of DeepSpeed's.
+        UnknownAxisError: an axis is neither in the topology nor one of DeepSpeed's, or not a name.
     """
+    if not isinstance(axes, Iterable):
+        raise UnknownAxisError(f"axes={axes!r}: give the name of an axis of {topology.spec!r}, or several names")
     names = {canonical_axis(axis) for axis in ([axes] if isinstance(axes, str) else axes)}
     unknown = names.difference(topology.axes, DEEPSPEED_AXES)
     if unknown:

@@ -206,10 +206,9 @@ def _joined(axes: Sequence[str], values: Iterable[str], extra_axes: Collection[s
 
 def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> None:
     """Raise ``WorldSizeError``, with the nearest valid degrees, unless the degrees' product is ``world_size``."""
-    total = prod(degrees)
+    total, world_size = prod(degrees), _checked_world_size(world_size)
     if total == world_size:
         return
-    world_size = _checked_world_size(world_size)
     nearest = _nearest_degrees(axes, degrees, world_size)
     raise WorldSizeError(
         f"topology {spec_text(axes, degrees)!r:.200} is for {total} ranks ({' x '.join(map(str, degrees)):.100}), but "

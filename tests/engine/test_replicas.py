@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from ds_topo import GradientReducer, PipelineParallelGrid, check_replicas, initialize
 from ds_topo.engine import replicas
@@ -327,3 +330,36 @@ def test_digests_do_not_depend_on_other_tensors(monkeypatch: pytest.MonkeyPatch)
     whole = [replicas.digests([tensor])[0] for tensor in tensors]
     monkeypatch.setattr(replicas, "_AT_A_TIME", 16)
     assert all(map(torch.equal, replicas.digests(tensors), whole))
+
+
+# -- the start of an engine -------------------------------------------------------------------------------------------
+
+
+def _started_from(seeds: str, spec: str) -> list[str]:
+    small_engines.start()
+    with PipelineParallelGrid(spec) as grid, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.manual_seed(dist.get_rank() if seeds == "of ranks" else grid.get_sample_rank())
+        model = nn.Linear(4, 4)
+        if seeds == "marked":
+            torch.manual_seed(dist.get_rank())
+            model = nn.Linear(4, 4)
+            for parameter in model.parameters():
+                parameter.tensor_model_parallel = True
+        engine, *_ = deepspeed.initialize(model=model, mpu=grid, config=small_engines.settings())
+        engine.destroy()
+        return [str(warning.message) for warning in caught if "ranks along 'model'" in str(warning.message)]
+
+
+def _started() -> dict[str, list[str]]:
+    cases = [("of ranks", "data=2,model=2"), ("of ranks", "data=2,seq=2"), ("of samples", "model=2,data=2")]
+    return {f"{seeds}, {spec}": _started_from(seeds, spec) for seeds, spec in [*cases, ("marked", "data=2,model=2")]}
+
+
+def test_engine_warns_of_different_weights_on_slices(world: Worlds) -> None:
+    first, *others = world(4).run(_started)
+    (warning,) = first.pop("of ranks, data=2,model=2")
+    assert "2 of 2 tensors along model, first 'weight'" in warning
+    assert "torch.manual_seed(0)" in warning
+    assert not any(map(any, first.values())), first
+    assert not any(any(map(any, other.values())) for other in others), "the first rank says it"

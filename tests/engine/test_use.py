@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe import topology as deepspeed_topology
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 import ds_topo
@@ -272,3 +273,13 @@ def test_only_one_grid_is_in_use_at_a_time() -> None:
         second.destroy()
         with pytest.raises(RuntimeError, match="the grid was destroyed"):
             use(second)
+
+
+def test_use_warns_of_an_engine_that_was_built_before_without_an_mpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_world(0, 4), PipelineParallelGrid("data=2,model=2") as grid, PipelineParallelGrid("data=4") as whole:
+        monkeypatch.setattr(deepspeed_groups, "_WORLD_GROUP", dist.group.WORLD)
+        with pytest.warns(RuntimeWarning, match="has no effect on an engine that DeepSpeed has built before"):
+            use(grid).release()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            use(whole).release()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from ds_topo import init_distributed
-from ds_topo.launch.joining import as_timeout, warn_of_restarts
+from ds_topo.errors import DisagreementError, LaunchError
+from ds_topo.launch.joining import as_timeout, open_store, wait_for_all, warn_of_restarts
 from ds_topo.launch.launchers import Launch
 from tests.support.ports import free_port
 
@@ -94,11 +99,46 @@ def test_timeouts_must_be_positive(timeout: float | None, variable: str, monkeyp
         ({"backend": "carrier pigeon"}, ValueError, "It knows fake, gloo"),
         ({"watch": True}, TypeError, "watch=True is not a number"),
         ({"watch": "yes"}, TypeError, "watch='yes' is not a number"),
+        ({"dist_backend": "gloo"}, TypeError, "dist_backend: write backend="),
+        ({"rank": 0, "world_size": 4}, TypeError, "rank: omit it.*; world_size: omit it, because it comes from the la"),
+        ({"timeouts": 60}, TypeError, r"takes timeout, backend, .*timeouts: there is no such argument"),
     ],
 )
 def test_mistakes_are_refused_before_ranks_join(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         init_distributed(**options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((2, 3), r"1 ranks have WORLD_SIZE=3, but rank 0 has 2 \(.*: 1\): start every rank with the same WORLD_SIZE"),
+        ((2, 2, 3), r"rank 2 on .* has WORLD_SIZE=3, but rank 0 has 2: start every rank with the same WORLD_SIZE"),
+        ((3, 2), r"1 of 3 ranks did not come .*: 2\. .* 1 ranks have WORLD_SIZE=2, but rank 0 has 3"),
+    ],
+    ids=["too large on rank 1", "a rank too many", "too large on rank 0"],
+)
+def test_other_world_size_is_named(sizes: tuple[int, ...], message: str) -> None:
+    store = HashStore()
+
+    def wait(rank: int) -> str:
+        launch = Launch("environment", rank, sizes[rank], 0, "127.0.0.1", 29500)
+        try:
+            wait_for_all(store, launch, timedelta(seconds=1))
+        except DisagreementError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor() as ranks:
+        said = list(ranks.map(wait, range(len(sizes))))
+    assert re.search(message, said[-1]), said
+    assert len(sizes) == 3 or said[0] == said[1]
+
+
+def test_error_names_an_address_that_is_not_rank_0s() -> None:
+    launch = Launch("environment", 0, 2, 0, "203.0.113.1", free_port())
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR='203\.0\.113\.1' is not an address of .*: give the address"):
+        open_store(launch, timedelta(seconds=1))
 
 
 RESTARTING = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}

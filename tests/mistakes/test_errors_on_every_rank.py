@@ -70,6 +70,14 @@ def _reduce_inside_ddp() -> None:
     GradientReducer(whole.module)
 
 
+def _clip_before_finish() -> None:
+    module = nn.Linear(4, 4)
+    reducer = GradientReducer(module, overlap=True)
+    module(torch.ones(2, 4)).sum().backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    reducer.finish()
+
+
 class _Broken:
     """A topology whose queries raise."""
 
@@ -356,6 +364,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         Exception,
         "disk on fire|rank 0 (pipe=0) failed to read samples",
     ),
+    "a dictionary as batch": (
+        lambda: _train_on(lambda: iter([{"inputs": _SAMPLE[0], "labels": _SAMPLE[1]}] * 2), "pipe=2,data=2"),
+        TypeError,
+        "a batch of this pipeline is a dict: it must be (inputs, labels)",
+    ),
+    "rows as batch on the last stage": (
+        lambda: _train_on(lambda: iter([_on_rank(3, torch.ones(2, 4), _SAMPLE)] * 2)),
+        Exception,
+        "a batch of this pipeline is a Tensor|rank 3 (pipe=3) failed to read samples",
+    ),
     "no loss function on one last stage": (
         lambda: _train_on(lambda: iter([_SAMPLE] * 2), "pipe=2,data=2", loss_fn=_on_rank(3, None, nn.MSELoss())),
         DisagreementError,
@@ -395,6 +413,21 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: GradientReducer.attach(nn.Linear(4, 4)),
         TypeError,
         "what deepspeed.initialize returns",
+    ),
+    "a reducer of an engine's module": (
+        lambda: GradientReducer(_engine(mpu=_grid()).module),
+        TypeError,
+        "call GradientReducer.attach(engine)",
+    ),
+    "a group for an engine's reducer": (
+        lambda: GradientReducer.attach(_engine(mpu=_grid()), process_group=dist.group.WORLD),
+        TypeError,
+        "omit ['process_group'], which the engine provides",
+    ),
+    "clipping before finish()": (
+        _clip_before_finish,
+        RuntimeError,
+        "changed between backward and finish(), while they were being reduced: call clip_grad_norm_()",
     ),
     "another option on rank 1": (
         lambda: GradientReducer(nn.Linear(4, 4), keep_steps=4, bucket_bytes=_on_rank(1, 8, 4)),

@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,8 +15,10 @@ import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, torch_names
 from ds_topo.errors import DisagreementError
+from ds_topo.process_groups import creation
 from ds_topo.process_groups.creation import ProcessGroups
 from ds_topo.topology.rank_tables import RankGroup
+from ds_topo.torch_names import default_store
 from tests.support.fake_world import fake_world
 from tests.support.process_groups import number_of_groups, sum_of_ranks
 from tests.support.ranks import run_ranks
@@ -124,6 +127,62 @@ def _use_after_destroy() -> None:
 
 def test_use_after_destroy_raises(world: Worlds) -> None:
     world(2).run(_use_after_destroy)
+
+
+def _destroy_before_a_peer_has_connected() -> None:
+    store = default_store()
+    if dist.get_rank() == 0:
+        grid = PipelineParallelGrid("data=2,model=2")
+        store.set("destroying", "")
+        grid.destroy()
+        store.set("destroyed", "")
+        return
+    new_group = dist.new_group
+
+    def connect_slowly(ranks: list[int], **options: Any) -> dist.ProcessGroup:
+        group = new_group(ranks, **options)
+        if dist.get_rank() == 1 and 0 in ranks:  # as if this rank still waited for one of the connections
+            store.wait(["destroying"], timedelta(seconds=30))
+            with pytest.raises(dist.DistStoreError):
+                store.wait(["destroyed"], timedelta(seconds=0.3))
+        return group
+
+    with mock.patch.object(dist, "new_group", connect_slowly):
+        grid = PipelineParallelGrid("data=2,model=2")
+    store.wait(["destroyed"], timedelta(seconds=30))
+    grid.destroy()
+
+
+def test_destroy_waits_for_members_that_are_still_connecting(world: Worlds) -> None:
+    world(4).run(_destroy_before_a_peer_has_connected)
+
+
+def _destroy_although_a_peer_does_not_connect() -> None:
+    with mock.patch.object(creation, "_LONGEST_WAIT", timedelta(seconds=0.2)):
+        grid = PipelineParallelGrid("data=2,model=2")
+        groups = grid._core.groups
+        groups._connecting |= dict.fromkeys(groups._created, "a key that no rank counts up")
+        grid.destroy()
+        assert not grid.is_alive
+        assert number_of_groups() == 1
+        dist.barrier()
+
+
+def test_destroy_waits_for_a_moment_only(world: Worlds) -> None:
+    world(4).run(_destroy_although_a_peer_does_not_connect, deadline=30.0)
+
+
+def _group_of_this_rank() -> bool:
+    with PipelineParallelGrid("data=4,model=1") as grid:
+        group = grid.get_group("model")
+        assert dist.get_process_group_ranks(group) == [dist.get_rank()]
+        assert sum_of_ranks(group) == dist.get_rank()
+        key = torch_names.key_of_address(group)
+        return key is not None and default_store().check([key])
+
+
+def test_group_of_one_rank_does_not_need_the_store(world: Worlds) -> None:
+    assert not any(world(4).run(_group_of_this_rank))
 
 
 def _use_before_initialization() -> None:

@@ -88,5 +88,5 @@ def _addresses() -> list[int]:
 
 
 def test_an_address_stays_until_all_members_of_its_group_have_come_to_an_agreement(world: Worlds) -> None:
-    """There are one verdict and two addresses per rank; the pairs delete those of their groups and leave their own."""
-    assert world(4).run(_addresses) == [[9, 9, 1 + 4 + 2 + 4, 1]] * 4
+    """There are a verdict, two addresses per rank and a counter per pair; pairs delete theirs and leave new ones."""
+    assert world(4).run(_addresses) == [[1 + 8 + 4, 13, 1 + 4 + 2 + 2 + 4 + 2, 1]] * 4

@@ -63,7 +63,7 @@ def run_ranks(
         )
 
 
-_PEER_LEFT = re.compile("connectFullMesh failed with .*Connection closed by peer")
+_PEER_LEFT = re.compile(r"(?s)^(?!.*GroupCreationError).*connectFullMesh failed with .*Connection closed by peer")
 
 
 class Ranks:
@@ -95,8 +95,8 @@ class Ranks:
     ) -> list[Any]:
         """Call ``function(*args)`` on all ranks; see :func:`run_ranks`.
 
-        gloo fails on a rank that still connects to a peer which has already destroyed the group, as functions of a few
-        milliseconds do. Such a call is repeated once, on fresh ranks.
+        gloo fails on a rank that still connects to a peer which has already destroyed the world's group, as functions
+        of a few milliseconds do. Such a call is repeated once, on fresh ranks. A grid waits for its members itself.
         """
         __tracebackhide__ = True
         for is_repeated in (False, True):

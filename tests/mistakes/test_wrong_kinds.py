@@ -1,0 +1,253 @@
+"""Values of a wrong kind are refused on each rank by itself, before it communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from ds_topo import (
+    GradientReducer,
+    PipelineModule,
+    PipelineParallelGrid,
+    ProcessGrid,
+    ProcessTopology,
+    groups,
+    initialize,
+)
+from ds_topo.engine.batches import _check_batch
+from ds_topo.engine.checks import check_engine_without_grid, check_top_level
+from ds_topo.engine.one_layout import check_programs
+from ds_topo.errors import EngineOptionError, TopologyError, UnknownAxisError, WorldSizeError
+from ds_topo.ledger import ledger
+from tests.support.fake_world import fake_world
+
+CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2}
+SPEC = "data=2,model=2"
+TOPOLOGY = ProcessTopology.from_spec(SPEC)
+
+
+_made: list[ProcessGrid] = []
+"""The grids of a case."""
+
+
+def _grid(spec: str, kind: type[ProcessGrid] = PipelineParallelGrid) -> Any:
+    _made.append(kind(spec))
+    return _made[-1]
+
+
+class _Layer(nn.Linear):
+    """A layer that keeps a grid or a process group."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__(4, 4)
+        self.kept = kept
+
+
+def _initialize(model: Any = None, **options: Any) -> Any:
+    return initialize(model=nn.Linear(4, 4) if model is None else model, config=CONFIG, **options)
+
+
+def _deepspeeds(mpu: Any) -> Any:
+    return deepspeed.initialize(model=nn.Linear(4, 4), mpu=mpu, config=dict(CONFIG))
+
+
+def _pipeline(**options: Any) -> PipelineModule:
+    return PipelineModule([nn.Linear(4, 4)] * 2, topology="pipe=2,data=2", **options)
+
+
+def _pipeline_with_mpu() -> None:
+    grid = _grid("pipe=2,data=2")
+    _initialize(PipelineModule([nn.Linear(4, 4)] * 2, grid=grid), mpu=grid)
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(4, 4)
+
+
+def _without_mpu(**sections: Any) -> None:
+    config: Any = SimpleNamespace(_param_dict=sections)
+    check_engine_without_grid(nn.Linear(4, 4), None, config)
+
+
+def _mesh() -> Any:
+    return _grid(SPEC).device_mesh()
+
+
+SAMPLE = torch.ones(2, 4)
+CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    # mpus and models
+    "a mesh as mpu": (
+        lambda: _initialize(mpu=init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))),
+        TypeError,
+        "mpu=DeviceMesh",
+    ),
+    "a group as mpu": (lambda: _initialize(mpu=_grid(SPEC).get_group("data")), TypeError, "live grid"),
+    "a torch grid as mpu": (lambda: _initialize(mpu=_grid(SPEC, ProcessGrid)), TypeError, "needs a live grid"),
+    "a number as mpu": (lambda: _initialize(mpu=2), TypeError, "mpu=2: DeepSpeed needs a live grid"),
+    "a topology as DeepSpeed's mpu": (
+        lambda: _deepspeeds(TOPOLOGY),
+        TypeError,
+        "needs a live grid, such as PipelineParallelGrid('data=2,model=2')",
+    ),
+    "a torch grid as DeepSpeed's mpu": (
+        lambda: _deepspeeds(_grid(SPEC, ProcessGrid)),
+        TypeError,
+        "lacks DeepSpeed's methods; build PipelineParallelGrid('data=2,model=2')",
+    ),
+    "a grid as model": (
+        lambda: _initialize(_grid(SPEC)),
+        TypeError,
+        "give a torch.nn.Module, or a PipelineModule",
+    ),
+    "an mpu of a pipeline": (_pipeline_with_mpu, EngineOptionError, "which has its own grid: omit mpu="),
+    # experts
+    "experts of a spec": (
+        lambda: groups.create_expert_groups("data=2", 2),
+        TypeError,
+        "grid='data=2': pass a live grid",
+    ),
+    "experts of a torch grid": (
+        lambda: groups.create_expert_groups(_grid(SPEC, ProcessGrid), 2),
+        TypeError,
+        "grid=ProcessGrid",
+    ),
+    "partitions of a topology": (
+        lambda: groups.create_zero_partition_groups(TOPOLOGY, 2),
+        TypeError,
+        "pass a live grid",
+    ),
+    # meshes and axes
+    "names as a list": (
+        lambda: _grid(SPEC).device_mesh(names=["dp", "tp"]),
+        TypeError,
+        "give a mapping of axes to names",
+    ),
+    "one name twice": (
+        lambda: _grid(SPEC).device_mesh(names={"data": "x", "model": "x"}),
+        ValueError,
+        "('x', 'x'): give each another text",
+    ),
+    "a device of no type": (
+        lambda: _grid(SPEC).device_mesh("gpu"),
+        ValueError,
+        "device_type='gpu': give a type of device",
+    ),
+    "a number as axis": (
+        lambda: _grid(SPEC, ProcessGrid).get_group(0),
+        UnknownAxisError,
+        "axes=0: give the name",
+    ),
+    "a name as extra axes": (lambda: ProcessGrid("rows=2,data=2", extra_axes="row"), TopologyError, "extra axis 'row'"),
+    "a negative world size": (
+        lambda: ProcessTopology.from_spec("data=-1", world_size=-4),
+        WorldSizeError,
+        "world_size=-4: give the number of ranks",
+    ),
+    "a world size in words": (
+        lambda: ProcessTopology.from_spec("data=4", world_size="4"),  # type: ignore[arg-type]
+        WorldSizeError,
+        "world_size='4': give the number of ranks",
+    ),
+    "a rank in words": (lambda: TOPOLOGY.get_coord("1"), TopologyError, "rank '1' is not a whole number"),  # type: ignore[arg-type]
+    "an index in words": (
+        lambda: TOPOLOGY.get_rank(data="1", model=0),  # type: ignore[arg-type]
+        TopologyError,
+        "index '1' of axis 'data' is not a whole number",
+    ),
+    # reducers
+    "a module without values": (
+        lambda: GradientReducer(_on_meta()),
+        ValueError,
+        "['weight', 'bias'] are on the meta device",
+    ),
+    # pipelines
+    "a word as loss": (lambda: _pipeline(loss_fn="mse"), TypeError, "loss_fn='mse': give a function"),
+    "a class as loss": (lambda: _pipeline(loss_fn=nn.MSELoss), TypeError, "give an instance, MSELoss()"),
+    "a tensor as batch": (lambda: _check_batch(SAMPLE, True), TypeError, "is a Tensor: it must be (inputs, labels)"),
+    "a dictionary as batch": (lambda: _check_batch({"x": SAMPLE}, False), TypeError, "is a dict: it must be"),
+    "a batch of one": (lambda: _check_batch((SAMPLE,), False), TypeError, "has 1 elements: it must be"),
+    "words as inputs": (lambda: _check_batch(("x", SAMPLE), True), TypeError, "has inputs of type ['str']"),
+    # sections of a config
+    "a switch of another name": (
+        lambda: check_top_level({"flops_profiler": {"enable": True}}),
+        EngineOptionError,
+        '"flops_profiler": \'enable\' switches nothing on: write "enabled"',
+    ),
+    "a switch inside": (
+        lambda: check_top_level({"data_efficiency": {"data_sampling": {"Enabled": True}}}),
+        EngineOptionError,
+        "\"data_efficiency.data_sampling\": 'Enabled'",
+    ),
+    "a topology without an mpu": (
+        lambda: (_grid("data=4"), _without_mpu(topology=SPEC)),
+        EngineOptionError,
+        '"topology" is ignored by deepspeed.initialize, which got no mpu',
+    ),
+    "a reducer without an mpu": (
+        lambda: _without_mpu(gradient_reducer=True),
+        EngineOptionError,
+        '"gradient_reducer" is ignored by deepspeed.initialize',
+    ),
+    # parts of two grids
+    "a layer with another grid": (
+        lambda: check_programs(_Layer(_grid("model=2,data=2")), _grid(SPEC)),
+        TopologyError,
+        "kept of _Layer '' is the grid 'model=2,data=2', but the engine's is 'data=2,model=2'",
+    ),
+    "a layer with a group of another grid": (
+        lambda: check_programs(nn.Sequential(_Layer(_grid("model=2,data=2").get_group("model"))), _grid(SPEC)),
+        TopologyError,
+        "kept of _Layer '0' joins ranks [0, 2] along model, but 'data=2,model=2' joins [0, 1]",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Destroy the grids that a case has created, and let DeepSpeed forget its world."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(deepspeed.comm.comm, "cdb", None)
+    with fake_world(0, 4):
+        yield
+        while _made:
+            _made.pop().destroy()
+    assert not ledger.in_force()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_of_a_wrong_kind_is_refused(name: str) -> None:
+    call, kind, message = CASES[name]
+    with pytest.raises(kind) as caught:
+        call()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [(SAMPLE, SAMPLE), [SAMPLE, {"y": 1}], ((SAMPLE, SAMPLE), (SAMPLE,)), (SAMPLE, "text")],
+    ids=["a pair", "a list", "tuples", "text"],
+)
+def test_batches_of_inputs_and_labels_are_accepted(batch: Any) -> None:
+    _check_batch(batch, is_first_stage=True)
+
+
+def test_last_stage_accepts_a_batch_without_inputs() -> None:
+    _check_batch((None, SAMPLE), is_first_stage=False)
+
+
+def test_batch_of_three_warns_that_the_third_is_not_used() -> None:
+    with pytest.warns(RuntimeWarning, match="has 3 elements, but DeepSpeed uses the first two alone"):
+        _check_batch((SAMPLE, SAMPLE, SAMPLE), is_first_stage=True)
+
+
+def test_layer_may_keep_the_engines_grid_and_groups() -> None:
+    with _grid(SPEC) as grid:
+        check_programs(nn.Sequential(_Layer(grid), _Layer(grid.get_group("model")), _Layer(None)), grid)
