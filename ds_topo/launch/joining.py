@@ -276,11 +276,20 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
     """Wait until every rank has called this.
 
     Raises:
+        LaunchError: another process has this rank, or rank 0 does not answer.
         DisagreementError: some ranks did not come within the timeout, or have another world size. Rank 0 names them in
             the store for all.
     """
     me = {"host": socket.gethostname(), "pid": os.getpid(), "world_size": launch.world_size}
-    store.set(f"here/{launch.rank}", json.dumps(me))
+    key = f"here/{launch.rank}"
+    found = json.loads(store.compare_set(key, "", json.dumps(me)))
+    if (found["host"], found["pid"]) != (me["host"], me["pid"]):
+        raise LaunchError(
+            f"rank {launch.rank} on {me['host']} (process {me['pid']}): process {found['pid']} on {found['host']} is "
+            f"rank {launch.rank} of the job at {launch.master_addr}:{launch.master_port}. Give every process a RANK of "
+            "its own, and every job another MASTER_PORT"
+        )
+    store.set(key, json.dumps(me))  # this process may have joined before
     if launch.rank == 0:
         keys = [f"here/{rank}" for rank in range(launch.world_size)]
         try:

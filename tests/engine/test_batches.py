@@ -75,8 +75,10 @@ def test_remaining_counts_without_reading() -> None:
         iter(_loader(4, batch_sampler=RepeatedSampler())),
         iter(DataLoader(Stream(), 2)),
     )
-    for unknown in (_generated(2), zip([1], [2], strict=True), map(str, [1]), ReadAhead(iter([1])), *estimates):
+    for unknown in (_generated(2), zip([1], [2], strict=True), map(str, [1]), ReadAhead(_generated(2)), *estimates):
         assert remaining(unknown) is None
+    ahead = ReadAhead(iter([1, 2, 3]))
+    assert (ahead.first(), remaining(ahead)) == (1, 3)
 
 
 def test_read_ahead_returns_every_element_once_in_order() -> None:

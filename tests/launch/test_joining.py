@@ -135,6 +135,15 @@ def test_other_world_size_is_named(sizes: tuple[int, ...], message: str) -> None
     assert len(sizes) == 3 or said[0] == said[1]
 
 
+def test_rank_of_another_process_is_refused() -> None:
+    store, launch = HashStore(), Launch("environment", 0, 1, 0, "node1", 29500)
+    wait_for_all(store, launch, timedelta(seconds=1))
+    wait_for_all(store, launch, timedelta(seconds=1))  # the same process may join again
+    store.set("here/0", '{"host": "node2", "pid": 7, "world_size": 1}')
+    with pytest.raises(LaunchError, match=r"process 7 on node2 is rank 0 of the job at node1:29500. .*MASTER_PORT"):
+        wait_for_all(store, launch, timedelta(seconds=1))
+
+
 def test_error_names_an_address_that_is_not_rank_0s() -> None:
     launch = Launch("environment", 0, 2, 0, "203.0.113.1", free_port())
     with pytest.raises(LaunchError, match=r"MASTER_ADDR='203\.0\.113\.1' is not an address of .*: give the address"):
