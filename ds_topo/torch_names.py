@@ -122,7 +122,10 @@ def timeout_of(given: float | timedelta | None) -> timedelta:
         return job_timeout()
     if isinstance(given, bool) or not isinstance(given, (int, float, timedelta)):
         raise TypeError(f"timeout={given!r}: give seconds, or a datetime.timedelta")
-    limit = given if isinstance(given, timedelta) else timedelta(seconds=given)
+    try:
+        limit = given if isinstance(given, timedelta) else timedelta(seconds=given)
+    except (OverflowError, ValueError) as error:  # infinite, or not a number
+        raise ValueError(f"timeout={given!r}: give seconds, or a datetime.timedelta, above 0") from error
     if limit <= timedelta():
         raise ValueError(f"timeout={given!r}: give seconds, or a datetime.timedelta, above 0")
     return limit

@@ -269,7 +269,8 @@ def check_mpu(mpu: Any) -> None:
     """
     is_grid = isinstance(mpu, MpuGrid)
     is_layout = isinstance(mpu, (ProcessTopology, ProcessGrid, type)) or isinstance(getattr(mpu, "mpu", None), MpuGrid)
-    answers = any(callable(getattr(mpu, f"get_{kind}_parallel_world_size", None)) for kind in ("data", "sequence"))
+    questions = ("get_data_parallel_group", "get_data_parallel_world_size", "get_sequence_parallel_world_size")
+    answers = any(callable(getattr(mpu, question, None)) for question in questions)
     if mpu is not None and not is_grid and (is_layout or not answers):
         raise TypeError(
             f"mpu={abridged(mpu)}: DeepSpeed needs a live grid, such as PipelineParallelGrid('data=2,model=2')"
@@ -370,7 +371,7 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
     """Raise for a model that does not fit the topology.
 
     Raises:
-        EngineOptionError: a plain module would be on all stages of a pipeline.
+        EngineOptionError: a plain module would be on all stages of a pipeline, or the optimizer has no parameter of it.
     """
     stages = grid.get_axis_size(PIPE)
     if stages > 1 and not isinstance(engine, PipelineEngine) and not getattr(model, "is_pipeline_stage", False):
@@ -379,6 +380,15 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
             "Build a PipelineModule(layers, grid=grid), remove the axis 'pipe', or set "
             "model.is_pipeline_stage = True if your own program passes activations between stages"
         )
+    optimizer = engine.client_optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        own = {id(parameter) for parameter in model.parameters()}
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if own and held and not any(id(parameter) in own for parameter in held):
+            raise EngineOptionError(
+                f"optimizer={type(optimizer).__name__} has no parameter of the model, which would not be trained: "
+                "create it from model.parameters() of this model"
+            )
 
 
 def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:

@@ -82,8 +82,6 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
     (None, None)
     """
     require_grid("grid", grid)
-    if not grid.is_alive:
-        raise RuntimeError(f"use({grid.topology().spec!r}): the grid was destroyed; create another one")
     before = grid_in_use()
     if before is None:
         _warn_of_earlier_engines(grid)

@@ -377,12 +377,15 @@ class MpuGrid(ProcessGrid):
 
 
 def require_grid(name: str, value: Any) -> None:
-    """Refuse a layout, or a pipeline that has a grid, in place of a grid.
+    """Refuse a layout, or a pipeline that has a grid, in place of a grid, and a grid that was destroyed.
 
     Raises:
         TypeError: the message says what to pass.
+        RuntimeError: the grid was destroyed.
     """
     if isinstance(value, MpuGrid):
+        if not value.is_alive:
+            raise RuntimeError(f"{name}={value.topology().spec!r}: the grid was destroyed; create another one")
         return
     if isinstance(getattr(value, "mpu", None), MpuGrid) or callable(getattr(value, "mpu", None)):
         raise TypeError(f"{name}: a {type(value).__name__} is not a grid: pass its grid, module.mpu()")

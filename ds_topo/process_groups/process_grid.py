@@ -253,7 +253,8 @@ class ProcessGrid:
             drop_last: leave out samples that do not fill all shares; otherwise some samples are read twice.
 
         Raises:
-            TypeError: the dataset is iterable. Shard it by ``get_sample_rank()`` of ``get_sample_world_size()``.
+            TypeError: the dataset is iterable. Shard it by ``get_sample_rank()`` of ``get_sample_world_size()``. Or a
+                switch is neither true nor false.
 
         >>> import torch.distributed as dist
         >>> from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -263,6 +264,9 @@ class ProcessGrid:
         [1, 3, 5]
         >>> dist.destroy_process_group()
         """
+        for name, value in (("shuffle", shuffle), ("drop_last", drop_last)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={abridged(value)}: give True or False")
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise TypeError(
                 f"dataset={abridged(dataset)} has no length, so its samples have no index: shard it yourself, every "
@@ -315,6 +319,8 @@ class ProcessGrid:
 
     @check_samples.setter
     def check_samples(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"check_samples={abridged(value)}: give True or False")
         self._core.check_samples = value
 
     # -- more groups -------------------------------------------------------------------------------------------------
@@ -441,6 +447,11 @@ def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
     """Return the global ranks of a group; the whole world by default."""
     if process_group is None:
         return range(dist.get_world_size())
+    if not isinstance(process_group, ProcessGroup):
+        raise TypeError(
+            f"process_group={abridged(process_group)}: give a group of torch.distributed of which this rank is a "
+            "member; axes and degrees are one argument, 'pipe=2,data=2'"
+        )
     members = dist.get_process_group_ranks(process_group)
     if dist.get_rank() not in members:
         raise ValueError(f"process_group: rank {dist.get_rank()} is not one of its ranks {members}")

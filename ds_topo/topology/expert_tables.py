@@ -37,6 +37,7 @@ class ExpertPlan:
             (DeepSpeed's ``use_data_before_expert_parallel_``).
 
     Raises:
+        TypeError: a switch is neither true nor false.
         ExpertSizeError: the size does not divide the pool. The message lists the divisors.
 
     >>> plan = ExpertPlan(ProcessTopology.from_spec("pipe=2,data=4"), expert_parallel_size=2)
@@ -52,6 +53,9 @@ class ExpertPlan:
     use_data_before_expert: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("expert_tensor_parallel", "use_data_before_expert"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r}: give True or False")
         size, pool = self.expert_parallel_size, len(self._pool_offsets)
         if isinstance(size, bool) or not isinstance(size, int):
             raise ExpertSizeError(f"expert_parallel_size {size!r} is not an integer; choose one of {divisors(pool)}")

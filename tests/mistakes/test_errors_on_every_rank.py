@@ -221,6 +221,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         EngineOptionError,
         "train_micro_batch_size_per_gpu is 2.5: give a whole number",
     ),
+    "an optimizer of another model": (
+        lambda: _engine(mpu=_grid(), optimizer=torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)),
+        EngineOptionError,
+        "optimizer=SGD has no parameter of the model",
+    ),
     "a misspelt key": (
         lambda: _engine(mpu=_grid(), config={**CONFIG, "gradient_cliping": 1.0}),
         EngineOptionError,

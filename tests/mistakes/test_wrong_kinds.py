@@ -42,6 +42,12 @@ def _grid(spec: str, kind: type[ProcessGrid] = PipelineParallelGrid) -> Any:
     return _made[-1]
 
 
+def _destroyed(spec: str) -> Any:
+    grid = _grid(spec)
+    grid.destroy()
+    return grid
+
+
 class _Layer(nn.Linear):
     """A layer that keeps a grid or a process group."""
 
@@ -124,6 +130,38 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "pass a live grid",
     ),
+    "a word as expert_tensor_parallel": (
+        lambda: groups.create_expert_groups(_grid(SPEC), 2, "no"),  # type: ignore[arg-type]
+        TypeError,
+        "expert_tensor_parallel='no': give True or False",
+    ),
+    "experts of a destroyed grid": (
+        lambda: groups.create_expert_groups(_destroyed("data=4"), 2),
+        RuntimeError,
+        "grid='data=4': the grid was destroyed; create another one",
+    ),
+    # grids
+    "degrees as arguments": (
+        lambda: PipelineParallelGrid(2, 2),  # type: ignore[arg-type]
+        TypeError,
+        "process_group=2: give a group of torch.distributed",
+    ),
+    "ranks as a group": (
+        lambda: PipelineParallelGrid("data=2", [0, 1]),  # type: ignore[arg-type]
+        TypeError,
+        "process_group=[0, 1]: give a group",
+    ),
+    "an infinite timeout": (lambda: PipelineParallelGrid("data=4", timeout=float("inf")), ValueError, "timeout=inf"),
+    "a word as shuffle": (
+        lambda: _grid(SPEC).data_loader([1, 2], shuffle="no"),
+        TypeError,
+        "shuffle='no': give True or False",
+    ),
+    "a word as check_samples": (
+        lambda: setattr(_grid(SPEC), "check_samples", "no"),
+        TypeError,
+        "check_samples='no': give True or False",
+    ),
     # meshes and axes
     "names as a list": (
         lambda: _grid(SPEC).device_mesh(names=["dp", "tp"]),
@@ -169,6 +207,11 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "['weight', 'bias'] are on the meta device",
     ),
     # pipelines
+    "a destroyed grid": (
+        lambda: PipelineModule([nn.Linear(4, 4)] * 2, grid=_destroyed("pipe=2,data=2")),
+        RuntimeError,
+        "grid='pipe=2,data=2': the grid was destroyed",
+    ),
     "a word as loss": (lambda: _pipeline(loss_fn="mse"), TypeError, "loss_fn='mse': give a function"),
     "a class as loss": (lambda: _pipeline(loss_fn=nn.MSELoss), TypeError, "give an instance, MSELoss()"),
     "a tensor as batch": (lambda: _check_batch(SAMPLE, True), TypeError, "is a Tensor: it must be (inputs, labels)"),
