@@ -221,7 +221,7 @@ def _checked_world_size(world_size: object) -> int:
     size = None if isinstance(world_size, bool) else whole_number(world_size)
     if size is None or not 1 <= size <= MAX_DEGREE:  # the search for the nearest degrees takes time of its square root
         raise WorldSizeError(
-            f"world size {abridged(world_size)}: give the number of ranks, a whole number from 1 to {MAX_DEGREE}"
+            f"world_size={abridged(world_size)}: give the number of ranks, a whole number from 1 to {MAX_DEGREE}"
         )
     return size
 
