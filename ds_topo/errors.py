@@ -31,6 +31,15 @@ def abridged(value: object) -> str:
     return _ABRIDGED.repr(value)
 
 
+def printable(text: str) -> str:
+    r"""Return text with characters that a terminal could obey, or cannot show, as escapes; lines stay lines.
+
+    >>> printable("step\x1b[31m\nnext")
+    'step\\x1b[31m\nnext'
+    """
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
+
+
 def listed(names: Sequence[object], shown: int = 8) -> str:
     """Return names for messages; of a long list only the first ones.
 
@@ -113,6 +122,10 @@ class GroupCreationError(RuntimeError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be saved or loaded. The message names it, and ranks, hosts and files."""
+
+    def __str__(self) -> str:
+        """Return the message. Names from a disk cannot control the terminal that shows it."""
+        return printable(super().__str__())
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):

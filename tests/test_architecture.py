@@ -40,7 +40,9 @@ STANDARD_LIBRARY_ONLY = {
     "topology",
     "hosts",
     "planner",
+    "checkpoint.disk",
     "checkpoint.folder",
+    "checkpoint.json_values",
     "checkpoint.manifest",
 }
 """Packages and modules that work without torch."""

@@ -33,19 +33,20 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source
+from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source, fitting_files
 from ds_topo.checkpoint.deepspeed_writer import Writer
+from ds_topo.checkpoint.disk import check_folder, discard, flush, hold, is_held, replace_text
 from ds_topo.checkpoint.engine_facts import layout_of, parameters_of, share_of_structure, versions, whole_structure
 from ds_topo.checkpoint.file_filling import FileContent, Filling, Region, fill_all, make_room
 from ds_topo.checkpoint.folder import (
@@ -53,12 +54,10 @@ from ds_topo.checkpoint.folder import (
     Checkpoint,
     candidates,
     check_tag,
-    discard,
-    flush,
     look_at,
     put_in_place,
-    replace_text,
     require_free,
+    text_of_tag,
     told,
     why_passed_over,
     wrong_digests,
@@ -67,7 +66,7 @@ from ds_topo.checkpoint.loading import DIGESTS, SIZES
 from ds_topo.checkpoint.loading import load as load_as_it_is
 from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, structure_from
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
-from ds_topo.checkpoint.safe_reading import refused_types
+from ds_topo.checkpoint.safe_reading import refused_types, unreadable
 from ds_topo.checkpoint.saved_model import SavedModel, expert_of, model_of, require_splits
 from ds_topo.checkpoint.saving import free_bytes
 from ds_topo.checkpoint.target import Target, target_like, target_of
@@ -80,6 +79,7 @@ from ds_topo.errors import (
     DamagedCheckpointError,
     MissingCheckpointError,
     UnsafeCheckpointError,
+    abridged,
 )
 
 _MARGIN = 1.02
@@ -92,7 +92,7 @@ Progress = Callable[[str, int, int], None]
 
 def convert(
     checkpoint: Checkpoint,
-    folder: Path,
+    folder: str | PathLike[str],
     spec: str,
     *,
     zero: int | None = None,
@@ -128,13 +128,27 @@ def convert(
         CheckpointLayoutError, TopologyError: the layout cannot be reached; the message says why.
         CheckpointSpaceError: the disk has too little space. In all of these cases nothing was written.
     """
-    model = model_of(readable(checkpoint))
-    target = target_of(model, spec, zero, method, bounds, experts)
-    conversion = Conversion(checkpoint, target, folder, check_tag(checkpoint.tag if tag is None else tag))
-    conversion.begin()
-    conversion.make_room()
-    files = conversion.fill(progress=progress)
-    return conversion.commit(files, save_latest=save_latest)
+    to, manifest = check_folder(folder), readable(_checked(checkpoint))
+    if not isinstance(spec, str):
+        raise TypeError(f'spec={abridged(spec)} is not a text: give a topology with all degrees, such as "data=4"')
+    new_tag = check_tag(checkpoint.tag if tag is None else tag)
+    with fitting_files(checkpoint.path):
+        model = model_of(manifest)
+        target = target_of(model, spec, zero, method, bounds, experts)
+        conversion = Conversion(checkpoint, target, to, new_tag)
+    with conversion.begin():
+        conversion.make_room()
+        files = conversion.fill(progress=progress)
+        return conversion.commit(files, save_latest=save_latest)
+
+
+def _checked(checkpoint: object) -> Checkpoint:
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(
+            f"checkpoint={abridged(checkpoint)} is not a checkpoint: give what ds_topo.checkpoint.look_at(folder, tag) "
+            "returns"
+        )
+    return checkpoint
 
 
 def readable(checkpoint: Checkpoint) -> Manifest:
@@ -152,7 +166,10 @@ def readable(checkpoint: Checkpoint) -> Manifest:
             f"{checkpoint.path} has no {manifests.NAME}: DeepSpeed alone saved it, and its layout is not known. Load "
             "it in the layout that saved it, and save it with ds_topo"
         )
-    if refused := refused_types(sorted(checkpoint.path.glob("*.pt"))):
+    paths = [checkpoint.path / file.path for file in checkpoint.manifest.files if file.path.endswith(".pt")]
+    if problems := unreadable(paths):
+        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(problems)}")
+    if refused := refused_types(paths):
         raise UnsafeCheckpointError(f"{checkpoint.path}: {refused[0]}")
     return checkpoint.manifest
 
@@ -172,16 +189,20 @@ class Conversion:
 
     def __init__(self, checkpoint: Checkpoint, target: Target, folder: Path, tag: str) -> None:
         self._checkpoint, self._target, self.folder, self._tag = checkpoint, target, folder, tag
+        self.source = checkpoint.path
         self._source = Source(target.model, checkpoint.path)
         self._writer = Writer(self._source, target)
         self._draft = folder / f".{tag}.converting"
         self._files = self._draft / tag
 
-    def begin(self, workers: int = 1) -> None:
+    def begin(self, workers: int = 1) -> BinaryIO:
         """Prepare the folder, or keep the files of a killed conversion that had the same number of workers.
 
+        Returns:
+            A file to close after the commit: until then no other process converts into the same folder.
+
         Raises:
-            CheckpointError: the new checkpoint would replace the old one.
+            CheckpointError: the new checkpoint would replace the old one, or another process is converting.
             CheckpointSpaceError: the disk has too little space.
         """
         if (self.folder / self._tag).resolve() == self._checkpoint.path.resolve():
@@ -189,6 +210,11 @@ class Conversion:
                 f"{self._checkpoint.path} would be replaced by its own conversion: give another folder or another tag"
             )
         require_free(self.folder, self._tag)
+        if is_held(self._draft):
+            raise CheckpointError(
+                f"another process is converting into {self._draft} at this moment: wait for it, or give another folder "
+                "or tag"
+            )
         manifest = (self._checkpoint.path / manifests.NAME).read_bytes()
         plan = {
             "from": hashlib.sha256(manifest).hexdigest(),
@@ -198,31 +224,36 @@ class Conversion:
             "boot": _BOOT.read_text().strip() if _BOOT.exists() else "",  # a reboot loses what the caches had
         }
         text, path = json.dumps(plan, sort_keys=True), self._draft / "plan.json"
-        if not path.exists() or path.read_text() != text:
+        if not path.is_file() or path.read_text(errors="replace") != text:
             discard(self._draft)
         written = sum(path.stat().st_size for path in self._files.glob("*")) if self._files.exists() else 0
-        needed = self._writer.bytes() - written
+        with fitting_files(self.source):
+            needed = self._writer.bytes() - written
         if (free := free_bytes(self.folder)) < needed * _MARGIN:
             raise CheckpointSpaceError(
                 f"the checkpoint {self._tag!r} of {self._target.layout} takes {needed:,} bytes, and the disk of "
                 f"{self.folder} has {free:,}. Free some space, or convert to another disk. Nothing was written"
             )
         self._files.mkdir(parents=True, exist_ok=True)
+        held = hold(self._draft)
         replace_text(path, text)
+        return held
 
     def _share(self, worker: int, workers: int) -> list[FileContent]:
         return list(self._writer.files())[worker::workers]
 
     def make_room(self, worker: int = 0, workers: int = 1) -> None:
         """Write this worker's share of the files without the bytes of their tensors."""
-        make_room(self._share(worker, workers), self._files)
+        with fitting_files(self.source):
+            make_room(self._share(worker, workers), self._files)
 
     def fill(
         self, worker: int = 0, workers: int = 1, progress: Progress = lambda step, done, of: None
     ) -> list[SavedFile]:
         """Fill this worker's share of the files and flush them to the disk."""
-        share = self._share(worker, workers)
-        fillings = [Filling(self._source, self._target.slices, file, self._files) for file in share]
+        with fitting_files(self.source):
+            share = self._share(worker, workers)
+            fillings = [Filling(self._source, self._target.slices, file, self._files) for file in share]
         digests = fill_all(fillings, self._draft / f"done-{worker}.txt", progress)
         return [
             SavedFile(one.path.relative_to(self._files).as_posix(), one.bytes, digest, worker)
@@ -277,7 +308,10 @@ class Conversion:
 
 
 def to_single_file(
-    checkpoint: Checkpoint, path: Path, kind: str = "torch", progress: Progress = lambda step, done, of: None
+    checkpoint: Checkpoint,
+    path: str | PathLike[str],
+    kind: str = "torch",
+    progress: Progress = lambda step, done, of: None,
 ) -> Path:
     """Write all weights into one file, in the module's types and under its names, with slices put together.
 
@@ -295,14 +329,18 @@ def to_single_file(
         CheckpointError: the checkpoint cannot be read, slices cannot be put together, there is too little space, or
             safetensors is not installed.
     """
+    path, manifest = check_folder(path, "path"), readable(_checked(checkpoint))
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder: give the file to write, such as {path / 'weights.pt'}")
     if kind not in ("torch", "safetensors"):
-        raise ValueError(f"kind={kind!r} is not a format of a single file: give 'torch' or 'safetensors'")
+        raise ValueError(f"kind={abridged(kind)} is not a format of a single file: give 'torch' or 'safetensors'")
     if kind == "safetensors" and importlib.util.find_spec("safetensors") is None:
         raise CheckpointError(
             "--to safetensors needs the package safetensors, which is not installed: pip install safetensors"
         )
-    model = model_of(readable(checkpoint))
-    require_splits(model, 1)
+    with fitting_files(checkpoint.path):
+        model = model_of(manifest)
+        require_splits(model, 1)
     source = Source(model, checkpoint.path)
     needed = sum(one.numel_of_slice(1) * one.dtype.itemsize for one in model.parameters.values())
     if (free := free_bytes(path.parent)) < needed:
@@ -321,8 +359,9 @@ def to_single_file(
             return {**found, **dict(source.buffers())}
 
         file = FileContent(draft.name, content)
-        make_room([file], draft.parent)
-        filling = Filling(source, 1, file, draft.parent)
+        with fitting_files(checkpoint.path):
+            make_room([file], draft.parent)
+            filling = Filling(source, 1, file, draft.parent)
         filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))
     else:  # this package writes all at once, and refuses tensors that share memory, such as other names of the same
         weights: dict[str, torch.Tensor] = {}
@@ -378,7 +417,7 @@ def load(
     except CheckpointLayoutError:  # raised on all ranks
         if not convert:
             raise
-    root = Path(folder)
+    root, tag = Path(folder), None if tag is None else text_of_tag(tag)
     meeting = Meeting.begin(f"converting a checkpoint of {root}", f"tag {tag!r} {verify=} {sorted(options)}")
     found = look_at(root, meeting.decided("choice", lambda: _choose(root, tag)))
     manifest = found.manifest
@@ -393,15 +432,16 @@ def load(
     conversion = Conversion(
         found, _target(engine, meeting, found, manifest), root / f".{found.tag}.converted", found.tag
     )
-    _convert_together(conversion, meeting)
-    try:
-        _, state = load_as_it_is(engine, conversion.folder, found.tag, **options)
-    except BaseException:
-        if dist.get_rank() == 0:
-            with suppress(OSError):
-                discard(conversion.folder)
-        raise
-    meeting.decided("removed", lambda: discard(conversion.folder))
+    with ExitStack() as held:  # by rank 0
+        _convert_together(conversion, meeting, held)
+        try:
+            _, state = load_as_it_is(engine, conversion.folder, found.tag, **options)
+        except BaseException:
+            if dist.get_rank() == 0:
+                with suppress(OSError):
+                    discard(conversion.folder)
+            raise
+        meeting.decided("removed", lambda: discard(conversion.folder))
     return str(found.path), state
 
 
@@ -445,7 +485,6 @@ def _target(engine: Any, meeting: Meeting, found: Checkpoint, manifest: Manifest
         return asdict(structure)
 
     structure = structure_from(meeting.decided("structure", plan))
-    assert structure is not None
     model = model_of(manifest, structure.splits)
     target = target_like(model, layout, structure)
     meeting.post("difference", _difference(engine, model, target.slices))
@@ -475,8 +514,8 @@ def _difference(engine: Any, model: SavedModel, slices: int) -> str:
     return ""
 
 
-def _convert_together(conversion: Conversion, meeting: Meeting) -> None:
-    """Convert on all ranks, each a share of every step."""
+def _convert_together(conversion: Conversion, meeting: Meeting, held: ExitStack) -> None:
+    """Convert on all ranks, each a share of every step. Rank 0 holds the folder until ``held`` is closed."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def step(done: str, work: Callable[[], Any]) -> Any:
@@ -488,7 +527,17 @@ def _convert_together(conversion: Conversion, meeting: Meeting) -> None:
         meeting.all_or_none(done, failure)
         return result
 
-    meeting.decided("begin", lambda: conversion.begin(size))
+    def begin() -> None:
+        conversion.folder.mkdir(exist_ok=True)
+        if is_held(conversion.folder):
+            raise CheckpointError(
+                f"another job is converting {conversion.source} while it loads: wait for it, or convert it once by "
+                "ds-topo convert"
+            )
+        held.enter_context(hold(conversion.folder))
+        held.enter_context(conversion.begin(size))
+
+    meeting.decided("begin", begin)
     step("room was made", lambda: conversion.make_room(rank, size))
     files: list[SavedFile] = step("files were written", lambda: conversion.fill(rank, size))
     meeting.post("files", [asdict(file) for file in files])

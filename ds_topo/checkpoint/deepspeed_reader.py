@@ -12,23 +12,49 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.serialization import safe_globals
 
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout
-from ds_topo.checkpoint.safe_reading import ALLOWED
+from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
 from ds_topo.checkpoint.saved_model import Parameter, RankTable, SavedModel, expert_of, prefix_of_layer
 from ds_topo.checkpoint.shards import PartitionedGroup, Slice, Span, elements_of_slice
-from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
+from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, TopologyError, abridged
 
 WEIGHT = "weight"
 """Key of a parameter's value in the module."""
 MASTER = "fp32"
 """Key of the master weight, on which the optimizer steps. All other keys are those of the optimizer's states."""
+
+
+@contextmanager
+def fitting_files(checkpoint: Path) -> Iterator[None]:
+    """Name the checkpoint if its files do not hold what its manifest says, in whatever way.
+
+    Raises:
+        DamagedCheckpointError: in the place of an error of the code that looks for their content.
+    """
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
+        if isinstance(error, TopologyError):
+            raise
+        raise DamagedCheckpointError(
+            f"{checkpoint}: its files do not fit its manifest ({type(error).__name__}: {error}). Find changed "
+            f"files by {how_to_verify(checkpoint)}"
+        ) from error
 
 
 def name_of_model_states(layout: SavedLayout, model_rank: int, replica: int = 0) -> str:
@@ -183,10 +209,10 @@ class Source:
             if name not in self._open:
                 path = self.folder / name
                 try:
-                    with safe_globals(list(ALLOWED)):
+                    with allowed_types():
                         self._open[name] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-                except (OSError, RuntimeError) as error:
-                    raise DamagedCheckpointError(f"{path}: {str(error).partition(chr(10))[0]}") from None
+                except Exception as error:  # of any class: torch raises whatever a changed byte leads to
+                    raise damaged(path, error, self.folder) from error
             return self._open[name]
 
     def elements(self, name: str, key: str, place: int, slices: int, start: int, stop: int) -> torch.Tensor:
@@ -203,13 +229,15 @@ class Source:
         parameter, saved = self.model.parameters[name], self.model.slices
         first, split = self.model.stage_of[name] * saved, parameter.split
         if slices == saved or split is None:
-            return self._elements(first + (place if slices == saved else 0), parameter, key, start, stop)
+            with fitting_files(self.folder):
+                return self._elements(first + (place if slices == saved else 0), parameter, key, start, stop)
 
         def read(number: int, low: int, high: int) -> torch.Tensor:
             return self._elements(first + number, parameter, key, low, high)
 
         wanted = Slice(parameter.shape_of_slice(slices), split.dim, slices, place, split.stride)
-        return elements_of_slice(read, wanted, saved, start, stop)
+        with fitting_files(self.folder):
+            return elements_of_slice(read, wanted, saved, start, stop)
 
     @cached_property
     def hyperparameters(self) -> list[dict[str, Any]]:

@@ -269,7 +269,7 @@ def share_of_structure(engine: DeepSpeedEngine) -> dict[str, Any] | None:
 def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.SavedStructure | None:
     """Merge the shares of all ranks into the structure of the whole model; None if there are none."""
     found = sorted((share for share in shares if share is not None), key=lambda share: int(share["stage"]))
-    stages = [structure for share in found if (structure := manifests.structure_from(share)) is not None]
+    stages = [manifests.structure_from({key: share[key] for key in share if key != "stage"}) for share in found]
     return manifests.merged_structures(stages) if stages else None
 
 

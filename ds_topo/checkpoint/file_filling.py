@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch.serialization import safe_globals, set_default_mmap_options, skip_data
+from torch.serialization import set_default_mmap_options, skip_data
 
 from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source
-from ds_topo.checkpoint.folder import flush
-from ds_topo.checkpoint.safe_reading import ALLOWED
+from ds_topo.checkpoint.disk import flush
+from ds_topo.checkpoint.safe_reading import allowed_types
 from ds_topo.checkpoint.saved_model import Parameter
 from ds_topo.checkpoint.shards import Span
 from ds_topo.errors import CheckpointError
@@ -152,7 +152,7 @@ class Filling:
         self.bytes = self.path.stat().st_size
         self._spans: dict[int, tuple[Region, Span]] = {}
         """Spans by their offset in bytes; a region that occurs twice is written once."""
-        with safe_globals(list(ALLOWED)), set_default_mmap_options(mmap.MAP_SHARED):  # its tensors are the file
+        with allowed_types(), set_default_mmap_options(mmap.MAP_SHARED):  # its tensors are the file
             written = list(leaves(torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)))
         start = _address_of_start(self.path, written)
         for leaf, tensor in zip(leaves(file.make()), written, strict=True):

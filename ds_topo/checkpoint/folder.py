@@ -1,130 +1,73 @@
 """Find, check, replace and remove the checkpoints of a folder.
 
 A checkpoint is a folder that exists completely or not at all, even after a kill or a power failure: it is written
-under a hidden name and then renamed. No function here needs torch. The first section changes files and folders
-durably, the second checks that a checkpoint is complete, the third chooses one, and the last adds and removes one.
+under a hidden name and then renamed. No function here needs torch. The first section checks that a checkpoint is
+complete, the second chooses one, and the last adds and removes one.
 """
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import os
 import re
-import shutil
+import stat
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from itertools import islice
+from numbers import Real
 from pathlib import Path
 
 from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.disk import (
+    DOOMED,
+    DRAFT,
+    check_folder,
+    digest_of,
+    discard,
+    entries_in,
+    exchange,
+    flush,
+    is_held,
+    open_file,
+    reason_of,
+    sizes_in,
+    text_of,
+)
 from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedLayout
-from ds_topo.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError, abridged
+from ds_topo.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError, abridged, printable
 
 LATEST = "latest"
 """The file that names the checkpoint to load, as DeepSpeed calls it."""
-DRAFT = ".saving"
-"""The suffix of a name while its file or folder is being written."""
-DOOMED = ".removing"
-"""The suffix of a folder's name while it is being removed."""
 _FORMER = ".former"
 """The suffix of a checkpoint's name while another one of the same tag replaces it without an exchange of names."""
 _LONGEST = 200
 """The most bytes of a tag: file systems allow 255, and drafts have longer names."""
-_CHUNK = 1 << 18
-"""Bytes to read at a time."""
-_AT_CWD, _EXCHANGE = -100, 2
-"""Linux's ``AT_FDCWD`` and ``RENAME_EXCHANGE``."""
+_MOST_MISSING = 1000
+"""The most missing names to find: the number in another file's name may imply any number of them."""
+_LARGEST_MANIFEST, _LARGEST_LATEST = 1 << 31, 1 << 12
+"""The most bytes of a manifest and of ``latest``: reading an endless file would take all memory."""
 _STATES = re.compile(
     r"(?P<bf16>bf16_)?(?:zero_pp_rank_(?P<replica>\d+)_)?mp_rank_(?P<model>\d+)_(?P<kind>model|optim)_states\.pt"
 )
 """DeepSpeed's names for the files of a model rank, or of a replica of one."""
 
 
-# -- durable changes ---------------------------------------------------------------------------------------------------
-
-
-def flush(path: Path) -> None:
-    """Flush a file's content, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: it has either its former content or all of the new content.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     replace_text(Path(folder, "latest"), "last"), Path(folder, "latest").read_text(), len(os.listdir(folder))
-    (None, 'last', 1)
-    """
-    draft = path.with_name(f".{path.name}{DRAFT}")
-    draft.write_text(text)
-    flush(draft)
-    draft.replace(path)
-    flush(path.parent)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange two names of one file system atomically. Return False if the system cannot.
-
-    Source: renameat2(2) with ``RENAME_EXCHANGE``. Linux's file systems have it, except NFS.
-    """
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    code: int = rename(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _EXCHANGE)
-    return code == 0
-
-
-def discard(path: Path) -> None:
-    """Remove a folder if it exists. It is renamed first, so that its own name never shows a part of it."""
-    doomed = path if path.name.endswith(DOOMED) else path.with_name(f".{path.name.lstrip('.')}{DOOMED}")
-    if path != doomed and path.exists():
-        shutil.rmtree(doomed, ignore_errors=True)
-        path.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
 # -- is a checkpoint complete? -----------------------------------------------------------------------------------------
 # Problems are sentences; an empty list means that none was found.
 
 
-def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file, as 64 hexadecimal digits.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     Path(folder, "file").write_bytes(b"text"), digest_of(Path(folder, "file"))[:8]
-    (4, '982d9e3e')
-    """
-    digest, chunk = hashlib.sha256(), memoryview(bytearray(_CHUNK))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(chunk):
-            digest.update(chunk[:count])
-    return digest.hexdigest()
-
-
-def sizes_in(folder: Path) -> dict[str, int]:
-    """Return the bytes of every file in a folder and its subfolders, by relative path with ``/``."""
-    paths = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names)
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
-
-
 def wrong_sizes(folder: Path, manifest: Manifest) -> list[str]:
-    """Find files of a checkpoint that are missing or have another size than the manifest records."""
-    found = sizes_in(folder)
-    return [
-        f"{file.path} is missing"
-        if file.path not in found
-        else f"{file.path} has {found[file.path]:,} bytes instead of {file.bytes:,}"
-        for file in manifest.files
-        if found.get(file.path) != file.bytes
-    ]
+    """Find files of a checkpoint that are missing, unreadable, or of another size than the manifest records."""
+    found = entries_in(folder)
+    problems = [found["."]] if "." in found else []  # the folder itself
+    for file in manifest.files:
+        size = found.get(file.path, "is missing")
+        if size != file.bytes:
+            problems.append(
+                f"{file.path} {size if isinstance(size, str) else f'has {size:,} bytes instead of {file.bytes:,}'}"
+            )
+    return [str(problem) for problem in problems]
 
 
 def wrong_digests(folder: Path, files: Iterable[SavedFile]) -> list[str]:
@@ -134,7 +77,7 @@ def wrong_digests(folder: Path, files: Iterable[SavedFile]) -> list[str]:
         try:
             digest = digest_of(folder / file.path)
         except OSError as error:
-            problems.append(f"{file.path}: {error.strerror or error}")
+            problems.append(f"{file.path}: {reason_of(error)}")
             continue
         if digest != file.sha256:
             problems.append(f"{file.path} was changed after it was written (its SHA-256 differs)")
@@ -151,14 +94,17 @@ def wrong_without_manifest(folder: Path, expected: SavedLayout | None = None) ->
         folder: the checkpoint's folder.
         expected: the layout of the job that will load it, if its degrees must be the same.
     """
-    sizes = sizes_in(folder)
-    names = [name for name in sizes if name.endswith(".pt")]
+    found = entries_in(folder)
+    names = [name for name in found if name.endswith(".pt")]
     if not any(name.endswith("model_states.pt") and _STATES.fullmatch(name) for name in names):
-        return ["there is no *_model_states.pt of a model rank"]
+        return [str(found.get(".", "there is no *_model_states.pt of a model rank"))]
     problems = [f"{name} is missing" for name in _missing_names(names, expected)]
-    problems += [f"{name} is empty" for name in names if not sizes[name]]
-    problems += [f"{name} is truncated or damaged" for name in names if sizes[name] and _is_truncated(folder / name)]
-    return problems
+    problems += [f"{name} {found[name]}" for name in names if isinstance(found[name], str)]
+    problems += [f"{name} is empty" for name in names if found[name] == 0]
+    sizes = {name: size for name, size in found.items() if isinstance(size, int) and size}
+    return problems + [
+        f"{name} is truncated or damaged" for name in names if name in sizes and _is_truncated(folder / name)
+    ]
 
 
 def _missing_names(names: Sequence[str], expected: SavedLayout | None) -> Iterator[str]:
@@ -172,24 +118,24 @@ def _missing_names(names: Sequence[str], expected: SavedLayout | None) -> Iterat
         if expected is not None:
             model_ranks = max(model_ranks, expected.model_ranks)
             replicas = max(replicas, expected.replicas if replicas else 0)
-        prefixes = [f"zero_pp_rank_{replica}_" for replica in range(replicas)] or [""]
         wanted = (
             f"{found[0]['bf16'] or ''}{prefix}mp_rank_{model:02d}_{kind}_states.pt"
             for model in range(model_ranks)
-            for prefix in prefixes
+            for prefix in (map("zero_pp_rank_{}_".format, range(replicas)) if replicas else [""])
         )
-        yield from (name for name in wanted if name not in names)
+        known = set(names)
+        yield from islice((name for name in wanted if name not in known), _MOST_MISSING)
 
 
 def _is_truncated(path: Path) -> bool:
     """Check for the directory at the end of torch's archive. Files in torch's older format have none."""
-    with path.open("rb") as file:
-        if file.read(4) != b"PK\x03\x04":
-            return False
     try:
-        with zipfile.ZipFile(path) as archive:
-            archive.infolist()
-    except (zipfile.BadZipFile, OSError):
+        with open_file(path) as file:
+            if file.read(4) != b"PK\x03\x04":
+                return False
+            with zipfile.ZipFile(file) as archive:
+                archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
         return True
     return False
 
@@ -235,11 +181,14 @@ class Checkpoint:
 
     @property
     def age(self) -> tuple[int, str]:
-        """The step, then the time: the newest checkpoint has the greatest."""
+        """The step, then the time: the newest checkpoint has the greatest. A clock that jumps back changes no step."""
         if self.manifest is not None:
             return self.manifest.step, self.manifest.time
-        when = datetime.fromtimestamp(self.modified, timezone.utc).isoformat(timespec="seconds")
-        digits = re.findall(r"\d+", self.tag)
+        digits = re.findall(r"[0-9]+", self.tag)
+        try:
+            when = datetime.fromtimestamp(self.modified, timezone.utc).isoformat(timespec="seconds")
+        except (ValueError, OverflowError):  # some file systems can store times in other millennia
+            when = ""
         return int(digits[-1]) if digits else -1, when
 
 
@@ -250,44 +199,93 @@ def check_tag(tag: object) -> str:
     ('7', 'global_step7')
 
     Raises:
-        ValueError: it is empty, too long, hidden, or a path.
+        TypeError: it is neither a text nor a number.
+        ValueError: it is empty, too long, hidden, a path, or cannot be printed.
     """
-    text = str(tag)
+    text = text_of_tag(tag)
     if not _is_name(text) or text == LATEST:
         raise ValueError(
             f"tag={abridged(tag)} cannot name a checkpoint: a tag is the name of a folder. Give one without separators "
-            "of paths, without spaces around it and without a dot in front, such as 'global_step100', and not "
-            f"{LATEST!r}, which is the file that names one"
+            "of paths, without spaces around it, without a dot in front and without control characters, such as "
+            f"'global_step100', and not {LATEST!r}, which is the file that names one"
         )
     return text
 
 
+def text_of_tag(tag: object) -> str:
+    """Return a tag as text; a number is one, too.
+
+    Raises:
+        TypeError: it is neither a text nor a number.
+    """
+    if isinstance(tag, bool) or not isinstance(tag, (str, Real, os.PathLike)):
+        raise TypeError(f"tag={abridged(tag)} is neither a text nor a number: give the name of a checkpoint")
+    return str(tag)
+
+
 def _is_name(text: str) -> bool:
-    is_hidden, is_path = text.startswith("."), any(mark in text for mark in (os.sep, "/", "\0"))
-    return bool(text) and text == text.strip() and not is_hidden and not is_path and len(os.fsencode(text)) <= _LONGEST
+    is_hidden, is_path = text.startswith("."), any(mark in text for mark in (os.sep, "/"))
+    is_plain = bool(text) and text.isprintable() and text == text.strip()
+    return is_plain and not is_hidden and not is_path and len(os.fsencode(text)) <= _LONGEST
 
 
 def named_latest(folder: Path) -> str | None:
-    """Return the tag in ``latest``; None if the file is missing or holds no tag."""
+    """Return the tag in ``latest``; None if the file is missing, cannot be read or holds no tag."""
     try:
-        text = (folder / LATEST).read_text().strip()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, UnicodeDecodeError):
+        text = text_of(folder / LATEST, _LARGEST_LATEST).strip()
+    except (OSError, UnicodeDecodeError):
         return None
     return text if text and all(map(_is_name, text.split("/"))) else None  # DeepSpeed also allows paths as tags
 
 
+def problem_of_latest(folder: Path) -> str:
+    """Return why ``latest`` names no checkpoint that exists; empty if it names one."""
+    latest = named_latest(folder)
+    if latest is not None:
+        is_there = os.path.lexists(folder / latest)
+        return "" if is_there else f"'{LATEST}' names {latest!r}, which does not exist"
+    if not os.path.lexists(folder / LATEST):
+        return f"there is no file '{LATEST}'"
+    try:
+        content = abridged(text_of(folder / LATEST, _LARGEST_LATEST))
+    except UnicodeDecodeError:
+        content = "no text"
+    except OSError as error:
+        content = reason_of(error)
+    return f"'{LATEST}' names no checkpoint ({content})"
+
+
 def is_checkpoint(path: Path) -> bool:
-    """Return True if a folder has a manifest or model states, complete or not."""
-    return path.is_dir() and (
-        (path / manifests.NAME).exists() or any(file.name.endswith("_states.pt") for file in path.iterdir())
-    )
+    """Return True if a folder has a manifest or model states, complete or not.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    return path.is_dir() and any(name == manifests.NAME or name.endswith("_states.pt") for name in os.listdir(path))
 
 
 def tags_in(folder: Path) -> list[str]:
-    """List the tags of all checkpoints in a folder, complete or not."""
-    if not folder.is_dir():
+    """List the tags of all checkpoints in a folder, complete or not. Folders that cannot be read are among them.
+
+    Raises:
+        CheckpointError: the folder itself cannot be read.
+    """
+    try:
+        names = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".") and is_checkpoint(path))
+    except OSError as error:
+        raise CheckpointError(f"the folder {folder} cannot be read: {reason_of(error)}") from None
+
+    def may_be_checkpoint(name: str) -> bool:
+        try:
+            return is_checkpoint(folder / name)
+        except FileNotFoundError:  # another job has removed it meanwhile
+            return False
+        except OSError:
+            return True
+
+    return [name for name in names if not name.startswith(".") and may_be_checkpoint(name)]
 
 
 def manifest_of(path: Path) -> Manifest | None:
@@ -297,14 +295,18 @@ def manifest_of(path: Path) -> Manifest | None:
         DamagedCheckpointError, CheckpointVersionError, OSError: it cannot be read.
     """
     try:
-        return manifests.from_text((path / manifests.NAME).read_text(), manifests.NAME)
+        return manifests.from_text(text_of(path / manifests.NAME, _LARGEST_MANIFEST), manifests.NAME)
     except FileNotFoundError:
+        if os.path.lexists(path / manifests.NAME):
+            raise DamagedCheckpointError(f"{manifests.NAME} is a link to a file that does not exist") from None
         return None
     except UnicodeDecodeError as error:
         raise DamagedCheckpointError(f"{manifests.NAME}: {error}") from None
 
 
-def look_at(folder: Path, tag: str, *, digests: bool = False, expected: SavedLayout | None = None) -> Checkpoint:
+def look_at(
+    folder: str | os.PathLike[str], tag: str, *, digests: bool = False, expected: SavedLayout | None = None
+) -> Checkpoint:
     """Check one checkpoint by the sizes of its files, or with ``digests`` by all of their content.
 
     Args:
@@ -313,24 +315,40 @@ def look_at(folder: Path, tag: str, *, digests: bool = False, expected: SavedLay
         digests: read every file, in this process.
         expected: the layout of the job that will load it, to check one without a manifest.
     """
-    path = folder / tag
-    if not path.is_dir():
-        return Checkpoint(tag, path, None, (f"there is no folder {tag!r}",))
-    modified = path.stat().st_mtime
+    folder = check_folder(folder)
+    path = folder / (tag := text_of_tag(tag))
+    if not tag.isprintable():
+        return Checkpoint(tag, path, None, ("its name has characters that cannot be printed: rename the folder",))
+    modified, problems = 0.0, list[str]()
+    manifest: Manifest | None = None
     try:
-        manifest = manifest_of(path)
+        status = path.stat()
+        modified = status.st_mtime
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError
+        if (manifest := manifest_of(path)) is None:
+            problems = wrong_without_manifest(path, expected)
+        else:
+            problems = wrong_sizes(path, manifest)
+            if digests and not problems:
+                problems = wrong_digests(path, manifest.files)
     except CheckpointVersionError as error:
         return Checkpoint(tag, path, None, (), needs=str(error), modified=modified)
-    except (DamagedCheckpointError, OSError) as error:
-        return Checkpoint(tag, path, None, (str(error),), modified=modified)
-    problems = wrong_without_manifest(path, expected) if manifest is None else wrong_sizes(path, manifest)
-    if manifest is not None and digests and not problems:
-        problems = wrong_digests(path, manifest.files)
+    except (FileNotFoundError, NotADirectoryError):
+        problems = [f"there is no folder {tag!r}"]
+    except DamagedCheckpointError as error:
+        problems = [str(error)]
+    except OSError as error:
+        where = "" if error.filename in (None, str(path)) else f"{Path(error.filename).name}: "
+        problems = [f"{where}{reason_of(error)}"]
     return Checkpoint(tag, path, manifest, tuple(problems), modified=modified)
 
 
-def checkpoints_in(folder: Path, *, digests: bool = False, expected: SavedLayout | None = None) -> list[Checkpoint]:
+def checkpoints_in(
+    folder: str | os.PathLike[str], *, digests: bool = False, expected: SavedLayout | None = None
+) -> list[Checkpoint]:
     """Check all checkpoints of a folder as :func:`look_at` does; return them newest first."""
+    folder = check_folder(folder)
     found = [look_at(folder, tag, digests=digests, expected=expected) for tag in tags_in(folder)]
     return sorted(found, key=lambda checkpoint: checkpoint.age, reverse=True)
 
@@ -352,18 +370,16 @@ def why_passed_over(folder: Path, chosen: Checkpoint, damaged: Sequence[Checkpoi
         chosen: the newest complete one.
         damaged: the checkpoints before it in :func:`candidates`.
     """
-    latest = named_latest(folder)
-    if chosen.tag == latest:
+    if chosen.tag == named_latest(folder):
         return ""
-    problems = [f"{one.tag!r} is damaged: {told(one.problems)}" for one in damaged if one.path.is_dir()]
-    if latest is None:
-        has_file = os.path.lexists(folder / LATEST)
-        problems.insert(0, f"'{LATEST}' names no checkpoint" if has_file else f"there is no file '{LATEST}'")
-    elif not (folder / latest).is_dir():
-        problems.insert(0, f"'{LATEST}' names {latest!r}, which does not exist")
+    problems = [f"{one.tag!r} is damaged: {told(one.problems)}" for one in damaged if os.path.lexists(one.path)]
+    if said := problem_of_latest(folder):
+        problems.insert(0, said)
     step = "" if chosen.manifest is None else f", of step {chosen.manifest.step:,}"
     problem = ". ".join(problems)
-    return f"checkpoints in {folder}: {problem}. Continuing from the newest complete one, {chosen.tag!r}{step}"
+    return printable(
+        f"checkpoints in {folder}: {problem}. Continuing from the newest complete one, {chosen.tag!r}{step}"
+    )
 
 
 # -- one process adds or removes a checkpoint --------------------------------------------------------------------------
@@ -390,14 +406,17 @@ def draft_of(folder: Path, tag: str) -> Path:
 
 
 def tidy(folder: Path) -> None:
-    """Complete or undo the changes of killed saves: remove drafts and half-removed folders, restore replaced ones."""
+    """Complete or undo the changes of killed saves: remove drafts and half-removed folders, restore replaced ones.
+
+    The drafts of jobs that are saving at this moment stay.
+    """
     take_back_replaced(folder)
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         if path.name.startswith(".") and path.name.endswith((DRAFT, DOOMED)):
-            if path.is_dir():
-                discard(path)
-            else:
+            if not path.is_dir():
                 path.unlink(missing_ok=True)
+            elif not is_held(path):
+                discard(path)
 
 
 def take_back_replaced(folder: Path) -> None:

@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
 from itertools import count
@@ -27,10 +28,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
+from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.folder import Checkpoint
 from ds_topo.checkpoint.manifest import why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
-from ds_topo.checkpoint.safe_reading import only_allowed_types, refused_types
+from ds_topo.checkpoint.safe_reading import how_to_verify, reading_checkpoint, refused_types, unreadable
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
 from ds_topo.errors import (
     CheckpointError,
@@ -42,6 +45,7 @@ from ds_topo.errors import (
     UnsafeCheckpointError,
     abridged,
     listed,
+    printable,
 )
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
@@ -99,12 +103,12 @@ def load(
         CheckpointError: a rank failed while it loaded; the engine cannot be used then.
     """
     failure: Exception | None = None
+    root, name = Path(), None
     try:
-        _check_arguments(engine, tag, verify)
+        root, name = _checked(engine, folder, tag, verify)
     except (TypeError, ValueError) as problem:
         failure = problem
     finish_what_is_unfinished()
-    root, name = Path(folder), None if tag is None else str(tag)
     options = {
         "load_module_strict": load_module_strict,
         "load_optimizer_states": load_optimizer_states,
@@ -124,11 +128,13 @@ def load(
     newest = choice.chosen if name is None else None  # on rank 0
     if newest is not None and (reason := folders.why_passed_over(root, newest, choice.damaged)):
         warnings.warn(reason, RuntimeWarning, stacklevel=2)
+    if choice.chosen is not None and choice.chosen.manifest is None:
+        warnings.warn(_without_manifest(root / chosen), RuntimeWarning, stacklevel=2)
     state: dict[str, Any] = {}
     error: Exception | None = None
     try:
         with (
-            nullcontext() if trusted else only_allowed_types(),
+            reading_checkpoint(root / chosen, trusted=trusted),
             ledger.bound(patches.WEIGHTS_OF_LATEST, partial(_of_tag, chosen)),
             deepspeeds_part(engine),
         ):
@@ -138,8 +144,14 @@ def load(
             states = root / chosen / facts.name_of_states(engine)
             if restore_random_states and states.exists():
                 facts.restore_random_states(engine, torch.load(states, map_location="cpu"))
-    except Exception as raised:  # of any class: the other ranks must receive it
+    except CheckpointError as raised:
         error = raised
+    except Exception as raised:  # of any class: the other ranks must receive it
+        error = CheckpointError(
+            f"DeepSpeed could not load {root / chosen}: {type(raised).__name__}: {raised}. If its files may have been "
+            f"changed, find out by {how_to_verify(root / chosen)}"
+        )
+        error.__cause__ = raised
     meeting.all_or_none("loaded", error, is_alone=error is not None)
     return str(root / chosen), state
 
@@ -148,12 +160,22 @@ def _of_tag(tag: str, read: Callable[..., Any]) -> Callable[..., Any]:
     return lambda folder, *arguments, **options: read(folder, tag, *arguments, **options)
 
 
-def _check_arguments(engine: Any, tag: object, verify: object) -> None:
+def _checked(engine: Any, folder: object, tag: object, verify: object) -> tuple[Path, str | None]:
+    """Check the arguments; return the folder and the tag."""
     facts.require_engine(engine)
+    root, name = check_folder(folder), None if tag is None else folders.text_of_tag(tag)
     if verify not in (SIZES, DIGESTS):
         raise ValueError(f"verify={abridged(verify)}: give {SIZES!r} or {DIGESTS!r}")
-    if tag is not None and not str(tag).strip():
+    if name is not None and not name.strip():
         raise ValueError(f"tag={abridged(tag)}: give the name of a checkpoint, or None for the newest one")
+    return root, name
+
+
+def _without_manifest(path: Path) -> str:
+    return printable(
+        f"{path} has no {manifests.NAME}: DeepSpeed alone saved it, or the file is lost. Its layout, its model and its "
+        "digests were not compared, only missing and truncated files are found. The next save writes a manifest"
+    )
 
 
 class _Choice:
@@ -206,10 +228,12 @@ class _Choice:
                     found["order"] = facts.difference_of_orders(self._engine, manifest)
             if not trusted and not found["damaged"]:
                 names = [file.path for file in manifest.files] if manifest else sorted(os.listdir(path))
-                refused = refused_types([path / name for name in shared_out(names) if name.endswith(".pt")])
+                share = [path / name for name in shared_out(names) if name.endswith(".pt")]
+                found["damaged"] = unreadable(share)
+                refused = refused_types(share) if not found["damaged"] else []
                 found["refused"] = refused[0] if refused else ""
         except OSError as error:
-            found["damaged"].append(f"{error.filename or path}: {error.strerror or error}")
+            found["damaged"].append(f"{error.filename or path}: {reason_of(error)}")
         except CheckpointError as error:
             found["damaged"].append(str(error))
         return found
@@ -261,13 +285,23 @@ class _Choice:
             raise CheckpointLayoutError(
                 f"the checkpoint {checkpoint.tag!r} of {self._root} is of {saved}; this job is {self._layout}: "
                 f"{reason}. Start the job with the degrees and the ZeRO stage of the checkpoint, in any order of axes, "
-                f"or convert it (convert=True){also}"
+                f"or convert it: by ds_topo.checkpoint.load(engine, folder, convert=True) in this job, or once by "
+                f"{self._command(checkpoint)}{also}"
             )
+
+    def _command(self, checkpoint: Checkpoint) -> str:
+        """Return the command that converts a checkpoint to this job's layout."""
+        layout = self._layout
+        options = ["ds-topo", "convert", str(checkpoint.path), f"{self._root}-converted"]
+        options += ["--topology", layout.topology or "..."]
+        if checkpoint.manifest is not None and checkpoint.manifest.layout.zero_stage != layout.zero_stage:
+            options += ["--zero", str(layout.zero_stage)]
+        return shlex.join(options)
 
     def _nothing(self) -> CheckpointError:
         """Return the error that there is nothing to load."""
         root, tag = self._root, self._tag
-        if folders.is_checkpoint(root):
+        if _is_checkpoint(root):
             return MissingCheckpointError(
                 f"{root} is one checkpoint: give the folder around it, {str(root.parent)!r}, and tag={root.name!r}"
             )
@@ -279,10 +313,16 @@ class _Choice:
             return DamagedCheckpointError(
                 f"the checkpoint {tag!r} of {root} is damaged: {folders.told(self.damaged[-1].problems)}; {newest}"
             )
-        problems = [f"{one.tag!r}: {folders.told(one.problems)}" for one in self.damaged if one.path.is_dir()]
+        problems = [f"{one.tag!r}: {folders.told(one.problems)}" for one in self.damaged if os.path.lexists(one.path)]
         if not problems:
             return MissingCheckpointError(f"no checkpoint in {root}")
         return DamagedCheckpointError(f"no checkpoint in {root} is complete: {folders.told(problems)}")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    with suppress(OSError):
+        return folders.is_checkpoint(path)
+    return False
 
 
 # -- DeepSpeed's method ------------------------------------------------------------------------------------------------
@@ -300,7 +340,7 @@ def loaded_whole(load_checkpoint: Any) -> Any:
         if not is_ours(engine, load_dir) or engine.use_node_local_storage():
             return load_checkpoint(engine, load_dir, **given)
         if engine.load_universal_checkpoint():
-            with only_allowed_types():
+            with reading_checkpoint(Path(load_dir)):
                 return load_checkpoint(engine, load_dir, **given)
         try:
             path, state = load(engine, load_dir, restore_random_states=False, **given)

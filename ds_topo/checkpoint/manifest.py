@@ -16,10 +16,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
+from ds_topo.checkpoint.json_values import built_from
 from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, abridged
 from ds_topo.topology.expert_tables import ExpertPlan
 from ds_topo.topology.process_topology import ProcessTopology
@@ -29,6 +33,12 @@ NAME = "manifest.json"
 """The file's name in the folder of a checkpoint."""
 FORMAT, VERSION = "ds_topo checkpoint", 1
 _DIGEST = "sha256"
+_OURS = {"format", "version", "bytes"}
+"""Entries of the file that are no fields of a manifest."""
+_RANKS = 1 << 22
+"""The most ranks of a layout: tables of all ranks must fit into memory."""
+_DIMENSIONS = 64
+"""The most dimensions of a tensor, as in torch."""
 BF16_OPTIMIZER = "BF16_Optimizer"
 """DeepSpeed's optimizer for bf16 with gradients summed in fp32. It partitions its states at ZeRO 0, too."""
 
@@ -42,6 +52,10 @@ class SavedSplit:
 
     dim: int
     stride: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dim < 0 or self.stride < 1:
+            raise ValueError(f"dim={self.dim}, stride={self.stride}: the first must be >= 0, and the second >= 1")
 
 
 @dataclass(frozen=True)
@@ -77,28 +91,25 @@ class SavedStructure:
     experts: Mapping[str, int] = field(default_factory=dict)
     """The expert parallel size of each MoE layer, by the prefix of its experts' names (``...deepspeed_experts``)."""
 
+    def __post_init__(self) -> None:
+        if self.bounds and (
+            [*self.bounds] != sorted(self.bounds) or self.bounds[0] != 0 or self.bounds[-1] != len(self.layers)
+        ):
+            raise ValueError(f"bounds={abridged(self.bounds)} do not rise from 0 to {len(self.layers)} layers")
+        if any(size < 1 for size in self.experts.values()):
+            raise ValueError(f"experts={abridged(dict(self.experts))}: sizes must be >= 1")
 
-def structure_from(content: Mapping[str, Any] | None) -> SavedStructure | None:
-    """Return the structure that JSON holds; None for None.
+
+def structure_from(content: Mapping[str, Any]) -> SavedStructure:
+    """Return the structure that JSON holds.
 
     >>> from dataclasses import asdict
-    >>> structure = SavedStructure("AdamW", ((("0.weight",),),), {"0.weight": SavedSplit(0)}, bounds=(0, 1))
-    >>> structure_from(asdict(structure)) == structure
+    >>> structure = SavedStructure("AdamW", ((("0.weight",),),), {"0.weight": SavedSplit(0)})
+    >>> structure_from(json.loads(json.dumps(asdict(structure)))) == structure
     True
     """
-    if content is None:
-        return None
-    return SavedStructure(
-        content["optimizer"],
-        tuple(tuple(tuple(names) for names in stage) for stage in content["groups"]),
-        {name: SavedSplit(**split) for name, split in content["splits"].items()},
-        tuple(content["undeclared"]),
-        dict(content["aliases"]),
-        tuple(SavedLayer(**layer) for layer in content["layers"]),
-        tuple(content["bounds"]),
-        content["method"],
-        {head: int(size) for head, size in content.get("experts", {}).items()},
-    )
+    found: SavedStructure = built_from(SavedStructure, dict(content))
+    return found
 
 
 def merged_structures(stages: Sequence[SavedStructure]) -> SavedStructure:
@@ -129,6 +140,12 @@ class SavedFile:
     rank: int
     """The global rank that wrote it."""
 
+    def __post_init__(self) -> None:
+        if any(part in ("", ".", "..") for part in self.path.split("/")):
+            raise ValueError(f"path={abridged(self.path)} is not inside the checkpoint's folder")
+        if self.bytes < 0 or self.rank < 0 or not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            raise ValueError(f"{abridged(self.path)}: the bytes, the rank or the SHA-256 are impossible")
+
 
 @dataclass(frozen=True)
 class SavedParameter:
@@ -147,6 +164,15 @@ class SavedParameter:
     """The number of experts in the layer; None for a dense parameter."""
     is_trained: bool = True
 
+    def __post_init__(self) -> None:
+        name = abridged(self.name)
+        if any(size < 0 for size in self.shape) or len(self.shape) > _DIMENSIONS:
+            raise ValueError(f"shape={abridged(self.shape)} of {name} is impossible")
+        if any(one >= other for one, other in pairwise((-1, *self.model_ranks))):
+            raise ValueError(f"model_ranks={abridged(self.model_ranks)} of {name} do not rise")
+        if (self.split_dim or 0) < -1 or (self.experts or 1) < 1:
+            raise ValueError(f"split_dim={self.split_dim} or experts={self.experts} of {name} is impossible")
+
 
 @dataclass(frozen=True)
 class SavedExperts:
@@ -155,6 +181,10 @@ class SavedExperts:
     size: int
     tensor_parallel: bool = False
     data_first: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size={self.size}: must be >= 1")
 
 
 @dataclass(frozen=True)
@@ -179,6 +209,16 @@ class SavedLayout:
     """True if our reducer kept ZeRO's partitions in its balanced layout. The files are in DeepSpeed's in any case."""
     first_rank: int = 0
     """The global rank of the topology's rank 0."""
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("world_size", "model_ranks", "replicas")}
+        if not all(1 <= size <= self.world_size <= _RANKS for size in sizes.values()):
+            raise ValueError(f"{sizes} must be between 1 and world_size, and that at most {_RANKS:,}")
+        if self.zero_stage not in (0, 1, 2, 3) or self.precision not in ("fp32", "bf16", "fp16"):
+            raise ValueError(f"zero_stage={self.zero_stage} or precision={abridged(self.precision)} is unknown")
+        size = 1 if self.topology is None else ProcessTopology.from_spec(self.topology).world_size()
+        if size > self.world_size or not 0 <= self.first_rank < self.world_size:
+            raise ValueError(f"{size:,} ranks from rank {self.first_rank} are not in a world of {self.world_size:,}")
 
     @property
     def has_partitions(self) -> bool:
@@ -224,19 +264,35 @@ class Manifest:
     structure: SavedStructure | None = None
     """The model's structure, which conversions need; None if it was not recorded."""
 
+    def __post_init__(self) -> None:
+        if self.step < 0:
+            raise ValueError(f"step={self.step}: must be >= 0")
+        paths = Counter(file.path for file in self.files)
+        if paths and max(paths.values()) > 1:
+            raise ValueError(f"files: {abridged(paths.most_common(1)[0][0])} is listed twice")
+        for row in self.parameters:
+            if not row.model_ranks or row.model_ranks[-1] >= self.layout.model_ranks:
+                raise ValueError(
+                    f"parameters: {abridged(row.name)} is on model ranks {abridged(row.model_ranks)}, and there are "
+                    f"{self.layout.model_ranks}"
+                )
+
     @property
     def bytes(self) -> int:
         """The bytes of all files."""
         return sum(file.bytes for file in self.files)
 
     def numel(self) -> int:
-        """Count the elements of the whole model. Each slice and expert counts, and copies on several stages once."""
-        return sum(
-            math.prod(row.shape)
-            * (len(row.model_ranks) if row.split_dim is not None else 1)
-            * (row.experts if row.experts else 1)
-            for row in self.parameters
-        )
+        """Count the elements of the whole model.
+
+        Each slice and expert counts. Copies of a tied parameter on several stages count once.
+        """
+        slices = self.layout.model_ranks if self.layout.topology is None else self.layout.degrees().get("model", 1)
+        counted: dict[tuple[str, int], int] = {}
+        for row in self.parameters:
+            for place in {rank % slices for rank in row.model_ranks} if row.split_dim is not None else (0,):
+                counted.setdefault((row.name, place), math.prod(row.shape) * (row.experts or 1))
+        return sum(counted.values())
 
 
 def to_text(manifest: Manifest) -> str:
@@ -265,8 +321,8 @@ def from_text(text: str, where: str) -> Manifest:
     """
     try:
         content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedCheckpointError(f"{where}: not JSON ({error})") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise DamagedCheckpointError(f"{where}: not JSON ({error or type(error).__name__})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         given = abridged(content.get("format")) if isinstance(content, dict) else type(content).__name__
         raise DamagedCheckpointError(f'{where}: "format" must be {FORMAT!r}, not {given}')
@@ -277,34 +333,17 @@ def from_text(text: str, where: str) -> Manifest:
             f"{where}: version {version} of the manifest, but this ds_topo reads versions up to {VERSION}: install the "
             f"release that wrote it ({release}) or a later one"
         )
-    digest = content.pop(_DIGEST, None)
-    if digest != _digest_of(content):
-        raise DamagedCheckpointError(f"{where}: changed after it was written ({_DIGEST} differs)")
     try:
-        return _from_content(content)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpointError(f"{where}: {type(error).__name__}: {error}") from None
-
-
-def parameter_from(row: Mapping[str, Any]) -> SavedParameter:
-    """Return the parameter that JSON holds."""
-    return SavedParameter(**{**row, "shape": tuple(row["shape"]), "model_ranks": tuple(row["model_ranks"])})
-
-
-def _from_content(content: Mapping[str, Any]) -> Manifest:
-    layout = dict(content["layout"])
-    layout.pop("coordinates", None)
-    layout["experts"] = tuple(SavedExperts(**groups) for groups in layout["experts"])
-    return Manifest(
-        str(content["tag"]),
-        int(content["step"]),
-        str(content["time"]),
-        SavedLayout(**layout),
-        tuple(SavedFile(**row) for row in content["files"]),
-        tuple(map(parameter_from, content["parameters"])),
-        dict(content["versions"]),
-        structure_from(content.get("structure")),
-    )
+        digest = content.pop(_DIGEST, None)
+        if digest != _digest_of(content):
+            raise ValueError(f"changed after it was written ({_DIGEST} differs)")
+        layout = content.get("layout")
+        if isinstance(layout, dict):
+            layout.pop("coordinates", None)  # for readers without ds_topo
+        found: Manifest = built_from(Manifest, {key: value for key, value in content.items() if key not in _OURS})
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise DamagedCheckpointError(f"{where}: {error or type(error).__name__}") from None
+    return found
 
 
 def _coordinates(layout: SavedLayout) -> dict[str, Any] | None:

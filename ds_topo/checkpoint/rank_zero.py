@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +38,8 @@ class Meeting:
     token: str
     """The prefix of this operation's keys in the store."""
     timeout: timedelta
+    _posted: list[str] = field(default_factory=list)
+    """Keys that this rank has written for rank 0, which deletes them when it has read them."""
 
     @classmethod
     def begin(cls, subject: str, plan: str, failure: Exception | None = None) -> Meeting:
@@ -70,6 +72,7 @@ class Meeting:
             timeout = min(self.timeout, _ALONE) if is_alone else self.timeout
             token = agree(said, range(dist.get_world_size()), timeout, subject=self.subject)
         except DisagreementError as error:
+            leave(default_store(), dist.get_rank(), range(dist.get_world_size()), self._posted)  # nobody reads them
             raise CheckpointError(f"{error}".replace("-> plan: ", "-> ")) from failure or error
         if failure is not None:
             raise CheckpointError(f"{self.subject}, on every rank: {said}") from failure
@@ -77,7 +80,7 @@ class Meeting:
 
     def post(self, name: str, content: Any) -> None:
         """Send a JSON value to rank 0, which reads it with :meth:`posted` after the next agreement of all ranks."""
-        self._write(f"{name}/{dist.get_rank()}", json.dumps(content))
+        self._posted.extend(self._write(f"{name}/{dist.get_rank()}", json.dumps(content)))
 
     def posted(self, name: str) -> list[Any]:
         """Return on rank 0 the values that all ranks have posted, by rank, and delete them from the store."""
@@ -95,8 +98,9 @@ class Meeting:
                 outcome = {"value": decide()}
             except Exception as error:  # of any class: the other ranks must receive it
                 outcome = {"error": type(error).__name__, "text": _one_line(error)}
-            keys = [*self._write(name, json.dumps(outcome)), f"{self.token}/{name}/read"]
-            leave(default_store(), 0, range(dist.get_world_size()), keys)
+            if dist.get_world_size() > 1:
+                keys = [*self._write(name, json.dumps(outcome)), f"{self.token}/{name}/read"]
+                leave(default_store(), 0, range(dist.get_world_size()), keys)
         else:
             outcome = json.loads(within(self.timeout * UNANSWERED_AFTER, self.subject, lambda: self._await(name)))
         self._let_all_read(f"{self.token}/{name}/read")
@@ -125,6 +129,8 @@ class Meeting:
     def _let_all_read(self, key: str) -> None:
         """Let rank 0, which may serve the store and end right afterwards, wait a moment until the others come here."""
         store, others = default_store(), dist.get_world_size() - 1
+        if not others:
+            return
 
         def count() -> None:
             if dist.get_rank() == 0:

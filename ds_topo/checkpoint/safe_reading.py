@@ -12,16 +12,19 @@ import datetime
 import decimal
 import fractions
 import io
+import os
 import pathlib
 import pickle
 import re
+import shlex
 import sys
 import threading
 import uuid
 import warnings
+import zipfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -33,9 +36,11 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
-from ds_topo.errors import UnsafeCheckpointError, abridged
+from ds_topo.checkpoint.disk import entries_in, open_file, reason_of
+from ds_topo.checkpoint.folder import told
+from ds_topo.errors import DamagedCheckpointError, UnsafeCheckpointError, abridged
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 
@@ -64,25 +69,98 @@ _DEEPSPEEDS = {
 """Keys that ``DeepSpeedEngine.load_checkpoint`` reads from the file that also holds the program's ``client_state``."""
 
 
+_adding = threading.RLock()
+"""Held while the allowed types are among torch's, so that one thread does not remove them while another reads."""
+
+
 @contextmanager
-def only_allowed_types() -> Iterator[None]:
-    """Let ``torch.load`` build only allowed types on this thread, whatever its caller and arguments."""
-    thread = threading.get_ident()
+def allowed_types() -> Iterator[None]:
+    """Add the allowed types to those that torch builds with ``weights_only=True``. A program's own additions stay."""
+    with _adding:
+        known = get_safe_globals()
+        with safe_globals([one for one in ALLOWED if one not in known]):
+            yield
+
+
+@contextmanager
+def reading_checkpoint(folder: Path | None, *, trusted: bool = False) -> Iterator[None]:
+    """Let ``torch.load`` build only allowed types, and name a file that it cannot read.
+
+    This holds for everything that this thread loads and, on all threads, for the files below ``folder``, whatever the
+    caller and its arguments. Other threads load other files as they wish.
+
+    Args:
+        folder: the folder of the checkpoint; None if it is not in a folder.
+        trusted: build all types.
+    """
+    thread, root = threading.get_ident(), os.path.join(os.path.realpath(folder), "") if folder is not None else None
 
     def restricted(load: Any) -> Any:
         @wraps(load)
         def load_allowed(f: Any, *arguments: Any, **options: Any) -> Any:
-            if threading.get_ident() != thread:
+            if threading.get_ident() != thread and (root is None or not _path_of(f).startswith(root)):
                 return load(f, *arguments, **options)
+            limits = {} if trusted else {"weights_only": True}
             try:
-                return load(f, *arguments, **{**options, "weights_only": True})
+                return load(f, *arguments, **{**options, **limits})
             except pickle.UnpicklingError as error:
-                raise UnsafeCheckpointError(_refusal(str(f), _refused_in(f) or [_named_in(error)])) from None
+                if names := _refused_in(f) or _named_in(error):
+                    raise UnsafeCheckpointError(_refusal(str(f), names)) from None
+                raise damaged(f, error, folder) from error
+            except Exception as error:  # of any class: torch raises whatever a changed byte leads to
+                raise damaged(f, error, folder) from error
 
         return load_allowed
 
-    with safe_globals(list(ALLOWED)), ledger.bound(patches.TORCH_LOAD, restricted):
+    with nullcontext() if trusted else allowed_types(), ledger.bound(patches.TORCH_LOAD, restricted):
         yield
+
+
+def _path_of(file: Any) -> str:
+    """Return the real path of what a program passes to ``torch.load``; empty if it has none."""
+    name = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", "")
+    return os.path.realpath(name) if isinstance(name, (str, os.PathLike)) else ""
+
+
+def damaged(file: object, error: Exception, folder: Path | None) -> DamagedCheckpointError:
+    """Return the error of a file of a checkpoint that torch cannot read."""
+    reason = str(error).partition("\n")[0][:200]
+    how_to_find = f", and find all such files by {how_to_verify(folder)}" if folder is not None else ""
+    name = file if isinstance(file, (str, os.PathLike)) else f"a file of {folder or 'the checkpoint'}"
+    return DamagedCheckpointError(
+        f"{name} cannot be read ({type(error).__name__}: {reason}): it is damaged, or was changed after it was "
+        f"written. Load another checkpoint, by its tag{how_to_find}"
+    )
+
+
+def how_to_verify(checkpoint: Path) -> str:
+    """Return how a user compares the digests of all files of a checkpoint."""
+    return f'{shlex.join(["ds-topo", "checkpoint", str(checkpoint), "--verify"])}, or load(..., verify="digests")'
+
+
+def unreadable(paths: Sequence[Path]) -> list[str]:
+    """Return a problem for each of torch's files whose directory, or description of its tensors, was changed.
+
+    Everything but the bytes of tensors is compared with its checksum in the archive. Files in torch's older format have
+    none.
+    """
+    return [f"{path.name} {problem}" for path in paths if (problem := _problem_of_archive(path))]
+
+
+def _problem_of_archive(path: Path) -> str:
+    try:
+        with open_file(path) as file:
+            if file.read(4) != b"PK\x03\x04":
+                return ""
+            with zipfile.ZipFile(file) as archive:
+                for record in archive.infolist():
+                    if "/data/" not in record.filename:
+                        archive.read(record)
+    except OSError as error:
+        return f"cannot be read: {reason_of(error)}"
+    except Exception as error:  # of any class: zipfile raises whatever a changed byte leads to
+        return f"is damaged, or was changed after it was written ({str(error) or type(error).__name__})"
+    return ""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -101,14 +179,19 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-def check_metadata(path: Path) -> None:
-    """Refuse a ``.metadata`` file of torch that would run code when torch reads it.
+def check_metadata(folder: Path, *, trusted: bool) -> None:
+    """Refuse a folder of torch whose ``.metadata`` would run code when torch reads it, or whose files would block it.
 
     Raises:
         UnsafeCheckpointError: the message names the first type that is not allowed.
-        OSError: the file cannot be read.
+        OSError: a file cannot be read.
     """
-    with path.open("rb") as file:
+    found = entries_in(folder).items()
+    if problems := [f"{name} {size}" for name, size in found if isinstance(size, str) and name != "."]:
+        raise OSError(told(problems))
+    if trusted:
+        return
+    with open_file(folder / ".metadata") as file:
         try:
             _MetadataUnpickler(file).load()
         except (UnsafeCheckpointError, OSError):
@@ -134,7 +217,7 @@ def check_client_state(state: object) -> None:
             f"client_state has keys {taken}, which are DeepSpeed's own in the same file, so the checkpoint could not "
             "be loaded: rename them"
         )
-    with safe_globals(list(ALLOWED)):
+    with allowed_types():
         refused = {name: names for name, value in state.items() if (names := _refused_in(_saved(value)))}
     if refused and dist.get_rank() == 0:
         warnings.warn(
@@ -166,7 +249,7 @@ def _without_tensors(value: Any) -> Any:
 
 def refused_types(paths: Sequence[Path]) -> list[str]:
     """Return a message for each of torch's files that holds types which are not allowed. No tensor is read."""
-    with safe_globals(list(ALLOWED)):
+    with allowed_types():
         return [_refusal(path.name, names) for path in paths if (names := _refused_in(path))]
 
 
@@ -177,10 +260,10 @@ def _refused_in(file: Any) -> list[str]:
         return []
 
 
-def _named_in(error: Exception) -> str:
-    """Return the type that torch's message names, or else the first line of the message."""
+def _named_in(error: Exception) -> list[str]:
+    """Return the type that torch's message names, if it names one."""
     found = re.search(r"got <class '([^']+)'>|GLOBAL (\S+)", str(error))
-    return next(filter(None, found.groups())) if found else str(error).splitlines()[0]
+    return [next(filter(None, found.groups()))] if found else []
 
 
 def _refusal(file: str, names: Sequence[str]) -> str:

@@ -27,7 +27,7 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     expert_places,
 )
-from ds_topo.errors import CheckpointLayoutError, TopologyError, listed
+from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, TopologyError, listed
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,11 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
             for row in of_layer:
                 expert = expert_of(row.name) if row.experts else None
                 name, first = (expert.numbered(number), expert.numbered(0)) if expert else (row.name, row.name)
-                split, dtype = splits.get(first), getattr(torch, row.dtype)
+                split, dtype = splits.get(first), getattr(torch, row.dtype, None)
+                if not isinstance(dtype, torch.dtype):
+                    raise DamagedCheckpointError(
+                        f"the manifest of {manifest.tag!r}: {row.dtype!r} of {name!r} is no data type of torch"
+                    )
                 if split is not None and split.dim >= len(row.shape):
                     raise CheckpointLayoutError(
                         f"{name!r} {list(row.shape)} declares partition_dim={split.dim}, but the parameter has only "

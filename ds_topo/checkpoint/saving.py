@@ -26,7 +26,7 @@ from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
 from threading import Event
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -35,9 +35,11 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from ds_topo.checkpoint import disk
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.json_values import built_from
 from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, merged
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
@@ -227,9 +229,9 @@ class WrittenFiles:
 
 def finished(path: Path, root: Path, rank: int) -> SavedFile:
     """Flush a written file to the disk, and compute its digest meanwhile."""
-    with ThreadPoolExecutor(1, "ds_topo flush") as disk:
-        flushed = disk.submit(folders.flush, path)
-        digest = folders.digest_of(path)
+    with ThreadPoolExecutor(1, "ds_topo flush") as flushing:
+        flushed = flushing.submit(disk.flush, path)
+        digest = disk.digest_of(path)
         flushed.result()
     return SavedFile(path.relative_to(root).as_posix(), path.stat().st_size, digest, rank)
 
@@ -299,7 +301,7 @@ def save(
             and paths. Earlier checkpoints are unchanged.
     """
     options = SaveOptions(keep_last, save_latest, exclude_frozen_parameters, keep_random_states)
-    return BackgroundSave(engine, Path(folder), tag, client_state, options, copies=False)._put_in_place()
+    return BackgroundSave(engine, folder, tag, client_state, options, copies=False)._put_in_place()
 
 
 def save_in_background(
@@ -332,7 +334,7 @@ def save_in_background(
         CheckpointError: as in :func:`save`; ``finish()`` raises failures to write files.
     """
     options = SaveOptions(keep_last, save_latest, exclude_frozen_parameters, keep_random_states)
-    unfinished.append(started := BackgroundSave(engine, Path(folder), tag, client_state, options, copies=True))
+    unfinished.append(started := BackgroundSave(engine, folder, tag, client_state, options, copies=True))
     return started
 
 
@@ -342,7 +344,7 @@ class BackgroundSave:
     def __init__(
         self,
         engine: DeepSpeedEngine,
-        root: Path,
+        folder: str | PathLike[str],
         tag: str | None,
         client_state: Mapping[str, Any] | None,
         options: SaveOptions,
@@ -350,17 +352,21 @@ class BackgroundSave:
         copies: bool,
     ) -> None:
         problem: Exception | None = None
-        self._tag, self._root, self._options = "", root, options
+        self._tag, self._root, self._options = "", Path(), options
         try:
+            self._root = disk.check_folder(folder)
             self._tag = _checked_tag(engine, tag, options.keep_last)
             check_client_state(client_state)
         except (TypeError, ValueError, CheckpointError) as error:
             problem = error
         finish_what_is_unfinished()
+        root = self._root
+        self._held: BinaryIO | None = None
+        """Rank 0's mark of the draft as in use."""
         subject = f"saving the checkpoint {self._tag!r} in {root}"
         self._meeting = Meeting.begin(subject, f"tag {self._tag!r} {options}", problem)
         self._draft = folders.draft_of(root, self._tag)
-        self._meeting.decided("room", lambda: _make_room(engine, root, self._tag))
+        self._meeting.decided("room", lambda: self._make_room(engine))
         self._step, self._layout = int(engine.global_steps), facts.layout_of(engine)
         _warn_of_partial_step(engine)
         self._files = WrittenFiles(self._draft / self._tag, engine if copies else None)
@@ -394,6 +400,10 @@ class BackgroundSave:
             )
         return self._path
 
+    def _make_room(self, engine: DeepSpeedEngine) -> None:
+        _make_room(engine, self._root, self._tag)
+        self._held = disk.hold(self._draft)
+
     def _write(self, engine: DeepSpeedEngine, client_state: Mapping[str, Any] | None) -> None:
         """Let DeepSpeed write this rank's files, or copy their content."""
         with deepspeeds_part(engine), self._files.of(engine):
@@ -426,21 +436,24 @@ class BackgroundSave:
         except CheckpointError:
             if dist.get_rank() == 0:
                 with suppress(OSError):
-                    folders.discard(self._draft)
+                    disk.discard(self._draft)
             raise
+        finally:
+            if self._held is not None:
+                self._held.close()
         return self._root / self._tag
 
     def _commit(self) -> None:
         """Give the checkpoint its name and remove old ones; on rank 0."""
         draft, root, tag, keep_last = self._draft, self._root, self._tag, self._options.keep_last
-        folders.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest()))
-        for script in (path for path in draft.iterdir() if path.is_file()):  # DeepSpeed's, for all checkpoints
-            folders.flush(script)
-            script.replace(root / script.name)
+        disk.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest()))
+        for script in (path for path in draft.iterdir() if path.is_file() and not path.name.startswith(".")):
+            disk.flush(script)
+            script.replace(root / script.name)  # DeepSpeed's, for all checkpoints
         folders.put_in_place(draft / tag, root, tag)
         if self._options.save_latest:
-            folders.replace_text(root / folders.LATEST, tag)
-        folders.discard(draft)
+            disk.replace_text(root / folders.LATEST, tag)
+        disk.discard(draft)
         if keep_last is not None:
             try:
                 folders.remove_old(root, keep_last, tag)
@@ -456,9 +469,9 @@ class BackgroundSave:
             CheckpointError: rank 0 does not see all of them, because the folder is not the same on all hosts.
         """
         path, posted = self._draft / self._tag, self._meeting.posted("written")
-        files = [SavedFile(**row) for one in posted for row in one["files"]]
+        files = [built_from(SavedFile, row) for one in posted for row in one["files"]]
         known = {file.path for file in files}
-        unknown = [name for name in sorted(folders.sizes_in(path)) if name not in known]
+        unknown = [name for name in sorted(disk.sizes_in(path)) if name not in known]
         files += [finished(path / name, path, 0) for name in unknown]  # DeepSpeed itself copies swapped states
         manifest = Manifest(
             self._tag,
@@ -466,7 +479,7 @@ class BackgroundSave:
             datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             self._layout,
             tuple(sorted(files, key=lambda file: file.path)),
-            merged(manifests.parameter_from(row) for one in posted for row in one["parameters"]),
+            merged(built_from(SavedParameter, row) for one in posted for row in one["parameters"]),
             facts.versions(),
             facts.whole_structure(one["structure"] for one in posted),
         )
@@ -574,9 +587,17 @@ def _make_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
         CheckpointSpaceError: the disk has too little free space. Nothing has changed, except that drafts of killed
             saves are removed.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise CheckpointError(f"{root} is a file, or below one: give a folder of checkpoints") from None
     folders.tidy(root)
     folders.require_free(root, tag)
+    if disk.is_held(draft := folders.draft_of(root, tag)):
+        raise CheckpointError(
+            f"another job is saving the checkpoint {tag!r} in {root} at this moment: give each job another folder, or "
+            "other tags"
+        )
     needed, free = facts.bytes_of_checkpoint(engine), free_bytes(root)
     last = next((found.manifest for found in folders.candidates(root) if found.is_whole and found.manifest), None)
     if last is not None and last.layout == facts.layout_of(engine):
@@ -586,8 +607,8 @@ def _make_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
             f"the checkpoint {tag!r} takes about {needed:,} bytes, and the disk of {root} has {free:,}: make room, "
             "keep fewer (keep_last=N), or save elsewhere. Nothing was written"
         )
-    (folders.draft_of(root, tag) / tag).mkdir(parents=True)
-    folders.flush(root)
+    (draft / tag).mkdir(parents=True)
+    disk.flush(root)
 
 
 def free_bytes(folder: Path) -> int:

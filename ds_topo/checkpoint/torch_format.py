@@ -22,7 +22,6 @@ Source: torch, ``distributed/checkpoint/state_dict.py``, and the guide "Getting 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -37,10 +36,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
+from ds_topo.checkpoint.disk import check_folder
 from ds_topo.checkpoint.engine_facts import inner_optimizer, require_engine
 from ds_topo.checkpoint.engine_state import PARAMS, EngineState, Rename, state_of_engine, update_weights
 from ds_topo.checkpoint.rank_zero import Meeting
-from ds_topo.checkpoint.safe_reading import check_metadata, only_allowed_types
+from ds_topo.checkpoint.safe_reading import check_metadata, reading_checkpoint
 from ds_topo.errors import (
     CheckpointError,
     CheckpointModelError,
@@ -202,25 +202,30 @@ def load_torch(
         CheckpointError: a rank failed while it loaded; the engine cannot be used then. All errors are the same on
             every rank.
     """
-    require_engine(engine)
     options = f"{model=} {optimizer=} {load_optimizer_states=} {trusted=}"
+    root: Path | None = None
+    failure: Exception | None = None
+    try:
+        require_engine(engine)
+        root = check_folder(folder) if storage_reader is None else None
+    except (TypeError, ValueError) as error:
+        failure = error
+    meeting = Meeting.begin(f"loading {folder}", options, failure)
     found = state_of_engine(engine, rename, f"load {options}", has_states=load_optimizer_states)
-    meeting = Meeting.begin(f"loading {folder}", options)
     reader = storage_reader or FileSystemReader(folder)
-    file = None if trusted or storage_reader is not None else Path(folder, ".metadata")
-    there, keys = _checked_metadata(found, meeting, reader, folder, (model, optimizer), file)
+    there, keys = _checked_metadata(found, meeting, reader, folder, (model, optimizer), root, trusted=trusted)
     keys_of_numbers = {place: keys.state(*place) for place in found.numbers}
     names = [name for group in found.groups for name in group[PARAMS]]
     small = [*keys_of_numbers.values(), *keys.hyperparameters(there, names), keys.progress]
     values: dict[str, Any] = {key: _placeholder(there[key]) for key in small if found.has_states and key in there}
-    with nullcontext() if trusted else only_allowed_types():
+    with reading_checkpoint(root, trusted=trusted):
         _read(values, reader, folder)
     numbers = _numbers(meeting, found, {place: values[key] for place, key in keys_of_numbers.items()})
     tensors = {keys.weights + name: value for name, value in found.weights.items() if keys.weights + name in there}
     for name, states in found.states.items():
         own = ((key, value) for key, value in states.items() if (name, key) not in found.numbers)
         tensors.update((keys.state(name, key), value) for key, value in own)
-    with nullcontext() if trusted else only_allowed_types():
+    with reading_checkpoint(root, trusted=trusted):
         _read(tensors, reader, folder)
     groups = _grouped(values, keys.groups, is_by_group=keys.is_by_group)
     _finish_loading(engine, found, numbers, groups, values.get(keys.progress))
@@ -296,7 +301,9 @@ def _checked_metadata(
     reader: StorageReader,
     folder: str | PathLike[str],
     places: tuple[str | None, str | None],
-    unread: Path | None,
+    root: Path | None,
+    *,
+    trusted: bool,
 ) -> tuple[Mapping[str, Any], Keys]:
     """Return the checkpoint's metadata by key, and its keys, after all ranks have compared it with the engine.
 
@@ -306,8 +313,8 @@ def _checked_metadata(
     there: Mapping[str, Any] = {}
     missing = damaged = unsafe = ""
     try:
-        if unread is not None:
-            check_metadata(unread)
+        if root is not None:
+            check_metadata(root, trusted=trusted)
         there = reader.read_metadata().state_dict_metadata
     except FileNotFoundError as error:
         missing = str(error)

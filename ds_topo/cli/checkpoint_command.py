@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.folder import Checkpoint, checkpoints_in, look_at, named_latest, told
+from ds_topo.checkpoint.folder import Checkpoint, checkpoints_in, look_at, named_latest, problem_of_latest, told
 from ds_topo.checkpoint.manifest import SavedParameter
 from ds_topo.cli.shared_options import add_command
-from ds_topo.cli.terminal import counted, say, table_of
+from ds_topo.cli.terminal import cells, counted, say, table_of
 from ds_topo.errors import MissingCheckpointError
 from ds_topo.hosts.placement import fold_numbers
 
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     folder: Path = arguments.folder
-    is_one = (folder / manifests.NAME).exists()
+    is_one = os.path.lexists(folder / manifests.NAME)
     root = folder.resolve().parent if is_one else folder
     if is_one:
         found = [look_at(root, folder.resolve().name, digests=arguments.verify)]
@@ -98,17 +99,16 @@ def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: st
             where = layout.topology or f"{layout.model_ranks} x {layout.replicas}"
             layout_text = f"{where}, ZeRO {layout.zero_stage}, {layout.precision}"
         state, size = _state(checkpoint, verified), decimal(checkpoint.bytes)
-        table.add_row(checkpoint.tag, layout_text, state, step, numel, size)
+        table.add_row(*cells(checkpoint.tag, layout_text, state, step, numel, size))
     console.print(table)
     console.print()
     for checkpoint in found:
         if problem := told(checkpoint.problems) or checkpoint.needs:
             say(console, f"{checkpoint.tag}: {problem}")
-    if latest is None:
-        say(console, "There is no file 'latest'.")
+    if problem := problem_of_latest(found[0].path.parent):
+        say(console, f"{problem}.")
     else:
-        is_there = latest in {checkpoint.tag for checkpoint in found}
-        say(console, f"latest: {latest}" + ("" if is_there else ", which does not exist"))
+        say(console, f"latest: {latest}")
 
 
 def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bool, verified: bool) -> None:
@@ -116,7 +116,7 @@ def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bo
     from rich.filesize import decimal
 
     title = f"{checkpoint.tag}: {_state(checkpoint, verified)}{', latest' if is_latest else ''}"
-    console.print(title, style="bold", highlight=False)
+    console.print(*cells(title), style="bold", highlight=False)
     for problem in checkpoint.problems:
         say(console, f"  {problem}")
     manifest = checkpoint.manifest
@@ -135,7 +135,7 @@ def _print_checkpoint(console: Console, checkpoint: Checkpoint, *, is_latest: bo
     for row in manifest.parameters:
         shape = f"{list(row.shape)}" + (f" x {row.experts} experts" if row.experts else "")
         ranks = fold_numbers(list(row.model_ranks))
-        table.add_row(row.name, shape, row.dtype, ranks, _split(row) + ("" if row.is_trained else " frozen"))
+        table.add_row(*cells(row.name, shape, row.dtype, ranks, _split(row) + ("" if row.is_trained else " frozen")))
     console.print(table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -124,7 +125,7 @@ def _checkpoint(source: Path, tag: str | None) -> Checkpoint:
     Raises:
         MissingCheckpointError: there is none.
     """
-    if (source / manifests.NAME).exists():
+    if os.path.lexists(source / manifests.NAME):
         path = source.resolve()
         if tag not in (None, path.name):
             raise CheckpointError(

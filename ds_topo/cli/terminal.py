@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_topo.errors import TopologyError
+from ds_topo.errors import TopologyError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
 
 def counted(number: int, noun: str) -> str:
@@ -25,8 +26,15 @@ def counted(number: int, noun: str) -> str:
 
 
 def say(console: Console, text: str) -> None:
-    """Print a line as it is, without colours and without breaking it."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    """Print a line as it is, without colours and without breaking it; names in it cannot control the terminal."""
+    console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
+
+
+def cells(*texts: str) -> list[Text]:
+    """Return the cells of a row of a table as they are; names in them cannot control the terminal."""
+    from rich.text import Text
+
+    return [Text(printable(text)) for text in texts]
 
 
 def table_of(*left: str, right: Iterable[str] = ()) -> Table:

@@ -201,7 +201,7 @@ COPY_SCRIPTS = Patch(
 TORCH_LOAD = Patch(
     torch,
     "load",
-    instead="The same with weights_only=True, on the thread that loads a checkpoint.",
+    instead="The same with weights_only=True, on the thread that loads a checkpoint, and for its files on all threads.",
     why="DeepSpeed passes weights_only=False, which runs any code that a file contains.",
     during=LOADING,
 )

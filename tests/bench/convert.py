@@ -25,7 +25,7 @@ import deepspeed
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, checkpoint
-from ds_topo.checkpoint.folder import digest_of, flush
+from ds_topo.checkpoint.disk import digest_of, flush
 from tests.bench.linear_layers import engine_of_layers
 from tests.support.ranks import run_ranks
 

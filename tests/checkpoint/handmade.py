@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.folder import digest_of
+from ds_topo.checkpoint.disk import digest_of
 from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedLayout, SavedParameter, SavedSplit
 
 LAYOUT = SavedLayout("pipe=2,data=2", 4, 2, 2, 1, "DeepSpeedZeroOptimizer", "fp32", is_pipeline=True)
@@ -19,7 +19,7 @@ def slice_of(full: torch.Tensor, split: SavedSplit, place: int, slices: int) -> 
     return torch.cat(full.chunk(split.stride * slices, split.dim)[place::slices], split.dim)
 
 
-def make(folder: Path, tag: str, step: int) -> Manifest:
+def make(folder: Path, tag: str, step: int, time: str = "2026-01-31T12:00:00+00:00") -> Manifest:
     """Write a complete checkpoint into ``folder / tag``."""
     path = folder / tag
     path.mkdir(parents=True)
@@ -30,7 +30,7 @@ def make(folder: Path, tag: str, step: int) -> Manifest:
     manifest = Manifest(
         tag,
         step,
-        "2026-01-31T12:00:00+00:00",
+        time,
         LAYOUT,
         tuple(listed),
         (SavedParameter("0.weight", (4, 2), "float32", (0,)), SavedParameter("1.weight", (2, 2), "float32", (1,), 0)),

@@ -145,11 +145,11 @@ def test_several_workers_write_the_same_as_one(saved: Saved, tmp_path: Path) -> 
     assert found.manifest is not None
     target = target_of(model_of(found.manifest), "data=4", 3)
     workers = [Conversion(found, target, tmp_path / "three", TAG) for _ in range(3)]
-    workers[0].begin(3)
-    for number, worker in enumerate(workers):
-        worker.make_room(number, 3)
-    files = [file for number, worker in enumerate(workers) for file in worker.fill(number, 3)]
-    workers[0].commit(files)
+    with workers[0].begin(3):
+        for number, worker in enumerate(workers):
+            worker.make_room(number, 3)
+        files = [file for number, worker in enumerate(workers) for file in worker.fill(number, 3)]
+        workers[0].commit(files)
     _same_checkpoint(tmp_path / "one" / TAG, tmp_path / "three" / TAG)
 
 

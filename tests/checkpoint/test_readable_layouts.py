@@ -28,7 +28,7 @@ def test_every_order_of_axes_reads_every_other(before: str, after: str) -> None:
     [
         ({"topology": "pipe=4,data=2"}, "model=2 became model=1|pipe=2 became pipe=4"),
         ({"topology": None, "model_ranks": 2}, "4 model ranks"),
-        ({"replicas": 4, "topology": "pipe=2,data=4,model=2"}, "2 replicas became 4"),
+        ({"world_size": 16, "replicas": 4, "topology": "pipe=2,data=4,model=2"}, "2 replicas became 4"),
         ({"zero_stage": 0, "optimizer": "Adam"}, "DeepSpeedZeroOptimizer at ZeRO 1 became Adam at ZeRO 0"),
         ({"zero_stage": 3, "optimizer": "DeepSpeedZeroOptimizer_Stage3"}, "at ZeRO 3"),
         ({"is_pipeline": False}, "a PipelineModule became a plain engine"),
@@ -42,11 +42,11 @@ def test_other_degrees_are_refused_with_the_reason(change: dict[str, Any], reaso
 
 def test_without_zero_other_numbers_of_replicas_can_read() -> None:
     whole = replace(ZERO_1, zero_stage=0, optimizer="Adam")
-    assert why_unreachable(whole, replace(whole, replicas=4, topology="pipe=2,data=4,model=2")) == ""
+    assert why_unreachable(whole, replace(whole, world_size=16, replicas=4, topology="pipe=2,data=4,model=2")) == ""
 
 
 def test_other_numbers_of_replicas_can_read_parameters_alone() -> None:
-    more = replace(ZERO_1, replicas=4, topology="pipe=2,data=4,model=2", zero_stage=0, optimizer="Adam")
+    more = replace(ZERO_1, world_size=16, replicas=4, topology="pipe=2,data=4,model=2", zero_stage=0, optimizer="Adam")
     assert why_unreachable(ZERO_1, more, optimizer_states=False) == ""
     assert "ZeRO 3" in why_unreachable(ZERO_1, replace(more, zero_stage=3), optimizer_states=False)
 

@@ -95,7 +95,7 @@ def test_latest_without_a_tag_is_ignored(world: Worlds, tmp_path: Path, content:
     (tmp_path / LATEST).write_bytes(content)
     assert named_latest(tmp_path) is None
     for tag, said in (
-        (None, "'latest' names no checkpoint. Continuing from the newest complete one, 'step1'"),
+        (None, "). Continuing from the newest complete one, 'step1'"),
         ("step1", ""),
     ):
         warned = world(2).run(_load_warned, tmp_path, tag)
