@@ -91,8 +91,7 @@ def entries_in(folder: Path) -> dict[str, int | str]:
     found: dict[str, int | str] = {}
 
     def failed(error: OSError) -> None:
-        name = Path(error.filename or folder).relative_to(folder).as_posix()
-        found[name] = f"cannot be read: {reason_of(error)}"
+        found[os.path.relpath(error.filename or folder, folder)] = f"cannot be read: {reason_of(error)}"
 
     for parent, _, names in os.walk(folder, onerror=failed):
         for name in names:

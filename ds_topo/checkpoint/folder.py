@@ -456,6 +456,8 @@ def put_in_place(written: Path, folder: Path, tag: str, change_places: Callable[
 def remove_old(folder: Path, keep: int, newest: str) -> list[str]:
     """Remove complete checkpoints except the ``keep`` newest, and damaged ones older than all of those.
 
+    As long as there are fewer complete ones nothing is removed: a disk may fail to read one for a moment only.
+
     ``newest`` has just been saved and counts as the newest. The one that ``latest`` names is kept. Those without a
     manifest are kept, too, because DeepSpeed or the user put them there.
     """
@@ -464,7 +466,7 @@ def remove_old(folder: Path, keep: int, newest: str) -> list[str]:
     found.sort(key=lambda checkpoint: checkpoint.tag != newest)
     kept = [checkpoint for checkpoint in found if checkpoint.is_whole][:keep]
     removed = []
-    for checkpoint in found if kept else []:
+    for checkpoint in found if len(kept) == keep else []:
         is_old = checkpoint.is_whole or checkpoint.age < kept[-1].age
         if checkpoint not in kept and is_old and checkpoint.tag != latest:
             discard(checkpoint.path)

@@ -161,6 +161,15 @@ def test_remove_old_counts_only_complete_checkpoints(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "step3", "step4", "step5"]
 
 
+def test_remove_old_keeps_damaged_ones_until_enough_are_complete(tmp_path: Path) -> None:
+    for number in (1, 2):
+        make(tmp_path, f"step{number}", number)
+    (tmp_path / "step1/mp_rank_00_model_states.pt").unlink()
+    assert remove_old(tmp_path, 2, "step2") == []
+    make(tmp_path, "step3", 3)
+    assert remove_old(tmp_path, 2, "step3") == ["step1"]
+
+
 def test_remove_old_treats_last_saved_as_newest(tmp_path: Path) -> None:
     for number in (5, 9):
         make(tmp_path, f"step{number}", number)

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
-from ds_topo.checkpoint.manifest import Manifest, SavedLayout, from_text, to_text
-from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError
+from ds_topo.checkpoint.deepspeed_reader import fitting_files
+from ds_topo.checkpoint.manifest import (
+    Manifest,
+    SavedExperts,
+    SavedFile,
+    SavedLayer,
+    SavedLayout,
+    SavedParameter,
+    SavedSplit,
+    SavedStructure,
+    from_text,
+    to_text,
+    why_unreachable,
+)
+from ds_topo.checkpoint.saved_model import RankTable, model_of
+from ds_topo.checkpoint.target import target_of
+from ds_topo.errors import CheckpointError, CheckpointVersionError, DamagedCheckpointError, TopologyError
 from tests.checkpoint.handmade import LAYOUT, make
 from tests.support.topologies import topologies
 
@@ -92,3 +114,171 @@ def test_reading_imports_neither_torch_nor_pickle() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
+
+
+# -- manifests that were written to mislead ----------------------------------------------------------------------------
+
+PIPELINE = Manifest(
+    "last",
+    7,
+    "2026-01-31T12:00:00+00:00",
+    SavedLayout("pipe=2,data=2,model=2", 8, 4, 2, 1, "DeepSpeedZeroOptimizer", "fp32", is_pipeline=True),
+    (
+        SavedFile("mp_rank_00_model_states.pt", 7, "0" * 64, 0),
+        SavedFile("sub/zero_pp_rank_0_mp_rank_00_optim_states.pt", 9, "1" * 64, 3),
+    ),
+    (
+        SavedParameter("0.weight", (4, 2), "float32", (0, 1), 0),
+        SavedParameter("tied_modules.t.weight", (8, 2), "float32", (0, 1, 2, 3), 0),
+    ),
+    {"ds_topo": "0.1.0"},
+    SavedStructure(
+        "AdamW",
+        ((("tied_modules.t.weight", "0.weight"),), (("tied_modules.t.weight",),)),
+        {"0.weight": SavedSplit(0), "tied_modules.t.weight": SavedSplit(0)},
+        layers=(SavedLayer("A"), SavedLayer("T", "t"), SavedLayer("T", "t")),
+        bounds=(0, 2, 3),
+        method="parameters",
+    ),
+)
+EXPERTS = Manifest(
+    "moe",
+    7,
+    "2026-01-31T12:00:00+00:00",
+    SavedLayout("data=4", 4, 1, 4, 1, "DeepSpeedZeroOptimizer", "fp32", experts=(SavedExperts(2),)),
+    (SavedFile("mp_rank_00_model_states.pt", 7, "0" * 64, 0),),
+    (
+        SavedParameter("w", (4, 2), "bfloat16", (0,)),
+        SavedParameter("m.deepspeed_experts.*.weight", (8, 2), "float32", (0,), None, 4),
+    ),
+    structure=SavedStructure("AdamW", ((("w", "m.deepspeed_experts.0.weight"),),), experts={"m.deepspeed_experts": 2}),
+)
+CONTENTS = [json.loads(to_text(one)) for one in (PIPELINE, EXPERTS)]
+
+
+def _signed(content: dict[str, Any]) -> str:
+    """Return the text of a manifest whose digest agrees, as anybody can write it."""
+    plain = {key: value for key, value in content.items() if key != "sha256"}
+    return json.dumps({**plain, "sha256": hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()})
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every container in JSON with each of its keys."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from _places(value[key])
+
+
+VALUES = st.one_of(
+    st.sampled_from([10**6, 2**62, 2**63, 10**400, "..", "/etc/passwd", "a//b", "\x1b[31m", "\ud800", "x" * 10_000]),
+    st.sampled_from(["data=3", "data=1000000000", "pipe=2,data=2,model=2", "float32", "load", float("nan")]),
+    st.recursive(
+        st.none() | st.booleans() | st.integers(-2, 9) | st.floats() | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+        max_leaves=4,
+    ),
+)
+
+
+def _use(manifest: Manifest) -> None:
+    """Do what lists, loads and conversions do with a manifest."""
+    assert from_text(to_text(manifest), "again") == manifest
+    assert manifest.numel() >= 0
+    assert str(manifest.layout).isprintable()
+    for other in (PIPELINE.layout, EXPERTS.layout):
+        why_unreachable(manifest.layout, other)
+        why_unreachable(other, manifest.layout)
+    for spec in ("data=1", "data=2,model=2", "pipe=2,data=2,model=2"):
+        with suppress(CheckpointError, TopologyError), fitting_files(Path("saved")):
+            model = model_of(manifest)
+            RankTable(model, manifest.layout, model.structure)
+            target_of(model, spec)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_any_manifest_is_loaded_or_refused_by_our_errors(data: st.DataObject) -> None:
+    content = copy.deepcopy(data.draw(st.sampled_from(CONTENTS)))
+    for _ in range(data.draw(st.integers(1, 2))):
+        container, key = data.draw(st.sampled_from(list(_places(content))))
+        change = data.draw(st.sampled_from(["replace", "remove", "repeat"]))
+        if change == "remove":
+            del container[key]
+        elif change == "repeat" and isinstance(container, list):
+            container.append(container[key])
+        else:
+            container[key] = data.draw(VALUES)
+    with suppress(DamagedCheckpointError, CheckpointVersionError):
+        _use(from_text(_signed(content), "manifest.json"))
+
+
+@pytest.mark.parametrize("manifest", [PIPELINE, EXPERTS], ids=["pipeline", "experts"])
+def test_whole_manifest_is_used(manifest: Manifest) -> None:
+    _use(manifest)
+    model = model_of(manifest)
+    assert target_of(model, "data=2").layout.topology == "data=2"
+
+
+FILE = CONTENTS[0]["files"][0]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("files", 0, "path"), "../latest", "files[0]: path='../latest' is not inside the checkpoint's folder"),
+        (("files", 0, "path"), "/etc/passwd", "files[0]: path='/etc/passwd' is not inside the checkpoint's folder"),
+        (("files", 1), FILE, "files: 'mp_rank_00_model_states.pt' is listed twice"),
+        (("files", 0, "bytes"), -1, "the bytes, the rank or the SHA-256 are impossible"),
+        (("files", 0, "bytes"), "7", "files[0].bytes: '7' is not an int"),
+        (("files", 0, "bytes"), True, "files[0].bytes: True is not an int"),
+        (("files", 0, "bytes"), 1 << 63, "files[0].bytes: 9223372036854775808 is too large"),
+        (("files", 0, "sha256"), "0", "the bytes, the rank or the SHA-256 are impossible"),
+        (("files",), {}, "files: {} is not a list"),
+        (
+            ("parameters", 0, "name"),
+            "\x1b[31m",
+            r"parameters[0].name: '\x1b[31m' has characters that cannot be printed",
+        ),
+        (("parameters", 0, "shape"), [-1], "shape=(-1,) of '0.weight' is impossible"),
+        (("parameters", 0, "shape"), [1] * 65, "of '0.weight' is impossible"),
+        (("parameters", 0, "model_ranks"), [1, 0], "model_ranks=(1, 0) of '0.weight' do not rise"),
+        (("parameters", 0, "model_ranks"), [4], "'0.weight' is on model ranks (4,), and there are 4"),
+        (("layout", "world_size"), 10**9, "must be between 1 and world_size, and that at most 4,194,304"),
+        (("layout", "topology"), "data=1000000000", "1,000,000,000 ranks from rank 0 are not in a world of 8"),
+        (("layout", "topology"), "data=", "layout: malformed topology"),
+        (("layout", "zero_stage"), 4, "zero_stage=4 or precision='fp32' is unknown"),
+        (("layout", "secret"), 1, "layout has no entry 'secret': there are"),
+        (("structure", "bounds"), [0, 9], "structure: bounds=(0, 9) do not rise from 0 to 3 layers"),
+        (("structure", "experts"), {"a": 0}, "sizes must be >= 1"),
+        (("step",), None, "step: None is not an int"),
+        (("versions",), {"ds_topo": None}, "versions.ds_topo: None is not a str"),
+    ],
+    ids=str,
+)
+def test_entries_of_a_manifest_are_checked(place: tuple[str | int, ...], value: Any, said: str) -> None:
+    content = copy.deepcopy(CONTENTS[0])
+    container = content
+    for key in place[:-1]:
+        container = container[key]
+    container[place[-1]] = value
+    with pytest.raises(DamagedCheckpointError) as raised:
+        from_text(_signed(content), "manifest.json")
+    assert said in str(raised.value)
+
+
+def test_deep_nesting_is_refused() -> None:
+    deep: Any = []
+    for _ in range(900):
+        deep = [deep]
+    text = json.dumps({**CONTENTS[0], "step": "HERE"}).replace('"HERE"', "[" * 100_000 + "]" * 100_000)
+    for forged in (text, _signed({**CONTENTS[0], "step": deep})):
+        with pytest.raises(DamagedCheckpointError):
+            from_text(forged, "manifest.json")
+
+
+def test_tied_and_sliced_parameters_count_once() -> None:
+    assert PIPELINE.numel() == 2 * (4 * 2) + 2 * (8 * 2), "two slices of each, whatever the number of stages"
+    frozen_there = replace(PIPELINE.parameters[1], model_ranks=(2, 3), is_trained=False)
+    rows = (PIPELINE.parameters[0], replace(PIPELINE.parameters[1], model_ranks=(0, 1)), frozen_there)
+    assert replace(PIPELINE, parameters=rows).numel() == PIPELINE.numel()
+    assert EXPERTS.numel() == 4 * 2 + 4 * (8 * 2)
