@@ -209,5 +209,5 @@ def is_held(folder: Path) -> bool:
         if (folder / _LOCK).is_file():
             hold(folder).close()
     except OSError as error:
-        return isinstance(error, BlockingIOError)
+        return isinstance(error, (BlockingIOError, PermissionError))  # or another user's
     return False

@@ -33,7 +33,13 @@ from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.folder import Checkpoint
 from ds_topo.checkpoint.manifest import why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
-from ds_topo.checkpoint.safe_reading import how_to_verify, reading_checkpoint, refused_types, unreadable
+from ds_topo.checkpoint.safe_reading import (
+    how_to_verify,
+    reading_checkpoint,
+    refused_types,
+    removed_meanwhile,
+    unreadable,
+)
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
 from ds_topo.errors import (
     CheckpointError,
@@ -150,6 +156,8 @@ def load(
         error = CheckpointError(
             f"DeepSpeed could not load {root / chosen}: {type(raised).__name__}: {raised}. If its files may have been "
             f"changed, find out by {how_to_verify(root / chosen)}"
+            if (root / chosen).exists()
+            else removed_meanwhile(root / chosen)
         )
         error.__cause__ = raised
     meeting.all_or_none("loaded", error, is_alone=error is not None)

@@ -54,6 +54,8 @@ unfinished: list[BackgroundSave] = []
 """The saves in the background that are not in place yet, in the same order on all ranks."""
 _MARGIN = 1.02
 """The factor by which the disk must have more space than the checkpoint is expected to take."""
+_ATTEMPTS = 5
+"""Attempts to make a draft in a folder that other jobs tidy up."""
 _THREADS = 2
 """Threads that compute digests."""
 _LARGE = 1 << 20
@@ -401,8 +403,15 @@ class BackgroundSave:
         return self._path
 
     def _make_room(self, engine: DeepSpeedEngine) -> None:
-        _make_room(engine, self._root, self._tag)
-        self._held = disk.hold(self._draft)
+        _require_room(engine, self._root, self._tag)
+        for _ in range(_ATTEMPTS):
+            with suppress(FileNotFoundError):  # another job has tidied up before the draft was held
+                (self._draft / self._tag).mkdir(parents=True, exist_ok=True)
+                self._held = disk.hold(self._draft)
+                disk.flush(self._root)
+                if (self._draft / self._tag).is_dir():
+                    return
+        raise CheckpointError(f"other jobs remove {self._draft} again and again: give each job another folder")
 
     def _write(self, engine: DeepSpeedEngine, client_state: Mapping[str, Any] | None) -> None:
         """Let DeepSpeed write this rank's files, or copy their content."""
@@ -580,10 +589,11 @@ def saved_as_a_whole(save_checkpoint: Any) -> Any:
 # -- rank 0's preparations ---------------------------------------------------------------------------------------------
 
 
-def _make_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
-    """Prepare the folder; on rank 0.
+def _require_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
+    """Tidy the folder up, and check that a checkpoint can be written there; on rank 0.
 
     Raises:
+        CheckpointError: the folder or the tag cannot be used.
         CheckpointSpaceError: the disk has too little free space. Nothing has changed, except that drafts of killed
             saves are removed.
     """
@@ -593,7 +603,7 @@ def _make_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
         raise CheckpointError(f"{root} is a file, or below one: give a folder of checkpoints") from None
     folders.tidy(root)
     folders.require_free(root, tag)
-    if disk.is_held(draft := folders.draft_of(root, tag)):
+    if disk.is_held(folders.draft_of(root, tag)):
         raise CheckpointError(
             f"another job is saving the checkpoint {tag!r} in {root} at this moment: give each job another folder, or "
             "other tags"
@@ -607,8 +617,6 @@ def _make_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
             f"the checkpoint {tag!r} takes about {needed:,} bytes, and the disk of {root} has {free:,}: make room, "
             "keep fewer (keep_last=N), or save elsewhere. Nothing was written"
         )
-    (draft / tag).mkdir(parents=True)
-    disk.flush(root)
 
 
 def free_bytes(folder: Path) -> int:
