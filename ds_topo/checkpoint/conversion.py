@@ -32,8 +32,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from os import PathLike
@@ -46,7 +46,7 @@ import torch.distributed as dist
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source, fitting_files
 from ds_topo.checkpoint.deepspeed_writer import Writer
-from ds_topo.checkpoint.disk import check_folder, discard, flush, hold, is_held, replace_text
+from ds_topo.checkpoint.disk import check_folder, discard, failure_to_write, flush, hold, is_held, replace_text
 from ds_topo.checkpoint.engine_facts import layout_of, parameters_of, share_of_structure, versions, whole_structure
 from ds_topo.checkpoint.file_filling import FileContent, Filling, Region, fill_all, make_room
 from ds_topo.checkpoint.folder import (
@@ -57,6 +57,7 @@ from ds_topo.checkpoint.folder import (
     look_at,
     put_in_place,
     require_free,
+    tags_in,
     text_of_tag,
     told,
     why_passed_over,
@@ -80,6 +81,7 @@ from ds_topo.errors import (
     MissingCheckpointError,
     UnsafeCheckpointError,
     abridged,
+    listed,
 )
 
 _MARGIN = 1.02
@@ -129,6 +131,8 @@ def convert(
         CheckpointSpaceError: the disk has too little space. In all of these cases nothing was written.
     """
     to, manifest = check_folder(folder), readable(_checked(checkpoint))
+    if isinstance(zero, bool):
+        raise TypeError(f"zero={zero} is not a stage: give 0, 1, 2 or 3")
     if not isinstance(spec, str):
         raise TypeError(f'spec={abridged(spec)} is not a text: give a topology with all degrees, such as "data=4"')
     new_tag = check_tag(checkpoint.tag if tag is None else tag)
@@ -159,6 +163,9 @@ def readable(checkpoint: Checkpoint) -> Manifest:
     """
     if checkpoint.needs:
         raise CheckpointVersionError(f"the checkpoint {checkpoint.tag!r}: {checkpoint.needs}")
+    if not os.path.lexists(checkpoint.path):
+        known = listed(tags_in(checkpoint.path.parent))
+        raise MissingCheckpointError(f"no checkpoint {checkpoint.tag!r} in {checkpoint.path.parent}: there are {known}")
     if checkpoint.problems:
         raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(checkpoint.problems)}")
     if checkpoint.manifest is None:
@@ -172,6 +179,17 @@ def readable(checkpoint: Checkpoint) -> Manifest:
     if refused := refused_types(paths):
         raise UnsafeCheckpointError(f"{checkpoint.path}: {refused[0]}")
     return checkpoint.manifest
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the path, and the free space of its disk, if writing fails."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError) as error:  # the latter is torch's
+        raise failure_to_write(path, error) from error
 
 
 class Conversion:
@@ -244,7 +262,7 @@ class Conversion:
 
     def make_room(self, worker: int = 0, workers: int = 1) -> None:
         """Write this worker's share of the files without the bytes of their tensors."""
-        with fitting_files(self.source):
+        with fitting_files(self.source), _naming(self._files):
             make_room(self._share(worker, workers), self._files)
 
     def fill(
@@ -254,7 +272,8 @@ class Conversion:
         with fitting_files(self.source):
             share = self._share(worker, workers)
             fillings = [Filling(self._source, self._target.slices, file, self._files) for file in share]
-        digests = fill_all(fillings, self._draft / f"done-{worker}.txt", progress)
+        with _naming(self._files):
+            digests = fill_all(fillings, self._draft / f"done-{worker}.txt", progress)
         return [
             SavedFile(one.path.relative_to(self._files).as_posix(), one.bytes, digest, worker)
             for one, digest in zip(fillings, digests, strict=True)
@@ -348,9 +367,10 @@ def to_single_file(
             f"{path} takes {needed:,} bytes, and its disk has {free:,}. Free some space, or write to another disk. "
             "Nothing was written"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.part")
-    draft.unlink(missing_ok=True)
+    with _naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.unlink(missing_ok=True)
     if kind == "torch":
 
         def content() -> dict[str, Any]:
@@ -359,7 +379,7 @@ def to_single_file(
             return {**found, **dict(source.buffers())}
 
         file = FileContent(draft.name, content)
-        with fitting_files(checkpoint.path):
+        with fitting_files(checkpoint.path), _naming(path):
             make_room([file], draft.parent)
             filling = Filling(source, 1, file, draft.parent)
         filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import stat
 from io import BufferedReader
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
 
-from ds_topo.errors import abridged
+from ds_topo.errors import CheckpointError, abridged
 
 DRAFT = ".saving"
 """The suffix of a name while its file or folder is being written."""
@@ -41,13 +42,20 @@ def check_folder(folder: object, name: str = "folder") -> Path:
 
     Raises:
         TypeError: it is not a path.
-        ValueError: it is empty, or has a character that no path has.
+        ValueError: it is empty, a URL, begins with ``~``, or has a character that no path has.
     """
     path = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else folder
     if not isinstance(path, str):
         raise TypeError(f"{name}={abridged(folder)} is not a path: give a str or a pathlib.Path")
     if not path.strip() or "\0" in path:
         raise ValueError(f"{name}={abridged(path)} is not a path: give one, such as 'runs/gpt', or '.' for this folder")
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", path):  # pathlib joins the two slashes of a URL
+        raise ValueError(f"{name}={abridged(path)} is a URL: give a path of a file system that all hosts share")
+    if os.path.expanduser(path) != path:
+        raise ValueError(
+            f"{name}={abridged(path)} begins with a home folder in the form that only shells replace: give "
+            f"{os.path.expanduser(path)!r}, which os.path.expanduser() returns"
+        )
     return Path(path)
 
 
@@ -180,6 +188,20 @@ def discard(path: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
         path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def failure_to_write(path: Path, error: BaseException) -> CheckpointError:
+    """Return an error with the path and the free space of its disk, which torch's errors do not have."""
+    reason = (getattr(error, "strerror", None) if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
+    is_gone = isinstance(error, FileNotFoundError) or "does not exist" in reason  # torch's words
+    if path.parent.exists() and not is_gone:
+        free = f"; {shutil.disk_usage(path.parent).free:,} bytes are free there"
+    else:
+        free = "; its folder was removed meanwhile: does a second job save into the same folder?"
+    code = f" (errno {error.errno})" if isinstance(error, OSError) and error.errno else ""
+    failure = CheckpointError(f"{path} could not be written: {type(error).__name__}: {reason}{code}{free}")
+    failure.__cause__ = error
+    return failure
 
 
 # -- several jobs ------------------------------------------------------------------------------------------------------

@@ -217,9 +217,12 @@ def text_of_tag(tag: object) -> str:
 
     Raises:
         TypeError: it is neither a text nor a number.
+        ValueError: it is empty.
     """
     if isinstance(tag, bool) or not isinstance(tag, (str, Real, os.PathLike)):
         raise TypeError(f"tag={abridged(tag)} is neither a text nor a number: give the name of a checkpoint")
+    if not str(tag).strip():
+        raise ValueError(f"tag={abridged(tag)} is empty: give the name of a checkpoint, such as 'global_step100'")
     return str(tag)
 
 

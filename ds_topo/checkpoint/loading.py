@@ -174,8 +174,6 @@ def _checked(engine: Any, folder: object, tag: object, verify: object) -> tuple[
     root, name = check_folder(folder), None if tag is None else folders.text_of_tag(tag)
     if verify not in (SIZES, DIGESTS):
         raise ValueError(f"verify={abridged(verify)}: give {SIZES!r} or {DIGESTS!r}")
-    if name is not None and not name.strip():
-        raise ValueError(f"tag={abridged(tag)}: give the name of a checkpoint, or None for the newest one")
     return root, name
 
 
@@ -313,8 +311,15 @@ class _Choice:
             return MissingCheckpointError(
                 f"{root} is one checkpoint: give the folder around it, {str(root.parent)!r}, and tag={root.name!r}"
             )
+        if root.exists() and not root.is_dir():
+            return MissingCheckpointError(f"{root} is a file: give the folder of all checkpoints")
+        if (root / ".metadata").is_file():
+            return MissingCheckpointError(
+                f"{root} is a checkpoint of torch.distributed.checkpoint: load it by ds_topo.checkpoint.load_torch"
+            )
         if tag is not None and tag not in (known := folders.tags_in(root)):
-            return MissingCheckpointError(f"no checkpoint {tag!r} in {root}: there are {listed(known)}")
+            hint = "; without a tag, the one that 'latest' names is loaded" if tag == folders.LATEST else ""
+            return MissingCheckpointError(f"no checkpoint {tag!r} in {root}: there are {listed(known)}{hint}")
         if tag is not None:
             whole = next((one.tag for one in folders.candidates(root) if one.is_whole), None)
             newest = f"the newest complete one is {whole!r}" if whole else "no other one is complete"
@@ -345,10 +350,10 @@ def loaded_whole(load_checkpoint: Any) -> Any:
     @wraps(load_checkpoint)
     def load_whole_checkpoint(engine: DeepSpeedEngine, load_dir: Any, *arguments: Any, **options: Any) -> Any:
         given = options_of(load_checkpoint, engine, load_dir, *arguments, **options)
-        if not is_ours(engine, load_dir) or engine.use_node_local_storage():
+        if not is_ours(engine) or engine.use_node_local_storage():
             return load_checkpoint(engine, load_dir, **given)
         if engine.load_universal_checkpoint():
-            with reading_checkpoint(Path(load_dir)):
+            with reading_checkpoint(check_folder(load_dir, "load_dir")):
                 return load_checkpoint(engine, load_dir, **given)
         try:
             path, state = load(engine, load_dir, restore_random_states=False, **given)

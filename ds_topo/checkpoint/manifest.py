@@ -35,7 +35,7 @@ FORMAT, VERSION = "ds_topo checkpoint", 1
 _DIGEST = "sha256"
 _OURS = {"format", "version", "bytes"}
 """Entries of the file that are no fields of a manifest."""
-_RANKS = 1 << 22
+MOST_RANKS = 1 << 22
 """The most ranks of a layout: tables of all ranks must fit into memory."""
 _DIMENSIONS = 64
 """The most dimensions of a tensor, as in torch."""
@@ -212,8 +212,8 @@ class SavedLayout:
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("world_size", "model_ranks", "replicas")}
-        if not all(1 <= size <= self.world_size <= _RANKS for size in sizes.values()):
-            raise ValueError(f"{sizes} must be between 1 and world_size, and that at most {_RANKS:,}")
+        if not all(1 <= size <= self.world_size <= MOST_RANKS for size in sizes.values()):
+            raise ValueError(f"{sizes} must be between 1 and world_size, and that at most {MOST_RANKS:,}")
         if self.zero_stage not in (0, 1, 2, 3) or self.precision not in ("fp32", "bf16", "fp16"):
             raise ValueError(f"zero_stage={self.zero_stage} or precision={abridged(self.precision)} is unknown")
         size = 1 if self.topology is None else ProcessTopology.from_spec(self.topology).world_size()

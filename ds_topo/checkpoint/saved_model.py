@@ -231,6 +231,11 @@ def bounds_of(model: SavedModel, slices: int, stages: int, method: str | None, g
                 f"pipe={stages}: the checkpoint is of a plain engine, whose model has no layers to divide into stages. "
                 "Give pipe=1, or a checkpoint of a PipelineModule"
             )
+        if method is not None or given:
+            raise CheckpointLayoutError(
+                "the checkpoint is of a plain engine, whose model has no layers to divide into stages. Leave the "
+                "partition method and the bounds of stages out"
+            )
         return ()
     if stages > layers:
         raise CheckpointLayoutError(

@@ -178,7 +178,7 @@ class WrittenFiles:
         waiting = {path: future or self._pool.submit(self._finished, path) for path, future in self._paths.items()}
         for path, future in waiting.items():
             if (error := future.exception()) is not None:
-                self.failure = self.failure or _failure_at(path, error)
+                self.failure = self.failure or disk.failure_to_write(path, error)
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self.failure is not None:
             raise self.failure
@@ -204,7 +204,7 @@ class WrittenFiles:
                     save(state_dict, path, *arguments, **options)
                     self._paths[file] = self._pool.submit(self._finished, file) if at_once else None
             except Exception as error:
-                self.failure = _failure_at(file, error)
+                self.failure = disk.failure_to_write(file, error)
 
         return save_and_record
 
@@ -215,7 +215,7 @@ class WrittenFiles:
                 if self.failure is None:
                     work(path, *arguments, **options)
             except Exception as error:
-                self.failure = _failure_at(Path(path), error)
+                self.failure = disk.failure_to_write(Path(path), error)
 
         return work_without_failure
 
@@ -236,20 +236,6 @@ def finished(path: Path, root: Path, rank: int) -> SavedFile:
         digest = disk.digest_of(path)
         flushed.result()
     return SavedFile(path.relative_to(root).as_posix(), path.stat().st_size, digest, rank)
-
-
-def _failure_at(path: Path, error: BaseException) -> Exception:
-    """Add the path and the free space of its disk, which torch's errors do not have."""
-    reason = (getattr(error, "strerror", None) if isinstance(error, OSError) else None) or str(error).partition("\n")[0]
-    is_gone = isinstance(error, FileNotFoundError) or "does not exist" in reason  # torch's words
-    if path.parent.exists() and not is_gone:
-        free = f"; {shutil.disk_usage(path.parent).free:,} bytes are free there"
-    else:
-        free = "; its folder was removed meanwhile: does a second job save into the same folder?"
-    code = f" (errno {error.errno})" if isinstance(error, OSError) and error.errno else ""
-    failure = CheckpointError(f"{path} could not be written: {type(error).__name__}: {reason}{code}{free}")
-    failure.__cause__ = error
-    return failure
 
 
 # -- saving ------------------------------------------------------------------------------------------------------------
@@ -551,9 +537,9 @@ def deepspeeds_part(engine: DeepSpeedEngine) -> Iterator[None]:
         _at_work.discard(engine)
 
 
-def is_ours(engine: DeepSpeedEngine, folder: object) -> bool:
+def is_ours(engine: DeepSpeedEngine) -> bool:
     """Return True if a call of an engine's method is the program's, on a grid, and not part of our own functions."""
-    return isinstance(engine.mpu, MpuGrid) and engine not in _at_work and bool(folder)
+    return isinstance(engine.mpu, MpuGrid) and engine not in _at_work
 
 
 def options_of(method: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -570,7 +556,7 @@ def saved_as_a_whole(save_checkpoint: Any) -> Any:
         given = options_of(save_checkpoint, engine, save_dir, *arguments, **options)
         if given.get("client_state", {}) is None:
             del given["client_state"]
-        if not is_ours(engine, save_dir):
+        if not is_ours(engine):
             return save_checkpoint(engine, save_dir, **given)
         if reason := why_not_ours(engine):
             warnings.warn(
@@ -601,6 +587,10 @@ def _require_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
         root.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise CheckpointError(f"{root} is a file, or below one: give a folder of checkpoints") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"the folder {root} cannot be created: {disk.reason_of(error)}. Give one that this user can write"
+        ) from error
     folders.tidy(root)
     folders.require_free(root, tag)
     if disk.is_held(folders.draft_of(root, tag)):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
-from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedExperts, SavedLayout, SavedStructure
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, MOST_RANKS, SavedExperts, SavedLayout, SavedStructure
 from ds_topo.checkpoint.saved_model import (
     RankTable,
     SavedModel,
@@ -77,6 +77,11 @@ def target_of(
             "running: give all degrees as positive numbers"
         )
     topology = ProcessTopology.from_spec(spec)
+    if topology.world_size() > MOST_RANKS:
+        raise TopologyError(
+            f"--topology {abridged(spec)} has {topology.world_size():,} ranks: a checkpoint can have up to "
+            f"{MOST_RANKS:,}"
+        )
     degrees = dict(zip(topology.axes, topology.dims, strict=True))
     slices, stages = degrees.get("model", 1), degrees.get("pipe", 1)
     saved, zero = model.layout, model.layout.zero_stage if zero is None else zero

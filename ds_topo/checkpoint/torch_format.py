@@ -39,6 +39,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from ds_topo.checkpoint.disk import check_folder
 from ds_topo.checkpoint.engine_facts import inner_optimizer, require_engine
 from ds_topo.checkpoint.engine_state import PARAMS, EngineState, Rename, state_of_engine, update_weights
+from ds_topo.checkpoint.folder import tags_in
+from ds_topo.checkpoint.manifest import NAME as MANIFEST
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_metadata, reading_checkpoint
 from ds_topo.errors import (
@@ -330,8 +332,11 @@ def _checked_metadata(
             if unsafe:
                 raise UnsafeCheckpointError(f"{folder}: {unsafe}")
             if missing:
+                ours = root is not None and (tags_in(root) or (root / MANIFEST).is_file())
+                hint = "; what is there is loaded by ds_topo.checkpoint.load" if ours else ""
                 raise MissingCheckpointError(
-                    f"no checkpoint of torch.distributed.checkpoint in {folder}, as rank {rank} sees it: {missing}"
+                    f"no checkpoint of torch.distributed.checkpoint in {folder}, as rank {rank} sees it: "
+                    f"{missing}{hint}"
                 )
             if damaged:
                 raise DamagedCheckpointError(f"the metadata in {folder}: rank {rank}: {damaged}")

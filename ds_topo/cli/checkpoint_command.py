@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.disk import check_folder
 from ds_topo.checkpoint.folder import Checkpoint, checkpoints_in, look_at, named_latest, problem_of_latest, told
 from ds_topo.checkpoint.manifest import SavedParameter
 from ds_topo.cli.shared_options import add_command
 from ds_topo.cli.terminal import cells, counted, say, table_of
-from ds_topo.errors import MissingCheckpointError
+from ds_topo.errors import CheckpointError, MissingCheckpointError
 from ds_topo.hosts.placement import fold_numbers
 
 if TYPE_CHECKING:
@@ -55,7 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    folder: Path = arguments.folder
+    try:
+        folder = check_folder(arguments.folder, "FOLDER")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     is_one = os.path.lexists(folder / manifests.NAME)
     root = folder.resolve().parent if is_one else folder
     if is_one:

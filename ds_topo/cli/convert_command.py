@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.disk import check_folder
 from ds_topo.checkpoint.folder import Checkpoint, candidates, check_tag, look_at, tags_in, why_passed_over
 from ds_topo.cli.shared_options import add_command, check_topology, given_options, refuse_without_effect
 from ds_topo.cli.terminal import progress_of
@@ -88,6 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise CheckpointError(
             f"--stages {arguments.stages!r} is not a list of numbers: give numbers of layers, such as 0,3,6"
         ) from None
+    try:
+        check_folder(arguments.source, "FROM")
+        check_folder(to, "TO")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     try:
         check_tag("new" if arguments.new_tag is None else arguments.new_tag)
     except ValueError as error:

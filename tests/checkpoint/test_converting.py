@@ -352,6 +352,9 @@ def test_load_names_first_parameter_of_another_model(world: Worlds, saved: Saved
         (PLAIN, "pipe=2,data=2", {}, "whose model has no layers to divide into stages"),
         (PLAIN, "model=3", {}, "which must be a multiple of 3"),
         (PLAIN, "data=4", {"zero": 4}, "ZeRO 4 is not a stage"),
+        (PLAIN, "data=4", {"bounds": (0, 3)}, "Leave the partition method and the bounds of stages out"),
+        (PLAIN, "data=4", {"method": "uniform"}, "Leave the partition method and the bounds of stages out"),
+        (PLAIN, "data=1000000000", {}, "has 1,000,000,000 ranks: a checkpoint can have up to 4,194,304"),
         (PLAIN, "data=two", {}, "data"),
     ],
 )
@@ -405,6 +408,26 @@ def test_checkpoint_without_structure_is_refused(saved: Saved, tmp_path: Path) -
 def test_full_disk_is_found_before_writing(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "free_bytes", lambda folder: 1000)
     with pytest.raises(CheckpointError, match=r"takes [\d,]+ bytes, and the disk .* has 1,000"):
+        convert(saved(PLAIN)[0], tmp_path / "to", "data=4")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_failure_to_write_names_the_folder_and_the_free_space(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 128 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(CheckpointError, match=r"saved could not be written: RuntimeError: .*; [\d,]+ bytes are free"):
+        convert(saved(PLAIN)[0], tmp_path, "data=4")
+
+
+def test_second_conversion_into_the_same_folder_is_refused(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conversion, "is_held", lambda folder: folder.name == f".{TAG}.converting")
+    with pytest.raises(CheckpointError, match="another process is converting into"):
         convert(saved(PLAIN)[0], tmp_path / "to", "data=4")
     assert list(tmp_path.iterdir()) == []
 

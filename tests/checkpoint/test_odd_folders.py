@@ -31,7 +31,7 @@ from ds_topo.checkpoint.folder import (
     tidy,
 )
 from ds_topo.cli import main
-from ds_topo.errors import CheckpointError
+from ds_topo.errors import CheckpointError, MissingCheckpointError
 from tests.checkpoint.handmade import make
 
 FILE = "mp_rank_00_model_states.pt"
@@ -247,12 +247,36 @@ def test_wrong_types_are_named(folder: Path, given: Any) -> None:
             call()
 
 
-@pytest.mark.parametrize("given", ["", " ", "a\0b"])
-def test_folders_without_a_name_are_refused(given: str) -> None:
-    with pytest.raises(ValueError, match="is not a path: give one"):
-        check_folder(given)
-    with pytest.raises(ValueError, match="is not a path: give one"):
-        checkpoints_in(given)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "is not a path: give one"),
+        (" ", "is not a path: give one"),
+        ("a\0b", "is not a path: give one"),
+        ("s3://bucket/run", "is a URL: give a path of a file system that all hosts share"),
+        (Path("s3://bucket/run"), "is a URL: give a path"),
+        ("~/runs", "begins with a home folder in the form that only shells replace: give '/"),
+    ],
+    ids=repr,
+)
+def test_folders_that_are_no_paths_are_refused(
+    folder: Path, given: Any, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for call in (check_folder, checkpoints_in):
+        with pytest.raises(ValueError, match=said):
+            call(given)
+    if str(given).strip():
+        assert main(["checkpoint", str(given)]) == 2
+        assert main(["convert", str(given), str(folder / "new"), "--topology", "data=1"]) == 2
+        assert main(["convert", str(folder), str(given), "--topology", "data=1"]) == 2
+        assert capsys.readouterr().err.count(said) == 3
+
+
+def test_empty_tag_and_absent_checkpoint_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="tag='' is empty"):
+        look_at(folder, "")
+    with pytest.raises(MissingCheckpointError, match=r"no checkpoint 'step9' in .*: there are \['step1', 'step2'\]"):
+        checkpoint.convert(look_at(folder, "step9"), folder / "new", "data=1")
 
 
 def test_texts_are_paths(folder: Path) -> None:
@@ -260,7 +284,7 @@ def test_texts_are_paths(folder: Path) -> None:
     assert look_at(str(folder), "step1").is_whole
 
 
-@pytest.mark.parametrize("tag", ["a" * 300, "a/b", "..", "", "a\0"])
+@pytest.mark.parametrize("tag", ["a" * 300, "a/b", "..", "a\0"])
 def test_tags_that_name_no_folder_are_problems(folder: Path, tag: str) -> None:
     assert not look_at(folder, tag).is_whole
 
