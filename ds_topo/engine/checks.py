@@ -69,6 +69,8 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid) -> None:
     _warn_of_unknown_keys(config._param_dict)
     if config.zero_config.zero_quantized_gradients:
         check_exchange_between_all_ranks("zero_quantized_gradients", grid)
+    if config.zero_config.zenflow is not None and config.zero_config.stage < 3:  # it broadcasts by numbers in the group
+        check_exchange_between_all_ranks("zero_optimization.zenflow at stage 1 or 2", grid)
     if config.expert_parallel_config.enabled:
         check_exchange_between_all_ranks("expert_parallel (AutoEP)", grid)
     if config.zero_config.zero_hpz_partition_size > 1:

@@ -58,7 +58,7 @@ def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, g
     failure: Exception | None = None
     try:
         if given is not None:
-            _require_same_places(as_topology(given, grid.world_size), grid)
+            require_same_places(as_topology(given, grid.world_size), grid)
         elif num_stages is not None and num_stages != grid.pipe_parallel_size:
             raise TopologyError(
                 f"num_stages={abridged(num_stages)}, but the grid in use, {grid.topology().spec!r}, has "
@@ -83,7 +83,7 @@ def mpu_in_use(mpu: Any, model: Any, grid: MpuGrid) -> Any:
     try:
         if isinstance(own, MpuGrid):
             if own.topology() != grid.topology() or own.to_global([0]) != grid.to_global([0]):
-                _require_same_places(own.topology(), grid)
+                require_same_places(own.topology(), grid)
         elif own is not None and own is not parallel_state_sp:  # this module answers with the grid's groups
             require_same_groups(own, own.__name__ if isinstance(own, ModuleType) else type(own).__name__, grid)
     except Exception as error:  # any exception: the other ranks must raise, too
@@ -93,7 +93,12 @@ def mpu_in_use(mpu: Any, model: Any, grid: MpuGrid) -> Any:
     return mpu if is_pipeline or isinstance(mpu, MpuGrid) else grid
 
 
-def _require_same_places(given: ProcessTopology, grid: MpuGrid) -> None:
+def require_same_places(given: ProcessTopology, grid: MpuGrid) -> None:
+    """Refuse a topology that places ranks differently than a grid does; axes of degree 1 do not matter.
+
+    Raises:
+        TopologyError: the message names the ranks.
+    """
     wanted = fold_extra_axes(grid.topology())
     if given in (grid.topology(), wanted):
         return

@@ -33,7 +33,7 @@ from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
-from ds_topo.topology.rank_tables import fold_extra_axes
+from ds_topo.topology.rank_tables import fold_extra_axes, sample_axes
 
 _bindings = ExitStack()
 """The patches of the first ``use(grid)``, until the last one is released."""
@@ -325,6 +325,54 @@ def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
     )
     yield patch, _counting_samples(grid)
 
+    patch = Patch(
+        accelerate.accelerator.Accelerator,
+        "gather_for_metrics",
+        instead="The same method, which gathers from one rank for each share of the samples.",
+        why="It would return samples once per slice, and cut an incomplete last batch off in the wrong place.",
+        during=patches.USE,
+        process_wide="An Accelerator may be created before or after use(grid).",
+    )
+    yield patch, _gathering_shares(grid)
+
+
+def _gathering_shares(grid: MpuGrid) -> Make:
+    """Gather metrics from the first rank of each share of the samples, in the order of the shares."""
+    import accelerate.accelerator
+    from accelerate.utils import recursively_apply
+
+    during = f"{ONE_CALL} of gather_for_metrics"
+    why = "Ranks that work on the same samples have the same metrics."
+    tensors = Patch(
+        accelerate.accelerator, "gather", "The results of the first rank of each share.", why=why, during=during
+    )
+    objects = Patch(
+        accelerate.accelerator, "gather_object", "The objects of the first rank of each share.", why=why, during=during
+    )
+
+    def make(gather_for_metrics: Any) -> Any:
+        @wraps(gather_for_metrics)
+        def gather_shares(*args: Any, **options: Any) -> Any:
+            shares = [_share_of(grid, rank) for rank in range(grid.world_size)]
+            firsts = [shares.index(share) for share in range(max(shares) + 1)]
+
+            def keep(gathered: torch.Tensor) -> torch.Tensor:
+                by_rank = gathered.unflatten(0, (grid.world_size, gathered.shape[0] // grid.world_size))
+                return by_rank[firsts].flatten(0, 1)
+
+            def of_tensors(gather: Any) -> Any:
+                return lambda tensor: recursively_apply(keep, gather(tensor))
+
+            def of_objects(gather: Any) -> Any:
+                return lambda found: gather(found if grid.grid_rank in firsts else [])
+
+            with ledger.bound(tensors, of_tensors), ledger.bound(objects, of_objects):
+                return gather_for_metrics(*args, **options)
+
+        return gather_shares
+
+    return make
+
 
 def _counting_samples(grid: MpuGrid) -> Make:
     """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``."""
@@ -350,18 +398,26 @@ def _counting_samples(grid: MpuGrid) -> Make:
 
 
 def _share_of_samples(grid: MpuGrid) -> tuple[int, int]:
-    """Return the number of shares that a data loader is divided into, and the index of this rank's share.
+    """Return the number of shares that a data loader is divided into, and the index of this rank's share."""
+    return grid.get_sample_world_size() * _ranks_per_sample(grid), _share_of(grid, grid.grid_rank)
 
-    Long sequence training shards each sample over all ranks along ``seq``, so each of these ranks needs other samples.
+
+def _share_of(grid: MpuGrid, rank: int) -> int:
+    topology, size = grid.topology(), _ranks_per_sample(grid)
+    share = topology.get_axis_index(sample_axes(topology), rank)
+    return share if size == 1 else share * size + topology.get_axis_index(SEQ, rank)
+
+
+def _ranks_per_sample(grid: MpuGrid) -> int:
+    """Return the number of ranks along ``seq`` that need samples of their own.
+
+    Long sequence training shards each sample over these ranks, after each of them has read another one.
     """
     from accelerate.state import AcceleratorState
 
-    count, index = grid.get_sample_world_size(), grid.get_sample_rank()
     parallelism = getattr(AcceleratorState(), "parallelism_config", None)
-    if getattr(parallelism, "sp_size", 1) > 1 and SEQ in grid.topology().axes:
-        size = grid.get_axis_size(SEQ)
-        return count * size, index * size + grid.get_axis_rank(SEQ)
-    return count, index
+    is_sharded = getattr(parallelism, "sp_size", 1) > 1 and SEQ in grid.topology().axes
+    return grid.get_axis_size(SEQ) if is_sharded else 1
 
 
 WHILE_A_GRID_IS_IN_USE: tuple[tuple[Patch, Make], ...] = (

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.errors import TopologyError
+from ds_topo.engine.one_layout import require_same_places
 from ds_topo.parallel_state.program_state import ParallelState
 from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.process_groups.process_grid import as_topology
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import MODEL, PIPE
 from ds_topo.topology.rank_tables import RankGroup
@@ -41,15 +42,8 @@ class GPTNeoXState(ParallelState):
             TopologyError: the degree differs, or the topology places ranks differently.
         """
         self._check_degrees(model=model_parallel_size)
-        own = self.grid.topology()
         if topology is not None:
-            axes = topology.get_axis_names()
-            wanted = ProcessTopology(axes, [topology.get_dim(axis) for axis in axes])
-            if wanted != own:
-                raise TopologyError(
-                    f"initialize_model_parallel got the topology {wanted.spec!r}, but the grid is {own.spec!r}: one "
-                    "job has one layout, so pass grid.topology()"
-                )
+            require_same_places(as_topology(topology, self.grid.world_size), self.grid)
         self._fp32_allreduce = fp32_allreduce
         self.is_awaited = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from ds_topo.errors import UnknownAxisError
 from tests.support.fake_world import fake_world
 from tests.support.gpt_training import TINY, PlainGPT, batch, loss_of, optimizer_of
 from tests.support.process_groups import number_of_groups
-from tests.support.training import Run, assert_trained_alike, train_by_hand
+from tests.support.training import Batch, Run, assert_trained_alike, own_samples, train_by_hand
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -144,8 +145,17 @@ def _module(way: str, grid: PipelineParallelGrid) -> nn.Module:
 
 
 def _losses(way: str, grid: PipelineParallelGrid) -> Run:
+    """Train with replicas on different samples if FSDP2 averages their gradients, and on all samples otherwise."""
     module = _module(way, grid)
-    return train_by_hand(module, optimizer_of(module.parameters()), map(batch, range(5)), loss_of, clip=None)
+    batches: Iterable[Batch] = map(batch, range(5))
+    if "fsdp2" in way:
+        batches = (own_samples(whole, grid) for whole in batches)
+    run = train_by_hand(module, optimizer_of(module.parameters()), batches, loss_of, clip=None)
+    if "fsdp2" in way:
+        mean = torch.tensor(run.losses)
+        dist.all_reduce(mean, group=grid.get_data_parallel_group())
+        run.losses = (mean / grid.get_data_parallel_world_size()).tolist()
+    return run
 
 
 def _train_both(way: str) -> None:

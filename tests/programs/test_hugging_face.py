@@ -219,8 +219,18 @@ def _learning_rates(spec: str, uses_dummy: bool) -> list[float]:
             optimizer.zero_grad()
             rates.append(model.optimizer.param_groups[0]["lr"])
         assert model.train_batch_size() == 4
+        _gather_metrics(accelerator)
     assert accelerator.num_processes == dist.get_world_size()
     return rates
+
+
+def _gather_metrics(accelerator: Any) -> None:
+    """Gather five samples, which do not fill the batches of two replicas."""
+    numbers: Any = torch.utils.data.TensorDataset(torch.arange(5))
+    for [batch] in accelerator.prepare(torch.utils.data.DataLoader(numbers, batch_size=2)):
+        expected = [4] if accelerator.gradient_state.end_of_dataloader else [0, 1, 2, 3]
+        assert accelerator.gather_for_metrics(batch).tolist() == expected
+        assert accelerator.gather_for_metrics([f"{int(number)}" for number in batch]) == [*map(str, expected)]
 
 
 def _learning_rates_of_both(spec: str) -> list[list[float]]:
@@ -232,7 +242,7 @@ def _learning_rates_of_both(spec: str) -> list[list[float]]:
     return found
 
 
-def test_schedules_on_a_grid_have_the_learning_rates_of_its_replicas() -> None:
+def test_schedules_and_metrics_on_a_grid_are_those_of_its_replicas() -> None:
     stock = run_ranks(2, _learning_rates_of_both, "stock")[0]
     assert all(rates[0] != rates[-1] for rates in stock)
     assert run_ranks(4, _learning_rates_of_both, "model=2,data=2") == [stock] * 4
