@@ -47,7 +47,15 @@ from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source, fitting_files
 from ds_topo.checkpoint.deepspeed_writer import Writer
 from ds_topo.checkpoint.disk import check_folder, discard, failure_to_write, flush, hold, is_held, replace_text
-from ds_topo.checkpoint.engine_facts import layout_of, parameters_of, share_of_structure, versions, whole_structure
+from ds_topo.checkpoint.engine_facts import (
+    digests_of_buffers,
+    layout_of,
+    parameters_of,
+    share_of_structure,
+    stage_and_slice,
+    versions,
+    whole_structure,
+)
 from ds_topo.checkpoint.file_filling import FileContent, Filling, Region, fill_all, make_room
 from ds_topo.checkpoint.folder import (
     LATEST,
@@ -102,6 +110,7 @@ def convert(
     method: str | None = None,
     bounds: Sequence[int] = (),
     experts: int | None = None,
+    zero_options: Mapping[str, Any] | None = None,
     save_latest: bool = True,
     progress: Progress = lambda step, done, of: None,
 ) -> Path:
@@ -119,6 +128,8 @@ def convert(
         method: ``partition_method`` of the pipeline; by default the saved one.
         bounds: first layer of every stage and the number of layers, instead of a method.
         experts: expert parallel size of every layer (``ep_size``); by default the saved ones.
+        zero_options: ``round_robin_gradients``, ``parameter_alignment`` and ``sub_group_size`` of the new job's section
+            ``zero_optimization``, as far as they differ from the saved ones.
         save_latest: whether the new checkpoint is loaded by default.
         progress: called while the conversion advances.
 
@@ -138,7 +149,7 @@ def convert(
     new_tag = check_tag(checkpoint.tag if tag is None else tag)
     with fitting_files(checkpoint.path):
         model = model_of(manifest)
-        target = target_of(model, spec, zero, method, bounds, experts)
+        target = target_of(model, spec, zero, method, bounds, experts, zero_options)
         conversion = Conversion(checkpoint, target, to, new_tag)
     with conversion.begin():
         conversion.make_room()
@@ -221,6 +232,7 @@ class Conversion:
 
         Raises:
             CheckpointError: the new checkpoint would replace the old one, or another process is converting.
+            CheckpointLayoutError: slices hold different values of something that would become one.
             CheckpointSpaceError: the disk has too little space.
         """
         if (self.folder / self._tag).resolve() == self._checkpoint.path.resolve():
@@ -233,6 +245,8 @@ class Conversion:
                 f"another process is converting into {self._draft} at this moment: wait for it, or give another folder "
                 "or tag"
             )
+        with fitting_files(self.source):
+            self._source.require_equal_copies(self._target.slices, has_states=True)
         manifest = (self._checkpoint.path / manifests.NAME).read_bytes()
         plan = {
             "from": hashlib.sha256(manifest).hexdigest(),
@@ -361,6 +375,8 @@ def to_single_file(
         model = model_of(manifest)
         require_splits(model, 1)
     source = Source(model, checkpoint.path)
+    with fitting_files(checkpoint.path):
+        source.require_equal_copies(1, has_states=False)
     needed = sum(one.numel_of_slice(1) * one.dtype.itemsize for one in model.parameters.values())
     if (free := free_bytes(path.parent)) < needed:
         raise CheckpointSpaceError(
@@ -507,14 +523,27 @@ def _target(engine: Any, meeting: Meeting, found: Checkpoint, manifest: Manifest
     structure = structure_from(meeting.decided("structure", plan))
     model = model_of(manifest, structure.splits)
     target = target_like(model, layout, structure)
-    meeting.post("difference", _difference(engine, model, target.slices))
+    has_new_slices = target.slices != model.slices
+    buffers = (stage_and_slice(engine)[0], digests_of_buffers(engine) if has_new_slices else {})
+    meeting.post("difference", (_difference(engine, model, target.slices), buffers))
     meeting.all_or_none("compared", None)
 
     def judge() -> None:
-        if difference := next(filter(None, meeting.posted("difference")), ""):
+        posted = meeting.posted("difference")
+        if difference := next(filter(None, (one for one, _ in posted)), ""):
             raise CheckpointModelError(
                 f"the checkpoint {found.tag!r} of {found.path.parent} is of another model: {difference}"
             )
+        known: dict[tuple[int, str], str] = {}
+        for _, (stage, digests) in posted:
+            for name, digest in digests.items():
+                if known.setdefault((stage, name), digest) != digest:
+                    raise CheckpointLayoutError(
+                        f"the buffer {name!r} differs between slices of this job, and the checkpoint of "
+                        f"model={model.slices} has one value for all of its slices: set partition_dim on it, after "
+                        "deepspeed.initialize, if slices split it. Register one that follows from the slice itself "
+                        "with persistent=False"
+                    )
 
     meeting.decided("same model", judge)
     return target

@@ -13,16 +13,17 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout
+from ds_topo.checkpoint.manifest import Place, SavedLayout, SavedOptions
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
 from ds_topo.checkpoint.saved_model import Parameter, RankTable, SavedModel, expert_of, prefix_of_layer
-from ds_topo.checkpoint.shards import PartitionedGroup, Slice, Span, elements_of_slice
+from ds_topo.checkpoint.shards import PartitionedGroup, Slice, Span, elements_of_slice, resliced, vectors_of
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, TopologyError, abridged
 
 WEIGHT = "weight"
@@ -126,19 +127,23 @@ class OptimizerStates:
             if is_stage_3:
                 self._locate_in_sub_groups(source.model_states(holders[0].model_rank)["param_shapes"], len(holders))
             else:
-                self._locate_in_groups(files, saves_padding=layout.optimizer == BF16_OPTIMIZER)
+                groups = model.structure.groups[holders[0].model_rank // model.slices]
+                self._locate_in_groups(source, holders, groups)
         self.param_groups: list[dict[str, Any]] = inner[0]["param_groups"]
         self._states: list[dict[int, dict[str, Any]]] = [one["state"] for one in inner]
 
-    def _locate_in_groups(self, files: Sequence[Mapping[str, Any]], *, saves_padding: bool) -> None:
-        for number, (master, padding) in enumerate(zip(self._masters[0], files[0]["group_paddings"], strict=True)):
-            self._numels[number] = master.numel() + (0 if saves_padding else padding)
-        for replica, file in enumerate(files):
-            for number, addresses in enumerate(file["param_slice_mappings"]):
-                for name, address in addresses.items():
-                    parts = self._spans[name]
-                    start = parts[-1][2].stop if parts else 0
-                    parts.append((replica, number, Span(name, address.start, start, start + address.numel)))
+    def _locate_in_groups(self, source: Source, holders: Sequence[Place], groups: Sequence[Sequence[str]]) -> None:
+        """Compute the spans: the files have ``param_slice_mappings``, which ignore ``round_robin_gradients``."""
+        for number, names in enumerate(groups):
+            members = [source.model.parameters[source.ranks.whole_name(name, holders[0])] for name in names]
+            numels = {name: math.prod(one.shape) for name, one in zip(names, members, strict=True)}
+            itemsize = members[0].dtype.itemsize if members else 1
+            own = source.ranks.holders(holders[0].model_rank, members[0].name) if members else holders
+            for group in vectors_of(numels, source.layout, source.options, len(own), itemsize):
+                self._numels[number] = group.partition_numel
+                for replica in range(len(own) if own == holders else 0):  # other ranks hold the other groups
+                    for span in group.spans(replica):
+                        self._spans[span.name].append((replica, number, span))
 
     def _locate_in_sub_groups(self, shapes: Sequence[Mapping[str, Sequence[int]]], replicas: int) -> None:
         for number, of_group in enumerate(shapes):
@@ -149,7 +154,7 @@ class OptimizerStates:
                     self._spans[span.name].append((replica, number, span))
 
     def of_group(self, group: int) -> dict[str, Any]:
-        """Return the states of a group: None for a state of every element, otherwise the value."""
+        """Return the states of a group: the data type of a state of every element, otherwise the value."""
         found: dict[str, Any] = {}
         first = 0
         for number in self.param_groups[group]["params"]:
@@ -162,16 +167,22 @@ class OptimizerStates:
                         f"{self._numels[number]} elements. Only states of every element, and single values, can be "
                         "converted. Load the checkpoint in the layout that saved it"
                     )
-                one[key] = None if is_elementwise else value
+                one[key] = value.dtype if is_elementwise else value
             if found and one and (key := differing(one, found)):
                 names = {parts[0][1]: name for name, parts in self._spans.items()}
                 raise CheckpointLayoutError(
-                    f"{names[first]!r} and {names[number]!r} have different values of {key} in the optimizer, and ZeRO "
-                    "keeps one for all parameters of a group. Put the two into different groups, or stay without ZeRO"
+                    f"{names[first]!r} and {names[number]!r} have different values or types of {key} in the optimizer, "
+                    "and ZeRO keeps one for all parameters of a group. Put the two into different groups, or load the "
+                    "checkpoint in the layout that saved it"
                 )
             if one and not found:
                 found, first = one, number
         return found
+
+    @property
+    def type_of_masters(self) -> torch.dtype:
+        """The data type of master weights."""
+        return self._masters[0][0].dtype
 
     def of(self, name: str, key: str, start: int, stop: int) -> torch.Tensor | None:
         """Return elements of a state or master weight, flat; None if the parameter never had a gradient."""
@@ -198,6 +209,16 @@ class Source:
         self._open: dict[str, dict[str, Any]] = {}
         self._states: dict[tuple[Place, ...], OptimizerStates] = {}
         self._lock = threading.RLock()
+
+    @cached_property
+    def options(self) -> SavedOptions:
+        """The options of ZeRO with which the files were written."""
+        if self.model.structure.options is not None:
+            return self.model.structure.options
+        config = self.model_states(0).get("ds_config")  # an earlier release did not record them in the manifest
+        given = config.get("zero_optimization") if isinstance(config, dict) else None
+        known = given if isinstance(given, dict) else {}
+        return SavedOptions(**{key: known[key] for key in asdict(SavedOptions()) if key in known})
 
     def content(self, name: str) -> dict[str, Any]:
         """Return the content of a file; its tensors are read when they are used.
@@ -248,9 +269,16 @@ class Source:
 
     @cached_property
     def states_of_groups(self) -> list[dict[str, Any]]:
-        """The states of every group of the optimizer: None for a state of every element, otherwise the value."""
+        """The states of every group of the optimizer: the type of a state of every element, otherwise the value."""
         states = self._states_of(self.ranks.holders(0, ""))
         return [states.of_group(group) for group in range(len(self.hyperparameters))]
+
+    @cached_property
+    def type_of_masters(self) -> torch.dtype:
+        """The data type of master weights."""
+        if not self.layout.has_partitions:
+            return torch.float32
+        return self._states_of(self.ranks.holders(0, "")).type_of_masters
 
     def _states_of(self, holders: tuple[Place, ...]) -> OptimizerStates:
         with self._lock:
@@ -337,19 +365,84 @@ class Source:
                 found.setdefault(f"{prefix_of_layer(self.model.structure, number)}{key}", (number, key))
         return found
 
+    def require_equal_copies(self, slices: int, *, has_states: bool) -> None:
+        """Check that slices hold equal copies of whatever does not declare how they split it, bit by bit.
+
+        Args:
+            slices: the new number of slices.
+            has_states: compare optimizer states, too.
+
+        Raises:
+            CheckpointLayoutError: a parameter or buffer differs, or cannot be cut into so many slices.
+        """
+        saved, states = self.model.slices, self.states_of_groups if has_states else []
+        if slices == saved:
+            return
+        groups = {
+            name: one for stage in self.model.structure.groups for one, names in enumerate(stage) for name in names
+        }
+        for name, one in self.model.parameters.items():
+            if one.split is not None:
+                continue
+            keys = [WEIGHT]
+            if has_states and (group := groups.get(self.ranks.local_name(name))) is not None:
+                keys += [MASTER, *(key for key, value in states[group].items() if isinstance(value, torch.dtype))]
+            first = self.model.stage_of[name] * saved
+            for key in keys:
+                copies = (self._elements(first + place, one, key, 0, math.prod(one.shape)) for place in range(saved))
+                self._require_equal(f"parameter {name!r}" if key == WEIGHT else f"{key} of {name!r}", copies)
+        for rows in zip(*map(self.buffers_of, range(saved)), strict=True):
+            name, values = rows[0][0], [value for _, value in rows]
+            if (split := self.model.structure.splits.get(name)) is None:
+                self._require_equal(f"buffer {name!r}", values)
+            elif split.dim >= values[0].dim() or values[0].shape[split.dim] * saved % (split.stride * slices):
+                raise CheckpointLayoutError(
+                    f"the buffer {name!r} {list(values[0].shape)} of {saved} slices cannot become {slices} slices "
+                    f"along dimension {split.dim} (stride {split.stride}). Choose another degree of model"
+                )
+
+    def _require_equal(self, what: str, copies: Iterable[torch.Tensor]) -> None:
+        first, *others = (one.detach().contiguous().view(-1).view(torch.uint8) for one in copies)
+        for place, other in enumerate(others, 1):
+            if not torch.equal(first, other):
+                raise CheckpointLayoutError(
+                    f"slices 0 and {place} of model={self.model.slices} hold different values of {what}, which does "
+                    "not declare how slices split it: another degree of model would keep slice 0's alone. If slices "
+                    "split it, set tensor_model_parallel and partition_dim on it, as Megatron's layers do, and save "
+                    "once more. partition_dim of a buffer must be set after deepspeed.initialize, which may replace "
+                    "it. Register a buffer that follows from the slice itself with persistent=False"
+                )
+
+    def state_dict_of(self, place: int) -> dict[str, torch.Tensor]:
+        """Return the state dict of a plain engine's module, of one of the saved slices."""
+        slices, found = self.model.slices, {}
+        for name, one in self.model.parameters.items():
+            elements = self.elements(name, WEIGHT, place, slices, 0, one.numel_of_slice(slices))
+            found[name] = elements.view(one.shape_of_slice(slices))
+        found.update({alias: found[name] for alias, name in self.model.structure.aliases.items()})
+        return {**found, **dict(self.buffers_of(place))}
+
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the entries beside parameters that the first slice saved, under the module's names."""
+        """Yield the entries beside parameters under the module's names, with slices put together."""
+        for rows in zip(*map(self.buffers_of, range(self.model.slices)), strict=True):
+            name, value = rows[0]
+            split = self.model.structure.splits.get(name)
+            values = [value for _, value in rows]
+            yield name, value if split is None else resliced(values, split.dim, split.stride, 1, 0)
+
+    def buffers_of(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the entries beside parameters that a slice saved, under the module's names."""
         parameters = self.model.parameters
         if self.layout.is_pipeline:
             for name, (number, key) in self._in_layers.items():
                 if name not in parameters:
-                    yield name, self.content(self.layer_files[number][0])[key]
+                    yield name, self.content(self.layer_files[number][place])[key]
         else:
             for first in range(0, self.layout.model_ranks, self.model.slices):
-                states = self.model_states(first)
+                states = self.model_states(first + place)
                 names = states.get("buffer_names") or ()
                 yield from ((name, states["module"][name]) for name in names if name in states["module"])
         for head, count in self.model.experts.items():
             for number in range(count):
-                file = self.content(self.expert_file(0, head, number))
+                file = self.content(self.expert_file(place, head, number))
                 yield from ((name, value) for name, value in file.items() if name not in parameters)

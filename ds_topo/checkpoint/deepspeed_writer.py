@@ -31,21 +31,13 @@ from ds_topo.checkpoint.deepspeed_reader import (
     name_of_partition,
 )
 from ds_topo.checkpoint.file_filling import FileContent, Region, leaves
-from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedOptions
 from ds_topo.checkpoint.saved_model import head_of, prefix_of_layer
-from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, Span, in_sub_groups
+from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, Span, resliced, vectors_of
 from ds_topo.checkpoint.target import Target
 from ds_topo.errors import CheckpointLayoutError
 from ds_topo.topology.expert_tables import name_of_size
 from ds_topo.topology.process_topology import ProcessTopology
-
-_SUB_GROUP_SIZE = 1_000_000_000
-"""DeepSpeed's default of ``zero_optimization.sub_group_size``."""
-_ALIGNED_BYTES = 16
-"""Bytes to whose multiples ``zero_optimization.parameter_alignment`` aligns parameters."""
-_STATE_TYPE = torch.float32
-"""Data type of master weights and optimizer states."""
-
 
 Vectors = list[tuple[int, FlatGroup | PartitionedGroup]]
 """The vectors of an optimizer, each with the number of its group. Without ZeRO every parameter has its own."""
@@ -90,8 +82,7 @@ class Writer:
             prefix = prefix_of_layer(source.model.structure, number)
             for place in range(slices if files else 0):
                 name = f"layer_{number:02d}{f'-model_{place:02d}' if has_slices else ''}-model_states.pt"
-                saved = files[place if len(files) == slices else 0]
-                yield FileContent(name, partial(self._state_dict, saved, prefix, place))
+                yield FileContent(name, partial(self._state_dict, files, prefix, place))
 
     def _expert_files(self, model_rank: int) -> Iterator[FileContent]:
         """Yield the experts of a model rank and, without ZeRO, the optimizers of its ranks."""
@@ -100,7 +91,8 @@ class Writer:
             for number in range(count):
                 if any(place.model_rank == model_rank for place in ranks.expert_holders(model_rank, head, number)):
                     name = name_of_expert(layer, number, model_rank)
-                    saved = self.source.expert_file(stage * self.source.model.slices, head, number)
+                    first, count_of_slices = stage * self.source.model.slices, self.source.model.slices
+                    saved = [self.source.expert_file(first + one, head, number) for one in range(count_of_slices)]
                     yield FileContent(name, partial(self._state_dict, saved, "", part))
         if not self.target.layout.zero_stage:
             parts = ranks.parts[max(ranks.parts)]
@@ -112,15 +104,21 @@ class Writer:
         return {"optimizer": self._whole_optimizer(place)}
 
     def _state_dict(
-        self, file: str, prefix: str, place: int, *, is_model_states: bool = False
+        self, files: Sequence[str], prefix: str, place: int, *, is_model_states: bool = False
     ) -> OrderedDict[str, Any]:
-        """Return the state dict of a module, like that of a saved file: parameters of a slice, and the same buffers."""
-        saved = self.source.content(file)["module"] if is_model_states else self.source.content(file)
-        parameters, aliases = self.source.model.parameters, self.source.model.structure.aliases
+        """Return the state dict of a module, like that of the files of all saved slices: parameters and buffers."""
+        contents = [self.source.content(file) for file in files]
+        saved = [content["module"] for content in contents] if is_model_states else contents
+        parameters, structure, slices = self.source.model.parameters, self.source.model.structure, self.target.slices
+        is_same = slices == self.source.model.slices
         found: OrderedDict[str, Any] = OrderedDict()
-        for key, value in saved.items():
-            one = parameters.get(aliases.get(f"{prefix}{key}", f"{prefix}{key}"))
-            if one is None:
+        for key, value in saved[place if is_same else 0].items():
+            name = f"{prefix}{key}"
+            one, split = parameters.get(structure.aliases.get(name, name)), structure.splits.get(name)
+            if one is None and split is not None and not is_same:
+                values = [content[key] for content in saved]
+                found[key] = resliced(values, split.dim, split.stride, slices, place)
+            elif one is None:
                 found[key] = value
             elif self.target.layout.zero_stage == 3:
                 found[key] = torch.empty(0, dtype=one.dtype)
@@ -135,8 +133,8 @@ class Writer:
         has_partitions = layout.zero_stage > 0
         module = None
         if not layout.is_pipeline:
-            file = name_of_model_states(source.layout, place if source.model.slices == slices else 0)
-            module = self._state_dict(file, "", place, is_model_states=True)
+            files = [name_of_model_states(source.layout, one) for one in range(source.model.slices)]
+            module = self._state_dict(files, "", place, is_model_states=True)
         frozen = self._frozen(of) if layout.zero_stage > 1 else (None, None)
         first = Place(of.model_rank, 0)
         shared = {
@@ -234,7 +232,7 @@ class Writer:
                     for one in spans
                 )
                 mappings.append(OrderedDict(addresses))
-            masters.append(Region((numel,), _STATE_TYPE, MASTER, part, spans))
+            masters.append(Region((numel,), self.source.type_of_masters, MASTER, part, spans))
         inner = {"state": states, "param_groups": self._param_groups(vectors)}
         if layout.zero_stage == 3:
             content = {
@@ -269,10 +267,7 @@ class Writer:
 
     def _laid_out(self, place: Place) -> Iterator[tuple[int, FlatGroup | PartitionedGroup]]:
         layout, slices, ranks = self.target.layout, self.target.slices, self.target.ranks
-        config = self.source.model_states(0).get("ds_config")
-        options = config.get("zero_optimization") if isinstance(config, dict) else None
-        if not isinstance(options, dict) or layout.optimizer == BF16_OPTIMIZER:  # which ignores them
-            options = {}
+        options = self.target.structure.options or SavedOptions()
         for number, local in enumerate(self.target.structure.groups[place.model_rank // slices]):
             members = [self.source.model.parameters[ranks.whole_name(name, place)] for name in local]
             if layout.zero_stage == 0:
@@ -280,16 +275,9 @@ class Writer:
                 continue
             trained = [one for one in members if one.is_trained]
             numels = {one.name: one.numel_of_slice(slices) for one in trained}
-            if layout.zero_stage == 3:
-                limit = int(options.get("sub_group_size", _SUB_GROUP_SIZE))
-                yield from ((number, group) for group in in_sub_groups(numels, layout.replicas, limit))
-                continue
-            alignment = 1
-            if options.get("parameter_alignment"):
-                alignment = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, trained[0].dtype.itemsize)
             replicas = len(ranks.holders(place.model_rank, trained[0].name))
-            round_robin = bool(options.get("round_robin_gradients"))
-            yield number, FlatGroup(numels, replicas, round_robin=round_robin, alignment=alignment)
+            vectors = vectors_of(numels, layout, options, replicas, trained[0].dtype.itemsize)
+            yield from ((number, vector) for vector in vectors)
 
     def _param_groups(self, vectors: Vectors) -> list[dict[str, Any]]:
         """Return hyperparameters and vectors of every group; groups of experts have the name that DeepSpeed gives."""
@@ -307,8 +295,8 @@ class Writer:
         found: dict[str, Any] = {}
         saved = _common([self.source.states_of_groups[number] for number in self.target.origins[group]])
         for key, value in saved.items():
-            if value is None:
-                found[key] = Region(shape, _STATE_TYPE, key, place, spans)
+            if isinstance(value, torch.dtype):
+                found[key] = Region(shape, value, key, place, spans)
             else:
                 found[key] = value.clone() if torch.is_tensor(value) else value
         return found

@@ -6,11 +6,14 @@ not detect that the parameters of a program have another order.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import math
 import platform
 import random
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import Any
@@ -22,6 +25,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
@@ -32,6 +38,7 @@ from torch import nn
 
 from ds_topo.backends import accelerator, device_in_use
 from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.shards import Span, vectors_of
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import MODEL
@@ -39,6 +46,7 @@ from ds_topo.topology.rank_tables import gradient_axes
 
 LOCAL_EXPERT = re.compile(r"(deepspeed_experts\.)(\d+)(?=\.)")
 """The part of a parameter's name that numbers an expert on its rank."""
+_KEEP_ORDER = "give the optimizer its parameters in the order in which they were saved"
 
 # -- layout ------------------------------------------------------------------------------------------------------------
 
@@ -96,6 +104,24 @@ def inner_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer | None:
     while getattr(optimizer, "optimizer", optimizer) is not optimizer:
         optimizer = optimizer.optimizer
     return optimizer if hasattr(optimizer, "param_groups") else None
+
+
+_ELEMENT_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
+    *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
+    *(FusedAdam, DeepSpeedCPUAdam, FusedLion, DeepSpeedCPULion, DeepSpeedCPUAdagrad),
+)
+
+
+def is_element_by_element(inner: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer is known to update each element by its own gradient and states alone.
+
+    Others compute norms, or keep one state for a block of elements, so elements must stay in DeepSpeed's order. A
+    subclass with a ``step()`` of its own is not known, unless its attribute ``is_element_by_element`` is True.
+    """
+    step = inspect.unwrap(type(inner).step)
+    declared = getattr(type(inner), "is_element_by_element", None) is True
+    return declared or any(step is inspect.unwrap(known.step) for known in _ELEMENT_BY_ELEMENT)
 
 
 def bytes_of_checkpoint(engine: DeepSpeedEngine) -> int:
@@ -196,6 +222,9 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
             splits[name] = manifests.SavedSplit(dim, int(getattr(parameter, "partition_stride", 1)))
         elif getattr(parameter, "tensor_model_parallel", False):
             undeclared.append(name)
+    for name, buffer in module.named_buffers():
+        if (dim := int(getattr(buffer, "partition_dim", -1))) >= 0:
+            splits[name] = manifests.SavedSplit(dim, int(getattr(buffer, "partition_stride", 1)))
     experts = {
         f"{prefix}{name}.deepspeed_experts": int(layer.ep_size)
         for prefix, layer in moe_layers(module).items()
@@ -209,6 +238,8 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
         tuple(undeclared),
         aliases,
         experts=experts,
+        options=options_of(engine),
+        is_by_element=inner is None or is_element_by_element(inner),
     )
     if not isinstance(module, DeepSpeedPipelineModule):
         return structure
@@ -240,8 +271,18 @@ def _names_of_groups(engine: DeepSpeedEngine) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(str(engine.param_names[parameter]) for parameter in group) for group in groups)
 
 
+def options_of(engine: DeepSpeedEngine) -> manifests.SavedOptions:
+    """Return the engine's options of ZeRO."""
+    config = engine._config.zero_config
+    return manifests.SavedOptions(
+        bool(config.round_robin_gradients),
+        bool(config.parameter_alignment),
+        int(config.sub_group_size),
+    )
+
+
 def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) -> str:
-    """Return the first parameter of this stage's optimizer with another position in a checkpoint; empty if none has.
+    """Return why the optimizer of this stage has another order than a checkpoint, and what to do; empty if it has not.
 
     DeepSpeed saves optimizer states by position, and would silently exchange the states of parameters of equal sizes.
     """
@@ -251,13 +292,51 @@ def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) 
         return ""
     own = _names_of_groups(engine)
     if len(own) != len(saved[stage]):
-        return f"{len(saved[stage])} groups of parameters in the checkpoint are {len(own)} in this job"
+        return f"{len(saved[stage])} groups of parameters in the checkpoint are {len(own)} in this job: {_KEEP_ORDER}"
     for group, (now, before) in enumerate(zip(own, saved[stage], strict=True)):
         for place, (name, former) in enumerate(zip_longest(now, before)):
             if name != former:
                 here, there = (f"parameter {one!r}" if one else "nothing more" for one in (name, former))
-                return f"position {place} of group {group} is {there} in the checkpoint, and {here} in this job"
+                where = f"position {place} of group {group}"
+                return f"{where} is {there} in the checkpoint, and {here} in this job: {_KEEP_ORDER}"
+    assert manifest.structure is not None
+    return _difference_of_options(engine, own, manifest.structure.options)
+
+
+def _difference_of_options(
+    engine: DeepSpeedEngine, groups: Iterable[Sequence[str]], saved: manifests.SavedOptions | None
+) -> str:
+    """Describe an option of ZeRO that differs in a checkpoint and changes the order of parameters in its files."""
+    layout, own = layout_of(engine), options_of(engine)
+    if not layout.zero_stage or saved in (None, own):
+        return ""
+    assert saved is not None
+    parameters = {str(name): parameter for parameter, name in engine.param_names.items()}
+
+    def spans(names: Sequence[str], options: manifests.SavedOptions) -> list[list[Span]]:
+        numels = {name: math.prod(shape_of(parameters[name])) for name in names}
+        itemsize = parameters[names[0]].element_size()
+        vectors = vectors_of(numels, layout, options, layout.replicas, itemsize)
+        return [vector.spans(replica) for vector in vectors for replica in range(layout.replicas)]
+
+    for key, value in asdict(saved).items():
+        with_own = replace(saved, **{key: getattr(own, key)})
+        if any(spans(names, saved) != spans(names, with_own) for names in groups if names):
+            return (
+                f"zero_optimization.{key} is {value} in the checkpoint and {getattr(own, key)} in this job, which "
+                "gives them other positions: set it as it was"
+            )
     return ""
+
+
+def digests_of_buffers(engine: DeepSpeedEngine) -> dict[str, str]:
+    """Return a digest of every buffer that this rank saves and that does not declare how slices split it."""
+    saved, found = engine.module.state_dict(keep_vars=True), {}
+    for name, buffer in engine.module.named_buffers():
+        if name in saved and int(getattr(buffer, "partition_dim", -1)) < 0 and not LOCAL_EXPERT.search(name):
+            content = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            found[name] = hashlib.sha256(content.numpy().data).hexdigest()
+    return found
 
 
 def share_of_structure(engine: DeepSpeedEngine) -> dict[str, Any] | None:

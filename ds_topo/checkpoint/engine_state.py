@@ -84,7 +84,10 @@ def trained(engine: DeepSpeedEngine) -> Iterator[Trained]:
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         yield from _of_zero_3(optimizer)
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        yield from _of_partitions(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
+        if optimizer.round_robin_gradients and isinstance(optimizer.bit16_groups_flat, list):  # not our reducer's
+            yield from _of_round_robin(optimizer)
+        else:
+            yield from _of_partitions(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
     elif isinstance(optimizer, BF16_Optimizer):
         yield from _of_partitions(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
     elif isinstance(optimizer, FP16_Optimizer):
@@ -120,6 +123,25 @@ def _of_partitions(groups: Any, masters: Any) -> Iterator[Trained]:
             else:
                 there, here = found.lp_fragment_address, found.hp_fragment_address
                 yield Trained(parameter, number, master, there.start, there.numel, here.start)
+
+
+def _of_round_robin(optimizer: DeepSpeedZeroOptimizer) -> Iterator[Trained]:
+    """Yield the parameters with ``round_robin_gradients``, where the addresses in parameters are those without it."""
+    rows = zip(
+        optimizer.round_robin_bit16_groups,
+        optimizer.round_robin_bit16_offsets,
+        optimizer.single_partition_of_fp32_groups,
+        strict=True,
+    )
+    for number, (parameters, offsets, master) in enumerate(rows):
+        size = int(optimizer.partition_size[number])
+        first = size * dist.get_rank(optimizer.real_dp_process_group[number])
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            start, end = max(offset, first), min(offset + parameter.numel(), first + size)
+            numel = max(0, end - start)
+            yield Trained(
+                parameter, number, master, start - offset if numel else 0, numel, start - first if numel else 0
+            )
 
 
 def _of_zero_3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> Iterator[Trained]:

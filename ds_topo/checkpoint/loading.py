@@ -29,6 +29,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
+from ds_topo.checkpoint.deepspeed_reader import Source
 from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.folder import Checkpoint
 from ds_topo.checkpoint.manifest import why_unreachable
@@ -40,6 +41,7 @@ from ds_topo.checkpoint.safe_reading import (
     removed_meanwhile,
     unreadable,
 )
+from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
 from ds_topo.errors import (
     CheckpointError,
@@ -124,6 +126,8 @@ def load(
     plan = f"tag {name!r} {verify=} {trusted=} {restore_random_states=} {options}"
     what = f"the checkpoint {name!r}" if name else "the newest checkpoint"
     meeting = Meeting.begin(f"loading {what} of {root}", plan, failure)
+    if load_module_only and int(engine.zero_optimization_stage()) == 3:  # otherwise DeepSpeed loads nothing
+        options["load_optimizer_states"] = False
     choice = _Choice(engine, root, name, load_optimizer_states and not load_module_only)
     is_strict = load_module_strict and custom_load_fn is None
     for attempt in count(1):
@@ -141,7 +145,7 @@ def load(
     try:
         with (
             reading_checkpoint(root / chosen, trusted=trusted),
-            ledger.bound(patches.WEIGHTS_OF_LATEST, partial(_of_tag, chosen)),
+            ledger.bound(patches.WEIGHTS_OF_LATEST, partial(_of_checkpoint, engine, root / chosen)),
             deepspeeds_part(engine),
         ):
             path, state = engine.load_checkpoint(str(root), tag=chosen, custom_load_fn=custom_load_fn, **options)
@@ -164,8 +168,16 @@ def load(
     return str(root / chosen), state
 
 
-def _of_tag(tag: str, read: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda folder, *arguments, **options: read(folder, tag, *arguments, **options)
+def _of_checkpoint(engine: DeepSpeedEngine, path: Path, read: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the function with which ZeRO 3 reads weights alone read this checkpoint, and only this rank's slice."""
+
+    def weights(folder: Any, *arguments: Any, **options: Any) -> Any:
+        _, place, slices = facts.stage_and_slice(engine)
+        if slices > 1 and (manifest := folders.manifest_of(path)) is not None:
+            return Source(model_of(manifest), path).state_dict_of(place)
+        return read(folder, path.name, *arguments, **options)
+
+    return weights
 
 
 def _checked(engine: Any, folder: object, tag: object, verify: object) -> tuple[Path, str | None]:
@@ -263,9 +275,8 @@ class _Choice:
             raise CheckpointModelError(f"{where} is of another model: {model}")
         if order:
             raise CheckpointLayoutError(
-                f"{where} has the optimizer's states by position, and {order}: give the optimizer its parameters in "
-                "the order in which they were saved, or load by their names with ds_topo.checkpoint.load(..., "
-                "convert=True), or load parameters alone (load_module_only=True)"
+                f"{where} has the optimizer's states by position, and {order}, or load by their names with "
+                "ds_topo.checkpoint.load(..., convert=True), or load parameters alone (load_module_only=True)"
             )
         if refused:
             raise UnsafeCheckpointError(f"{where}: {refused}")

@@ -69,6 +69,15 @@ class SavedLayer:
 
 
 @dataclass(frozen=True)
+class SavedOptions:
+    """The options of ``zero_optimization`` that order the optimizer's files, with DeepSpeed's defaults."""
+
+    round_robin_gradients: bool = False
+    parameter_alignment: bool = False
+    sub_group_size: int = 1_000_000_000
+
+
+@dataclass(frozen=True)
 class SavedStructure:
     """The structure of a model and its optimizer: with the parameters, enough to write its files for other layouts."""
 
@@ -90,6 +99,10 @@ class SavedStructure:
     """The pipeline's ``partition_method``; empty if unknown."""
     experts: Mapping[str, int] = field(default_factory=dict)
     """The expert parallel size of each MoE layer, by the prefix of its experts' names (``...deepspeed_experts``)."""
+    options: SavedOptions | None = None
+    """The engine's options of ZeRO; None if an earlier release did not record them."""
+    is_by_element: bool = True
+    """False if the optimizer is not known to update each element by its own gradient and states alone."""
 
     def __post_init__(self) -> None:
         if self.bounds and (

@@ -3,8 +3,9 @@
 A *slice* is the part of a parameter that one tensor-parallel rank holds. A *span* is a run of elements of a flattened
 slice; ZeRO cuts vectors into spans. A *box* is a range along every dimension of the whole parameter.
 
-:func:`boxes_of_span` and :class:`Slice` translate spans into boxes. :class:`FlatGroup` (ZeRO 1 and 2) and
-:class:`PartitionedGroup` (ZeRO 3) compute which spans each partition holds, as DeepSpeed does.
+:func:`boxes_of_span` and :class:`Slice` translate spans into boxes. :func:`vectors_of` lays out parameters as a
+:class:`FlatGroup` (ZeRO 1 and 2) or :class:`PartitionedGroup` (ZeRO 3), which compute the spans of each partition as
+DeepSpeed does.
 :func:`elements_of_slice` reads a slice out of slices of another degree. :class:`PartOfTensor` presents the boxes of
 this process to ``torch.distributed.checkpoint``.
 """
@@ -21,6 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedOptions
 
 
 class Box(NamedTuple):
@@ -138,6 +141,22 @@ def elements_of_slice(
     rows = {number: read(number, top * row, bottom * row).view(-1, row) for number in {number for number, *_ in runs}}
     together = torch.cat([rows[number][:, low:high] for number, low, high in runs], 1)
     return together.reshape(-1)[start - top * width : stop - top * width]
+
+
+def resliced(values: Sequence[torch.Tensor], dim: int, stride: int, slices: int, place: int) -> torch.Tensor:
+    """Return a slice of a tensor, one of ``slices``, from all of its slices of another degree.
+
+    >>> resliced([torch.tensor([0, 1]), torch.tensor([2, 3])], 0, 1, 4, 2)
+    tensor([2])
+    """
+    sizes = list(values[0].shape)
+    sizes[dim] = sizes[dim] * len(values) // slices
+    wanted = Slice(tuple(sizes), dim, slices, place, stride)
+
+    def read(number: int, start: int, stop: int) -> torch.Tensor:
+        return values[number].reshape(-1)[start:stop]
+
+    return elements_of_slice(read, wanted, len(values), 0, math.prod(sizes)).view(sizes)
 
 
 def _runs(wanted: Slice, slices: int, length: int) -> Iterator[tuple[int, int, int]]:
@@ -278,6 +297,30 @@ def in_sub_groups(numels: Mapping[str, int], replicas: int, limit: int) -> list[
         groups[-1][name] = numel
         held += -(-numel // replicas)
     return [PartitionedGroup(group, replicas) for group in groups]
+
+
+_ALIGNED_BYTES = 16
+"""Bytes to whose multiples ``zero_optimization.parameter_alignment`` aligns parameters."""
+
+
+def vectors_of(
+    numels: Mapping[str, int], layout: SavedLayout, options: SavedOptions, replicas: int, itemsize: int
+) -> Sequence[FlatGroup | PartitionedGroup]:
+    """Return the vectors of one group of the optimizer with ZeRO.
+
+    Args:
+        numels: number of elements of each parameter, in the optimizer's order.
+        layout: the job's layout.
+        options: its options of ZeRO.
+        replicas: ranks that share the group.
+        itemsize: bytes of an element of a parameter.
+    """
+    if layout.zero_stage == 3:
+        return in_sub_groups(numels, replicas, options.sub_group_size)
+    if layout.optimizer == BF16_OPTIMIZER:  # it ignores them
+        options = SavedOptions()
+    alignment = _ALIGNED_BYTES // math.gcd(_ALIGNED_BYTES, itemsize) if options.parameter_alignment else 1
+    return [FlatGroup(numels, replicas, round_robin=options.round_robin_gradients, alignment=alignment)]
 
 
 _ATEN = torch.ops.aten

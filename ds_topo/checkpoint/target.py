@@ -7,10 +7,18 @@ optimizer: DeepSpeed's files hold its states by position, so that the groups of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
+from typing import Any
 
-from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, MOST_RANKS, SavedExperts, SavedLayout, SavedStructure
+from ds_topo.checkpoint.manifest import (
+    BF16_OPTIMIZER,
+    MOST_RANKS,
+    SavedExperts,
+    SavedLayout,
+    SavedOptions,
+    SavedStructure,
+)
 from ds_topo.checkpoint.saved_model import (
     RankTable,
     SavedModel,
@@ -57,6 +65,7 @@ def target_of(
     method: str | None = None,
     bounds: Sequence[int] = (),
     experts: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Target:
     """Plan the layout of a topology.
 
@@ -67,6 +76,7 @@ def target_of(
         method: the pipeline's ``partition_method``; by default the saved one.
         bounds: first layer of every stage and the number of layers, instead of a method.
         experts: expert parallel size of every layer; by default the saved ones.
+        options: options of ``zero_optimization`` that differ from the saved ones.
 
     Raises:
         TopologyError, CheckpointLayoutError: the layout cannot be reached; the message says why.
@@ -93,6 +103,7 @@ def target_of(
         bounds=bounds_of(model, slices, stages, method, bounds),
         method=method or model.structure.method,
         experts=sizes,
+        options=_changed_options(model.structure.options or SavedOptions(), options or {}),
     )
     layout = SavedLayout(
         topology.spec,
@@ -106,6 +117,20 @@ def target_of(
         expert_groups,
     )
     return _planned(model, layout, structure, slices, has_groups=False)
+
+
+def _changed_options(saved: SavedOptions, given: Mapping[str, Any]) -> SavedOptions:
+    """Return the options of ZeRO after checking those that the caller gives."""
+    known = asdict(saved)
+    for key, value in given.items():
+        if key not in known:
+            raise CheckpointLayoutError(
+                f"zero_optimization.{key} does not change the files of a checkpoint: give some of {list(known)}"
+            )
+        if type(value) is not type(known[key]) or (key == "sub_group_size" and value < 1):
+            kind = "true or false" if isinstance(known[key], bool) else "a number of elements >= 1"
+            raise CheckpointLayoutError(f"zero_optimization.{key}={abridged(value)}: give {kind}, as in the config")
+    return replace(saved, **given)
 
 
 def target_like(model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> Target:
@@ -143,6 +168,15 @@ def _planned(
         slices: degree of ``model``.
         has_groups: whether the structure has the optimizer's groups of this layout, or still the saved ones.
     """
+    uses_partitions = layout.has_partitions or model.layout.has_partitions
+    if not structure.is_by_element and (uses_partitions or slices != model.slices):
+        raise CheckpointLayoutError(
+            f"{structure.optimizer} is not known to update each element by its own gradient and states alone. Its "
+            "updates may depend on the partitions of ZeRO and on the shapes of slices, so that a job of another layout "
+            "would train differently. Load the checkpoint in the layout that saved it, or write its weights as one "
+            "plain file (--to torch). If it does update each element alone, set is_element_by_element = True on its "
+            "class, and convert while loading (convert=True)"
+        )
     ranks, stages = _ranks(model, layout, structure), layout.model_ranks // slices
     names = _names_of_stages(model, structure, stages)
     if not has_groups:

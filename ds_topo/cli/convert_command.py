@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import warnings
@@ -46,6 +47,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("to", metavar="TO", type=Path, help="folder of checkpoints for the new one; a file with --to")
     parser.add_argument("--topology", metavar="SPEC", help='the new topology with all degrees, such as "pipe=2,data=4"')
     parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage; default: the saved one")
+    parser.add_argument(
+        "--zero-options",
+        metavar="JSON",
+        help="options of \"zero_optimization\" in the new job's config that order its optimizer's files, such as "
+        "'{\"round_robin_gradients\": true}'; default: the saved ones",
+    )
     parser.add_argument(
         "--experts", metavar="SIZE", type=int, help="expert parallel size of all layers; default: the saved ones"
     )
@@ -98,6 +105,15 @@ def run(arguments: argparse.Namespace) -> int:
         check_tag("new" if arguments.new_tag is None else arguments.new_tag)
     except ValueError as error:
         raise CheckpointError(f"--new-tag: {error}") from None
+    try:
+        zero_options = json.loads(arguments.zero_options or "{}")
+    except ValueError:
+        zero_options = None
+    if not isinstance(zero_options, dict):
+        raise CheckpointError(
+            f"--zero-options {arguments.zero_options!r} is not an object of JSON: give some entries of the config's "
+            'section "zero_optimization", such as \'{"round_robin_gradients": true}\''
+        )
     found = _checkpoint(arguments.source, arguments.tag)
     warnings.filterwarnings("ignore", category=FutureWarning)
     with progress_of(True, "convert") as show:
@@ -119,6 +135,7 @@ def run(arguments: argparse.Namespace) -> int:
                 method=arguments.partition_method,
                 bounds=bounds,
                 experts=arguments.experts,
+                zero_options=zero_options,
                 progress=progress,
             )
     print(path)

@@ -16,9 +16,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.engine import parameter_gathers
 from ds_topo.engine.parameter_gathers import PartitionedParameters
-from ds_topo.engine.zero_optimizer import PartitionedOptimizer, is_element_by_element, partitioned
+from ds_topo.engine.zero_optimizer import PartitionedOptimizer, partitioned
 from ds_topo.ledger import Patch, always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.releases import bind_methods

@@ -8,7 +8,6 @@ moved back before they are saved, and moved again after they are loaded. So any 
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -21,15 +20,13 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
 from deepspeed.moe.utils import is_moe_param, is_moe_param_group
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
 
+from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.engine.norms import is_copy_of_tied
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
 from ds_topo.ledger import Make, Patch, always, ledger
@@ -397,23 +394,6 @@ def partitioned(
     if any(optimizer._is_muon_group(parameters) for parameters in optimizer.bit16_groups):
         return None
     return PartitionedZero(optimizer, sizes(), whole)
-
-
-_ELEMENT_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
-    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
-    *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
-    *(FusedAdam, DeepSpeedCPUAdam, FusedLion, DeepSpeedCPULion, DeepSpeedCPUAdagrad),
-)
-
-
-def is_element_by_element(inner: torch.optim.Optimizer) -> bool:
-    """Return True if an optimizer is known to update each element by its own gradient and states alone.
-
-    Others compute norms, or keep one state for a block of elements, so elements must stay in DeepSpeed's order. A
-    subclass with a ``step()`` of its own is not known.
-    """
-    step = inspect.unwrap(type(inner).step)
-    return any(step is inspect.unwrap(known.step) for known in _ELEMENT_BY_ELEMENT)
 
 
 def _put(inner: torch.optim.Optimizer, master: torch.Tensor, data: torch.Tensor, states: dict[str, Any]) -> None:

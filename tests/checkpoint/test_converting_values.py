@@ -1,0 +1,304 @@
+"""Conversions keep the type and value of every state and buffer, and refuse what they cannot know."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
+from ds_topo.checkpoint.conversion import convert, to_single_file
+from ds_topo.errors import CheckpointLayoutError
+from tests.support.small_engines import start
+from tests.support.training import destroy_engine, engine_config
+from tests.support.world import Worlds
+
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
+
+class Layers(nn.Module):
+    """Three layers of different sizes, so that no two orders of their parameters are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 4))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(hidden)
+        return result
+
+
+@contextmanager
+def _engine(
+    topology: str, module: nn.Module, zero: dict[str, Any], optimizer: torch.optim.Optimizer | None = None
+) -> Iterator[Any]:
+    start()
+    grid = PipelineParallelGrid(topology)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine, *_ = initialize(
+            model=module,
+            config=engine_config(2, zero_optimization=zero),
+            optimizer=optimizer or torch.optim.AdamW(module.parameters(), lr=0.01),
+            mpu=grid,
+        )
+    yield engine
+    destroy_engine(engine)
+    grid.destroy()
+
+
+def _train(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(step + 10 * engine.mpu.get_sample_rank()))
+        loss = F.mse_loss(engine(inputs), inputs.sin())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+class Unusual(torch.optim.AdamW):
+    """An optimizer with states of other types than fp32, and with one that is None."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("exact", torch.full_like(parameter, 1 / 3, dtype=torch.float64))
+                state.setdefault("count", torch.full_like(parameter, 2**24 + 1, dtype=torch.int64))
+                state.setdefault("nothing", None)
+        return result
+
+
+class Declared(Unusual):
+    """The same, declared to update each element by itself."""
+
+    is_element_by_element = True
+
+
+OPTIMIZERS: dict[str, Any] = {"AdamW": torch.optim.AdamW, "Adafactor": torch.optim.Adafactor, "Unusual": Declared}
+
+
+def _save(folder: Path, topology: str, zero: dict[str, Any], kind: str) -> None:
+    module = Layers()
+    optimizer = OPTIMIZERS[kind](module.parameters(), lr=0.01)
+    with _engine(topology, module, zero, optimizer) as engine:
+        _train(engine, range(2))
+        checkpoint.save(engine, folder, "saved")
+
+
+# -- options of ZeRO that order the optimizer's vectors ----------------------------------------------------------------
+
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"stage": 1, "round_robin_gradients": True}, {"stage": 1}, "round_robin_gradients is True"),
+    ({"stage": 2}, {"stage": 2, "round_robin_gradients": True}, "round_robin_gradients is False"),
+    ({"stage": 3, "sub_group_size": 10}, {"stage": 3}, "sub_group_size is 10 in the checkpoint and 1000000000 in this"),
+    (
+        {"stage": 1, "parameter_alignment": True},
+        {"stage": 1},
+        "parameter_alignment is True in the checkpoint and False",
+    ),
+    ({"stage": 1}, {"stage": 2, "sub_group_size": 10}, ""),
+    (
+        {"stage": 3},
+        {"stage": 1, "round_robin_gradients": True, "parameter_alignment": True},
+        "is of data=2 (2 ranks), ZeRO 3",
+    ),
+]
+"""Options of the section ``zero_optimization`` before and after, and the refusal without conversion."""
+
+
+def _require_own_weights(engine: Any) -> None:
+    """Check that the state for torch's checkpoints has every weight's own elements."""
+    weights = checkpoint.TorchState(engine).state_dict()["model"]
+    for name, parameter in engine.module.named_parameters() if engine.zero_optimization_stage() < 3 else ():
+        for offsets, box in getattr(weights.get(name), "boxes", {}).items():
+            there = tuple(slice(first, first + size) for first, size in zip(offsets, box.shape, strict=True))
+            assert torch.equal(box, parameter.detach()[there]), name
+
+
+def _change_options(folder: Path) -> list[tuple[str, list[float], list[float]]]:
+    found = []
+    for number, (before, after, _) in enumerate(OPTIONS):
+        with _engine("data=2", Layers(), before) as engine:
+            _train(engine, range(2))
+            checkpoint.save(engine, folder / str(number), "saved")
+            expected = _train(engine, range(2, 4))
+            _require_own_weights(engine)
+        with _engine("data=2", Layers(), after) as engine:
+            said = ""
+            try:
+                checkpoint.load(engine, folder / str(number))
+            except CheckpointLayoutError as error:
+                said = str(error)
+                checkpoint.load(engine, folder / str(number), convert=True)
+            found.append((said, expected, _train(engine, range(2, 4))))
+    return found
+
+
+def test_changed_options_of_zero_are_refused_and_converted(world: Worlds, tmp_path: Path) -> None:
+    for found in world(2).run(_change_options, tmp_path):
+        for (said, expected, losses), (*_, refusal) in zip(found, OPTIONS, strict=True):
+            assert refusal in said
+            assert bool(said) == bool(refusal), "options without effect do not matter"
+            assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_options_of_zero_are_given_to_offline_conversion(world: Worlds, tmp_path: Path) -> None:
+    options = {"stage": 1, "round_robin_gradients": True}
+    world(2).run(_save, tmp_path / "saved", "data=2", options, "AdamW")
+    arguments = ["--topology", "data=3", "--zero-options", '{"round_robin_gradients": false}']
+    assert cli.main(["convert", str(tmp_path / "saved"), str(tmp_path / "there"), *arguments]) == 0
+    there = checkpoint.look_at(tmp_path / "there", "saved")
+    back = convert(there, tmp_path / "back", "data=2", zero_options={"round_robin_gradients": True})
+    for name in ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"):
+        files = [torch.load(path / name, weights_only=False) for path in (tmp_path / "saved/saved", back)]
+        one, other = (file["optimizer_state_dict"]["single_partition_of_fp32_groups"][0] for file in files)
+        assert torch.equal(one, other)
+    for wrong, said in (
+        ({"stage": 2}, "zero_optimization.stage does not change"),
+        ({"sub_group_size": True}, "give a number of elements >= 1"),
+        ({"round_robin_gradients": "yes"}, "give true or false"),
+    ):
+        with pytest.raises(CheckpointLayoutError, match=said):
+            convert(there, tmp_path / "no", "data=2", zero_options=wrong)
+
+
+# -- what slices hold --------------------------------------------------------------------------------------------------
+
+
+def _save_slices(folder: Path) -> None:
+    for case in ("equal", "parameter", "buffer", "state", "declared"):
+        module = Layers()
+        module.register_buffer("start", torch.zeros(2, 3))
+        module.own = nn.Parameter(torch.zeros(2))
+        with _engine("data=1,model=2", module, {"stage": 1}) as engine:
+            place = engine.mpu.get_slice_parallel_rank()
+            _train(engine, range(1))
+            if case == "parameter":
+                module.own.data += place
+            elif case == "state":
+                next(iter(engine.optimizer.optimizer.state.values()))["exp_avg_sq"][0] += place
+            elif case != "equal":
+                module.start += place
+            if case == "declared":
+                module.start.partition_dim = 1
+            checkpoint.save(engine, folder / case, "saved")
+
+
+@pytest.fixture(scope="module")
+def sliced(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the checkpoints of all cases."""
+    folder = tmp_path_factory.mktemp("sliced")
+    world(2).run(_save_slices, folder)
+    return folder
+
+
+def test_slices_are_joined_only_if_they_are_equal_or_declared(sliced: Path, tmp_path: Path) -> None:
+    for case, said in (
+        ("parameter", r"slices 0 and 1 of model=2 .* parameter 'own'.*set tensor_model_parallel and partition_dim"),
+        ("buffer", r"slices 0 and 1 of model=2 .* buffer 'start'.*persistent=False"),
+        ("state", r"exp_avg_sq of 'own'"),
+    ):
+        found = checkpoint.look_at(sliced / case, "saved")
+        with pytest.raises(CheckpointLayoutError, match=said):
+            convert(found, tmp_path / "to", "data=2")
+        convert(found, tmp_path / "to", "data=2,model=2", tag=case)
+        if case == "state":
+            to_single_file(found, tmp_path / "weights.pt")
+            continue
+        with pytest.raises(CheckpointLayoutError, match=said):
+            to_single_file(found, tmp_path / "weights.pt")
+    convert(checkpoint.look_at(sliced / "equal", "saved"), tmp_path / "to", "data=2", tag="equal")
+
+
+def test_declared_buffers_are_put_together_and_cut(sliced: Path, tmp_path: Path) -> None:
+    found = checkpoint.look_at(sliced / "declared", "saved")
+    whole = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 1.0]).expand(2, 6)
+    assert torch.equal(torch.load(to_single_file(found, tmp_path / "weights.pt"))["start"], whole)
+    there = convert(found, tmp_path / "there", "model=3")
+    pieces = [torch.load(there / f"mp_rank_0{place}_model_states.pt", weights_only=False) for place in range(3)]
+    assert torch.equal(torch.cat([piece["module"]["start"] for piece in pieces], 1), whole)
+    back = convert(checkpoint.look_at(tmp_path / "there", "saved"), tmp_path / "back", "model=2")
+    for name in ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"):
+        one, other = (torch.load(path / name, weights_only=False)["module"]["start"] for path in (found.path, back))
+        assert torch.equal(one, other)
+    with pytest.raises(CheckpointLayoutError, match=r"buffer 'start' \[2, 3\] of 2 slices cannot become 4"):
+        convert(found, tmp_path / "no", "model=4")
+
+
+def _load_into_slices(folder: Path) -> str:
+    module = Layers()
+    module.register_buffer("start", torch.zeros(2, 3))
+    module.own = nn.Parameter(torch.zeros(2))
+    with _engine("data=1,model=2", module, {"stage": 1}) as engine:
+        checkpoint.load(engine, folder, convert=True)
+        module.start += engine.mpu.get_slice_parallel_rank()
+        with pytest.raises(CheckpointLayoutError) as caught:
+            checkpoint.load(engine, folder, convert=True)
+    return str(caught.value)
+
+
+def test_load_refuses_one_value_for_buffers_of_several_slices(world: Worlds, sliced: Path, tmp_path: Path) -> None:
+    convert(checkpoint.look_at(sliced / "equal", "saved"), tmp_path / "one", "model=1")
+    for said in world(2).run(_load_into_slices, tmp_path / "one"):
+        assert "the buffer 'start' differs between slices of this job" in said
+
+
+# -- types of states, and optimizers that look at more than one element -----------------------------------------------
+
+
+def test_states_keep_their_type_and_none(world: Worlds, tmp_path: Path) -> None:
+    for zero, spec in ((0, "data=2"), (1, "data=2")):
+        path = tmp_path / str(zero)
+        world(1).run(_save, path, "data=1", {"stage": zero}, "Unusual")
+        there = convert(checkpoint.look_at(path, "saved"), path / "there", spec)
+        name = "zero_pp_rank_0_mp_rank_00_optim_states.pt" if zero else "mp_rank_00_model_states.pt"
+        content = torch.load(there / name, weights_only=False)
+        states = content["optimizer_state_dict"]["base_optimizer_state"] if zero else content["optimizer"]
+        state = states["state"][0]
+        assert state["exact"].dtype == torch.float64
+        assert state["exact"].eq(1 / 3).all()
+        assert state["count"].dtype == torch.int64
+        assert state["count"].eq(2**24 + 1).all()
+        assert state["exp_avg"].dtype == torch.float32
+        assert state["nothing"] is None
+
+
+@pytest.mark.parametrize(("zero", "spec", "to"), [(1, "data=1", 0), (1, "data=2", 1), (0, "model=2", 0)])
+def test_optimizer_of_whole_tensors_is_refused(world: Worlds, tmp_path: Path, zero: int, spec: str, to: int) -> None:
+    world(1).run(_save, tmp_path / "saved", "data=1", {"stage": zero}, "Adafactor")
+    with pytest.raises(CheckpointLayoutError, match=r"Adafactor is not known to update each element.*--to torch"):
+        convert(checkpoint.look_at(tmp_path / "saved", "saved"), tmp_path / "to", spec, zero=to)
+    to_single_file(checkpoint.look_at(tmp_path / "saved", "saved"), tmp_path / "weights.pt")
+
+
+# -- weights alone -----------------------------------------------------------------------------------------------------
+
+
+def _load_module_only(topology: str, folder: Path) -> list[list[float]]:
+    with _engine(topology, Layers(), {"stage": 3}) as engine:
+        _train(engine, range(2))
+        checkpoint.save(engine, folder, "saved")
+        losses = [_train(engine, range(5, 6))]
+    for option in ({"load_module_only": True}, {"load_optimizer_states": False}):
+        with _engine(topology, Layers(), {"stage": 3}) as engine:
+            checkpoint.load(engine, folder, **option)
+            losses.append(_train(engine, range(5, 6)))
+    return losses
+
+
+@pytest.mark.parametrize("topology", ["data=2", "data=1,model=2"])
+def test_zero_3_loads_weights_alone(world: Worlds, tmp_path: Path, topology: str) -> None:
+    for saved, *loaded in world(2).run(_load_module_only, topology, tmp_path):
+        assert loaded == [pytest.approx(saved, rel=1e-5)] * 2
