@@ -465,9 +465,8 @@ def load(
     damaged = DamagedCheckpointError(f"the checkpoint {found.tag!r}: {told(problems)}") if problems else None
     meeting.all_or_none("the checkpoint is whole", damaged)
     assert manifest is not None
-    conversion = Conversion(
-        found, _target(engine, meeting, found, manifest), root / f".{found.tag}.converted", found.tag
-    )
+    target = _target(engine, meeting, found, manifest, is_strict=options.get("load_module_strict", True))
+    conversion = Conversion(found, target, root / f".{found.tag}.converted", found.tag)
     with ExitStack() as held:  # by rank 0
         _convert_together(conversion, meeting, held)
         try:
@@ -500,7 +499,7 @@ def _choose(root: Path, tag: str | None) -> str:
     return found.tag
 
 
-def _target(engine: Any, meeting: Meeting, found: Checkpoint, manifest: Manifest) -> Target:
+def _target(engine: Any, meeting: Meeting, found: Checkpoint, manifest: Manifest, *, is_strict: bool) -> Target:
     """Plan this job's layout, the same on all ranks.
 
     Raises:
@@ -525,7 +524,7 @@ def _target(engine: Any, meeting: Meeting, found: Checkpoint, manifest: Manifest
     target = target_like(model, layout, structure)
     has_new_slices = target.slices != model.slices
     buffers = (stage_and_slice(engine)[0], digests_of_buffers(engine) if has_new_slices else {})
-    meeting.post("difference", (_difference(engine, model, target.slices), buffers))
+    meeting.post("difference", (_difference(engine, model, target.slices, is_strict=is_strict), buffers))
     meeting.all_or_none("compared", None)
 
     def judge() -> None:
@@ -549,12 +548,15 @@ def _target(engine: Any, meeting: Meeting, found: Checkpoint, manifest: Manifest
     return target
 
 
-def _difference(engine: Any, model: SavedModel, slices: int) -> str:
+def _difference(engine: Any, model: SavedModel, slices: int, *, is_strict: bool) -> str:
     """Describe the first parameter of this rank that differs in the checkpoint; an empty string if none does."""
     for row in parameters_of(engine):
         saved = model.parameters.get(row.name if row.experts is None else row.name.replace(".*.", ".0."))
+        if saved is None and not is_strict and not row.is_trained:
+            continue  # as saved with exclude_frozen_parameters=True
         if saved is None:
-            return f"it has no parameter {row.name!r} {list(row.shape)}"
+            also = "" if is_strict else ", which is trained: conversion needs it, also with load_module_strict=False"
+            return f"it has no parameter {row.name!r} {list(row.shape)}{also}"
         if saved.experts != (row.experts or 0):
             return f"{row.name!r} has {saved.experts} experts in the checkpoint, and {row.experts} in the model"
         if saved.shape_of_slice(slices) != row.shape:

@@ -200,6 +200,20 @@ class OptimizerStates:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def opened(path: Path) -> dict[str, Any]:
+    """Return the content of a file; its tensors are read when they are used.
+
+    Raises:
+        DamagedCheckpointError: the file cannot be read.
+    """
+    try:
+        with allowed_types():
+            content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # of any class: torch raises whatever a changed byte leads to
+        raise damaged(path, error, path.parent) from error
+    return content
+
+
 class Source:
     """An open checkpoint, whose files are mapped into memory, each once."""
 
@@ -221,19 +235,14 @@ class Source:
         return SavedOptions(**{key: known[key] for key in asdict(SavedOptions()) if key in known})
 
     def content(self, name: str) -> dict[str, Any]:
-        """Return the content of a file; its tensors are read when they are used.
+        """Return the content of a file, which is opened once.
 
         Raises:
             DamagedCheckpointError: the file cannot be read.
         """
         with self._lock:
             if name not in self._open:
-                path = self.folder / name
-                try:
-                    with allowed_types():
-                        self._open[name] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-                except Exception as error:  # of any class: torch raises whatever a changed byte leads to
-                    raise damaged(path, error, self.folder) from error
+                self._open[name] = opened(self.folder / name)
             return self._open[name]
 
     def elements(self, name: str, key: str, place: int, slices: int, start: int, stop: int) -> torch.Tensor:

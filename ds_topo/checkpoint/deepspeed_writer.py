@@ -135,7 +135,8 @@ class Writer:
         if not layout.is_pipeline:
             files = [name_of_model_states(source.layout, one) for one in range(source.model.slices)]
             module = self._state_dict(files, "", place, is_model_states=True)
-        frozen = self._frozen(of) if layout.zero_stage > 1 else (None, None)
+        has_frozen = any(not one.is_trained for one in source.model.parameters.values())
+        frozen = self._frozen(of) if layout.zero_stage > 1 and has_frozen else (None, None)  # None: they are excluded
         first = Place(of.model_rank, 0)
         shared = {
             alias: name for alias, name in source.model.structure.aliases.items() if name in self.target.names[stage]

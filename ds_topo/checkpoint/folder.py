@@ -307,6 +307,25 @@ def manifest_of(path: Path) -> Manifest | None:
         raise DamagedCheckpointError(f"{manifests.NAME}: {error}") from None
 
 
+def other_kind(path: Path) -> str:
+    """Say how to load a checkpoint of another program; empty if it is none that is known."""
+    if (path / ".metadata").is_file():
+        return f"it is a checkpoint of torch.distributed.checkpoint: load it with load_torch(engine, {str(path)!r})"
+    files = [path] if path.is_file() else list(path.iterdir()) if path.is_dir() else []
+    weights = next((file for file in files if file.suffix in (".safetensors", ".bin", ".pt", ".pth")), None)
+    if weights is None:
+        return ""
+    if weights.suffix == ".safetensors":
+        reader = f"storage_reader=torch.distributed.checkpoint.HuggingFaceStorageReader({str(weights.parent)!r})"
+        remedy = f", or with load_torch(engine, {str(weights.parent)!r}, {reader}, load_optimizer_states=False)"
+    else:
+        remedy = ""
+    return (
+        f"{weights.name} seems to hold weights alone: load them into the module before deepspeed.initialize, by "
+        f"from_pretrained() or load_state_dict(){remedy}"
+    )
+
+
 def look_at(
     folder: str | os.PathLike[str], tag: str, *, digests: bool = False, expected: SavedLayout | None = None
 ) -> Checkpoint:

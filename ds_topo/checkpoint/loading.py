@@ -21,15 +21,17 @@ from functools import partial, wraps
 from itertools import count
 from os import PathLike
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.deepspeed_reader import Source
+from ds_topo.checkpoint.deepspeed_reader import Source, name_of_model_states, opened
 from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.folder import Checkpoint
 from ds_topo.checkpoint.manifest import why_unreachable
@@ -128,7 +130,8 @@ def load(
     meeting = Meeting.begin(f"loading {what} of {root}", plan, failure)
     if load_module_only and int(engine.zero_optimization_stage()) == 3:  # otherwise DeepSpeed loads nothing
         options["load_optimizer_states"] = False
-    choice = _Choice(engine, root, name, load_optimizer_states and not load_module_only)
+    has_scheduler = load_lr_scheduler_states and not load_module_only and engine.lr_scheduler is not None
+    choice = _Choice(engine, root, name, load_optimizer_states and not load_module_only, has_scheduler)
     is_strict = load_module_strict and custom_load_fn is None
     for attempt in count(1):
         chosen = meeting.decided(f"choice {attempt}", choice.next)
@@ -204,10 +207,14 @@ class _Choice:
         root: the folder of all checkpoints.
         tag: the requested checkpoint; None for any.
         optimizer_states: whether the optimizer's states are to be loaded.
+        has_scheduler: whether the learning-rate scheduler's state is to be loaded.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, root: Path, tag: str | None, optimizer_states: bool) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, root: Path, tag: str | None, optimizer_states: bool, has_scheduler: bool
+    ) -> None:
         self._engine, self._root, self._tag, self._optimizer_states = engine, root, tag, optimizer_states
+        self._has_scheduler = has_scheduler
         self._layout = facts.layout_of(engine)
         self._left = self._to_try()
         self.damaged: list[Checkpoint] = []
@@ -234,7 +241,7 @@ class _Choice:
 
     def check(self, path: Path, *, digests: bool, trusted: bool, is_strict: bool) -> dict[str, Any]:
         """Check a share of the files, and this rank's parameters; on every rank. Return the problems found."""
-        found: dict[str, Any] = {"damaged": [], "refused": "", "model": "", "order": ""}
+        found: dict[str, Any] = {"damaged": [], "refused": "", "model": "", "order": "", "scheduler": ""}
         try:
             manifest = folders.manifest_of(path)
             if manifest is not None and digests:
@@ -250,11 +257,24 @@ class _Choice:
                 found["damaged"] = unreadable(share)
                 refused = refused_types(share) if not found["damaged"] else []
                 found["refused"] = refused[0] if refused else ""
+            if manifest is not None and self._has_scheduler and dist.get_rank() == 0 and not trusted:
+                found["scheduler"] = self._missing_scheduler(path / name_of_model_states(manifest.layout, 0))
         except OSError as error:
             found["damaged"].append(f"{error.filename or path}: {reason_of(error)}")
         except CheckpointError as error:
             found["damaged"].append(str(error))
         return found
+
+    def _missing_scheduler(self, file: Path) -> str:
+        """Say that the learning-rate scheduler has no state in a checkpoint; empty if it has one, or if unknown."""
+        with suppress(CheckpointError, UnpicklingError):  # of which another check informs
+            if opened(file).get("lr_scheduler") is None:
+                return (
+                    f"has no state of a learning-rate scheduler, and this job has a "
+                    f"{type(self._engine.lr_scheduler).__name__}: load it with load_lr_scheduler_states=False, and set "
+                    "the scheduler's step in the program"
+                )
+        return ""
 
     def accepts(self, posted: list[dict[str, Any]]) -> bool:
         """Decide on rank 0 whether to load the proposal, from all ranks' problems. False tries the next candidate.
@@ -268,8 +288,9 @@ class _Choice:
             self.chosen = None
             return False
         where = f"the checkpoint {self.chosen.tag!r} of {self._root}"
-        model, order, refused = (
-            next((share[kind] for share in posted if share[kind]), "") for kind in ("model", "order", "refused")
+        model, order, refused, scheduler = (
+            next((share[kind] for share in posted if share[kind]), "")
+            for kind in ("model", "order", "refused", "scheduler")
         )
         if model:
             raise CheckpointModelError(f"{where} is of another model: {model}")
@@ -280,6 +301,8 @@ class _Choice:
             )
         if refused:
             raise UnsafeCheckpointError(f"{where}: {refused}")
+        if scheduler:
+            raise CheckpointError(f"{where} {scheduler}")
         return True
 
     def _to_try(self) -> Iterator[Checkpoint]:
@@ -339,7 +362,8 @@ class _Choice:
             )
         problems = [f"{one.tag!r}: {folders.told(one.problems)}" for one in self.damaged if os.path.lexists(one.path)]
         if not problems:
-            return MissingCheckpointError(f"no checkpoint in {root}")
+            kind = folders.other_kind(root)
+            return MissingCheckpointError(f"no checkpoint in {root}{f': {kind}' if kind else ''}")
         return DamagedCheckpointError(f"no checkpoint in {root} is complete: {folders.told(problems)}")
 
 

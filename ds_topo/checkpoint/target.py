@@ -181,6 +181,12 @@ def _planned(
     names = _names_of_stages(model, structure, stages)
     if not has_groups:
         structure = replace(structure, groups=_groups(model, structure, slices, names))
+    known = set(map(_starred, model.parameters))
+    if left_out := [name for name in _group_of(model) if _starred(name) not in known]:
+        raise CheckpointLayoutError(
+            f"{listed(left_out, 3)} are in the optimizer and were left out of the checkpoint "
+            "(exclude_frozen_parameters): freeze parameters before deepspeed.initialize, or save them, too"
+        )
     origins = _origins(model, structure)
     saved = _group_of(model)
     wanted = {}
@@ -333,6 +339,12 @@ def _group_of(model: SavedModel) -> dict[str, int]:
     return {name: number for groups in model.structure.groups for number, names in enumerate(groups) for name in names}
 
 
+def _starred(name: str) -> str:
+    """Return a name that all experts of a layer have in common."""
+    expert = expert_of(name)
+    return name if expert is None else expert.numbered("*")
+
+
 def _are_experts(names: Sequence[str]) -> bool:
     return bool(names) and all(map(head_of, names))
 
@@ -407,18 +419,14 @@ def _origins(model: SavedModel, structure: SavedStructure) -> tuple[tuple[int, .
             )
         return tuple((number,) for number in range(count.pop()))
 
-    def starred(name: str) -> str:
-        expert = expert_of(name)
-        return name if expert is None else expert.numbered("*")
-
     saved = model.structure.groups[0]
     holding: dict[str, set[int]] = {}
     for number, names in enumerate(saved):
         for name in names:
-            holding.setdefault(starred(name), set()).add(number)
+            holding.setdefault(_starred(name), set()).add(number)
     found = []
     for names in structure.groups[0]:
-        numbers = sorted(set().union(*(holding.get(starred(name), ()) for name in names)))
+        numbers = sorted(set().union(*(holding.get(_starred(name), ()) for name in names)))
         are_all = all(_are_experts(saved[number]) for number in numbers)
         if are_all != _are_experts(names) or (len(numbers) > 1 and not are_all):
             raise CheckpointLayoutError(

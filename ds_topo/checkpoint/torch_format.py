@@ -39,8 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from ds_topo.checkpoint.disk import check_folder
 from ds_topo.checkpoint.engine_facts import inner_optimizer, require_engine
 from ds_topo.checkpoint.engine_state import PARAMS, EngineState, Rename, state_of_engine, update_weights
-from ds_topo.checkpoint.folder import tags_in
-from ds_topo.checkpoint.manifest import NAME as MANIFEST
+from ds_topo.checkpoint.folder import is_checkpoint, other_kind, tags_in
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_metadata, reading_checkpoint
 from ds_topo.errors import (
@@ -318,8 +317,8 @@ def _checked_metadata(
         if root is not None:
             check_metadata(root, trusted=trusted)
         there = reader.read_metadata().state_dict_metadata
-    except FileNotFoundError as error:
-        missing = str(error)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        missing = _kind_of(Path(folder)) or str(error)
     except UnsafeCheckpointError as error:
         unsafe = str(error)
     except Exception as error:  # of any class: the file may hold anything
@@ -332,11 +331,8 @@ def _checked_metadata(
             if unsafe:
                 raise UnsafeCheckpointError(f"{folder}: {unsafe}")
             if missing:
-                ours = root is not None and (tags_in(root) or (root / MANIFEST).is_file())
-                hint = "; what is there is loaded by ds_topo.checkpoint.load" if ours else ""
                 raise MissingCheckpointError(
-                    f"no checkpoint of torch.distributed.checkpoint in {folder}, as rank {rank} sees it: "
-                    f"{missing}{hint}"
+                    f"no checkpoint of torch.distributed.checkpoint in {folder}, as rank {rank} sees it: {missing}"
                 )
             if damaged:
                 raise DamagedCheckpointError(f"the metadata in {folder}: rank {rank}: {damaged}")
@@ -350,6 +346,15 @@ def _checked_metadata(
 
     meeting.decided_from("metadata", (missing, damaged, unsafe, difference, found.names), judge)
     return there, keys
+
+
+def _kind_of(path: Path) -> str:
+    """Say how to load what is there instead of a checkpoint of torch; empty if it is unknown."""
+    if is_checkpoint(path):
+        return f"it is one of DeepSpeed: load it with load(engine, {str(path.parent)!r}, {path.name!r})"
+    if tags := tags_in(path):
+        return f"it has checkpoints of DeepSpeed, {listed(tags)}: load one with load(engine, {str(path)!r})"
+    return other_kind(path)
 
 
 def _differences(found: EngineState, there: Mapping[str, Any], keys: Keys) -> Iterator[str]:

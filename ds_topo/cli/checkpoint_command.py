@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.disk import check_folder
-from ds_topo.checkpoint.folder import Checkpoint, checkpoints_in, look_at, named_latest, problem_of_latest, told
+from ds_topo.checkpoint.folder import (
+    Checkpoint,
+    checkpoints_in,
+    look_at,
+    named_latest,
+    other_kind,
+    problem_of_latest,
+    told,
+)
 from ds_topo.checkpoint.manifest import SavedParameter
 from ds_topo.cli.shared_options import add_command
 from ds_topo.cli.terminal import cells, counted, say, table_of
@@ -67,7 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         found = checkpoints_in(root, digests=arguments.verify)
     if not found:
-        raise MissingCheckpointError(f"no checkpoint in {folder}" if folder.is_dir() else f"{folder} is not a folder")
+        kind = f": {kind}" if (kind := other_kind(folder)) else ""
+        reason = f"no checkpoint in {folder}" if folder.is_dir() else f"{folder} is not a folder"
+        raise MissingCheckpointError(reason + kind)
     latest = named_latest(root)
     if arguments.json:
         content = {"folder": str(root), "latest": latest, "checkpoints": [_as_json(one) for one in found]}

@@ -12,7 +12,7 @@ from typing import Any
 
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.disk import check_folder
-from ds_topo.checkpoint.folder import Checkpoint, candidates, check_tag, look_at, tags_in, why_passed_over
+from ds_topo.checkpoint.folder import Checkpoint, candidates, check_tag, look_at, other_kind, tags_in, why_passed_over
 from ds_topo.cli.shared_options import add_command, check_topology, given_options, refuse_without_effect
 from ds_topo.cli.terminal import progress_of
 from ds_topo.errors import CheckpointError, MissingCheckpointError, listed
@@ -167,6 +167,7 @@ def _checkpoint(source: Path, tag: str | None) -> Checkpoint:
         if found.is_whole or found.needs:
             return found
         damaged.append(found)
+    kind = f": {kind}" if (kind := other_kind(source)) else ""
     raise MissingCheckpointError(
-        f"none of the checkpoints {listed(known)} in {source} is whole" if known else f"no checkpoint in {source}"
+        f"none of the checkpoints {listed(known)} in {source} is whole" if known else f"no checkpoint in {source}{kind}"
     )

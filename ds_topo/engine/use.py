@@ -358,7 +358,8 @@ def _gathering_shares(grid: MpuGrid) -> Make:
 
             def keep(gathered: torch.Tensor) -> torch.Tensor:
                 by_rank = gathered.unflatten(0, (grid.world_size, gathered.shape[0] // grid.world_size))
-                return by_rank[firsts].flatten(0, 1)
+                kept: torch.Tensor = by_rank[firsts].flatten(0, 1)
+                return kept
 
             def of_tensors(gather: Any) -> Any:
                 return lambda tensor: recursively_apply(keep, gather(tensor))

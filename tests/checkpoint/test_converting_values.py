@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
 from ds_topo.checkpoint.conversion import convert, to_single_file
-from ds_topo.errors import CheckpointLayoutError
+from ds_topo.errors import CheckpointError, CheckpointLayoutError, MissingCheckpointError
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds
@@ -223,13 +224,13 @@ def test_slices_are_joined_only_if_they_are_equal_or_declared(sliced: Path, tmp_
 
 
 def test_declared_buffers_are_put_together_and_cut(sliced: Path, tmp_path: Path) -> None:
-    found = checkpoint.look_at(sliced / "declared", "saved")
+    [found] = checkpoint.checkpoints_in(str(sliced / "declared"))  # text names folders, too
     whole = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 1.0]).expand(2, 6)
-    assert torch.equal(torch.load(to_single_file(found, tmp_path / "weights.pt"))["start"], whole)
-    there = convert(found, tmp_path / "there", "model=3")
+    assert torch.equal(torch.load(to_single_file(found, str(tmp_path / "weights.pt")))["start"], whole)
+    there = convert(found, str(tmp_path / "there"), "model=3")
     pieces = [torch.load(there / f"mp_rank_0{place}_model_states.pt", weights_only=False) for place in range(3)]
     assert torch.equal(torch.cat([piece["module"]["start"] for piece in pieces], 1), whole)
-    back = convert(checkpoint.look_at(tmp_path / "there", "saved"), tmp_path / "back", "model=2")
+    back = convert(checkpoint.look_at(str(tmp_path / "there"), "saved"), tmp_path / "back", "model=2")
     for name in ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"):
         one, other = (torch.load(path / name, weights_only=False)["module"]["start"] for path in (found.path, back))
         assert torch.equal(one, other)
@@ -302,3 +303,95 @@ def _load_module_only(topology: str, folder: Path) -> list[list[float]]:
 def test_zero_3_loads_weights_alone(world: Worlds, tmp_path: Path, topology: str) -> None:
     for saved, *loaded in world(2).run(_load_module_only, topology, tmp_path):
         assert loaded == [pytest.approx(saved, rel=1e-5)] * 2
+
+
+def _load_with_frozen(folder: Path) -> list[str]:
+    said = []
+    for number, late in enumerate((False, True)):
+        module = Layers()
+        module.layers[0].requires_grad_(late)
+        with _engine("data=1", module, {"stage": 1}) as engine:
+            _train(engine, range(1))
+            module.layers[0].requires_grad_(False)
+            checkpoint.save(engine, folder, f"saved{number}", exclude_frozen_parameters=True)
+    convert(checkpoint.look_at(folder, "saved0"), folder, "data=1", zero=2, tag="converted")
+    module = Layers()
+    module.layers[0].requires_grad_(False)
+    with _engine("data=1", module, {"stage": 2}) as engine:
+        checkpoint.load(engine, folder, "converted", load_module_strict=False)
+    module = Layers()
+    module.layers[0].requires_grad_(False)
+    with _engine("data=1", module, {"stage": 3}) as engine:
+        checkpoint.load(engine, folder, "saved0", load_module_strict=False, convert=True)
+        for tag, options in (("saved0", {}), ("saved1", {"load_module_strict": False})):
+            with pytest.raises(CheckpointError) as caught:
+                checkpoint.load(engine, folder, tag, convert=True, **options)
+            said.append(str(caught.value))
+    with pytest.raises(CheckpointError) as caught:
+        convert(checkpoint.look_at(folder, "saved1"), folder, "data=1", zero=2, tag="no")
+    said.append(str(caught.value))
+    return said
+
+
+def test_checkpoint_without_frozen_parameters_is_converted(world: Worlds, tmp_path: Path) -> None:
+    [(strict, late, offline)] = world(1).run(_load_with_frozen, tmp_path)
+    assert "it has no parameter 'layers.0.weight' [7, 4]" in strict
+    for said in (late, offline):
+        assert "'layers.0.bias'] are in the optimizer and were left out of the checkpoint" in said
+
+
+def _load_others(folder: Path) -> list[str]:
+    said = []
+    (folder / "empty").mkdir()
+    (folder / "model").mkdir()
+    (folder / "model/model.safetensors").write_bytes(b"")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with _engine("data=1", Layers(), {"stage": 1}) as engine:
+        dcp.save({"app": checkpoint.TorchState(engine)}, checkpoint_id=folder / "torch")
+        checkpoint.save(engine, folder / "ours", "step1")
+        load, load_torch = checkpoint.load, checkpoint.load_torch
+        for function, path in (
+            (load, "torch"),
+            (load, "model"),
+            (load, "pytorch_model.bin"),
+            (load, "empty"),
+            (load_torch, "ours"),
+            (load_torch, "ours/step1"),
+            (load_torch, "pytorch_model.bin"),
+            (load_torch, "empty"),
+        ):
+            with pytest.raises(MissingCheckpointError) as caught:
+                function(engine, folder / path)
+            said.append(str(caught.value))
+        engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer.optimizer)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(engine, folder / "ours")
+        said.append(str(caught.value))
+        checkpoint.load(engine, folder / "ours", load_lr_scheduler_states=False)
+    return said
+
+
+def test_checkpoints_of_other_programs_are_named_with_the_function_that_loads_them(
+    world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [said] = world(1).run(_load_others, tmp_path)
+    for found, expected in zip(
+        said,
+        (
+            "load it with load_torch(engine,",
+            "or with load_torch(engine,",
+            "by from_pretrained() or load_state_dict()",
+            "no checkpoint in",
+            "it has checkpoints of DeepSpeed, ['step1']: load one with load(engine,",
+            "it is one of DeepSpeed: load it with load(engine,",
+            "pytorch_model.bin seems to hold weights alone",
+            "no checkpoint of torch.distributed.checkpoint",
+            "has no state of a learning-rate scheduler, and this job has a ConstantLR",
+        ),
+        strict=True,
+    ):
+        assert expected in found
+    for command in (["checkpoint"], ["convert", "--topology", "data=1"]):
+        to = [str(tmp_path / "to")] if command[0] == "convert" else []
+        assert cli.main([command[0], str(tmp_path / "torch"), *to, *command[1:]]) == 2
+        assert "load it with load_torch(engine," in capsys.readouterr().err
