@@ -345,13 +345,12 @@ class _Choice:
             return MissingCheckpointError(
                 f"{root} is one checkpoint: give the folder around it, {str(root.parent)!r}, and tag={root.name!r}"
             )
+        known, kind = folders.tags_in(root), folders.other_kind(root)
         if root.exists() and not root.is_dir():
-            return MissingCheckpointError(f"{root} is a file: give the folder of all checkpoints")
-        if (root / ".metadata").is_file():
-            return MissingCheckpointError(
-                f"{root} is a checkpoint of torch.distributed.checkpoint: load it by ds_topo.checkpoint.load_torch"
-            )
-        if tag is not None and tag not in (known := folders.tags_in(root)):
+            return MissingCheckpointError(f"{root} is a file: {kind or 'give the folder of all checkpoints'}")
+        if kind and not known:
+            return MissingCheckpointError(f"no checkpoint in {root}: {kind}")
+        if tag is not None and tag not in known:
             hint = "; without a tag, the one that 'latest' names is loaded" if tag == folders.LATEST else ""
             return MissingCheckpointError(f"no checkpoint {tag!r} in {root}: there are {listed(known)}{hint}")
         if tag is not None:
@@ -362,8 +361,7 @@ class _Choice:
             )
         problems = [f"{one.tag!r}: {folders.told(one.problems)}" for one in self.damaged if os.path.lexists(one.path)]
         if not problems:
-            kind = folders.other_kind(root)
-            return MissingCheckpointError(f"no checkpoint in {root}{f': {kind}' if kind else ''}")
+            return MissingCheckpointError(f"no checkpoint in {root}")
         return DamagedCheckpointError(f"no checkpoint in {root} is complete: {folders.told(problems)}")
 
 

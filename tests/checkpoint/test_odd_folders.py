@@ -227,7 +227,7 @@ def test_names_from_the_disk_cannot_control_the_terminal(folder: Path, capsys: p
 
 # -- wrong types -------------------------------------------------------------------------------------------------------
 
-WRONG = (None, 7, b"x", ["a"], 0.5)
+WRONG = (None, 7, b"x", ["a"], {"a": 1})
 
 
 @pytest.mark.parametrize("given", WRONG, ids=repr)
