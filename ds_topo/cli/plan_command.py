@@ -48,7 +48,7 @@ from ds_topo.planner.search import Found, Plan, Wanted, fewest_axes_first, order
 from ds_topo.topology.axes import EXPERT
 from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import leaves_out_a_degree, parse_spec
+from ds_topo.topology.spec import MAX_DEGREE, leaves_out_a_degree, parse_spec
 
 EXAMPLES = """examples:
   ds-topo plan --model llama-3-70b --hosts 8 --accelerator H100 --batch 128
@@ -169,10 +169,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, judge published runs or calibrate. Return 1 if rows are beyond the bound, else 0."""
-    for names, rule, least in ((WHOLE, "give a number from 1 on", 1.0), (POSITIVE, "give a positive number", 0.0)):
+    ranges = (
+        (WHOLE, f"give a number from 1 on, at most {MAX_DEGREE}", 1.0, MAX_DEGREE + 1),
+        (POSITIVE, "give a positive number", 0.0, inf),
+    )
+    for names, rule, least, beyond in ranges:
         for name in names:
             value = getattr(arguments, name)
-            if value is not None and not (least <= value < inf and value):
+            if value is not None and not (least <= value < beyond and value):
                 raise TopologyError(f"{option_of(name)} {value}: {rule}")
     planning = given_options(arguments, *(name for name in vars(arguments) if name not in NOT_OF_A_PLAN))
     if arguments.runs:

@@ -19,6 +19,9 @@ from typing import Any, TypeAlias
 from ds_topo.errors import TopologyError, abridged
 from ds_topo.planner import read_json, what_it_is
 
+MOST_LAYERS = 2048
+"""More than any model has, and few enough to plan in seconds."""
+
 
 class Split(Enum):
     """The dimension of a weight that tensor parallelism splits (Shoeybi et al., arXiv:1909.08053)."""
@@ -389,6 +392,7 @@ def transformer(
     for field, value in numbers.items():
         if value < 1:
             raise TopologyError(f"--{field} {value}: a model needs at least 1")
+    _check_layers(layers)
     if hidden % heads:
         raise TopologyError(f"--heads {heads} must divide --hidden {hidden}: every head has hidden / heads features")
     if heads % kv_heads:
@@ -415,6 +419,11 @@ def transformer(
         tied=gpt if tied is None else tied,
         dropout=gpt,
     )
+
+
+def _check_layers(layers: int) -> None:
+    if layers > MOST_LAYERS:
+        raise TopologyError(f"{layers} layers: the planner takes at most {MOST_LAYERS}, as it looks at each of them")
 
 
 def read_model(path: str | Path) -> Model:
@@ -595,13 +604,14 @@ def _deepseek(config: _Config, name: str) -> Model:
 def _decoder(config: _Config, name: str, attention: Attention, mlp: Callable[[int], FeedForward | Experts]) -> Model:
     """Return a model with RMSNorm, rotary positions, and ``mlp(layer)`` in each layer."""
     hidden = config.number("hidden_size")
-    layers = range(config.number("num_hidden_layers"))
+    layers = config.number("num_hidden_layers")
+    _check_layers(layers)
     return Model(
         name=name,
         hidden=hidden,
         vocabulary=config.number("vocab_size"),
         sequence=config.number("max_position_embeddings"),
-        blocks=tuple(Block(hidden, attention, mlp(layer), 2 * hidden) for layer in layers),
+        blocks=tuple(Block(hidden, attention, mlp(layer), 2 * hidden) for layer in range(layers)),
         final_norm_parameters=hidden,
         tied=config.flag("tie_word_embeddings"),
     )

@@ -352,6 +352,8 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
         ([*JOB, "--picture", "plan"], "--picture 'plan': give a file name that ends in .png or .svg or .pdf"),
         ([*JOB, "--picture", "plan.txt"], "--picture 'plan.txt': give a file name that ends in"),
         (["--model", __file__], "is not JSON"),
+        ([*JOB, "--layers", "2049"], "2049 layers: the planner takes at most 2048"),
+        ([*JOB, "--batch", "2147483648"], "--batch 2147483648: give a number from 1 on, at most 2147483647"),
         (["--model", "gpt2"], "model 'gpt2' does not exist: give the config.json of a downloaded model, or its folder"),
         ([*JOB, "--topology", "pipe=2"], "--topology: topology 'pipe=2' is for 2 ranks (2), but the job has 8"),
         ([*JOB, "--topology", "pipe=2"], "'pipe=8'; --fix decides the degrees of some axes only"),
