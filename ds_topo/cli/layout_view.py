@@ -267,6 +267,9 @@ def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None
     """Compare two layouts of the same ranks: their groups, and the ranks whose coordinates change."""
     console.print(f"{before.spec}  ->  {after.spec}", style="bold", highlight=False)
     console.print()
+    if len(before.axis_names) == len(after.axis_names) == 1 and before.topology.axes != after.topology.axes:
+        say(console, f'Two layouts are compared. One layout with both axes is "{before.spec},{after.spec}".')
+        console.print()
     columns = ("ranks", "hosts", "pairs across hosts") if before.host_map is not None else ("ranks",)
     table = table_of("group", right=columns)
     rows = [{kind["name"]: _cells_to_compare(kind) for kind in view.kinds()} for view in (before, after)]

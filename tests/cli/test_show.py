@@ -118,6 +118,8 @@ def test_two_layouts_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
         *(["4", "host1", "1,0", "2,0"], ["5", "host1", "1,1", "2,1"], ["6", "host1", "1,2", "3,0"]),
     ]
     assert "Nothing moves" in run(capsys, "data=4", "data=4,pipe=1")
+    assert "One layout with both axes" not in out
+    assert 'One layout with both axes is "pipe=2,data=2".' in run(capsys, "pipe=2", "data=2")
     both = json.loads(run(capsys, "pipe=2,data=4", "data=4,pipe=2", "--hosts", "2", "--slots", "4", "--json"))
     assert both["ranks_that_change"] == [1, 2, 3, 4, 5, 6]
     assert both["shards_to_other_hosts"] == 4
