@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 import sys
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ _SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface."""
 _NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torchrun's variable: 1 creates a new store after each restart."""
+_MOMENT = 2.0
+"""The longest time, in seconds, that rank 0 waits for the others to read a verdict."""
 _LEADER_SHARE = 0.9
 """The share of the timeout after which rank 0 stops waiting, so that the others can still read its verdict."""
 
@@ -298,16 +301,23 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
         except (dist.DistError, RuntimeError):
             verdict = _who_is_missing(store, keys, launch, timeout * _LEADER_SHARE)
         store.set("verdict", json.dumps([verdict, launch.world_size]))
+        if verdict:  # this process serves the store and may end now, before the others have read the verdict
+            until = time.monotonic() + min(_MOMENT, timeout.total_seconds() / 4)
+            with suppress(RuntimeError):  # the launcher's store is gone
+                readers = sum(store.check([key]) for key in keys) - 1
+                while store.add("read", 0) < readers and time.monotonic() < until:
+                    time.sleep(_MOMENT / 400)
     else:
         try:
             store.wait(["verdict"], timeout)
+            verdict, size = json.loads(store.get("verdict"))
+            store.add("read", 1)
         except (dist.DistError, RuntimeError) as error:
             raise LaunchError(
                 f"rank {launch.rank} on {socket.gethostname()} has reached {launch.master_addr}:{launch.master_port}, "
                 "but rank 0 did not answer: it was not started, has ended or hangs; "
                 f"{unanswered(error, timeout)}"
             ) from error
-        verdict, size = json.loads(store.get("verdict"))
         if not verdict and size != launch.world_size:  # rank 0 does not expect this rank
             verdict = f"rank {launch.rank} on {me['host']} has WORLD_SIZE={launch.world_size}, but rank 0 has {size}: "
             verdict += _SAME_SIZE

@@ -1,4 +1,4 @@
-"""Ranks raise in time if a host is cut off while they join, build a grid, add a group or destroy the grid."""
+"""Ranks raise in time if a host is cut off while they build a grid, add a group or destroy the grid."""
 
 from __future__ import annotations
 
