@@ -448,6 +448,10 @@ def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
     if process_group is None:
         return range(dist.get_world_size())
     if not isinstance(process_group, ProcessGroup):
+        if process_group == dist.GroupMember.NON_GROUP_MEMBER:  # the result of new_group() on other ranks
+            raise ValueError(
+                f"process_group: rank {dist.get_rank()} is not one of its ranks: build the grid there only"
+            )
         raise TypeError(
             f"process_group={abridged(process_group)}: give a group of torch.distributed of which this rank is a "
             "member; axes and degrees are one argument, 'pipe=2,data=2'"

@@ -256,13 +256,14 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Destroy the grids that a case has created, and let DeepSpeed forget its world."""
+    before = ledger.in_force()
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(deepspeed.comm.comm, "cdb", None)
     with fake_world(0, 4):
         yield
         while _made:
             _made.pop().destroy()
-    assert not ledger.in_force()
+    assert ledger.in_force() == before
 
 
 @pytest.mark.parametrize("name", CASES)
