@@ -226,7 +226,8 @@ def record(engine: Any, row: Row) -> Record:
             norm = engine.get_global_grad_norm()
             run.norms.append(None if norm is None else float(norm))
             run.rates.append(engine.get_lr()[0])
-            run.scales.append(float(getattr(engine.optimizer, "cur_scale", 1.0) or 1.0))
+            scaled = getattr(engine.optimizer, "loss_scale_config", engine.optimizer)
+            run.scales.append(float(getattr(scaled, "cur_scale", 1.0)))
             run.skipped.append(engine.skipped_steps)
     run.parameters = parameters_of(engine)
     return run
@@ -263,6 +264,8 @@ def compare(world: Worlds, rows: tuple[Row, ...]) -> None:
     """Train the rows on all sides and compare each rank with the same rank of stock DeepSpeed."""
     stage, tolerance = rows[0].stage, TOLERANCES[rows[0].precision]
     reason, instead = STOCK_FAILS.get((stage, rows[0].situation), ("", stage))
+    if instead == 0 < stage and rows[0].precision == "fp16":
+        instead = None  # in fp16, stock itself trains differently at stages 0 and 1
     if instead is None:
         pytest.skip(f"stock DeepSpeed cannot do this: {reason}")
     stock = world(4).run(train, tuple(replace(row, stage=instead) for row in rows), "stock")
@@ -272,8 +275,8 @@ def compare(world: Worlds, rows: tuple[Row, ...]) -> None:
     has_norms = not (rows[0].experts and stage)  # OTHER_NORMS
     for rank in range(4):
         for number, expected in enumerate(stock[rank]):
-            if on_grid:
-                assert_alike(on_grid[rank][number], expected, 0.0, has_norms)
+            if on_grid:  # the same code, bit for bit; experts have groups of their own, whose sums have another order
+                assert_alike(on_grid[rank][number], expected, 1e-6 if rows[0].experts else 0.0, has_norms)
             if refusal:
                 assert refusal in reduced[rank][number]
             else:

@@ -23,6 +23,7 @@ from tests.support.world import Worlds
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 
 QUANTIZED = {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}
+ZENFLOW = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}, "zenflow": {"update_interval": 2}}}
 SECOND_PARTITION = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
 AUTO_EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}
 AUTO_TENSOR = {"tensor_parallel": {"autotp_size": 2}}
@@ -32,6 +33,7 @@ HYBRID = {"hybrid_engine": {"enabled": True, "inference_tp_size": 2}}
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("data=2,model=2", QUANTIZED, "zero_quantized_gradients .* switch it off"),
+    ("data=2,model=2", ZENFLOW, "zenflow at stage 1 or 2 .* switch it off"),
     ("data=2,model=2", SECOND_PARTITION, r"create_zero_partition_groups\(grid, 2\)"),
     ("seq=2,model=2", SECOND_PARTITION, r"create_zero_partition_groups\(grid, 2\)"),
     ("pipe=2,data=2", AUTO_EXPERTS, "AutoEP.* different parameters"),
@@ -45,6 +47,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     ("seq=2,data=2", QUANTIZED),
+    ("data=4", ZENFLOW),
     ("data=4", SECOND_PARTITION),
     ("seq=2,data=2", AUTO_EXPERTS),
     ("data=2,model=2", AUTO_TENSOR),
