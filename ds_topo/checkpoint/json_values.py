@@ -6,19 +6,22 @@ value need not check it again, whoever wrote the JSON.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeAlias, get_args, get_origin, get_type_hints
 
 from ds_topo.errors import abridged, listed
 
 _LARGEST = 1 << 63
 """Numbers are below it, as sizes of files and tensors are; larger ones would be slow to multiply and to print."""
 
+Builder: TypeAlias = Callable[[Any], Any]
+"""A function that returns what ``json.loads`` has returned as a value of one type, or raises ``ValueError``."""
 
-def built_from(kind: Any, value: Any, where: str = "") -> Any:
+
+def built_from(kind: Any, value: Any) -> Any:
     """Return JSON as a value of a type: a dataclass, a tuple, a mapping of names, a number, a name or None.
 
     >>> from ds_topo.checkpoint.manifest import SavedSplit
@@ -32,67 +35,123 @@ def built_from(kind: Any, value: Any, where: str = "") -> Any:
     Args:
         kind: the type.
         value: what ``json.loads`` has returned.
-        where: the place of the value in the JSON, for messages.
 
     Raises:
         ValueError: a value has another type, a number is too large, a text cannot be printed, an entry is missing or
-            unknown, or a dataclass refuses its fields.
+            unknown, or a dataclass refuses its fields. The message begins with the place of the value.
     """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return _record(kind, _mapping(value, where), where)
-    if origin is UnionType:
-        other = next(one for one in arguments if one is not NoneType)
-        return None if value is None else built_from(other, value, where)
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{where}: {abridged(value)} is not a list")
-        return tuple(built_from(arguments[0], one, f"{where}[{number}]") for number, one in enumerate(value))
-    if origin is not None:
-        known = _mapping(value, where).items()
-        return {_text(key, where): built_from(arguments[1], one, _place(where, key)) for key, one in known}
-    if type(value) is not kind:  # True is an int, and no size
-        raise ValueError(f"{where}: {abridged(value)} is not {'an' if kind is int else 'a'} {kind.__name__}")
-    if kind is int and abs(value) >= _LARGEST:
-        raise ValueError(f"{where}: {abridged(value)} is too large")
-    return _text(value, where) if kind is str else value
+    try:
+        return _builder_of(kind)(value)
+    except _InsideError as error:
+        raise ValueError(str(error)) from None
 
 
 @cache
-def _types_of(kind: type) -> dict[str, tuple[Any, bool]]:
-    """Return the type of each field, and whether it must be given."""
+def _builder_of(kind: Any) -> Builder:
+    """Return the builder of a type. It is made once, since a manifest may have a million entries."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return _record_builder(kind)
+    if origin is UnionType:
+        build = _builder_of(next(one for one in arguments if one is not NoneType))
+        return lambda value: None if value is None else build(value)
+    if origin is tuple:
+        return _tuple_builder(_builder_of(arguments[0]))
+    if origin is not None:
+        return _mapping_builder(_builder_of(arguments[1]))
+    return {int: _number, str: _text, bool: _flag}[kind]
+
+
+def _record_builder(kind: Any) -> Builder:
     types = get_type_hints(kind)
-    return {
-        one.name: (types[one.name], one.default is MISSING and one.default_factory is MISSING) for one in fields(kind)
-    }
+    builders = {one.name: _builder_of(types[one.name]) for one in fields(kind)}
+    required = [one.name for one in fields(kind) if one.default is MISSING and one.default_factory is MISSING]
 
-
-def _record(kind: Any, value: Mapping[str, Any], where: str) -> Any:
-    types = _types_of(kind)
-    if unknown := [name for name in value if name not in types]:
-        raise ValueError(
-            f"{where or kind.__name__} has no entry {abridged(unknown[0])}: there are {listed([*types], 20)}"
-        )
-    if missing := [name for name, (_, is_required) in types.items() if is_required and name not in value]:
-        raise ValueError(f"{_place(where, missing[0])} is missing")
-    found = {name: built_from(types[name][0], one, _place(where, name)) for name, one in value.items()}
-    try:
+    def build(value: Any) -> Any:
+        _require_mapping(value)
+        name = ""
+        found = {}
+        try:
+            for name, one in value.items():
+                found[name] = builders[name](one)
+        except KeyError:
+            raise ValueError(f"no entry {abridged(name)} is known: there are {listed([*builders], 20)}") from None
+        except ValueError as error:
+            _raise_at(name, error)
+        for name in required:
+            if name not in found:
+                raise ValueError(f"{name} is missing")
         return kind(**found)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}" if where else str(error)) from None
+
+    return build
 
 
-def _mapping(value: Any, where: str) -> dict[str, Any]:
+def _tuple_builder(build_one: Builder) -> Builder:
+    def build(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{abridged(value)} is not a list")
+        found: list[Any] = []
+        try:
+            found.extend(map(build_one, value))
+        except ValueError as error:
+            _raise_at(f"[{len(found)}]", error)
+        return tuple(found)
+
+    return build
+
+
+def _mapping_builder(build_one: Builder) -> Builder:
+    def build(value: Any) -> Any:
+        _require_mapping(value)
+        found, name = {}, ""
+        try:
+            for name, one in value.items():
+                found[_text(name)] = build_one(one)
+        except ValueError as error:
+            _raise_at(name, error)
+        return found
+
+    return build
+
+
+def _require_mapping(value: Any) -> None:
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: {abridged(value)} is not an object")
+        raise ValueError(f"{abridged(value)} is not an object")
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int:  # True is an int, and no size
+        raise ValueError(f"{abridged(value)} is not an int")
+    if not -_LARGEST < value < _LARGEST:
+        raise ValueError(f"{abridged(value)} is too large")
     return value
 
 
-def _text(value: str, where: str) -> str:
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{abridged(value)} is not a str")
     if not value.isprintable():
-        raise ValueError(f"{where}: {abridged(value)} has characters that cannot be printed")
+        raise ValueError(f"{abridged(value)} has characters that cannot be printed")
     return value
 
 
-def _place(where: str, name: str) -> str:
-    return f"{where}.{name}" if where else name
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise ValueError(f"{abridged(value)} is not a bool")
+    return value
+
+
+class _InsideError(ValueError):
+    """An error of a value inside another one, with its place."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        self.place, self.reason = place, reason
+        super().__init__(f"{place}: {reason}")
+
+
+def _raise_at(name: str, error: ValueError) -> NoReturn:
+    """Raise the error of a value with the name under which another value holds it."""
+    if not isinstance(error, _InsideError):
+        raise _InsideError(name, str(error)) from None
+    place = error.place if error.place.startswith("[") else f".{error.place}"
+    raise _InsideError(f"{name}{place}", error.reason) from None

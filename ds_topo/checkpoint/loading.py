@@ -325,8 +325,8 @@ class _Choice:
             raise CheckpointLayoutError(
                 f"the checkpoint {checkpoint.tag!r} of {self._root} is of {saved}; this job is {self._layout}: "
                 f"{reason}. Start the job with the degrees and the ZeRO stage of the checkpoint, in any order of axes, "
-                f"or convert it: by ds_topo.checkpoint.load(engine, folder, convert=True) in this job, or once by "
-                f"{self._command(checkpoint)}{also}"
+                f"or convert it, by ds_topo.checkpoint.load(engine, folder, convert=True) in this job{also}, or once "
+                f"by the command: {self._command(checkpoint)}"
             )
 
     def _command(self, checkpoint: Checkpoint) -> str:

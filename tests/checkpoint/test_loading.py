@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ds_topo import checkpoint
+from ds_topo.cli import main
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -212,6 +213,13 @@ def test_other_layout_is_refused_with_both(world: Worlds, saved: Saved, kind: Ki
     )
     assert reason in text
     assert "in any order of axes" in text
+    assert "by ds_topo.checkpoint.load(engine, folder, convert=True) in this job" in text
+    command = re.search(r"or once by the command: ds-topo (convert \S+ \S+ --topology \S+(?: --zero \d)?)$", text)
+    assert command is not None
+    if not kind.experts:  # only the job can give experts to a model without
+        can_be_converted = not kind.is_pipeline
+        assert main(command[1].split()) == (0 if can_be_converted else 2)
+        assert (folder.parent / "folder-converted/step3").is_dir() == can_be_converted
 
 
 # -- any order ---------------------------------------------------------------------------------------------------------
