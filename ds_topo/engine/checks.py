@@ -373,7 +373,8 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
     """Raise for a model that does not fit the topology.
 
     Raises:
-        EngineOptionError: a plain module would be on all stages of a pipeline, or the optimizer has no parameter of it.
+        EngineOptionError: a plain module would be on all stages of a pipeline, the optimizer has no parameter of it, or
+            Domino uses another grid's group.
     """
     stages = grid.get_axis_size(PIPE)
     if stages > 1 and not isinstance(engine, PipelineEngine) and not getattr(model, "is_pipeline_stage", False):
@@ -391,6 +392,16 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
                 f"optimizer={type(optimizer).__name__} has no parameter of the model, which would not be trained: "
                 "create it from model.parameters() of this model"
             )
+    domino: Any = sys.modules.get("deepspeed.runtime.domino.async_linear")
+    group = domino.TP_group if domino is not None else None  # the first model's, for the rest of the process
+    if group in (None, grid.get_tensor_model_parallel_group()):
+        return
+    if any(isinstance(layer, domino.DominoAsyncColumnParallelLinear) for layer in model.modules()):
+        raise EngineOptionError(
+            "DominoTransformer would sum gradients over the group of the first model of this process, which is not "
+            f"that of {grid.topology().spec!r}: set deepspeed.runtime.domino.async_linear.TP_group = None before the "
+            "model is built"
+        )
 
 
 def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
 import pytest
+import torch
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.domino import async_linear
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, groups
-from ds_topo.engine.checks import check_engine
+from ds_topo.engine.checks import check_engine, check_model
 from ds_topo.errors import EngineOptionError
+from tests.support.fake_world import fake_world
 from tests.support.training import engine_config
 from tests.support.world import Worlds
 
@@ -123,3 +127,19 @@ def _accept_groups_that_were_created() -> None:
 
 def test_a_second_partition_of_created_groups_is_accepted(world: Worlds) -> None:
     world(4).run(_accept_groups_that_were_created)
+
+
+def test_domino_with_the_group_of_an_earlier_grid_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_linear, "TP_group", None)
+    options = SimpleNamespace(params_dtype=torch.float32, perform_initialization=False)
+    engine: Any = SimpleNamespace()
+    with fake_world(0, 4):
+        for spec in ("data=4", "model=2,data=2"):
+            with PipelineParallelGrid(spec) as grid:
+                group = grid.get_tensor_model_parallel_group()
+                layer = async_linear.DominoAsyncColumnParallelLinear(4, 4, group, options, lambda weight: None)
+                if spec == "data=4":
+                    check_model(engine, layer, grid)
+                    continue
+                with pytest.raises(EngineOptionError, match="TP_group = None"):
+                    check_model(engine, layer, grid)
