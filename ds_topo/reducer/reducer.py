@@ -547,7 +547,7 @@ class BucketReducer:
 
     def _overwritten(self) -> str | None:
         """Return a description of gradients that the program has changed while they were being reduced, if any."""
-        if type(self.driver) is not StepDriver or self._step.discarded:
+        if type(self.driver) is not StepDriver or self._step.discarded or self.options.grad_buffers:
             return None
         buckets = [reduction.bucket for reduction in self._step.in_flight if reduction.was_overwritten]
         return changed_in_flight([state.name for bucket in buckets for state in bucket.members]) if buckets else None

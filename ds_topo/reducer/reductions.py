@@ -210,6 +210,11 @@ class _TwoLevelAllReduce(_AllReduce):
         self._two_level = two_level
         super().__init__(bucket)
 
+    @property
+    def was_overwritten(self) -> bool:
+        """False: the reduction itself writes to the bucket at any time."""
+        return False
+
     def _start(self) -> None:
         self._payload = self._two_level.padded(self._payload)
         self._pending = self._two_level.submit(self._payload)

@@ -37,7 +37,8 @@ def found(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
     return content
 
 
-def test_plan_prints_a_table_and_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_a_table_and_a_reason(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     lines = plan(capsys, *JOB, "--top", "3").splitlines()
     assert lines[0] == "8 layers of 512: 25,875,456 parameters, trained by deepspeed"
     assert lines[1].startswith("2 x 4 A100-80GB, 78.7 GB each for tensors; 64 sequences of 256 in bf16")
