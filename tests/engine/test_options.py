@@ -131,8 +131,8 @@ def test_a_second_partition_of_created_groups_is_accepted(world: Worlds) -> None
 
 def test_domino_with_the_group_of_an_earlier_grid_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_linear, "TP_group", None)
-    options = SimpleNamespace(client_optimizer=None, params_dtype=torch.float32, perform_initialization=False)
-    engine: Any = SimpleNamespace(client_optimizer=None, )
+    options = SimpleNamespace(params_dtype=torch.float32, perform_initialization=False)
+    engine: Any = SimpleNamespace(client_optimizer=None)
     with fake_world(0, 4):
         for spec in ("data=4", "model=2,data=2"):
             with PipelineParallelGrid(spec) as grid:
