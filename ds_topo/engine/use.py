@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import wraps
+from functools import cache, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -350,22 +350,27 @@ def _gathering_shares(grid: MpuGrid) -> Make:
         accelerate.accelerator, "gather_object", "The objects of the first rank of each share.", why=why, during=during
     )
 
+    @cache
+    def firsts() -> list[int]:
+        """Return the first rank of each share."""
+        first: dict[int, int] = {}
+        for rank in range(grid.world_size):
+            first.setdefault(_share_of(grid, rank), rank)
+        return [first[share] for share in sorted(first)]
+
     def make(gather_for_metrics: Any) -> Any:
         @wraps(gather_for_metrics)
         def gather_shares(*args: Any, **options: Any) -> Any:
-            shares = [_share_of(grid, rank) for rank in range(grid.world_size)]
-            firsts = [shares.index(share) for share in range(max(shares) + 1)]
-
             def keep(gathered: torch.Tensor) -> torch.Tensor:
                 by_rank = gathered.unflatten(0, (grid.world_size, gathered.shape[0] // grid.world_size))
-                kept: torch.Tensor = by_rank[firsts].flatten(0, 1)
+                kept: torch.Tensor = by_rank[firsts()].flatten(0, 1)
                 return kept
 
             def of_tensors(gather: Any) -> Any:
                 return lambda tensor: recursively_apply(keep, gather(tensor))
 
             def of_objects(gather: Any) -> Any:
-                return lambda found: gather(found if grid.grid_rank in firsts else [])
+                return lambda found: gather(found if grid.grid_rank in firsts() else [])
 
             with ledger.bound(tensors, of_tensors), ledger.bound(objects, of_objects):
                 return gather_for_metrics(*args, **options)
