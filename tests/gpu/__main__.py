@@ -307,6 +307,8 @@ def judge_watch(ranks: Sequence[Rank], *, on_gpu: bool) -> str:
         if rank.status != WATCH_EXIT and (on_gpu or not rank.status):  # the stand-in for NCCL raises by itself
             return f"failed: rank {number} ended with status {rank.status} instead of {WATCH_EXIT}"
         times.append(rank.ended - float(raised[1]))
+        if times[-1] < 0:
+            return f"failed: rank {number} ended {-times[-1]:.1f} s before rank 0 raised, so not by the watch"
     if max(times) > WATCH_LIMIT + WATCH_SLACK:
         return f"failed: ended after {max(times):.1f} s, which is more than {WATCH_LIMIT + WATCH_SLACK:.0f} s"
     return f"passed: ended after {max(times):.1f} s with watch={WATCH_LIMIT:g}"

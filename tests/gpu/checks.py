@@ -42,7 +42,7 @@ from tests.checkpoint.jobs import Kind, job
 from tests.collectives import test_pairs as collective_cases
 from tests.engine import test_arriving_parameters as arriving_programs
 from tests.engine import test_zero_partitions as zero_cases
-from tests.support import reduced_model, strict_backend
+from tests.support import reduced_model, strict_backend, strict_calls
 from tests.support.small_engines import settings
 from tests.support.training import destroy_engine
 
@@ -659,7 +659,7 @@ def _raise_while_others_block(place: Place, wait: Callable[[], object]) -> None:
     if place.on_gpu:
         wait()
     else:
-        with strict_backend.spinning_waits():
+        with strict_calls.spinning_waits():
             dist.all_reduce(torch.ones(1))
     raise AssertionError("the wait has ended")
 
