@@ -102,7 +102,7 @@ class LayoutView:
 
     @property
     def has_first_slots(self) -> bool:
-        """Whether hosts are known and use their first slots, so that positions in a row are numbers of slots."""
+        """Tell whether hosts are known and use their first slots, so that positions in a row are numbers of slots."""
         hosts = () if self.host_map is None else self.host_map.hosts
         return bool(hosts) and all(host.slots == tuple(range(len(host.slots))) for host in hosts)
 
