@@ -141,11 +141,9 @@ def convert(
         CheckpointLayoutError, TopologyError: the layout cannot be reached; the message says why.
         CheckpointSpaceError: the disk has too little space. In all of these cases nothing was written.
     """
-    to, manifest = check_folder(folder), readable(_checked(checkpoint))
-    if isinstance(zero, bool):
-        raise TypeError(f"zero={zero} is not a stage: give 0, 1, 2 or 3")
-    if not isinstance(spec, str):
-        raise TypeError(f'spec={abridged(spec)} is not a text: give a topology with all degrees, such as "data=4"')
+    to, checkpoint = check_folder(folder), _checked(checkpoint)
+    _check_wanted(spec, zero, method, bounds, experts, zero_options)
+    manifest = readable(checkpoint)
     new_tag = check_tag(checkpoint.tag if tag is None else tag)
     with fitting_files(checkpoint.path):
         model = model_of(manifest)
@@ -155,6 +153,32 @@ def convert(
         conversion.make_room()
         files = conversion.fill(progress=progress)
         return conversion.commit(files, save_latest=save_latest)
+
+
+def _check_wanted(
+    spec: object, zero: object, method: object, bounds: object, experts: object, zero_options: object
+) -> None:
+    """Refuse values of wrong types, which must not look like faults of the checkpoint.
+
+    Raises:
+        TypeError: the message names the argument.
+    """
+    are_numbers = isinstance(bounds, Sequence) and all(isinstance(bound, int) for bound in bounds)
+    for name, value, is_right, wanted in (
+        ("spec", spec, isinstance(spec, str), 'a topology with all degrees, such as "data=4"'),
+        ("zero", zero, zero is None or type(zero) is int, "the stage 0, 1, 2 or 3"),
+        ("method", method, method is None or isinstance(method, str), "a partition_method, such as 'parameters'"),
+        ("bounds", bounds, are_numbers, "the first layer of every stage and the number of layers, such as (0, 3, 6)"),
+        ("experts", experts, experts is None or type(experts) is int, "the expert parallel size of all layers"),
+        (
+            "zero_options",
+            zero_options,
+            zero_options is None or isinstance(zero_options, Mapping),
+            "options of zero_optimization, such as {'round_robin_gradients': True}",
+        ),
+    ):
+        if not is_right:
+            raise TypeError(f"{name}={abridged(value)}: give {wanted}")
 
 
 def _checked(checkpoint: object) -> Checkpoint:

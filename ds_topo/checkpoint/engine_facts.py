@@ -238,7 +238,7 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
         tuple(undeclared),
         aliases,
         experts=experts,
-        options=options_of(engine),
+        options=zero_options_of(engine),
         is_by_element=inner is None or is_element_by_element(inner),
     )
     if not isinstance(module, DeepSpeedPipelineModule):
@@ -271,7 +271,7 @@ def _names_of_groups(engine: DeepSpeedEngine) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(str(engine.param_names[parameter]) for parameter in group) for group in groups)
 
 
-def options_of(engine: DeepSpeedEngine) -> manifests.SavedOptions:
+def zero_options_of(engine: DeepSpeedEngine) -> manifests.SavedOptions:
     """Return the engine's options of ZeRO."""
     config = engine._config.zero_config
     return manifests.SavedOptions(
@@ -307,7 +307,7 @@ def _difference_of_options(
     engine: DeepSpeedEngine, groups: Iterable[Sequence[str]], saved: manifests.SavedOptions | None
 ) -> str:
     """Describe an option of ZeRO that differs in a checkpoint and changes the order of parameters in its files."""
-    layout, own = layout_of(engine), options_of(engine)
+    layout, own = layout_of(engine), zero_options_of(engine)
     if not layout.zero_stage or saved in (None, own):
         return ""
     assert saved is not None

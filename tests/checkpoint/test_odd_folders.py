@@ -230,6 +230,15 @@ def test_names_from_the_disk_cannot_control_the_terminal(folder: Path, capsys: p
 WRONG = (None, 7, b"x", ["a"], {"a": 1})
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("zero", "one"), ("zero", True), ("method", 3), ("bounds", 5), ("experts", "2"), ("zero_options", "x")],
+)
+def test_conversion_names_arguments_of_wrong_types(folder: Path, name: str, given: Any) -> None:
+    with pytest.raises(TypeError, match=f"^{name}="):
+        checkpoint.convert(look_at(folder, "step1"), folder / "new", "data=1", **{name: given})
+
+
 @pytest.mark.parametrize("given", WRONG, ids=repr)
 def test_wrong_types_are_named(folder: Path, given: Any) -> None:
     calls: list[tuple[str, Callable[[], Any]]] = [
