@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from statistics import median
@@ -32,7 +32,7 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer import BucketReducer
 from ds_topo.reducer.options import BucketSizes, ReductionArguments, ReductionOptions
 from ds_topo.reducer.reducer import StepDriver
-from ds_topo.reducer.report import BucketTiming
+from ds_topo.reducer.report import BucketTiming, StepTiming
 from ds_topo.reducer.two_level import suitable_bucket_bytes
 
 
@@ -328,14 +328,15 @@ class PipelineDriver(EngineDriver):
         """Tell whether this is the last backward pass of the schedule."""
         return bool(self._passes == self.engine.micro_batches)
 
-    def prefers_to_defer(self, communication_ns: Sequence[int]) -> bool:
+    def prefers_to_defer(self, timings: Iterable[StepTiming]) -> bool:
         """Tell whether the wait for earlier stages is longer than the reduction, so that overlap gains nothing.
 
         After its last backward, stage s waits while the s stages before it run theirs, one after the other. Their
         reductions may share the link, so the wait must be long enough for them, too.
         """
         stage = self.engine.stage_id
-        return bool(communication_ns) and (stage + 1) * median(communication_ns) < stage * self.backward_ns
+        communication = [timing.communication_ns for timing in timings if timing.ended_ns]
+        return bool(communication) and (stage + 1) * median(communication) < stage * self.backward_ns
 
     def _reduce_with(self, reducer: BucketReducer) -> Callable[..., None]:
         return lambda *_, **__: self._gradients.mark_reduced()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.options import BucketSizes, ReductionOptions
-from ds_topo.reducer.parameters import COPIED_IN, PENDING, ParameterState, Route, expert_group_name
+from ds_topo.reducer.parameters import ParameterState, Route, expert_group_name
 from ds_topo.torch_names import broadcast_coalesced
 
 
@@ -250,7 +250,7 @@ class GradientBucket:
         """Expect every gradient anew."""
         self.pending = len(self.members)
         for member in self.members:  # no calls: this runs for every parameter in every step
-            member.contribution = PENDING
+            member.is_copied_in = False
             member.holds_sum = False
             member.arrived = 0
 
@@ -393,9 +393,9 @@ def copy_in(members: Sequence[ParameterState], in_one_pass: bool = False) -> lis
     in_place: list[torch.Tensor] = []
     without: list[ParameterState] = []
     for state in members:
-        if state.contribution is COPIED_IN:
+        if state.is_copied_in:
             continue
-        state.contribution = COPIED_IN
+        state.is_copied_in = True
         parameter = state.parameter
         gradient = parameter.grad
         if state.is_sparse:
@@ -412,17 +412,17 @@ def copy_in(members: Sequence[ParameterState], in_one_pass: bool = False) -> lis
         elif gradient is None:
             state.view.zero_()
             without.append(state)
-        elif gradient is state.view:
+        elif gradient is (view := state.view):
             in_place.append(gradient)
         elif in_one_pass:
-            torch.mul(_dense(gradient, state), state.scale, out=state.view)
-            parameter.grad = state.view
+            torch.mul(_dense(gradient, state), state.scale, out=view)
+            parameter.grad = view
         else:
             if gradient.requires_grad or gradient.layout is not _STRIDED:
                 gradient = _dense(gradient, state)
-            views.append(state.view)
+            views.append(view)
             gradients.append(gradient)
-            parameter.grad = state.view
+            parameter.grad = view
         if state.repeats:
             parameter.grad = None  # a further gradient must not be added to a bucket in flight
     if views:

@@ -7,9 +7,9 @@ import operator
 import socket
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ds_topo.errors import DisagreementError, abridged, listed
 from ds_topo.reducer.buckets import is_replaced
 from ds_topo.reducer.hooks import GradientHooks
-from ds_topo.reducer.parameters import COPIED_IN, ParameterState
+from ds_topo.reducer.parameters import ParameterState
 
 _RANKS_SHOWN = 8
+_GRADIENT, _VIEW = operator.attrgetter("grad"), operator.attrgetter("view")
 
 
 def check_module(module: object) -> None:
@@ -138,6 +139,8 @@ class Changes:
     ) -> None:
         self._module, self._states, self._hooks, self._may_miss = module, states, hooks, may_miss
         self._ignored = ignored
+        self._parameters = [state.parameter for state in states]
+        self._are_plain = not any(state.is_sparse or state.is_apart for state in states)
         named = list(self._named())
         self._known = {name: id(parameter) for name, parameter in named}
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
@@ -148,10 +151,26 @@ class Changes:
         self._holders: list[dict[str, Any]] = []
         for part in self._module.modules():
             self._holders += part._parameters, part._modules
-        self._held = self._held_now()
+        self._held = [dict(holder) for holder in self._holders]
+        self._single = [
+            (holder, name, held)
+            for holder in self._holders
+            for name, held in holder.items()
+            if isinstance(held, torch.Tensor) and held.numel() == 1
+        ]
+        """Parameters of one element, which ``==`` compares by value."""
 
-    def _held_now(self) -> list[nn.Parameter | nn.Module | None]:
-        return list(chain.from_iterable(map(operator.methodcaller("values"), self._holders)))
+    def _holds_the_same(self) -> bool:
+        """Return True if every part holds the objects that were recorded.
+
+        The first comparison is one call in C, and compares equal objects by identity alone. Torch raises if it
+        compares two tensors of several elements.
+        """
+        try:
+            same = self._holders == self._held
+        except RuntimeError:
+            return False
+        return same and all(holder[name] is held for holder, name, held in self._single)
 
     def problem(self, absent: Sequence[ParameterState]) -> str | None:
         """Return a description of changed parameters, or of replaced gradients; None if there are none.
@@ -162,8 +181,7 @@ class Changes:
         return self._changed_parameters(absent) or self._replaced_gradients()
 
     def _changed_parameters(self, absent: Sequence[ParameterState]) -> str | None:
-        held = self._held_now()
-        if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
+        if not self._holds_the_same():
             # Listing parameters by name takes longer than this comparison.
             named = dict(self._named())
             new = [name for name, parameter in named.items() if self._known.get(name) != id(parameter)]
@@ -188,11 +206,10 @@ class Changes:
         return _changed(unfrozen, "unfrozen") if unfrozen else None
 
     def _replaced_gradients(self) -> str | None:
-        replaced = [
-            state.name
-            for state in self._states
-            if state.contribution is COPIED_IN and state.parameter.grad is not state.view and is_replaced(state)
-        ]
+        gradients, views = map(_GRADIENT, self._parameters), map(_VIEW, self._states)
+        if self._are_plain and all(map(operator.is_, gradients, views)):  # one pass in C, for the usual case
+            return None
+        replaced = [state.name for state in self._states if state.is_copied_in and is_replaced(state)]
         if replaced:
             return (
                 f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import weakref
 from collections.abc import Callable, MutableMapping
@@ -62,20 +61,6 @@ class Route:
         return dist.get_world_size(self.group)
 
 
-class Contribution(enum.Enum):
-    """The state of this rank's contribution to the step's gradient of one parameter."""
-
-    PENDING = enum.auto()
-    """Further gradients of the last micro-batch are expected."""
-    READY = enum.auto()
-    """It is complete, in ``parameter.grad``."""
-    COPIED_IN = enum.auto()
-    """It is in the bucket, scaled."""
-
-
-PENDING, READY, COPIED_IN = Contribution.PENDING, Contribution.READY, Contribution.COPIED_IN
-
-
 @dataclass(eq=False, slots=True)
 class ParameterState:
     """The state of one parameter (compare FSDP2's ``FSDPParam``)."""
@@ -114,7 +99,8 @@ class ParameterState:
     # -- the step: written by hooks and copies, reset by the bucket at the end
     arrived: int = 0
     """The number of gradients that arrived in the last micro-batch."""
-    contribution: Contribution = PENDING
+    is_copied_in: bool = False
+    """True if this rank's contribution is in the bucket, scaled."""
     holds_sum: bool = False
     """True if a view apart from ``parameter.grad`` holds the sum of earlier micro-batches."""
 

@@ -7,7 +7,7 @@ The states of a reducer, with the call or event on each arrow::
              ^ |
              | | a gradient of the last backward
              | v
-             | REDUCING     parameter: PENDING -> READY (its last gradient) -> COPIED_IN (scaled, in its bucket)
+             | REDUCING     parameter: its last gradient arrives; it is copied, scaled, into its bucket
              |    |         bucket: full when no member is pending; full buckets are launched in order
              |    | finish(), or reset() to give up the step
              |    v
@@ -26,7 +26,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -57,8 +57,6 @@ from ds_topo.reducer.misuse import (
 )
 from ds_topo.reducer.options import ReductionArguments
 from ds_topo.reducer.parameters import (
-    COPIED_IN,
-    READY,
     CommHook,
     HasDataParallelGroup,
     ParameterState,
@@ -133,14 +131,14 @@ class StepDriver:
         """Return True if the current gradients belong to the step's last micro-batch."""
         return True
 
-    def prefers_to_defer(self, communication_ns: Sequence[int]) -> bool:
+    def prefers_to_defer(self, timings: Iterable[StepTiming]) -> bool:
         """Return True if the next step's reductions should be launched after its backward.
 
         They are, if all ranks of the group prefer it. Ranks must not differ in this, because their backward may have
         collectives of the same group.
 
         Args:
-            communication_ns: the time for which buckets were in flight in each of the last steps, in nanoseconds.
+            timings: those of the last steps, and of the one that ends now, whose ``ended_ns`` is 0.
         """
         return False
 
@@ -443,7 +441,6 @@ class BucketReducer:
             if state.arrived != state.expected:
                 reducer._take_further(state)
                 return
-            state.contribution = READY
             if at_once:
                 copy_in((state,), in_one_pass=True)
             bucket = state.bucket
@@ -465,7 +462,7 @@ class BucketReducer:
             accumulate_gradient(state)
         elif not state.repeats:
             raise unexpected_gradient(state)
-        elif state.contribution is COPIED_IN:
+        elif state.is_copied_in:
             self._step.late[state.index] = state
 
     def _start(self) -> bool:
@@ -591,8 +588,7 @@ class BucketReducer:
         self._launch_full_buckets()
         if self._dense.two_level is not None:
             self._dense.two_level.flush()
-        times = [timing.communication_ns for timing in self._timings if timing.ended_ns]
-        prefers_to_defer = self.driver.prefers_to_defer(times)
+        prefers_to_defer = self.driver.prefers_to_defer(self._timings)
         notes = [
             StepNotes(
                 members,

@@ -349,12 +349,14 @@ class StepNotes:
         """True if this rank has notes on single parameters."""
         number = step % _STEPS
         self._sums = self._on_device([self.are_unusual, failed, prefers_to_defer, number, number * number])
-        self._work = dist.all_reduce(self._sums, group=route.group, async_op=True)
+        alone = route.size == 1  # its notes are the sums
+        self._work = None if alone else dist.all_reduce(self._sums, group=route.group, async_op=True)
         self._event: torch.Event | None = None
 
     def settle(self) -> None:
         """Wait for the sum; on an accelerator queue its copy to the host and return."""
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         if self._sums.device.type != "cpu":
             self._sums = self._sums.to("cpu", non_blocking=True)
             self._event = torch.accelerator.current_stream().record_event()

@@ -28,7 +28,7 @@ from ds_topo.reducer.buckets import (
     plan_buckets,
 )
 from ds_topo.reducer.options import BucketSizes
-from ds_topo.reducer.parameters import COPIED_IN, PENDING, READY, ParameterState
+from ds_topo.reducer.parameters import ParameterState
 
 KINDS = ("float32", "bfloat16", "expert")
 CAPACITIES = st.integers(1, 40)
@@ -252,10 +252,10 @@ def test_sparse_bucket_has_no_memory_and_reset_restores_pending_state() -> None:
     assert not bucket.is_sparse
     bucket.pending = 0
     for state in states:
-        state.contribution, state.holds_sum, state.arrived = COPIED_IN, True, 3
+        state.is_copied_in, state.holds_sum, state.arrived = True, True, 3
     bucket.reset()
     assert bucket.pending == 2
-    assert all((state.contribution, state.holds_sum, state.arrived) == (PENDING, False, 0) for state in states)
+    assert all((state.is_copied_in, state.holds_sum, state.arrived) == (False, False, 0) for state in states)
 
 
 def test_comm_hook_bucket_has_gradients_parameters_and_index() -> None:
@@ -383,7 +383,7 @@ def test_copy_in_writes_the_scaled_gradient_to_the_view(
     state.scale = scale
     without = copy_in([state], in_one_pass)
     assert without == ([state] if gradient is None else [])
-    assert state.contribution is COPIED_IN
+    assert state.is_copied_in
     assert torch.equal(state.view, torch.zeros(4) if gradient is None else VALUES * scale)
     if repeats:
         assert state.parameter.grad is None, "a further gradient must not be added to a bucket in flight"
@@ -429,11 +429,10 @@ def test_copy_in_fills_a_bucket_and_returns_members_without_a_gradient() -> None
     bucket.flat.fill_(torch.nan)
     for state in (own, in_place, none, done):
         state.scale = 0.5
-    own.parameter.grad, done.contribution = VALUES.clone().requires_grad_(), COPIED_IN
+    own.parameter.grad, done.is_copied_in = VALUES.clone().requires_grad_(), True
     in_place.view.copy_(VALUES)
     in_place.parameter.grad = in_place.view
     done.view.fill_(9.0)
-    own.contribution = READY
     assert copy_in(bucket.members) == [none]
     assert bucket.flat.tolist() == [*(VALUES / 2).tolist() * 2, *[0.0] * 4, *[9.0] * 4]
     assert not own.view.requires_grad

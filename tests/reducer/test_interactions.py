@@ -226,6 +226,20 @@ def test_finish_raises_if_parameters_were_replaced(world: Worlds, how: str, opti
     world(2).run(_replaced, how, options)
 
 
+def _tied_element_replaced_by_an_equal_one() -> None:
+    module = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(2)))
+    module[1].weight = module[0].weight
+    reducer = GradientReducer(module)
+    module[1].weight = nn.Parameter(module[0].weight.detach().clone())
+    module(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"\['1\.weight'\] were added"):
+        reducer.finish()
+
+
+def test_finish_raises_if_a_tied_parameter_of_one_element_was_replaced_by_an_equal_one(world: Worlds) -> None:
+    world(1).run(_tied_element_replaced_by_an_equal_one)
+
+
 def _frozen_and_unfrozen(options: dict[str, Any]) -> None:
     module, alone = chain(), chain()
     reducer = GradientReducer(module, **SMALL, **options)
