@@ -315,7 +315,7 @@ ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 
 def premultiplied_sum(factor: float) -> ReduceOp:
     """Return NCCL's ``ReduceOp`` that multiplies by ``factor`` while it sums."""
-    op: ReduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+    op: ReduceOp = dist._make_nccl_premul_sum(factor)
     return op
 
 
@@ -323,7 +323,7 @@ def broadcast_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -
     """Broadcast the values of the group's first rank, in place; collective."""
     if tensors:
         tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]  # gloo's types
-        dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+        dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)
 
 
 def storage_users(tensor: torch.Tensor) -> int:
