@@ -354,7 +354,7 @@ WRITER_OF_EXPERTS = Patch(
 CLIP_FP32 = Patch(
     DeepSpeedEngine,
     "clip_fp32_gradients",
-    instead="ds_topo.engine.norms.clip_gradients.",
+    instead="ds_topo.clip_grad_norm_.",
     why="Without ZeRO, DeepSpeed does not keep the norm of a pipeline, and averages the norms of ranks that hold "
     "different experts.",
     during=THE_GRID,
