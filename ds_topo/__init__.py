@@ -12,7 +12,7 @@ from ds_topo._lazy import lazy_attributes
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 if TYPE_CHECKING:
-    from ds_topo import checkpoint, collectives, distributed, errors, groups, parallel_state
+    from ds_topo import checkpoint, collectives, distributed, errors, groups, layers, parallel_state
     from ds_topo.engine.grid import PipelineParallelGrid
     from ds_topo.engine.norms import clip_grad_norm_, mark_tensor_parallel_gradients
     from ds_topo.engine.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
@@ -45,6 +45,7 @@ __all__ = [
     "groups",
     "init_distributed",
     "initialize",
+    "layers",
     "mark_tensor_parallel_gradients",
     "parallel_state",
     "use",
@@ -66,6 +67,6 @@ __getattr__, __dir__ = lazy_attributes(
         "initialize": "engine.start",
         "mark_tensor_parallel_gradients": "engine.norms",
         "use": "engine.use",
-        **dict.fromkeys(("checkpoint", "collectives", "distributed", "errors", "groups", "parallel_state")),
+        **dict.fromkeys(("checkpoint", "collectives", "distributed", "errors", "groups", "layers", "parallel_state")),
     },
 )

@@ -77,7 +77,7 @@ class TorchBlock(nn.Module):
             _linear(weight, bias) for weight, bias in zip(block.qkv.weight, block.qkv.bias, strict=True)
         )
         self.projection = _linear(block.projection.weight, block.projection.bias)
-        self.expand = _linear(block.feed_forward.expand.weight[0], block.feed_forward.expand.bias[0])
+        self.expand = _linear(block.feed_forward.expand.weight, block.feed_forward.expand.bias)
         self.contract = _linear(block.feed_forward.contract.weight, block.feed_forward.contract.bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
