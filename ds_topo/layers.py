@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from ds_topo import collectives, distributed
 from ds_topo.errors import abridged
+from ds_topo.torch_names import ignore_in_ddp
 
 __all__ = ["Parallel", "ParallelCrossEntropyLoss", "ParallelLinear", "own_rows", "parallel_cross_entropy"]
 
@@ -120,7 +121,7 @@ class ParallelLinear(nn.Module):
     def convert_parallel_linear(cls, module: nn.Module, dim: int | None = None, *, group: Group = None) -> nn.Module:
         """Replace every ``nn.Linear`` in a module by a ``ParallelLinear`` with its weights; return the module.
 
-        DDP then leaves the split parameters alone: each module lists them in ``_ddp_params_and_buffers_to_ignore``.
+        torch's DDP then leaves the split parameters alone.
         """
         if isinstance(module, nn.Linear):
             return cls.from_linear(module, dim, group=group)
@@ -131,7 +132,7 @@ class ParallelLinear(nn.Module):
             for inner, parameter in converted.named_parameters():
                 if getattr(parameter, "tensor_model_parallel", False):
                     ignored.append(f"{name}.{inner}")
-        module._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+        ignore_in_ddp(module, ignored)
         return module
 
     def _split(self, full: nn.Linear, dim: int | None, group: Group, pieces: int) -> None:
