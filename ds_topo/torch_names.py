@@ -20,6 +20,7 @@ from torch import _C as TORCH_C
 from torch import nn
 from torch._C import _disabled_torch_function_impl, _storage_Use_Count
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo.backends import traits_of
 from ds_topo.ledger import ONE_CALL, Patch, Reliance, ledger
@@ -305,8 +306,15 @@ REDUCER_ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
     Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
     Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),
+    Reliance(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", "DDP leaves slices alone."),
     Reliance(dist, "_make_nccl_premul_sum", "NCCL multiplies while it sums.", releases="builds with NCCL"),
 )
+
+
+def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
+    """Let torch's DDP leave these parameters of a module alone, which differ between ranks."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
 
 _BROADCAST_BYTES = 250 << 20
 """The number of bytes that are broadcast at once, as in DDP."""

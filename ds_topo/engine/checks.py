@@ -29,6 +29,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
+from ds_topo.engine.autosp import check_autosp, uses_autosp
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.one_layout import check_programs, in_use
 from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged, listed
@@ -50,7 +51,7 @@ def with_checks(do_sanity_check: Any) -> Any:
     def checked(engine: DeepSpeedEngine) -> None:
         failure: Exception | None = None
         try:
-            check_engine(engine._config, engine.mpu)
+            check_engine(engine._config, engine.mpu, isinstance(engine, PipelineEngine))
             check_engine_inputs(engine, engine.mpu)
             do_sanity_check(engine)
         except Exception as error:
@@ -60,7 +61,7 @@ def with_checks(do_sanity_check: Any) -> Any:
     return checked
 
 
-def check_engine(config: DeepSpeedConfig, grid: MpuGrid) -> None:
+def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = False) -> None:
     """Raise if an option of a ``DeepSpeedConfig`` would use other groups than the grid's.
 
     Raises:
@@ -77,9 +78,8 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid) -> None:
         _check_second_partition(config.zero_config.zero_hpz_partition_size, grid)
     if config.tensor_parallel_config.autotp_size > 1:
         _check_neighbors("tensor_parallel.autotp_size (AutoTP)", MODEL, config.tensor_parallel_config.autotp_size, grid)
-    if "autosp" in (getattr(config.compile_config, "passes", None) or []):
-        size = config._param_dict.get("sequence_parallel_size", 1)
-        _check_neighbors("sequence_parallel_size (AutoSP)", SEQ, size, grid)
+    if uses_autosp(config):
+        check_autosp(config, grid, is_pipeline)
     _check_device_mesh(grid)
     _check_long_sequence_training(grid)
     _check_hybrid_engine(config.hybrid_engine, grid)

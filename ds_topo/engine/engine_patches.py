@@ -26,7 +26,7 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
-from ds_topo.engine import checks, experts, norms, parameter_gathers
+from ds_topo.engine import autosp, checks, experts, norms, parameter_gathers
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
 from ds_topo.engine.replicas import warn_of_unequal_slices
 from ds_topo.errors import ExpertGroupError
@@ -71,6 +71,8 @@ def patching_engines(construct: Any) -> Any:
             rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
             if is_pipeline:
                 norms.log_clipping(engine)
+            elif autosp.uses_autosp(engine._config):
+                autosp.average_over_seq(engine)
             if registry.of(mpu):
                 experts.check_engine_with_experts(engine)
                 rows += _WITH_EXPERTS
@@ -248,6 +250,7 @@ _OF_PLAIN_ENGINES: tuple[tuple[Patch, Make], ...] = (
     (patches.BACKWARD_ON_GRID, _with_own_mpu),
     (patches.BACKWARD_PROLOGUE, _with_own_mpu_from_here),
     (patches.BACKWARD_EPILOGUE, _with_own_mpu_until_here),
+    (patches.AUTOSP_BACKEND, autosp.with_groups_of_grid),
     (patches.STEP_ON_GRID, lambda step: _with_own_mpu(_comparing_steps(step))),
 )
 _OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (

@@ -99,6 +99,13 @@ BACKWARD_PROLOGUE, BACKWARD_EPILOGUE = (
     )
     for name, when in (("_backward_prologue", "is current from here"), ("_backward_epilogue", "is current until here"))
 )
+AUTOSP_BACKEND = Patch(
+    DeepSpeedEngine,
+    "get_autosp_backend",
+    instead="The same, whose graphs use the groups along seq and the index along seq.",
+    why="AutoSP joins neighboring ranks, whatever the mpu is.",
+    during=THE_GRID,
+)
 SAVE_CHECKPOINT, LOAD_CHECKPOINT = (
     Patch(
         DeepSpeedEngine,
@@ -354,7 +361,7 @@ WRITER_OF_EXPERTS = Patch(
 CLIP_FP32 = Patch(
     DeepSpeedEngine,
     "clip_fp32_gradients",
-    instead="ds_topo.engine.norms.clip_gradients.",
+    instead="ds_topo.clip_grad_norm_.",
     why="Without ZeRO, DeepSpeed does not keep the norm of a pipeline, and averages the norms of ranks that hold "
     "different experts.",
     during=THE_GRID,

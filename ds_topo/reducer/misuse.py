@@ -64,12 +64,12 @@ def unexpected_gradient(state: ParameterState) -> RuntimeError:
     )
 
 
-def unreduced_gradients(name: str) -> RuntimeError:
-    """Return the error for an optimizer that would use gradients of this rank alone."""
+def unreduced_gradients(name: str, call: str) -> RuntimeError:
+    """Return the error for a call that would use gradients of this rank alone."""
     return RuntimeError(
-        f"optimizer.step() on parameter {name!r} and others, whose gradients are not reduced: it would step on this "
-        "rank's own gradients before finish(); call finish() first, reset() to give the step up, or step inside "
-        "no_sync() if local steps are intended"
+        f"{call} on parameter {name!r} and others, whose gradients are not reduced: it would use this rank's own "
+        "gradients before finish(); call finish() first, reset() to give the step up, or step inside no_sync() if "
+        "local steps are intended"
     )
 
 

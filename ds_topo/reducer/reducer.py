@@ -512,11 +512,20 @@ class BucketReducer:
             self._is_unreduced = False
 
     def before_optimizer_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse an optimizer step on gradients that are not reduced."""
-        if self._state is REDUCING or (self._is_unreduced and self._state is IDLE):
+        """Refuse an optimizer step on gradients that are not reduced, except inside ``no_sync()``."""
+        if self._state is not ACCUMULATING:
+            self.require_reduced(parameters, "optimizer.step()")
+
+    def require_reduced(self, parameters: Iterable[torch.Tensor], call: str) -> None:
+        """Refuse a call that would use gradients which are not reduced.
+
+        Raises:
+            RuntimeError: one of the parameters has such a gradient.
+        """
+        if self._state is REDUCING or (self._is_unreduced and self._state in (IDLE, ACCUMULATING)):
             for parameter in parameters:
                 if parameter in self._by_parameter:
-                    raise unreduced_gradients(self._by_parameter[parameter].name)
+                    raise unreduced_gradients(self._by_parameter[parameter].name, call)
 
     @property
     def _may_miss(self) -> bool:

@@ -351,6 +351,7 @@ CALLED_BY_PROGRAMS = {
     patches.INITIALIZE,
     patches.NAME_OF_PIPELINES,
     patches.MODIFIED,
+    patches.AUTOSP_BACKEND,
     patches.MODIFIED_BY_ONE,
     patches.STEP,
     patches.TRAIN_BATCH,
