@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.zero.exchange import CollectiveExchange, Exchange, PeerExchange, exchange_of
+from ds_topo.zero.exchange import CollectiveExchange, Exchange, PeerExchange, Place, exchange_of
 from ds_topo.zero.partitions import PartitionLayout, moved
 from tests.support.ranks import run_ranks
 from tests.support.world import Worlds
@@ -62,11 +62,16 @@ def _exchanges(make: Make, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
     assert not any("slices" in thread.name for thread in threading.enumerate())
 
 
+def _on_hosts(hosts: str) -> list[Place]:
+    """Return the places of ranks without copies, on hosts with names of one letter."""
+    return [Place(host, rank) for rank, host in enumerate(hosts)]
+
+
 WAYS: dict[str, Make] = {
-    "peers": lambda group: PeerExchange(group, ["a"] * dist.get_world_size(group)),
-    "peers_on_two_hosts": partial(PeerExchange, hosts=["a", "a", "b", "b"]),
-    "peers_on_hosts_in_turn": partial(PeerExchange, hosts=["a", "b", "a", "b"]),
-    "collectives": CollectiveExchange,
+    "peers": lambda group: PeerExchange(group, _on_hosts("aaaa")),
+    "peers_on_two_hosts": lambda group: PeerExchange(group, _on_hosts("aabb")),
+    "peers_on_hosts_in_turn": lambda group: PeerExchange(group, _on_hosts("abab")),
+    "collectives": lambda group: CollectiveExchange(group, None, torch.device("cpu")),
 }
 
 
@@ -93,7 +98,7 @@ def _policies() -> dict[int, int]:
 
 def _yielding() -> None:
     assert set(_policies().values()) == {os.SCHED_OTHER}
-    first, second = (PeerExchange(_group(), ["a"] * dist.get_world_size()) for _ in range(2))
+    first, second = (PeerExchange(_group(), _on_hosts("aa")) for _ in range(2))
     first.gather_now(torch.zeros(2))
     assert set(_policies().values()) == {os.SCHED_OTHER}, "the caller waits, so no computation is interrupted"
     for exchange in (first, second):
@@ -134,7 +139,7 @@ def test_exchange_of_returns_one_object_per_group(world: Worlds) -> None:
 
 
 def _fails() -> None:
-    exchange = PeerExchange(_group(), ["a", "a"])
+    exchange = PeerExchange(_group(), _on_hosts("aa"))
     sent = mock.patch.object(dist, "isend", side_effect=RuntimeError("connection closed"))
     with sent:
         under_way = [exchange.gather(torch.zeros(4)), exchange.reduce_scatter(torch.zeros(4))]
