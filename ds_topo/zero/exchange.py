@@ -385,7 +385,7 @@ class PeerExchange(Exchange):
         """Those among the copies of this rank's partition."""
         self._peers = _Peers(group, lane)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._worker = _Worker(self._jobs, self._peers)
+        self._worker = _Worker(self._jobs, self._peers, in_order=bool(across))
         self._end_thread: Callable[[], object] | None = None
         """Set while the thread exists."""
 
@@ -545,11 +545,19 @@ class _Worker:
     """The work of the thread; it does not keep the exchange alive.
 
     A few pieces are in flight at a time. They take turns, so that one travels inside hosts while another crosses them.
-    Every rank posts the rounds in the order of the pieces, so the ranks cannot deadlock.
+    Every rank posts the rounds in the order of the pieces, so the ranks cannot deadlock. That holds for two rounds, of
+    which the last one is posted before a rank waits for another piece. With more rounds, a rank that already knows the
+    next piece would wait for its first round, and a rank that does not know it yet for the third round of this one.
+
+    Args:
+        jobs: the tensors to exchange; None ends the thread.
+        peers: sends and receives.
+        in_order: end each piece before waiting for the next one, whose first round is in flight: for more than two
+            rounds.
     """
 
-    def __init__(self, jobs: queue.SimpleQueue[_Job | None], peers: _Peers) -> None:
-        self._jobs, self._peers = jobs, peers
+    def __init__(self, jobs: queue.SimpleQueue[_Job | None], peers: _Peers, in_order: bool) -> None:
+        self._jobs, self._peers, self._in_order = jobs, peers, in_order
         self._under_way: deque[_Piece] = deque()
         self._failure: BaseException | None = None
         """The first error. Ranks may get it at different pieces, so every later job fails with it, too."""
@@ -606,7 +614,8 @@ class _Worker:
             self._under_way.append(piece)
             raise
         if works is not None:
-            self._under_way.append(_Piece(piece.job, piece.messages, works))
+            put_back = self._under_way.appendleft if self._in_order else self._under_way.append
+            put_back(_Piece(piece.job, piece.messages, works))
             return
         piece.job.pieces_left -= 1
         if not piece.job.pieces_left:
