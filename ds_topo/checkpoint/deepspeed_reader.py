@@ -315,7 +315,7 @@ class Source:
             number, key = self._in_layers[name]
             weight = self.content(self.layer_files[number][model_rank % self.model.slices])[key]
         elif self.layout.zero_stage == 3:  # frozen
-            files = (self.model_states(model_rank, replica) for replica in range(self.layout.replicas))
+            files = (self.model_states(model_rank, replica) for replica in range(self.layout.partitions))
             weight = torch.cat([file["frozen_param_fragments"][name].flatten() for file in files])
             weight = weight[: math.prod(parameter.shape)].view(parameter.shape)
         else:

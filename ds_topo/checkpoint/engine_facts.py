@@ -316,8 +316,8 @@ def _difference_of_options(
     def spans(names: Sequence[str], options: manifests.SavedOptions) -> list[list[Span]]:
         numels = {name: math.prod(shape_of(parameters[name])) for name in names}
         itemsize = parameters[names[0]].element_size()
-        vectors = vectors_of(numels, layout, options, layout.replicas, itemsize)
-        return [vector.spans(replica) for vector in vectors for replica in range(layout.replicas)]
+        vectors = vectors_of(numels, layout, options, layout.partitions, itemsize)
+        return [vector.spans(replica) for vector in vectors for replica in range(layout.partitions)]
 
     for key, value in asdict(saved).items():
         with_own = replace(saved, **{key: getattr(own, key)})

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from ds_topo.checkpoint.json_values import built_from
 from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, abridged
+from ds_topo.topology.axes import SHARD
 from ds_topo.topology.expert_tables import ExpertPlan
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import gradient_axes
@@ -210,7 +211,7 @@ class SavedLayout:
     model_ranks: int
     """Stages times slices."""
     replicas: int
-    """The number of ranks with the same parameters, over which ZeRO partitions."""
+    """The number of ranks with the same parameters."""
     zero_stage: int
     optimizer: str | None
     """The class of DeepSpeed's optimizer, which determines the contents of its files."""
@@ -237,6 +238,18 @@ class SavedLayout:
     def has_partitions(self) -> bool:
         """True if the optimizer's states are partitioned over replicas."""
         return self.zero_stage > 0 or self.optimizer == BF16_OPTIMIZER
+
+    @property
+    def partitions(self) -> int:
+        """The number of ranks over which ZeRO partitions, of which the files have one partition each.
+
+        >>> layout = SavedLayout("data=2,shard=4", 8, 1, 8, 3, None, "fp32")
+        >>> layout.partitions, replace(layout, topology="data=8").partitions
+        (4, 8)
+        """
+        if self.topology is None or SHARD not in (topology := ProcessTopology.from_spec(self.topology)).axes:
+            return self.replicas
+        return topology.get_dim(SHARD)
 
     def degrees(self) -> dict[str, int]:
         """Return the axes with a degree above 1, outermost first; empty if the topology is unknown.
@@ -427,6 +440,8 @@ def _differences(saved: SavedLayout, now: SavedLayout, optimizer_states: bool) -
         yield f"{saved.precision} became {now.precision}: the optimizer's files have other names and contents"
     if saved.replicas != now.replicas and (has_partitions or partitions_parameters):
         yield f"{saved.replicas} replicas became {now.replicas}: ZeRO writes one partition for each replica"
+    elif saved.partitions != now.partitions and (has_partitions or partitions_parameters):
+        yield f"{saved.partitions} partitions of ZeRO became {now.partitions}: each file has one of them"
     yield from _differences_of_experts(saved, now, optimizer_states)
 
 

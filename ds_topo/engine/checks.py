@@ -31,6 +31,7 @@ from torch import nn
 
 from ds_topo.engine.autosp import check_autosp, uses_autosp
 from ds_topo.engine.experts import create_expert_groups
+from ds_topo.engine.hybrid_sharding import check_sharding
 from ds_topo.engine.one_layout import check_programs, in_use
 from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged, listed
 from ds_topo.mpu.expert_registry import registry
@@ -68,6 +69,7 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
         EngineOptionError: the message names the option, what DeepSpeed would do, and what to do instead.
     """
     _warn_of_unknown_keys(config._param_dict)
+    check_sharding(config, grid)
     if config.zero_config.zero_quantized_gradients:
         check_exchange_between_all_ranks("zero_quantized_gradients", grid)
     if config.zero_config.zenflow is not None and config.zero_config.stage < 3:  # it broadcasts by numbers in the group

@@ -26,7 +26,7 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
-from ds_topo.engine import autosp, checks, experts, norms, parameter_gathers
+from ds_topo.engine import autosp, checks, experts, hybrid_sharding, norms, parameter_gathers
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
 from ds_topo.engine.replicas import warn_of_unequal_slices
 from ds_topo.errors import ExpertGroupError
@@ -69,6 +69,8 @@ def patching_engines(construct: Any) -> Any:
                 return
             is_pipeline = isinstance(engine, PipelineEngine)
             rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
+            rows += hybrid_sharding.rows_of_optimizers(engine.mpu)
+            hybrid_sharding.save_each_partition_once(engine)
             if is_pipeline:
                 norms.log_clipping(engine)
             elif autosp.uses_autosp(engine._config):
@@ -244,6 +246,7 @@ def _configured(configure: Any) -> Any:
 _OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = (
     (patches.SANITY_CHECK, checks.with_checks),
     (patches.CONFIGURE_MODEL, _configured),
+    *hybrid_sharding.OF_CONSTRUCTION,
 )
 _OF_PLAIN_ENGINES: tuple[tuple[Patch, Make], ...] = (
     (patches.FORWARD_ON_GRID, lambda forward: _with_own_mpu(with_same_samples(forward))),

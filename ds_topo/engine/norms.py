@@ -278,7 +278,10 @@ def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torc
     Collective over the grid. It replaces ``DeepSpeedZeroOptimizer.scaled_global_norm``.
     """
     norms: list[torch.Tensor] = []
+    is_copy = grid.get_copy_rank() > 0
     for group, parameters in enumerate(optimizer.params_in_partition):
+        if is_copy and not any(map(is_moe_param, parameters)):
+            continue  # the first copy counts it
         if optimizer.cpu_offload:
             known = optimizer.norm_for_param_grads
             pairs = [(known.get(optimizer.get_param_id(parameter)), parameter) for parameter in parameters]

@@ -31,7 +31,12 @@ from ds_topo.zero.partitions import Fragment, PartitionedGradients, PartitionLay
 
 
 def balanced_layout(
-    parameters: Sequence[nn.Parameter], itemsize: int, size: int, sizes: BucketSizes, whole: Collection[nn.Parameter]
+    parameters: Sequence[nn.Parameter],
+    itemsize: int,
+    size: int,
+    sizes: BucketSizes,
+    whole: Collection[nn.Parameter],
+    copies: int = 1,
 ) -> tuple[PartitionLayout, set[int]]:
     """Lay parameters out in regions of about a bucket; return also the indices of the regions that are needed whole.
 
@@ -42,7 +47,7 @@ def balanced_layout(
     kinds = [parameter in whole for parameter in parameters]
     backward = range(len(parameters) - 1, -1, -1)
     buckets = plan_buckets([numel * itemsize for numel in numels], kinds, backward, sizes) if parameters else []
-    layout = PartitionLayout.balanced(numels, [members[::-1] for members in reversed(buckets)], size)
+    layout = PartitionLayout.balanced(numels, [members[::-1] for members in reversed(buckets)], size, copies)
     return layout, {region.index for region in layout.regions if kinds[region.members[0]]}
 
 

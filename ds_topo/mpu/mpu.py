@@ -1,8 +1,8 @@
 """Define the queries that DeepSpeed and Megatron make on an ``mpu``, as a protocol and as methods of a grid.
 
 *Data parallel* groups join the replicas of a parameter: all ranks that share stage and slice. An axis that DeepSpeed
-does not know (``seq``, ``expert``, any other) therefore counts as data, for gradients. *Model parallel* is pipe x
-model, *slice* the ``model`` axis alone.
+does not know (``seq``, ``expert``, ``shard``, any other) therefore counts as data, for gradients. *Model parallel* is
+pipe x model, *slice* the ``model`` axis alone. ZeRO *partitions* over ``shard``, or over all of data without that axis.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import (
     RankGroup,
+    copy_axes,
     degree,
     fold_extra_axes,
     gradient_axes,
     model_parallel_axes,
     p2p_pairs,
+    partition_axes,
 )
 
 
@@ -210,6 +212,18 @@ class MpuGrid(ProcessGrid):
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Return the global ranks of the data parallel group, ascending."""
         return list(self.dp_group)
+
+    def get_partition_group(self) -> ProcessGroup:
+        """Return the group over which ZeRO partitions: ``shard``, or the data parallel group without that axis."""
+        return self.get_group(partition_axes(self.topology()))
+
+    def get_copy_group(self) -> ProcessGroup:
+        """Return the group of the ranks that hold this rank's partition, which is this rank alone without ``shard``."""
+        return self.get_group(copy_axes(self.topology()))
+
+    def get_copy_rank(self) -> int:
+        """Return the index of this rank among those that hold copies of its partition."""
+        return self.topology().get_axis_index(copy_axes(self.topology()), self.grid_rank)
 
     def get_model_parallel_rank(self) -> int:
         """Return the rank ``stage * slices + slice``, for every order of the axes."""

@@ -143,6 +143,29 @@ AVERAGE_AND_SCATTER = Patch(
     why="ZeRO-3 averages gradients over seq here. Every other path of DeepSpeed sums them.",
     during=THE_GRID,
 )
+_OF_SHARD = "DeepSpeed partitions over all replicas, or without their sum over those that hold the same partition."
+CONFIGURE_PARTITIONS = _patches(
+    DeepSpeedEngine,
+    A_CONSTRUCTOR,
+    ("_configure_zero_optimizer", "The same with the group along the axis shard.", _OF_SHARD),
+    ("_configure_bf16_optimizer", "The same with the group along the axis shard.", _OF_SHARD),
+)
+STEP_ON_SUMS, OVERFLOW_OF_COPIES = _patches(
+    DeepSpeedZeroOptimizer,
+    THE_GRID,
+    ("step", "With an axis shard, the same after a sum over the copies of the partition.", _OF_SHARD),
+    ("has_overflow", "With an axis shard, the same over all replicas.", "Experts may overflow on any replica."),
+)
+PARTITION_GRADIENTS, END_OF_REDUCTION = _patches(
+    DeepSpeedZeroOptimizer_Stage3,
+    THE_GRID,
+    (
+        "partition_grads",
+        "With an axis shard, the same. In the last micro-batch it starts the sum over the copies of the partition.",
+        _OF_SHARD,
+    ),
+    ("independent_gradient_partition_epilogue", "With an axis shard, the same and a wait for these sums.", _OF_SHARD),
+)
 UNFUSED_STEP = Patch(
     FP16_UnfusedOptimizer,
     "step",
@@ -583,6 +606,7 @@ _RELIANCES: dict[type | ModuleType, dict[str, str]] = {
     DeepSpeedZeroOptimizer_Stage3: {
         "_z3_optimizer": "tells whether a partitioned parameter belongs to an engine",
         "_reassign_or_swap_out_partitioned_parameters": "copies master weights to a group's parameters",
+        "_finalize_offload_gradient_accumulation": "hands gradients to an offloaded optimizer after their sum",
     },
     BF16_Optimizer: _OF_OPTIMIZERS
     | {

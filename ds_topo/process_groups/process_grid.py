@@ -66,7 +66,8 @@ class ProcessGrid:
     Construction is collective: all ranks compare the groups that they are about to create, and raise together if they
     differ. A rank joins only the groups that it belongs to, each distinct set of ranks once. These are one group per
     axis, data parallel (the replicas of a parameter: all axes but ``pipe`` and ``model``) and model parallel (``pipe``
-    x ``model``).
+    x ``model``). With an axis ``shard``, over which ZeRO partitions, a rank also belongs to the group of the copies of
+    its partition.
 
     A grid of the whole job exports this rank's coordinate as environment variables, ``DS_TOPO_PIPE=1``, ..., until
     ``destroy()``.
@@ -80,8 +81,8 @@ class ProcessGrid:
         timeout: the timeout of the agreement and of every group, in seconds or as a ``timedelta``; the job's own
             (``init_process_group(timeout=)``) by default. A group of all ranks is the world's own group and keeps the
             job's timeout.
-        extra_axes: names of axes in the topology, besides ``pipe``, ``data``, ``model``, ``seq`` and ``expert``, along
-            which ranks are replicas. ``"+name=2"`` in a spec has the same effect.
+        extra_axes: names of axes in the topology, besides ``pipe``, ``data``, ``model``, ``seq``, ``expert`` and
+            ``shard``, along which ranks are replicas. ``"+name=2"`` in a spec has the same effect.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.

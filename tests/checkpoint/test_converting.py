@@ -299,7 +299,9 @@ def _various(zero: int, folder: Path, options: dict[str, Any] | None) -> list[fl
 def test_groups_frozen_and_tied_parameters_and_buffers_are_converted(world: Worlds, tmp_path: Path) -> None:
     expected = world(2).run(_various, 1, tmp_path / "saved", None)[0]
     found = checkpoint.look_at(tmp_path / "saved", TAG)
-    for number, (spec, zero) in enumerate((("data=3", 3), ("data=4", 2), ("data=2", 3))):
+    for number, (spec, zero) in enumerate(
+        (("data=3", 3), ("data=4", 2), ("data=2", 3), ("data=2,shard=3", 3), ("shard=2,data=2", 2))
+    ):
         there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
         convert(found, there, spec, zero=zero)
         convert(checkpoint.look_at(there, TAG), back, "data=2", zero=1)
@@ -311,6 +313,28 @@ def test_groups_frozen_and_tied_parameters_and_buffers_are_converted(world: Worl
     assert torch.equal(weights["head.weight"], weights["embedding.weight"])
     with pytest.raises(CheckpointLayoutError, match=r"frozen.weight.* are not trained"):
         convert(found, tmp_path / "no", "data=2", zero=0)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("order", ["data=2,shard=2", "shard=2,data=2"])
+def test_job_with_another_degree_of_shard_continues_with_the_same_losses(
+    world: Worlds, saved: Saved, order: str, zero: int
+) -> None:
+    for before, after in ((order, "data=2"), ("data=4", order), (order, "shard=4"), (order, "data=2,shard=1")):
+        found, expected = saved(Layout(before, zero, is_pipeline=False))
+        now = Layout(after, zero, is_pipeline=False)
+        losses = world(now.ranks).run(go_on, now, found.path.parent, {"convert": True, "verify": "digests"})[0]
+        assert greatest_difference(losses, expected) < TOLERANCE
+
+
+def test_each_partition_is_saved_once(saved: Saved) -> None:
+    def bytes_of(spec: str) -> dict[str, int]:
+        found, _ = saved(Layout(spec, 3, is_pipeline=False))
+        return {file.path: file.bytes for file in found.manifest.files if "random" not in file.path}
+
+    assert bytes_of("data=2,shard=2").keys() == bytes_of("data=2").keys()
+    assert sum(bytes_of("data=2,shard=2").values()) < 1.01 * sum(bytes_of("data=2").values())
 
 
 @pytest.mark.parametrize(
