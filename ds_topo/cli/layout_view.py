@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
@@ -146,7 +146,7 @@ class LayoutView:
         wide = [axis for axis, size in zip(self.topology.axes, self.topology.dims, strict=True) if size > 1]
         placement = self.placement
         if placement is not None:
-            wide = [axis for axis in wide if placement.span(axis).crossing_groups] or wide
+            wide = [axis for axis in wide if placement.span(axis).groups_across_hosts] or wide
         return wide[0] if wide else self.topology.axes[0]
 
     def coordinate(self, rank: int) -> str:
@@ -169,15 +169,7 @@ class LayoutView:
                 "ranks_per_group": len(tables[0]),
             }
             if placement is not None:
-                span = placement.span(axes)
-                kind |= {
-                    "hosts_per_group": list(span.hosts_per_group),
-                    "groups_across_hosts": span.crossing_groups,
-                    "pairs": span.pairs,
-                    "pairs_across_hosts": span.crossing_pairs,
-                    "ring_links": span.links,
-                    "ring_links_across_hosts": span.crossing_links,
-                }
+                kind |= asdict(placement.span(axes))
             kinds.append(kind | ({"ranks": tables} if ranks else {}))
         return kinds
 
