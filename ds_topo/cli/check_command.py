@@ -41,38 +41,18 @@ def add_parser(subparsers: Any) -> None:
         "link is slower than its neighbors. Start it with the launcher and the hosts of the real job.",
         _EXAMPLES,
     )
-    parser.add_argument("spec", metavar="SPEC", help='axes, outermost first: "pipe=2,data=-1,model=2"')
-    parser.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
-    parser.add_argument(
-        "--backend",
-        metavar="NAME",
-        help="torch backend; default: torch's for the accelerator (GPU: nccl), else gloo",
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="seconds for each step; default: %(default)g"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=120.0, metavar="S", help="seconds for pairs of hosts; default: %(default)g"
-    )
-    parser.add_argument(
-        "--slow",
-        type=float,
-        default=0.5,
-        metavar="X",
-        help="share of the median below which a link is slow; default: %(default)g",
-    )
-    parser.add_argument(
-        "--expect",
-        metavar="RATE",
-        help='expected rate of each host\'s link, "1gbit" or "25GB/s"; below 0.8 of it is slow; default: none',
-    )
-    parser.add_argument(
-        "--clock",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="allowed difference of clocks in seconds; default: %(default)g",
-    )
+    add = parser.add_argument
+    add("spec", metavar="SPEC", help='axes, outermost first: "pipe=2,data=-1,model=2"')
+    add("--json", metavar="FILE", help="write results as JSON; - for standard output")
+    add("--backend", metavar="NAME", help="torch backend; default: torch's for the accelerator (GPU: nccl), else gloo")
+    add("--timeout", type=float, default=60.0, metavar="S", help="seconds for each step; default: %(default)g")
+    add("--seconds", type=float, default=120.0, metavar="S", help="seconds for pairs of hosts; default: %(default)g")
+    slow = "share of the median below which a link is slow; default: %(default)g"
+    add("--slow", type=float, default=0.5, metavar="X", help=slow)
+    expect = 'expected rate of each host\'s link, "1gbit" or "25GB/s"; below 0.8 of it is slow; default: none'
+    add("--expect", metavar="RATE", help=expect)
+    clock = "allowed difference of clocks in seconds; default: %(default)g"
+    add("--clock", type=float, default=1.0, metavar="S", help=clock)
     add_host_options(parser)
     parser.set_defaults(run=run)
 

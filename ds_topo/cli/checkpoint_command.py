@@ -48,9 +48,8 @@ def add_parser(subparsers: Any) -> None:
         "exit status is 1 if one is damaged.",
         _EXAMPLES,
     )
-    parser.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="the folder of all checkpoints, or of one, to show its content"
-    )
+    folder = "the folder of all checkpoints, or of one, to show its content"
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help=folder)
     parser.add_argument("--verify", action="store_true", help="read every file, and compare its digest too")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run)

@@ -41,34 +41,25 @@ def add_parser(subparsers: Any) -> None:
         "continue it.",
         _EXAMPLES,
     )
-    parser.add_argument(
-        "source", metavar="FROM", type=Path, help="folder of checkpoints, of which the newest is read, or of one"
-    )
-    parser.add_argument("to", metavar="TO", type=Path, help="folder of checkpoints for the new one; a file with --to")
-    parser.add_argument("--topology", metavar="SPEC", help='the new topology with all degrees, such as "pipe=2,data=4"')
-    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage; default: the saved one")
-    parser.add_argument(
+    add = parser.add_argument
+    add("source", metavar="FROM", type=Path, help="folder of checkpoints, of which the newest is read, or of one")
+    add("to", metavar="TO", type=Path, help="folder of checkpoints for the new one; a file with --to")
+    add("--topology", metavar="SPEC", help='the new topology with all degrees, such as "pipe=2,data=4"')
+    add("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage; default: the saved one")
+    add(
         "--zero-options",
         metavar="JSON",
         help="options of \"zero_optimization\" in the new job's config that order its optimizer's files, such as "
         "'{\"round_robin_gradients\": true}'; default: the saved ones",
     )
-    parser.add_argument(
-        "--experts", metavar="SIZE", type=int, help="expert parallel size of all layers; default: the saved ones"
-    )
-    parser.add_argument("--tag", metavar="TAG", help="tag of the checkpoint to read in FROM; default: the newest")
-    parser.add_argument("--new-tag", metavar="TAG", help="tag of the new checkpoint; default: the same")
-    parser.add_argument(
-        "--partition-method",
-        metavar="METHOD",
-        help="of the pipeline: parameters, uniform or type:...; default: the saved one",
-    )
-    parser.add_argument(
-        "--stages",
-        metavar="0,3,6",
-        help="first layer of every stage, and the number of layers; default: by --partition-method",
-    )
-    parser.add_argument("--to", dest="kind", choices=("torch", "safetensors"), help="write one file of weights instead")
+    add("--experts", metavar="SIZE", type=int, help="expert parallel size of all layers; default: the saved ones")
+    add("--tag", metavar="TAG", help="tag of the checkpoint to read in FROM; default: the newest")
+    add("--new-tag", metavar="TAG", help="tag of the new checkpoint; default: the same")
+    method = "of the pipeline: parameters, uniform or type:...; default: the saved one"
+    add("--partition-method", metavar="METHOD", help=method)
+    stages = "first layer of every stage, and the number of layers; default: by --partition-method"
+    add("--stages", metavar="0,3,6", help=stages)
+    add("--to", dest="kind", choices=("torch", "safetensors"), help="write one file of weights instead")
     parser.set_defaults(run=run)
 
 

@@ -89,11 +89,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     switch = argparse.BooleanOptionalAction
     add = parser.add_argument_group("model: a config file, or numbers by hand").add_argument
-    add(
-        "--model",
-        metavar="FILE",
-        help="config.json of Hugging Face, or its folder: GPT-2, Llama, Mixtral, Qwen, DeepSeek",
-    )
+    config = "config.json of Hugging Face, or its folder: GPT-2, Llama, Mixtral, Qwen, DeepSeek"
+    add("--model", metavar="FILE", help=config)
     add("--layers", metavar="N", type=int, help="transformer layers")
     add("--hidden", metavar="N", type=int, help="width of the activations between layers")
     add("--heads", metavar="N", type=int, help="attention heads")
@@ -103,35 +100,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--sequence", metavar="N", type=int, help="positions of a sequence; default: the longest of --model")
     add("--experts", metavar="N", type=int, help="experts in every layer; default: none")
     add("--top-k", metavar="N", type=int, help="experts that a token goes through; needed with --experts")
-    add(
-        "--gated",
-        action=switch,
-        default=None,
-        help="Llama's layers (SwiGLU), or GPT-2's; default: Llama's with fewer --kv-heads, a narrow --ffn or --experts",
-    )
+    gated = "Llama's layers (SwiGLU), or GPT-2's; default: Llama's with fewer --kv-heads, a narrow --ffn or --experts"
+    add("--gated", action=switch, default=None, help=gated)
     add_host_options(parser)
     add = parser.add_argument_group("cluster").add_argument
     add("--accelerator", metavar="NAME", help=", ".join(ACCELERATORS))
-    add(
-        "--peak-tflops",
-        metavar="X",
-        type=float,
-        help="TFLOP/s of matrix products, for an accelerator that is not in the table",
-    )
+    peak = "TFLOP/s of matrix products, for an accelerator that is not in the table"
+    add("--peak-tflops", metavar="X", type=float, help=peak)
     add("--memory-gb", metavar="X", type=float, help="memory of a device; default: the accelerator's")
     add("--memory-gbps", metavar="X", type=float, help="GB/s of its memory; default: the accelerator's")
-    add(
-        "--link-inside-gbps",
-        metavar="X",
-        type=float,
-        help="GB/s and direction between ranks of a host; default: the accelerator's",
-    )
-    add(
-        "--link-across-gbps",
-        metavar="X",
-        type=float,
-        help="GB/s and direction of a rank's share of the network; default: the accelerator's",
-    )
+    inside = "GB/s and direction between ranks of a host; default: the accelerator's"
+    add("--link-inside-gbps", metavar="X", type=float, help=inside)
+    across = "GB/s and direction of a rank's share of the network; default: the accelerator's"
+    add("--link-across-gbps", metavar="X", type=float, help=across)
     add("--machine", metavar="FILE", help="measurements of --calibrate FILE or of ds-topo check --json FILE")
     add = parser.add_argument_group("job, and decisions that are made already (default: all are tried)").add_argument
     add("--batch", metavar="N", type=int, help="sequences per step, over all ranks; always needed")
@@ -155,13 +136,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--picture", metavar="FILE", help="draw seconds and memory as stacked bars, into FILE.png, .svg or .pdf")
     add("--write", metavar="FILE", help="write the best plan as a DeepSpeed config")
     add = parser.add_argument_group("measurements").add_argument
-    add(
-        "--calibrate",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="measure products and links of this machine first (under a launcher: of all ranks); save them in FILE",
-    )
+    calibrate = "measure products and links of this machine first (under a launcher: of all ranks); save them in FILE"
+    add("--calibrate", nargs="?", const="", metavar="FILE", help=calibrate)
     add("--runs", metavar="FILE", help="compare predictions of published runs with their reports, row by row")
     add("--within", metavar="SHARE", help="bound of --runs for the error of every row; default: 15%%")
     parser.set_defaults(run=run)

@@ -42,22 +42,18 @@ def add_command(
 
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add options for a hostfile, a number of hosts, a node list or Slurm, and filters of hosts."""
-    group = parser.add_argument_group("hosts (ranks are numbered host by host, one in each slot)")
-    group.add_argument("--hostfile", "-H", metavar="FILE", help='deepspeed hostfile with lines "NAME slots=N"')
-    group.add_argument("--hosts", metavar="N|NAMES", help='number of hosts, or names such as "n[01-16],gpu-a"')
-    group.add_argument("--slots", metavar="M", type=int, help="ranks on each host, with --hosts")
-    group.add_argument("--slurm", action="store_true", default=None, help="use the hosts of the Slurm job or step")
-    group.add_argument(
-        "--include", "-i", metavar="FILTER", help='use only these, "NAME[:SLOT,SLOT]@NAME..."; default: all'
-    )
-    group.add_argument("--exclude", "-e", metavar="FILTER", help="use all but these; default: all")
-    group.add_argument(
-        "--num-nodes", "--num_nodes", metavar="N", type=int, help="use only the first N hosts; default: all"
-    )
-    group.add_argument(
-        "--num-gpus", "--num_gpus", metavar="N", type=int, help="use only the first N slots of each host; default: all"
-    )
-    group.add_argument("--resolve", action="store_true", default=None, help="fail if a name has no address")
+    title = "hosts (ranks are numbered host by host, one in each slot)"
+    add = parser.add_argument_group(title).add_argument
+    add("--hostfile", "-H", metavar="FILE", help='deepspeed hostfile with lines "NAME slots=N"')
+    add("--hosts", metavar="N|NAMES", help='number of hosts, or names such as "n[01-16],gpu-a"')
+    add("--slots", metavar="M", type=int, help="ranks on each host, with --hosts")
+    add("--slurm", action="store_true", default=None, help="use the hosts of the Slurm job or step")
+    add("--include", "-i", metavar="FILTER", help='use only these, "NAME[:SLOT,SLOT]@NAME..."; default: all')
+    add("--exclude", "-e", metavar="FILTER", help="use all but these; default: all")
+    add("--num-nodes", "--num_nodes", metavar="N", type=int, help="use only the first N hosts; default: all")
+    slots = "use only the first N slots of each host; default: all"
+    add("--num-gpus", "--num_gpus", metavar="N", type=int, help=slots)
+    add("--resolve", action="store_true", default=None, help="fail if a name has no address")
 
 
 def check_ending(option: str, path: str | Path | None, endings: Iterable[str]) -> None:

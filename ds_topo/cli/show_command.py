@@ -40,24 +40,17 @@ def add_parser(subparsers: Any) -> None:
         "Show the coordinate and the host of every rank, its groups, and what crosses hosts.",
         _EXAMPLES,
     )
-    parser.add_argument(
-        "specs",
-        metavar="SPEC",
-        nargs="+",
-        help='axes, outermost first: "pipe=2,data=-1,model=2", or a DeepSpeed config with a topology; two are compared',
-    )
+    specs = 'axes, outermost first: "pipe=2,data=-1,model=2", or a DeepSpeed config with a topology; two are compared'
+    parser.add_argument("specs", metavar="SPEC", nargs="+", help=specs)
     add_host_options(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument("--groups", action="store_true", help="list the ranks of every group")
-    output.add_argument("--rank", metavar="R", type=int, help="show one rank's groups and neighbors; default: all")
-    output.add_argument("--json", action="store_true", help="print everything as JSON; with --groups, groups too")
-    output.add_argument("--svg", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.svg")
-    output.add_argument("--png", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.png")
-    output.add_argument(
-        "--links",
-        metavar="AXIS",
-        help="axis whose links --svg and --png draw; default: the first that crosses hosts",
-    )
+    add = parser.add_argument_group("output").add_argument
+    add("--groups", action="store_true", help="list the ranks of every group")
+    add("--rank", metavar="R", type=int, help="show one rank's groups and neighbors; default: all")
+    add("--json", action="store_true", help="print everything as JSON; with --groups, groups too")
+    add("--svg", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.svg")
+    add("--png", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.png")
+    links = "axis whose links --svg and --png draw; default: the first that crosses hosts"
+    add("--links", metavar="AXIS", help=links)
     parser.set_defaults(run=run)
 
 
