@@ -22,6 +22,7 @@ from torch._C import _disabled_torch_function_impl, _storage_Use_Count
 from torch.distributed import distributed_c10d as c10d
 
 from ds_topo.backends import traits_of
+from ds_topo.errors import abridged
 from ds_topo.ledger import ONE_CALL, Patch, PatchTable, Reliance, ledger
 
 # -- process groups ---------------------------------------------------------------------------------------------------
@@ -117,14 +118,15 @@ def timeout_of(given: float | timedelta | None) -> timedelta:
     """
     if given is None:
         return job_timeout()
+    advice = f"timeout={abridged(given)}: give seconds, or a datetime.timedelta, above 0"
     if isinstance(given, bool) or not isinstance(given, (int, float, timedelta)):
-        raise TypeError(f"timeout={given!r}: give seconds, or a datetime.timedelta")
+        raise TypeError(advice + (" (a backend is given by name: backend='gloo')" if isinstance(given, str) else ""))
     try:
         limit = given if isinstance(given, timedelta) else timedelta(seconds=given)
     except (OverflowError, ValueError) as error:  # infinite, or not a number
-        raise ValueError(f"timeout={given!r}: give seconds, or a datetime.timedelta, above 0") from error
+        raise ValueError(advice) from error
     if limit <= timedelta():
-        raise ValueError(f"timeout={given!r}: give seconds, or a datetime.timedelta, above 0")
+        raise ValueError(advice)
     return limit
 
 

@@ -7,9 +7,9 @@ import json
 import re
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ds_topo.cli.shared_options import add_command, add_host_options, host_map_of
+from ds_topo.cli.shared_options import add_host_options, host_map_of
 from ds_topo.cli.terminal import counted, progress_of, say, table_of, write_file
 from ds_topo.errors import DisagreementError, LaunchError, TopologyError
 from ds_topo.hosts.placement import few_ranks
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
     from ds_topo.check.faults import Summary
 
-_EXAMPLES = """examples:
+SUMMARY = "check hosts, groups and links of a running cluster"
+DESCRIPTION = (
+    "Check that versions, clocks, hosts and the topology agree, that every group gives right results, and that no "
+    "link is slower than its neighbors. Start it with the launcher and the hosts of the real job."
+)
+EXAMPLES = """examples:
   srun -N 2 --ntasks-per-node 4 ds-topo check "pipe=2,data=-1" --json all.json
   torchrun --nnodes 2 --nproc-per-node 4 --node-rank 0 --master-addr node1 \\
            -m ds_topo check "pipe=2,data=-1"
@@ -31,16 +36,8 @@ exit status: 0 without faults, 1 with faults, 2 for arguments that are refused
 _RATE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<size>[kKmMgGtT]?)(?P<unit>bit/s|bit|bps|b/s|B/s|B)")
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its options."""
-    parser = add_command(
-        subparsers,
-        "check",
-        "check hosts, groups and links of a running cluster",
-        "Check that versions, clocks, hosts and the topology agree, that every group gives right results, and that no "
-        "link is slower than its neighbors. Start it with the launcher and the hosts of the real job.",
-        _EXAMPLES,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     add = parser.add_argument
     add("spec", metavar="SPEC", help='axes, outermost first: "pipe=2,data=-1,model=2"')
     add("--json", metavar="FILE", help="write results as JSON; - for standard output")
@@ -54,7 +51,6 @@ def add_parser(subparsers: Any) -> None:
     clock = "allowed difference of clocks in seconds; default: %(default)g"
     add("--clock", type=float, default=1.0, metavar="S", help=clock)
     add_host_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

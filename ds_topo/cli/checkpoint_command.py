@@ -23,7 +23,6 @@ from ds_topo.checkpoint.folder import (
     told,
 )
 from ds_topo.checkpoint.manifest import SavedParameter
-from ds_topo.cli.shared_options import add_command
 from ds_topo.cli.terminal import cells, counted, say, table_of
 from ds_topo.errors import CheckpointError, MissingCheckpointError
 from ds_topo.hosts.placement import fold_numbers
@@ -31,28 +30,24 @@ from ds_topo.hosts.placement import fold_numbers
 if TYPE_CHECKING:
     from rich.console import Console
 
-_EXAMPLES = """examples:
+SUMMARY = "show the checkpoints of a folder, and check that they are complete"
+DESCRIPTION = (
+    "Show tags, steps, layouts and sizes of checkpoints, which are complete, and the one that 'latest' names. The "
+    "exit status is 1 if one is damaged."
+)
+EXAMPLES = """examples:
   ds-topo checkpoint runs/gpt
   ds-topo checkpoint runs/gpt --verify
   ds-topo checkpoint runs/gpt/global_step100
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command's options."""
-    parser = add_command(
-        subparsers,
-        "checkpoint",
-        "show the checkpoints of a folder, and check that they are complete",
-        "Show tags, steps, layouts and sizes of checkpoints, which are complete, and the one that 'latest' names. The "
-        "exit status is 1 if one is damaged.",
-        _EXAMPLES,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     folder = "the folder of all checkpoints, or of one, to show its content"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=folder)
     parser.add_argument("--verify", action="store_true", help="read every file, and compare its digest too")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,18 +18,9 @@ from ds_topo.errors import abridged
 from ds_topo.launch.launchers import export_coordinates
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
-from ds_topo.topology import ProcessTopology
+from ds_topo.topology import ProcessTopology, rank_tables
 from ds_topo.topology.axes import canonical_axis, check_meanings
-from ds_topo.topology.rank_tables import (
-    RankGroup,
-    axes_of,
-    degree,
-    factorized_topology,
-    gradient_axes,
-    grid_groups,
-    neighbor,
-    sample_axes,
-)
+from ds_topo.topology.rank_tables import RankGroup
 from ds_topo.topology.spec import Spec
 from ds_topo.torch_names import devices_of, job_timeout, timeout_of
 
@@ -125,7 +116,7 @@ class ProcessGrid:
         rank = members.index(dist.get_rank())
         groups = [
             RankGroup(group.axes, tuple(members[rank] for rank in group.ranks))
-            for group in grid_groups(agreed, rank)
+            for group in rank_tables.grid_groups(agreed, rank)
             if len(group.ranks) > 1  # a group of one rank is created when that rank first requests it
         ]
         created = ProcessGroups(f"grid {agreed.spec}, {given}", groups, members, limit)
@@ -178,7 +169,7 @@ class ProcessGrid:
             UnknownAxisError: an axis is not in the topology. ``pipe``, ``data`` and ``model`` have degree 1 then.
         """
         topology = self._core.topology
-        return list(self.to_global(topology.get_axis_ranks(axes_of(topology, axes), self._core.rank)))
+        return list(self.to_global(topology.get_axis_ranks(rank_tables.axes_of(topology, axes), self._core.rank)))
 
     def get_group(self, axes: str | Iterable[str]) -> ProcessGroup:
         """Return this rank's process group over one axis or several.
@@ -192,18 +183,18 @@ class ProcessGrid:
             DisagreementError: the group is new, and some of its ranks did not call this within the timeout.
             RuntimeError: the grid was destroyed.
         """
-        span = axes_of(self._core.topology, axes)
+        span = rank_tables.axes_of(self._core.topology, axes)
         group = self._core.groups.get(span)
         return self.create_group(RankGroup(span, tuple(self.get_ranks(span)))) if group is None else group
 
     def get_axis_rank(self, axis: str) -> int:
         """Return this rank's index along one axis, which is its rank in ``get_group(axis)``."""
         topology = self._core.topology
-        return topology.get_axis_index(axes_of(topology, axis), self._core.rank)
+        return topology.get_axis_index(rank_tables.axes_of(topology, axis), self._core.rank)
 
     def get_axis_size(self, axis: str) -> int:
         """Return the degree of one axis."""
-        return degree(self._core.topology, axes_of(self._core.topology, axis))
+        return rank_tables.degree(self._core.topology, rank_tables.axes_of(self._core.topology, axis))
 
     def get_next_rank(self, axis: str) -> int:
         """Return the global rank of the next peer along ``axis``; the last rank's next peer is the first."""
@@ -217,7 +208,7 @@ class ProcessGrid:
 
     def get_data_parallel_group(self) -> ProcessGroup:
         """Return the group of all replicas of this rank's parameters: ranks with the same stage and slice."""
-        return self.get_group(gradient_axes(self._core.topology))
+        return self.get_group(rank_tables.gradient_axes(self._core.topology))
 
     def get_data_parallel_world_size(self) -> int:
         """Refuse a grid for torch alone that was passed as ``mpu=``, of which DeepSpeed asks this first.
@@ -232,11 +223,11 @@ class ProcessGrid:
     def get_sample_rank(self) -> int:
         """Return the index of this rank's share of each step's samples; pipe, model and seq peers have the same."""
         topology = self._core.topology
-        return topology.get_axis_index(sample_axes(topology), self._core.rank)
+        return topology.get_axis_index(rank_tables.sample_axes(topology), self._core.rank)
 
     def get_sample_world_size(self) -> int:
         """Return the number of shares into which each step's samples are divided."""
-        return degree(self._core.topology, sample_axes(self._core.topology))
+        return rank_tables.degree(self._core.topology, rank_tables.sample_axes(self._core.topology))
 
     def sampler(
         self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -369,7 +360,7 @@ class ProcessGrid:
         if names is not None and not isinstance(names, Mapping):
             raise TypeError(f"names={abridged(names)}: give a mapping of axes to names, such as {{'model': 'tp'}}")
         names = {canonical_axis(axis): name for axis, name in (names or {}).items()}
-        axes_of(topology, names)
+        rank_tables.axes_of(topology, names)
         dimensions = tuple(names.get(axis, axis) for axis in topology.axes)
         if len(set(dimensions)) < len(dimensions) or not all(isinstance(name, str) for name in dimensions):
             raise ValueError(f"names={abridged(names)} name the dimensions {dimensions}: give each another text")
@@ -432,8 +423,8 @@ class ProcessGrid:
 
     def _neighbor(self, axis: str, step: int) -> int:
         topology = self._core.topology
-        axes_of(topology, axis)
-        return self._core.members[neighbor(topology, axis, self._core.rank, step)]
+        rank_tables.axes_of(topology, axis)
+        return self._core.members[rank_tables.neighbor(topology, axis, self._core.rank, step)]
 
 
 def _is_device_type(name: object) -> bool:
@@ -475,7 +466,7 @@ def as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopolog
         TypeError: the argument is neither.
     """
     if topology is None:
-        return factorized_topology(world_size)
+        return rank_tables.factorized_topology(world_size)
     if isinstance(topology, ProcessTopology):
         return topology
     if hasattr(topology, "axes") and hasattr(topology, "dims") and not isinstance(topology, type):
