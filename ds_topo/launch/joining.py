@@ -74,7 +74,8 @@ def choose_interface(launch: Launch, master: str) -> str | None:
     Raises:
         LaunchError: no interface can be found out. The message names the variable to set.
     """
-    if GLOO_INTERFACE in os.environ or launch.is_on_one_host or (launch.node is None and is_loopback(master)):
+    is_on_one_host = launch.local_world_size == launch.world_size or (launch.node is None and is_loopback(master))
+    if GLOO_INTERFACE in os.environ or is_on_one_host:
         return None
     name, own = socket.gethostname(), "unknown"
     try:

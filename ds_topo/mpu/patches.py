@@ -201,17 +201,14 @@ MODIFIED, MODIFIED_BY_ONE = PatchTable(partition_parameters.GatheredParameters, 
     __exit__: The same after the rank modifier_rank of the grid has broadcast to all slices what they hold alike.
         Why: from_pretrained() fills parameters on rank 0 alone. DeepSpeed sends them to the replicas of rank 0 only.
 """)
-LONG_SEQUENCES = tuple(
-    Patch(
-        parallel_state_sp,
-        name,
-        instead="The group of the grid, or a function that finds the groups already there.",
-        why="DeepSpeed joins neighboring ranks of the world.",
-        during=USE,
-        process_wide=_OF_USE,
-    )
-    for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP", "initialize_sequence_parallel")
-)
+LONG_SEQUENCES = PatchTable(parallel_state_sp, USE, process_wide=_OF_USE)("""
+    _SEQUENCE_PARALLEL_GROUP: The group of the grid along seq.
+        Why: DeepSpeed joins neighboring ranks of the world.
+    _SEQUENCE_DATA_PARALLEL_GROUP: The data parallel group of the grid.
+        Why: DeepSpeed joins neighboring ranks of the world.
+    initialize_sequence_parallel: A function that finds the groups already there.
+        Why: DeepSpeed joins neighboring ranks of the world.
+""")
 
 # -- experts ----------------------------------------------------------------------------------------------------------
 

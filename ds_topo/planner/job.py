@@ -401,9 +401,7 @@ def layout_problem(job: Job, layout: Layout) -> str | None:
     if layout.topology.world_size() != job.cluster.ranks:
         return f"its degrees make {layout.topology.world_size()} ranks, the cluster has {job.cluster.ranks}"
     problem = degrees_problem(job, layout.pipe, data, layout.seq, layout.model)
-    if problem:
-        return problem
-    problem = _software_problem(job.software, job.precision, layout)
+    problem = problem or _software_problem(job.software, job.precision, layout)
     if problem:
         return problem
     if layout.pipe * layout.virtual_stages > model.layers + 2:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import Self
 
+from ds_topo.backends import accelerator
 from ds_topo.errors import abridged
 from ds_topo.launch.launchers import export_coordinates
 from ds_topo.process_groups.agreement import agree
@@ -46,8 +46,8 @@ class _Core:
     rank: int
     """This process's rank in the topology."""
     groups: ProcessGroups
-    meshes: dict[tuple[str | None, tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
-    """Meshes by the requested device type (None: the default) and the names of the dimensions."""
+    meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
+    """Meshes by the type of device and the names of the dimensions."""
     check_samples: bool = True
 
 
@@ -366,22 +366,18 @@ class ProcessGrid:
             raise ValueError(f"names={abridged(names)} name the dimensions {dimensions}: give each another text")
         if device_type is not None and not _is_device_type(device_type):
             raise ValueError(f"device_type={abridged(device_type)}: give a type of device, such as 'cpu' or 'cuda'")
+        groups = [self.get_group(axis) for axis in topology.axes]
+        if device_type is None:
+            device = accelerator()
+            device_type = device.type if device is not None and device.type in devices_of(groups[0]) else "cpu"
         if (device_type, dimensions) not in meshes:
-            groups = [self.get_group(axis) for axis in topology.axes]
-            wanted = device_type
-            if wanted is None:
-                accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-                serves = accelerator is not None and accelerator.type in devices_of(groups[0])
-                wanted = accelerator.type if accelerator is not None and serves else "cpu"
-            if (wanted, dimensions) not in meshes:
+            if len(groups) == 1:  # torch accepts no list here
+                made = DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=dimensions)
+            else:
                 ranks = torch.tensor(self.to_global(topology.layout.offsets(range(len(groups)))), dtype=torch.int)
-                if len(groups) == 1:  # torch accepts no list here
-                    made = DeviceMesh.from_group(groups[0], wanted, mesh_dim_names=dimensions)
-                else:
-                    mesh = ranks.view(topology.dims)
-                    made = DeviceMesh.from_group(groups, wanted, mesh=mesh, mesh_dim_names=dimensions)
-                meshes[wanted, dimensions] = made
-            meshes[device_type, dimensions] = meshes[wanted, dimensions]
+                mesh = ranks.view(topology.dims)
+                made = DeviceMesh.from_group(groups, device_type, mesh=mesh, mesh_dim_names=dimensions)
+            meshes[device_type, dimensions] = made
         return meshes[device_type, dimensions]
 
     # -- life cycle --------------------------------------------------------------------------------------------------
@@ -411,9 +407,7 @@ class ProcessGrid:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.destroy()
 
     def __repr__(self) -> str:

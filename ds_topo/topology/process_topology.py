@@ -163,9 +163,11 @@ class ProcessTopology:
         >>> topology.spec, topology.fold({"pipe": ["pipe"], "data": ["data", "seq"]}).spec
         ('data=2,pipe=2,seq=2', 'pipe=2:2,data=2:4*2:1')
         """
-        if self._layout.is_row_major:
-            return specs.spec_text(self._axes, self._layout.sizes, self._extra_axes)
-        return specs.strided_text(self._axes, self._layout.axes, self._extra_axes)
+        degrees: Sequence[object] = self._layout.sizes
+        if not self._layout.is_row_major:
+            strided = [[f"{size}:{stride}" for size, stride in factors] for factors in self._layout.axes]
+            degrees = ["*".join(factors) or "1" for factors in strided]
+        return specs.spec_text(self._axes, degrees, self._extra_axes)
 
     @property
     def mapping(self) -> dict[Any, int]:

@@ -184,24 +184,14 @@ def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...], froze
     return list(names), tuple(layouts), _marked(given, names)
 
 
-def spec_text(axes: Sequence[str], degrees: Sequence[int], extra_axes: Collection[str] = ()) -> str:
-    """Write a spec that ``parse_spec`` parses.
+def spec_text(axes: Sequence[str], degrees: Iterable[object], extra_axes: Collection[str] = ()) -> str:
+    """Write a spec that ``parse_spec`` parses, or ``parse_strided_spec`` where degrees are texts with strides.
 
     >>> spec_text(["pipe", "copy"], [2, 4], extra_axes={"copy"})
     'pipe=2,+copy=4'
     """
-    return _joined(axes, map(str, degrees), extra_axes)
-
-
-def strided_text(axes: Sequence[str], layouts: Sequence[Factors], extra_axes: Collection[str] = ()) -> str:
-    """Write a spec that ``parse_strided_spec`` parses."""
-    texts = ["*".join(f"{size}:{stride}" for size, stride in factors) or "1" for factors in layouts]
-    return _joined(axes, texts, extra_axes)
-
-
-def _joined(axes: Sequence[str], values: Iterable[str], extra_axes: Collection[str]) -> str:
     marks = [EXTRA_MARK if axis in extra_axes else "" for axis in axes]
-    return ",".join(f"{mark}{axis}={value}" for mark, axis, value in zip(marks, axes, values, strict=True))
+    return ",".join(f"{mark}{axis}={degree}" for mark, axis, degree in zip(marks, axes, degrees, strict=True))
 
 
 def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> None:
