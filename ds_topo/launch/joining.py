@@ -78,12 +78,10 @@ def choose_interface(launch: Launch, master: str) -> str | None:
     if GLOO_INTERFACE in os.environ or is_on_one_host:
         return None
     name, own = socket.gethostname(), "unknown"
-    try:
+    with suppress(HostError):
         own = address_of(name)
         if not is_loopback(own):
             return None
-    except HostError:
-        pass
     others = [name for name, address in _interfaces() if not is_loopback(address)]
     interface = interface_towards(master) or interface_towards(_ANYWHERE) or (others[0] if len(others) == 1 else None)
     if interface is None:
