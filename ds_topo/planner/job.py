@@ -16,8 +16,8 @@ from ds_topo.errors import TopologyError
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.model import Model
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
-from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.spec import divisors
 
 AXES = (PIPE, DATA, SEQ, MODEL)
 """The axes that a plan can have, in the order that is tried first: ``model`` peers are neighbors."""

@@ -290,17 +290,17 @@ def _rounded_down(degrees: Sequence[int], order: Sequence[int], world_size: int)
     nearest = list(degrees)
     remaining = world_size
     for axis in order[1:]:
-        nearest[axis] = _largest_divisor(remaining, degrees[axis])
+        nearest[axis] = max(size for size in divisors(remaining) if size <= degrees[axis])
         remaining //= nearest[axis]
     nearest[order[0]] = remaining
     return nearest
 
 
-def _largest_divisor(number: int, at_most: int) -> int:
-    """Return the largest divisor of a number up to a limit, in time of the number's square root.
+def divisors(number: int) -> list[int]:
+    """Return divisors, ascending, in time of the number's square root.
 
-    >>> _largest_divisor(48, 13), _largest_divisor(7, 6), _largest_divisor(4, 10**9)
-    (12, 1, 4)
+    >>> divisors(12), divisors(9), divisors(1), len(divisors(2**40))
+    ([1, 2, 3, 4, 6, 12], [1, 3, 9], [1], 41)
     """
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return max(size for divisor in small for size in (divisor, number // divisor) if size <= at_most)
+    small = [candidate for candidate in range(1, isqrt(max(0, number)) + 1) if number % candidate == 0]
+    return small + [number // candidate for candidate in reversed(small) if candidate * candidate != number]
