@@ -8,6 +8,7 @@ from math import ceil
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ds_topo.cli.terminal import counted, say, table_of
@@ -299,49 +300,43 @@ def _print_ranks(console: Console, view: LayoutView) -> None:
     coordinate = max(len(view.coordinate(rank)) for rank in range(view.topology.world_size()))
     cell = rank_width + 1 + coordinate
     fitting = max(1, (console.width - name_width) // (cell + 2))
-    if fitting < widest_row and _print_coordinates(console, view, name_width, coordinate):
-        return
-    per_line = ceil(widest_row / ceil(widest_row / fitting))
-    headed = max(cell, len(f"slot {widest_row - 1}"))
-    with_slots = view.has_first_slots and name_width + widest_row * (headed + 2) <= console.width
-    table = table_of(label, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
-    for name, ranks in rows:
-        for first in range(0, len(ranks), per_line):
-            cells = [
-                Text(f"{rank:{rank_width}d} {view.coordinate(rank)}", style=_stage_style(stages[rank]))
-                for rank in ranks[first : first + per_line]
-            ]
-            table.add_row(name if first == 0 else "", *cells)
+    table = _coordinates(view, name_width, coordinate, console.width) if fitting < widest_row else None
+    if table is None:
+        per_line = ceil(widest_row / ceil(widest_row / fitting))
+        headed = max(cell, len(f"slot {widest_row - 1}"))
+        with_slots = view.has_first_slots and name_width + widest_row * (headed + 2) <= console.width
+        table = table_of(label, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
+        for name, ranks in rows:
+            for first in range(0, len(ranks), per_line):
+                cells = [
+                    Text(f"{rank:{rank_width}d} {view.coordinate(rank)}", style=_stage_style(stages[rank]))
+                    for rank in ranks[first : first + per_line]
+                ]
+                table.add_row(name if first == 0 else "", *cells)
     console.print(table)
-    _print_legend(console, view)
+    in_colour = console.color_system is not None and not console.no_color
+    colours = f"; a colour for each {view.stage_axis}" if in_colour else ""
+    say(console, f"Each rank with its {','.join(view.axis_names)}{colours}.")
 
 
-def _print_coordinates(console: Console, view: LayoutView, name_width: int, coordinate: int) -> bool:
-    """Print a line of coordinates for each host with its range of ranks; return False if they do not fit."""
+def _coordinates(view: LayoutView, name_width: int, coordinate: int, width: int) -> Table | None:
+    """Return a line of coordinates for each host with its range of ranks; None if they do not fit."""
     rows, stages, known = view.rows, view.stages, view.host_map is not None
     ranges = [placements.fold_numbers(ranks) for _, ranks in rows]
     widest_row = max(len(ranks) for _, ranks in rows)
     cell = max(coordinate, len(f"slot {widest_row - 1}") if view.has_first_slots else 0)
     names = name_width + (max(map(len, ranges)) + 2 if known else 0)
-    gap = 2 if names + widest_row * (cell + 2) <= console.width else 1
+    gap = 2 if names + widest_row * (cell + 2) <= width else 1
     are_ranges = all("," not in numbers for numbers in ranges)
-    if not are_ranges or names + widest_row * (cell + gap) > console.width:
-        return False
+    if not are_ranges or names + widest_row * (cell + gap) > width:
+        return None
     slots = [f"slot {slot}" if view.has_first_slots else "" for slot in range(widest_row)]
     table = table_of(*(("host", "ranks") if known else ("ranks",)), *slots)
     table.padding = (0, gap, 0, 0)
     for (name, ranks), numbers in zip(rows, ranges, strict=True):
         cells = [Text(view.coordinate(rank), style=_stage_style(stages[rank])) for rank in ranks]
         table.add_row(*((name, numbers) if known else (name,)), *cells)
-    console.print(table)
-    _print_legend(console, view)
-    return True
-
-
-def _print_legend(console: Console, view: LayoutView) -> None:
-    axes = ",".join(view.axis_names)
-    in_colour = console.color_system is not None and not console.no_color
-    say(console, f"Each rank with its {axes}{f'; a colour for each {view.stage_axis}' if in_colour else ''}.")
+    return table
 
 
 def _print_runs(console: Console, view: LayoutView) -> None:
