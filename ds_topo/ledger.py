@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
-from textwrap import dedent
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -50,28 +49,6 @@ class Patch:
 
     def __str__(self) -> str:
         return f"{name_of(self.owner)}.{self.name}"
-
-
-@dataclass(frozen=True)
-class PatchTable:
-    """Patches of one owner that are in force at the same time.
-
-    >>> [(row.name, row.why) for row in PatchTable(dict, "an example")("keys: Twice the keys. Why: It is an example.")]
-    [('keys', 'It is an example.')]
-    """
-
-    owner: type | ModuleType
-    during: str
-    process_wide: str = ""
-
-    def __call__(self, table: str) -> tuple[Patch, ...]:
-        """Return the patch of each entry, ``name: replacement Why: reason``, of which further lines are indented."""
-        rows = []
-        for entry in dedent(table).strip().replace("\n    ", " ").splitlines():
-            name, text = entry.split(": ", 1)
-            instead, why = text.split(" Why: ")
-            rows.append(Patch(self.owner, name, instead, why, self.during, self.process_wide))
-        return tuple(rows)
 
 
 @dataclass(frozen=True)

@@ -23,27 +23,30 @@ from torch.distributed import distributed_c10d as c10d
 
 from ds_topo.backends import traits_of
 from ds_topo.errors import abridged
-from ds_topo.ledger import ONE_CALL, Patch, PatchTable, Reliance, ledger
+from ds_topo.ledger import ONE_CALL, Patch, Reliance, ledger
 
 # -- process groups ---------------------------------------------------------------------------------------------------
 
 Store: TypeAlias = c10d.Store
 """A key-value store that all ranks of a job can access."""
 
-(GROUP_NAME,) = PatchTable(c10d, f"{ONE_CALL} of new_group()")("""
-    _process_group_name: A function that returns the name on which the members have agreed.
-        Why: torch names a members-only group after its ranks and the number of groups in this process. If that number
-        differs, as for tied layers on the first and last stage, members wait for each other under different names and
-        hang.
-""")
-(DEFAULT_TIMEOUT,) = PatchTable(
+GROUP_NAME = Patch(
     c10d,
-    "the process has joined its job through ds_topo",
+    "_process_group_name",
+    instead="A function that returns the name on which the members have agreed.",
+    why="torch names a members-only group after its ranks and the number of groups in this process. If that number "
+    "differs, as for tied layers on the first and last stage, members wait for each other under different names and "
+    "hang.",
+    during=f"{ONE_CALL} of new_group()",
+)
+DEFAULT_TIMEOUT = Patch(
+    c10d,
+    "_get_default_timeout",
+    instead="A function that returns the timeout of the job.",
+    why="new_group() without a timeout, as DeepSpeed calls it, uses torch's default of 30 minutes (NCCL: 10).",
+    during="the process has joined its job through ds_topo",
     process_wide="new_group() looks the function up in its module, and DeepSpeed and programs call new_group().",
-)("""
-    _get_default_timeout: A function that returns the timeout of the job.
-        Why: new_group() without a timeout, as DeepSpeed calls it, uses torch's default of 30 minutes (NCCL: 10).
-""")
+)
 GROUP_ROWS: tuple[Patch | Reliance, ...] = (
     GROUP_NAME,
     DEFAULT_TIMEOUT,
@@ -278,16 +281,21 @@ def without_store() -> Iterator[None]:
 # -- the reducer ------------------------------------------------------------------------------------------------------
 
 A_REDUCER = "a reducer exists"
-ZERO_GRAD_OF_MODULES, ZERO_GRAD_OF_OPTIMIZERS = (
-    Patch(
-        owner,
-        "zero_grad",
-        instead="The same. Reducers also discard these gradients.",
-        why="Gradients that accumulate in another data type or buffer are not in parameter.grad.",
-        during=A_REDUCER,
-        process_wide="Any module or optimizer of the program may hold parameters of the reducer.",
-    )
-    for owner in (nn.Module, torch.optim.Optimizer)
+ZERO_GRAD_OF_MODULES = Patch(
+    nn.Module,
+    "zero_grad",
+    instead="The same. Reducers also discard these gradients.",
+    why="Gradients that accumulate in another data type or buffer are not in parameter.grad.",
+    during=A_REDUCER,
+    process_wide="Any module or optimizer of the program may hold parameters of the reducer.",
+)
+ZERO_GRAD_OF_OPTIMIZERS = Patch(
+    torch.optim.Optimizer,
+    "zero_grad",
+    instead=ZERO_GRAD_OF_MODULES.instead,
+    why=ZERO_GRAD_OF_MODULES.why,
+    during=A_REDUCER,
+    process_wide=ZERO_GRAD_OF_MODULES.process_wide,
 )
 REDUCER_ROWS: tuple[Patch | Reliance, ...] = (
     ZERO_GRAD_OF_MODULES,

@@ -28,7 +28,7 @@ from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_u
 from ds_topo.engine.pipeline import PipelineModule, building_on, check_built_on, index_tied_modules, with_plain_bounds
 from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import TopologyError
-from ds_topo.ledger import ONE_CALL, Make, Patch, PatchTable, always, ledger
+from ds_topo.ledger import ONE_CALL, Make, Patch, always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
@@ -296,26 +296,44 @@ def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
 
         return prepare_samples_of_grid
 
-    by_name = "accelerate calls it by name, for every data loader, and in every step of a scheduler."
-    (loaders,) = PatchTable(accelerate.accelerator, patches.USE, process_wide=by_name)("""
-        prepare_data_loader: The same function, for this rank's samples.
-            Why: It distributes samples over all ranks, so model parallel peers would train on different samples.
-    """)
-    (state,) = PatchTable(accelerate.scheduler, patches.USE, process_wide=by_name)("""
-        AcceleratorState: A state whose num_processes is the number of ranks that work on different samples.
-            Why: AcceleratedScheduler.step() steps the schedule that often in each training step.
-    """)
-    at_any_time = "An Accelerator may be created before or after use(grid)."
-    preparation, metrics = PatchTable(accelerate.accelerator.Accelerator, patches.USE, process_wide=at_any_time)("""
-        _prepare_deepspeed: The same method, with the number of ranks that work on different samples as num_processes.
-            Why: It derives the length of a DummyScheduler and the batch size from the number of all ranks.
-        gather_for_metrics: The same method, which gathers from one rank for each share of the samples.
-            Why: It would return samples once per slice, and cut an incomplete last batch off in the wrong place.
-    """)
-    yield loaders, make
-    yield state, always(lambda: SimpleNamespace(num_processes=_share_of_samples(grid)[0]))
-    yield preparation, _counting_samples(grid)
-    yield metrics, _gathering_shares(grid)
+    patch = Patch(
+        accelerate.accelerator,
+        "prepare_data_loader",
+        instead="The same function, for this rank's samples.",
+        why="It distributes samples over all ranks, so model parallel peers would train on different samples.",
+        during=patches.USE,
+        process_wide="accelerate calls it by name, for every data loader.",
+    )
+    yield patch, make
+
+    patch = Patch(
+        accelerate.scheduler,
+        "AcceleratorState",
+        instead="A state whose num_processes is the number of ranks that work on different samples.",
+        why="AcceleratedScheduler.step() steps the schedule that often in each training step.",
+        during=patches.USE,
+        process_wide="accelerate calls it by name, in every step of a scheduler.",
+    )
+    yield patch, always(lambda: SimpleNamespace(num_processes=_share_of_samples(grid)[0]))
+    patch = Patch(
+        accelerate.accelerator.Accelerator,
+        "_prepare_deepspeed",
+        instead="The same method, with the number of ranks that work on different samples as num_processes.",
+        why="It derives the length of a DummyScheduler and the batch size from the number of all ranks.",
+        during=patches.USE,
+        process_wide="An Accelerator may be created before or after use(grid).",
+    )
+    yield patch, _counting_samples(grid)
+
+    patch = Patch(
+        accelerate.accelerator.Accelerator,
+        "gather_for_metrics",
+        instead="The same method, which gathers from one rank for each share of the samples.",
+        why="It would return samples once per slice, and cut an incomplete last batch off in the wrong place.",
+        during=patches.USE,
+        process_wide="An Accelerator may be created before or after use(grid).",
+    )
+    yield patch, _gathering_shares(grid)
 
 
 def _gathering_shares(grid: MpuGrid) -> Make:
@@ -323,12 +341,14 @@ def _gathering_shares(grid: MpuGrid) -> Make:
     import accelerate.accelerator
     from accelerate.utils import recursively_apply
 
-    tensors, objects = PatchTable(accelerate.accelerator, f"{ONE_CALL} of gather_for_metrics")("""
-        gather: The results of the first rank of each share.
-            Why: Ranks that work on the same samples have the same metrics.
-        gather_object: The objects of the first rank of each share.
-            Why: Ranks that work on the same samples have the same metrics.
-    """)
+    during = f"{ONE_CALL} of gather_for_metrics"
+    why = "Ranks that work on the same samples have the same metrics."
+    tensors = Patch(
+        accelerate.accelerator, "gather", "The results of the first rank of each share.", why=why, during=during
+    )
+    objects = Patch(
+        accelerate.accelerator, "gather_object", "The objects of the first rank of each share.", why=why, during=during
+    )
 
     @cache
     def firsts() -> list[int]:
@@ -364,10 +384,13 @@ def _counting_samples(grid: MpuGrid) -> Make:
     """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``."""
     import accelerate.accelerator
 
-    (count,) = PatchTable(accelerate.accelerator.Accelerator, f"{ONE_CALL} of _prepare_deepspeed")("""
-        num_processes: The number of ranks that work on different samples.
-            Why: The length of a schedule and the batch size count them.
-    """)
+    count = Patch(
+        accelerate.accelerator.Accelerator,
+        "num_processes",
+        instead="The number of ranks that work on different samples.",
+        why="The length of a schedule and the batch size count them.",
+        during=f"{ONE_CALL} of _prepare_deepspeed",
+    )
 
     def make(prepare: Any) -> Any:
         @wraps(prepare)

@@ -31,7 +31,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from deepspeed.utils import mixed_precision_linkage, tensor_fragment
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ds_topo.ledger import ONE_CALL, Patch, PatchTable, Reliance
+from ds_topo.ledger import ONE_CALL, Patch, Reliance
 
 A_GRID = "a PipelineParallelGrid exists"
 THE_GRID = "the grid of the engine exists"
@@ -48,65 +48,108 @@ _OWN_MPU = "DeepSpeed's functions ask one mpu for all engines of a process, the 
 _OUR_LAYOUT = "The reducer cuts every region evenly over the ranks, so that all ranks send and receive all the time."
 
 
+def _patches(
+    owner: type | ModuleType, during: str, *rows: tuple[str, str, str], process_wide: str = ""
+) -> tuple[Patch, ...]:
+    """Return a patch for each ``(name, instead, why)``."""
+    return tuple(Patch(owner, name, instead, why, during, process_wide) for name, instead, why in rows)
+
+
 # -- engines and optimizers of a grid ---------------------------------------------------------------------------------
 
-(CONSTRUCT_ENGINE,) = PatchTable(
+CONSTRUCT_ENGINE = Patch(
     DeepSpeedEngine,
-    A_GRID,
+    "__init__",
+    instead="The same constructor. It then patches the engine and its optimizer if the engine's mpu is a grid. For any "
+    "other engine it refuses an mpu or a model that was meant for a grid.",
+    why="DeepSpeed's engines assume an order of ranks that a grid may not have.",
+    during=A_GRID,
     process_wide="deepspeed.initialize builds the engine itself, so there is no object to patch before the constructor "
     "runs.",
-)("""
-    __init__: The same constructor. It then patches the engine and its optimizer if the engine's mpu is a grid. For any
-        other engine it refuses an mpu or a model that was meant for a grid.
-        Why: DeepSpeed's engines assume an order of ranks that a grid may not have.
-""")
-SANITY_CHECK, CONFIGURE_MODEL = PatchTable(DeepSpeedEngine, A_CONSTRUCTOR)("""
-    _do_sanity_check: The same after checks of options and inputs. All ranks compare the results.
-        Why: hpZ, qgZ, AutoTP, AutoSP, AutoEP, ALST and the hybrid engine join neighboring ranks, whatever the mpu is.
-    _configure_distributed_model: The same after replicas have compared their models, and after expert groups exist on
-        all stages.
-        Why: DeepSpeed broadcasts parameters here, which hides replicas that were built differently.
-""")
-FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID = PatchTable(DeepSpeedEngine, THE_GRID)(f"""
-    forward: The same with the engine's own mpu, and a comparison of the first samples of model parallel peers.
-        Why: {_OWN_MPU}
-    backward: The same with the engine's own mpu.
-        Why: {_OWN_MPU}
-    step: The same with the engine's own mpu, and now and then a comparison of steps while a watch is on.
-        Why: {_OWN_MPU}
-""")
-BACKWARD_PROLOGUE, BACKWARD_EPILOGUE = PatchTable(DeepSpeedEngine, THE_GRID)("""
-    _backward_prologue: The same, and the engine's own mpu is current from here.
-        Why: A program may call loss.backward() itself, outside of the engine's methods.
-    _backward_epilogue: The same, and the engine's own mpu is current until here.
-        Why: A program may call loss.backward() itself, outside of the engine's methods.
-""")
-SAVE_CHECKPOINT, LOAD_CHECKPOINT = PatchTable(DeepSpeedEngine, THE_GRID)("""
-    save_checkpoint: ds_topo.checkpoint.save with the engine's own mpu.
-        Why: DeepSpeed writes 'latest' when rank 0 has written its own files; other ranks' files may be missing.
-    load_checkpoint: ds_topo.checkpoint.load with the engine's own mpu.
-        Why: DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains.
-""")
-TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH = PatchTable(PipelineEngine, THE_GRID)("""
-    train_batch: The same with the engine's own mpu. It starts on all ranks or on none.
-        Why: If one rank runs out of samples within a step, the others wait for its activations without end.
-    eval_batch: The same with the engine's own mpu. It starts on all ranks or on none.
-        Why: If one rank runs out of samples within a step, the others wait for its activations without end.
-    _next_batch: The same. It also takes a digest of the first batches.
-        Why: The first and the last stage, and model parallel peers, read samples independently and must read the same.
-""")
-(AVERAGE_AND_SCATTER,) = PatchTable(DeepSpeedZeroOptimizer_Stage3, THE_GRID)("""
-    _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads: The same times the degree of the axis seq.
-        Why: ZeRO-3 averages gradients over seq here. Every other path of DeepSpeed sums them.
-""")
-(UNFUSED_STEP,) = PatchTable(FP16_UnfusedOptimizer, THE_GRID)("""
-    step: The same after each gradient has got the marks of its parameter.
-        Why: The optimizer takes the norm of gradients. Without marks, shards of all slices but the first are missing.
-""")
-(BF16_GRADIENTS,) = PatchTable(BF16_Optimizer, THE_GRID)("""
-    get_grads_for_norm: The same, and a zero on ranks where no gradient counts.
-        Why: Without tensor-parallel parameters only the first slice has gradients to count; it fails on others.
-""")
+)
+SANITY_CHECK, CONFIGURE_MODEL = _patches(
+    DeepSpeedEngine,
+    A_CONSTRUCTOR,
+    (
+        "_do_sanity_check",
+        "The same after checks of options and inputs. All ranks compare the results.",
+        "hpZ, qgZ, AutoTP, AutoSP, AutoEP, ALST and the hybrid engine join neighboring ranks, whatever the mpu is.",
+    ),
+    (
+        "_configure_distributed_model",
+        "The same after replicas have compared their models, and after expert groups exist on all stages.",
+        "DeepSpeed broadcasts parameters here, which hides replicas that were built differently.",
+    ),
+)
+FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID = (
+    Patch(DeepSpeedEngine, name, instead=f"The same with the engine's own mpu{more}.", why=_OWN_MPU, during=THE_GRID)
+    for name, more in (
+        ("forward", ", and a comparison of the first samples of model parallel peers"),
+        ("backward", ""),
+        ("step", ", and now and then a comparison of steps while a watch is on"),
+    )
+)
+BACKWARD_PROLOGUE, BACKWARD_EPILOGUE = (
+    Patch(
+        DeepSpeedEngine,
+        name,
+        instead=f"The same, and the engine's own mpu {when}.",
+        why="A program may call loss.backward() itself, outside of the engine's methods.",
+        during=THE_GRID,
+    )
+    for name, when in (("_backward_prologue", "is current from here"), ("_backward_epilogue", "is current until here"))
+)
+SAVE_CHECKPOINT, LOAD_CHECKPOINT = (
+    Patch(
+        DeepSpeedEngine,
+        f"{verb}_checkpoint",
+        instead=f"ds_topo.checkpoint.{verb} with the engine's own mpu.",
+        why=why,
+        during=THE_GRID,
+    )
+    for verb, why in (
+        ("save", "DeepSpeed writes 'latest' when rank 0 has written its own files; other ranks' files may be missing."),
+        ("load", "DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains."),
+    )
+)
+TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID = (
+    Patch(
+        PipelineEngine,
+        name,
+        instead="The same with the engine's own mpu. It starts on all ranks or on none.",
+        why="If one rank runs out of samples within a step, the others wait for its activations without end.",
+        during=THE_GRID,
+    )
+    for name in ("train_batch", "eval_batch")
+)
+NEXT_BATCH = Patch(
+    PipelineEngine,
+    "_next_batch",
+    instead="The same. It also takes a digest of the first batches.",
+    why="The first and the last stage, and model parallel peers, read samples independently and must read the same.",
+    during=THE_GRID,
+)
+AVERAGE_AND_SCATTER = Patch(
+    DeepSpeedZeroOptimizer_Stage3,
+    "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+    instead="The same times the degree of the axis seq.",
+    why="ZeRO-3 averages gradients over seq here. Every other path of DeepSpeed sums them.",
+    during=THE_GRID,
+)
+UNFUSED_STEP = Patch(
+    FP16_UnfusedOptimizer,
+    "step",
+    instead="The same after each gradient has got the marks of its parameter.",
+    why="The optimizer takes the norm of gradients. Without marks, shards of all slices but the first are missing.",
+    during=THE_GRID,
+)
+BF16_GRADIENTS = Patch(
+    BF16_Optimizer,
+    "get_grads_for_norm",
+    instead="The same, and a zero on ranks where no gradient counts.",
+    why="Without tensor-parallel parameters only the first slice has gradients to count; it fails on others.",
+    during=THE_GRID,
+)
 GATHERING_METHODS = tuple(
     Patch(
         owner,
@@ -122,175 +165,286 @@ GATHERING_METHODS = tuple(
     )
 )
 GATHERS = tuple(
-    row
+    Patch(
+        module,
+        "all_gather_dp_groups",
+        instead="A gather that sends slices point to point on gloo, and region by region in the reducer's layout.",
+        why="gloo's all_gather uses a link in one direction at a time.",
+        during=A_STEP,
+    )
     for module in (stage_1_and_2, bf16_optimizer)
-    for row in PatchTable(module, A_STEP)("""
-        all_gather_dp_groups: A gather that sends slices point to point on gloo, and region by region in the reducer's
-            layout.
-            Why: gloo's all_gather uses a link in one direction at a time.
-    """)
 )
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
-WRITE_FILE, MAKE_FOLDER = PatchTable(CheckpointEngine, SAVING)("""
-    save: The same. It records each written file, and keeps an exception until all ranks know of it.
-        Why: If one rank cannot write, the others would wait for it at the end of save_checkpoint().
-    makedirs: The same. It keeps an exception until all ranks know of it.
-        Why: The others would wait at the start of save_checkpoint().
-""")
-(COPY_SCRIPTS,) = PatchTable(DeepSpeedEngine, SAVING)("""
-    _copy_recovery_script: The same. It keeps an exception until all ranks know of it.
-        Why: Rank 0 copies zero_to_fp32.py while the others wait at the end of save_checkpoint().
-""")
-(TORCH_LOAD,) = PatchTable(torch, LOADING)("""
-    load: The same with weights_only=True, on the thread that loads a checkpoint, and for its files on all threads.
-        Why: DeepSpeed passes weights_only=False, which runs any code that a file contains.
-""")
-(WEIGHTS_OF_LATEST,) = PatchTable(deepspeed_engine, LOADING)("""
-    get_fp32_state_dict_from_zero_checkpoint: The same for the tag that is being loaded.
-        Why: Without optimizer states, ZeRO-3 reads the checkpoint that 'latest' names, whatever tag was asked for.
-""")
+WRITE_FILE, MAKE_FOLDER = _patches(
+    CheckpointEngine,
+    SAVING,
+    (
+        "save",
+        "The same. It records each written file, and keeps an exception until all ranks know of it.",
+        "If one rank cannot write, the others would wait for it at the end of save_checkpoint().",
+    ),
+    (
+        "makedirs",
+        "The same. It keeps an exception until all ranks know of it.",
+        "The others would wait at the start of save_checkpoint().",
+    ),
+)
+COPY_SCRIPTS = Patch(
+    DeepSpeedEngine,
+    "_copy_recovery_script",
+    instead="The same. It keeps an exception until all ranks know of it.",
+    why="Rank 0 copies zero_to_fp32.py while the others wait at the end of save_checkpoint().",
+    during=SAVING,
+)
+TORCH_LOAD = Patch(
+    torch,
+    "load",
+    instead="The same with weights_only=True, on the thread that loads a checkpoint, and for its files on all threads.",
+    why="DeepSpeed passes weights_only=False, which runs any code that a file contains.",
+    during=LOADING,
+)
+WEIGHTS_OF_LATEST = Patch(
+    deepspeed_engine,
+    "get_fp32_state_dict_from_zero_checkpoint",
+    instead="The same for the tag that is being loaded.",
+    why="Without optimizer states, ZeRO-3 reads the checkpoint that 'latest' names, whatever tag was asked for.",
+    during=LOADING,
+)
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
-(PIPELINE_GRID,) = PatchTable(pipe_module, A_PIPELINE)("""
-    PipelineParallelGrid: A function that returns our grid.
-        Why: PipelineModule has no argument for a grid, and creates the groups of tied layers with the one it makes.
-""")
-(PIPELINE_WORLD,) = PatchTable(deepspeed.comm, A_PIPELINE)("""
-    new_group: The world's own group, for the first group if it is of all ranks in ascending order.
-        Why: PipelineModule clones the world's group, which opens connections between all ranks and never uses them.
-""")
+PIPELINE_GRID = Patch(
+    pipe_module,
+    "PipelineParallelGrid",
+    instead="A function that returns our grid.",
+    why="PipelineModule has no argument for a grid, and creates the groups of tied layers with the one it makes.",
+    during=A_PIPELINE,
+)
+PIPELINE_WORLD = Patch(
+    deepspeed.comm,
+    "new_group",
+    instead="The world's own group, for the first group if it is of all ranks in ascending order.",
+    why="PipelineModule clones the world's group, which opens connections between all ranks and never uses them.",
+    during=A_PIPELINE,
+)
 
 # -- ds_topo.use(grid) ------------------------------------------------------------------------------------------------
 
-(INITIALIZE,) = PatchTable(deepspeed, USE, process_wide=_OF_USE)("""
-    initialize: ds_topo.initialize, with the grid in use as mpu.
-        Why: Trainer, accelerate and other programs call it themselves, without an mpu or with their own.
-""")
-(NAME_OF_PIPELINES,) = PatchTable(deepspeed.pipe, USE, process_wide=_OF_USE)("""
-    PipelineModule: ds_topo.PipelineModule.
-        Why: Programs import it from there.
-""")
-CONSTRUCT_PIPELINE, TIED_MODULES, SET_BOUNDS = PatchTable(pipe_module.PipelineModule, USE, process_wide=_OF_USE)("""
-    __init__: The same on the grid in use, after a comparison of the topologies.
-        Why: Programs derive from PipelineModule before a grid exists.
-    _index_tied_modules: A method that creates groups of the stages that share a layer, on these stages.
-        Why: DeepSpeed creates the groups of all ranks on every rank.
-    _set_bounds: The same with Python's integers.
-        Why: Balanced partitions have NumPy's integers, which Python's random.seed() refuses under seed_layers=True.
-""")
-NAMES_OF_TOPOLOGIES = PatchTable(pipe_topology, USE, process_wide=_OF_USE)("""
-    ProcessTopology: ds_topo.ProcessTopology.
-        Why: Programs import it from there.
-    PipeDataParallelTopology: ds_topo.PipeDataParallelTopology.
-        Why: Programs import it from there.
-    PipeModelDataParallelTopology: ds_topo.PipeModelDataParallelTopology.
-        Why: Programs import it from there.
-    PipelineParallelGrid: ds_topo.PipelineParallelGrid.
-        Why: Programs import it from there.
-""")
-(ZERO_INIT,) = PatchTable(partition_parameters.Init, USE, process_wide=_OF_USE)("""
-    __init__: The same over the data parallel group of the grid in use.
-        Why: Without a group, as from_pretrained() calls it, it partitions over all ranks of the world.
-""")
-MODIFIED, MODIFIED_BY_ONE = PatchTable(partition_parameters.GatheredParameters, USE, process_wide=_OF_USE)("""
-    __init__: The same. It also stores modifier_rank.
-        Why: The replacement of __exit__ needs the number that was given.
-    __exit__: The same after the rank modifier_rank of the grid has broadcast to all slices what they hold alike.
-        Why: from_pretrained() fills parameters on rank 0 alone. DeepSpeed sends them to the replicas of rank 0 only.
-""")
-LONG_SEQUENCES = PatchTable(parallel_state_sp, USE, process_wide=_OF_USE)("""
-    _SEQUENCE_PARALLEL_GROUP: The group of the grid along seq.
-        Why: DeepSpeed joins neighboring ranks of the world.
-    _SEQUENCE_DATA_PARALLEL_GROUP: The data parallel group of the grid.
-        Why: DeepSpeed joins neighboring ranks of the world.
-    initialize_sequence_parallel: A function that finds the groups already there.
-        Why: DeepSpeed joins neighboring ranks of the world.
-""")
+INITIALIZE = Patch(
+    deepspeed,
+    "initialize",
+    instead="ds_topo.initialize, with the grid in use as mpu.",
+    why="Trainer, accelerate and other programs call it themselves, without an mpu or with their own.",
+    during=USE,
+    process_wide=_OF_USE,
+)
+NAME_OF_PIPELINES = Patch(
+    deepspeed.pipe,
+    "PipelineModule",
+    instead="ds_topo.PipelineModule.",
+    why="Programs import it from there.",
+    during=USE,
+    process_wide=_OF_USE,
+)
+CONSTRUCT_PIPELINE, TIED_MODULES, SET_BOUNDS = _patches(
+    pipe_module.PipelineModule,
+    USE,
+    (
+        "__init__",
+        "The same on the grid in use, after a comparison of the topologies.",
+        "Programs derive from PipelineModule before a grid exists.",
+    ),
+    (
+        "_index_tied_modules",
+        "A method that creates groups of the stages that share a layer, on these stages.",
+        "DeepSpeed creates the groups of all ranks on every rank.",
+    ),
+    (
+        "_set_bounds",
+        "The same with Python's integers.",
+        "Balanced partitions have NumPy's integers, which Python's random.seed() refuses under seed_layers=True.",
+    ),
+    process_wide=_OF_USE,
+)
+NAMES_OF_TOPOLOGIES = tuple(
+    Patch(
+        pipe_topology,
+        name,
+        instead=f"ds_topo.{name}.",
+        why="Programs import it from there.",
+        during=USE,
+        process_wide=_OF_USE,
+    )
+    for name in (
+        "ProcessTopology",
+        "PipeDataParallelTopology",
+        "PipeModelDataParallelTopology",
+        "PipelineParallelGrid",
+    )
+)
+ZERO_INIT = Patch(
+    partition_parameters.Init,
+    "__init__",
+    instead="The same over the data parallel group of the grid in use.",
+    why="Without a group, as from_pretrained() calls it, it partitions over all ranks of the world.",
+    during=USE,
+    process_wide=_OF_USE,
+)
+MODIFIED, MODIFIED_BY_ONE = _patches(
+    partition_parameters.GatheredParameters,
+    USE,
+    (
+        "__init__",
+        "The same. It also stores modifier_rank.",
+        "The replacement of __exit__ needs the number that was given.",
+    ),
+    (
+        "__exit__",
+        "The same after the rank modifier_rank of the grid has broadcast to all slices what they hold alike.",
+        "from_pretrained() fills parameters on rank 0 alone. DeepSpeed sends them to the replicas of rank 0 only.",
+    ),
+    process_wide=_OF_USE,
+)
+LONG_SEQUENCES = tuple(
+    Patch(
+        parallel_state_sp,
+        name,
+        instead="The group of the grid, or a function that finds the groups already there.",
+        why="DeepSpeed joins neighboring ranks of the world.",
+        during=USE,
+        process_wide=_OF_USE,
+    )
+    for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP", "initialize_sequence_parallel")
+)
 
 # -- experts ----------------------------------------------------------------------------------------------------------
 
-(GATHER_TOKENS,) = PatchTable(
+GATHER_TOKENS = Patch(
     mappings,
-    EXPERTS,
+    "_gather_tokens",
+    instead="An all_gather into a list, if the current mpu is a grid.",
+    why="gloo refuses DeepSpeed's flat buffer.",
+    during=EXPERTS,
     process_wide="The autograd functions of MoE layers look it up in their module, also in a backward pass that no "
     "engine has started.",
-)("""
-    _gather_tokens: An all_gather into a list, if the current mpu is a grid.
-        Why: gloo refuses DeepSpeed's flat buffer.
-""")
-(PAD_CAPACITY,) = PatchTable(TopKGate, THE_GRID)("""
-    _forward_hooks: The same hooks and one that rounds the capacity up, on each gate of an engine on a grid with slices.
-        Why: Model parallel peers split the slots of an expert evenly, and DeepSpeed asserts that they can.
-""")
-SAVE_EXPERTS, CLIP_FP32 = PatchTable(DeepSpeedEngine, THE_GRID)("""
-    _save_moe_checkpoint: The same with our _get_expert_data_parallel_rank in force.
-        Why: File names contain the writer's model parallel rank, so replicas on other slices would find no file.
-    clip_fp32_gradients: ds_topo.engine.norms.clip_gradients.
-        Why: Without ZeRO, DeepSpeed does not keep the norm of a pipeline, and averages the norms of ranks that hold
-        different experts.
-""")
-(WRITER_OF_EXPERTS,) = PatchTable(deepspeed_groups, f"{ONE_CALL} of _save_moe_checkpoint()")("""
-    _get_expert_data_parallel_rank: A function that returns 0 on the writer of each slice and 1 on other ranks.
-        Why: In DeepSpeed only expert data parallel rank 0 writes.
-""")
-(ZERO_NORM,) = PatchTable(DeepSpeedZeroOptimizer, THE_GRID)("""
-    scaled_global_norm: ds_topo.engine.norms.zero_gradient_norm.
-        Why: ZeRO-1 and 2 count the experts of the first slice only, and hang where stages differ in parameter groups.
-""")
+)
+PAD_CAPACITY = Patch(
+    TopKGate,
+    "_forward_hooks",
+    instead="The same hooks and one that rounds the capacity up, on each gate of an engine on a grid with slices.",
+    why="Model parallel peers split the slots of an expert evenly, and DeepSpeed asserts that they can.",
+    during=THE_GRID,
+)
+SAVE_EXPERTS = Patch(
+    DeepSpeedEngine,
+    "_save_moe_checkpoint",
+    instead="The same with our _get_expert_data_parallel_rank in force.",
+    why="File names contain the writer's model parallel rank, so replicas on other slices would find no file.",
+    during=THE_GRID,
+)
+WRITER_OF_EXPERTS = Patch(
+    deepspeed_groups,
+    "_get_expert_data_parallel_rank",
+    instead="A function that returns 0 on the writer of each slice and 1 on other ranks.",
+    why="In DeepSpeed only expert data parallel rank 0 writes.",
+    during=f"{ONE_CALL} of _save_moe_checkpoint()",
+)
+CLIP_FP32 = Patch(
+    DeepSpeedEngine,
+    "clip_fp32_gradients",
+    instead="ds_topo.engine.norms.clip_gradients.",
+    why="Without ZeRO, DeepSpeed does not keep the norm of a pipeline, and averages the norms of ranks that hold "
+    "different experts.",
+    during=THE_GRID,
+)
+ZERO_NORM = Patch(
+    DeepSpeedZeroOptimizer,
+    "scaled_global_norm",
+    instead="ds_topo.engine.norms.zero_gradient_norm.",
+    why="ZeRO-1 and 2 count the experts of the first slice only, and hang where stages differ in parameter groups.",
+    during=THE_GRID,
+)
 
 # -- the reducer ------------------------------------------------------------------------------------------------------
 
-DESTROY_ENGINE, COALESCE, REDUCE_FALLBACK, TAKE_STEP = PatchTable(DeepSpeedEngine, REDUCER)("""
-    destroy: The same after detach() of the reducer.
-        Why: The reducer ends with its engine.
-    coalesce_grad_reduction: A method that raises RuntimeError.
-        Why: It would reduce again what the reducer has reduced.
-    buffered_allreduce_fallback: A wait for the reducer.
-        Why: At stage 0 and with BF16_Optimizer the engine reduces gradients here, after the last backward pass.
-    _take_model_step: The same if the reducer has finished. Otherwise it raises RuntimeError.
-        Why: A release whose engine no longer calls the patched names would step on this rank's own gradients.
-""")
-REDUCE_ZERO, ZERO_OVERLAP, ZERO_PROCESS, ZERO_REDUCE_REST, ZERO_EPILOGUE, OFFLOAD_STATES, ZERO_SET_VIEWS = PatchTable(
-    DeepSpeedZeroOptimizer, REDUCER
-)("""
-    reduce_gradients: A wait for the reducer.
-        Why: At stage 1 the optimizer reduces gradients here, after the last backward pass.
-    overlap_comm: False.
-        Why: The epilogue would wait for a stream that runs nothing.
-    process_gradients: A no-op.
-        Why: The hooks of stage 1 would reduce gradients during backward, too.
-    reduce_ipg_grads: A no-op.
-        Why: The epilogue of stage 1 would reduce what its hooks have collected.
-    overlapping_partition_gradients_reduce_epilogue: A wait for the reducer.
-        Why: At stage 2 the optimizer ends its own reduction here, after every backward pass.
-    offload_states: A method that raises RuntimeError.
-        Why: It cuts flat tensors anew, in DeepSpeed's layout.
-    _update_model_bit16_weights: No-op.
-        Why: It sets each parameter's data to the view that it is already, which would wait for parameters in flight.
-""")
-BF16_HOOKS, HP_GRADIENTS, HP_GRADIENT, BF16_NORM = PatchTable(BF16_Optimizer, REDUCER)("""
-    _grad_acc_hooks: No hooks.
-        Why: With immediate_grad_update the optimizer's hooks would accumulate each gradient a second time.
-    update_hp_grads: A no-op.
-        Why: After backward it would accumulate the gradients of incomplete buckets a second time.
-    _hp_grad: Each parameter's part of the optimizer's buffer, set on the parameter.
-        Why: The pipeline engine sums it over the stages of a tied layer.
-    get_grads_for_norm: The norm over the ranks that share gradients.
-        Why: Each of these ranks has only its own partition.
-""")
-(COMPILE,) = PatchTable(DeepSpeedEngine, "overlap_parameters is on")("""
-    compile: The same after overlap_parameters is switched off, so that parameters arrive in the step.
-        Why: Compiled code reads memory without asking whether it has arrived.
-""")
-INSTRUCTIONS, EXECUTE_SCHEDULE = PatchTable(PipelineEngine, REDUCER)("""
-    _INSTRUCTION_MAP: The same map with BackwardPass and ReduceTiedGrads that also call the reducer.
-        Why: Only the schedule knows the last micro-batch, and the map holds functions, which cannot be overridden.
-    _exec_schedule: The same after the reducer has discarded a step that an exception has ended.
-        Why: An exception in backward leaves a step unfinished, and training may go on with the same engine.
-""")
+DESTROY_ENGINE, COALESCE, REDUCE_FALLBACK, TAKE_STEP = _patches(
+    DeepSpeedEngine,
+    REDUCER,
+    ("destroy", "The same after detach() of the reducer.", "The reducer ends with its engine."),
+    (
+        "coalesce_grad_reduction",
+        "A method that raises RuntimeError.",
+        "It would reduce again what the reducer has reduced.",
+    ),
+    (
+        "buffered_allreduce_fallback",
+        "A wait for the reducer.",
+        "At stage 0 and with BF16_Optimizer the engine reduces gradients here, after the last backward pass.",
+    ),
+    (
+        "_take_model_step",
+        "The same if the reducer has finished. Otherwise it raises RuntimeError.",
+        "A release whose engine no longer calls the patched names would step on this rank's own gradients.",
+    ),
+)
+REDUCE_ZERO, ZERO_OVERLAP, ZERO_PROCESS, ZERO_REDUCE_REST, ZERO_EPILOGUE, OFFLOAD_STATES = _patches(
+    DeepSpeedZeroOptimizer,
+    REDUCER,
+    (
+        "reduce_gradients",
+        "A wait for the reducer.",
+        "At stage 1 the optimizer reduces gradients here, after the last backward pass.",
+    ),
+    ("overlap_comm", "False.", "The epilogue would wait for a stream that runs nothing."),
+    ("process_gradients", "A no-op.", "The hooks of stage 1 would reduce gradients during backward, too."),
+    ("reduce_ipg_grads", "A no-op.", "The epilogue of stage 1 would reduce what its hooks have collected."),
+    (
+        "overlapping_partition_gradients_reduce_epilogue",
+        "A wait for the reducer.",
+        "At stage 2 the optimizer ends its own reduction here, after every backward pass.",
+    ),
+    ("offload_states", "A method that raises RuntimeError.", "It cuts flat tensors anew, in DeepSpeed's layout."),
+)
+BF16_HOOKS, HP_GRADIENTS, HP_GRADIENT, BF16_NORM = _patches(
+    BF16_Optimizer,
+    REDUCER,
+    (
+        "_grad_acc_hooks",
+        "No hooks.",
+        "With immediate_grad_update the optimizer's hooks would accumulate each gradient a second time.",
+    ),
+    (
+        "update_hp_grads",
+        "A no-op.",
+        "After backward it would accumulate the gradients of incomplete buckets a second time.",
+    ),
+    (
+        "_hp_grad",
+        "Each parameter's part of the optimizer's buffer, set on the parameter.",
+        "The pipeline engine sums it over the stages of a tied layer.",
+    ),
+    (
+        "get_grads_for_norm",
+        "The norm over the ranks that share gradients.",
+        "Each of these ranks has only its own partition.",
+    ),
+)
+COMPILE = Patch(
+    DeepSpeedEngine,
+    "compile",
+    instead="The same after overlap_parameters is switched off, so that parameters arrive in the step.",
+    why="Compiled code reads memory without asking whether it has arrived.",
+    during="overlap_parameters is on",
+)
+INSTRUCTIONS = Patch(
+    PipelineEngine,
+    "_INSTRUCTION_MAP",
+    instead="The same map with BackwardPass and ReduceTiedGrads that also call the reducer.",
+    why="Only the schedule knows the last micro-batch, and the map holds functions, which cannot be overridden.",
+    during=REDUCER,
+)
 ZERO_GRADS = tuple(
     Patch(
         owner,
@@ -320,15 +474,30 @@ ADDRESSES = ZERO_FLATS, ZERO_PARTITIONS, ZERO_PARTITION_SIZE, ZERO_OWNED, ZERO_O
     )
 )
 BF16_FLATS, BF16_PARTITIONS, BF16_PARTITION_OF_GRADIENTS, BF16_ALL_GRADIENTS = _OF_BF16
+ZERO_SET_VIEWS = Patch(
+    DeepSpeedZeroOptimizer,
+    "_update_model_bit16_weights",
+    instead="No-op.",
+    why="It sets each parameter's data to the view that it is already, which would wait for parameters in flight.",
+    during=REDUCER,
+)
 METHODS_OF_PARTITIONS = {
-    optimizer: PatchTable(optimizer, REDUCER)(f"""
-        state_dict: The same for partitions that were moved back to DeepSpeed's layout.
-            Why: Checkpoints are in DeepSpeed's layout.
-        load_state_dict: The same in DeepSpeed's layout, from which everything is then moved to the reducer's.
-            Why: Checkpoints are in DeepSpeed's layout.
-        _restore_from_bit16_weights: The same by slices.
-            Why: {_OUR_LAYOUT}
-    """)
+    optimizer: tuple(
+        Patch(optimizer, name, instead=instead, why=why, during=REDUCER)
+        for name, instead, why in (
+            (
+                "state_dict",
+                "The same for partitions that were moved back to DeepSpeed's layout.",
+                "Checkpoints are in DeepSpeed's layout.",
+            ),
+            (
+                "load_state_dict",
+                "The same in DeepSpeed's layout, from which everything is then moved to the reducer's.",
+                "Checkpoints are in DeepSpeed's layout.",
+            ),
+            ("_restore_from_bit16_weights", "The same by slices.", _OUR_LAYOUT),
+        )
+    )
     for optimizer in (DeepSpeedZeroOptimizer, BF16_Optimizer)
 }
 STEP, TRAIN_BATCH = (
@@ -341,14 +510,26 @@ STEP, TRAIN_BATCH = (
     )
     for engine, name in ((DeepSpeedEngine, "step"), (PipelineEngine, "train_batch"))
 )
-FORWARD, OWN_BACKWARD, OWN_STEP = PatchTable(DeepSpeedEngine, REDUCER)("""
-    forward: The same after the reducer has discarded a step that an exception has ended.
-        Why: An exception in backward leaves a step unfinished, and training may go on with the same engine.
-    _backward_prologue: The same after a note that the gradients that follow are of this engine's output.
-        Why: Gradients of another engine's loss through this module belong to no step of this engine.
-    step: The same after a note that this engine's backward pass is over.
-        Why: The note ends with the micro-batch.
-""")
+FORWARD, EXECUTE_SCHEDULE = (
+    Patch(
+        engine,
+        name,
+        instead="The same after the reducer has discarded a step that an exception has ended.",
+        why="An exception in backward leaves a step unfinished, and training may go on with the same engine.",
+        during=REDUCER,
+    )
+    for engine, name in ((DeepSpeedEngine, "forward"), (PipelineEngine, "_exec_schedule"))
+)
+OWN_BACKWARD, OWN_STEP = _patches(
+    DeepSpeedEngine,
+    REDUCER,
+    (
+        "_backward_prologue",
+        "The same after a note that the gradients that follow are of this engine's output.",
+        "Gradients of another engine's loss through this module belong to no step of this engine.",
+    ),
+    ("step", "The same after a note that this engine's backward pass is over.", "The note ends with the micro-batch."),
+)
 
 _OF_OPTIMIZERS = {
     "_link_all_hp_params": "links parameters and partitions when DeepSpeed's layout is back",
