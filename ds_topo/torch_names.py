@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo.backends import traits_of
+from ds_topo.errors import abridged
 from ds_topo.ledger import ONE_CALL, Patch, Reliance, ledger
 
 # -- process groups ---------------------------------------------------------------------------------------------------
@@ -121,14 +122,15 @@ def timeout_of(given: float | timedelta | None) -> timedelta:
     """
     if given is None:
         return job_timeout()
+    advice = f"timeout={abridged(given)}: give seconds, or a datetime.timedelta, above 0"
     if isinstance(given, bool) or not isinstance(given, (int, float, timedelta)):
-        raise TypeError(f"timeout={given!r}: give seconds, or a datetime.timedelta")
+        raise TypeError(advice + (" (a backend is given by name: backend='gloo')" if isinstance(given, str) else ""))
     try:
         limit = given if isinstance(given, timedelta) else timedelta(seconds=given)
     except (OverflowError, ValueError) as error:  # infinite, or not a number
-        raise ValueError(f"timeout={given!r}: give seconds, or a datetime.timedelta, above 0") from error
+        raise ValueError(advice) from error
     if limit <= timedelta():
-        raise ValueError(f"timeout={given!r}: give seconds, or a datetime.timedelta, above 0")
+        raise ValueError(advice)
     return limit
 
 

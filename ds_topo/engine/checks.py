@@ -489,14 +489,8 @@ def _settings(engine: DeepSpeedEngine) -> list[str]:
 
 
 _COMPARED_SETTINGS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "gradient_predivide_factor",
-    "prescale_gradients",
-    "communication_data_type",
-    "optimizer_params",
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("gradient_predivide_factor", "prescale_gradients", "communication_data_type", "optimizer_params"),
     "scheduler_name",
 )
 """Attributes of ``DeepSpeedConfig`` that must be equal on all ranks."""

@@ -266,7 +266,4 @@ _OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (
     *norms.OF_OPTIMIZERS,
     *parameter_gathers.OF_OPTIMIZERS,
 )
-_WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = (
-    (patches.SAVE_EXPERTS, experts.saved_by_slice),
-    *norms.WITH_EXPERTS,
-)
+_WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = ((patches.SAVE_EXPERTS, experts.saved_by_slice), *norms.WITH_EXPERTS)

@@ -44,7 +44,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ds_topo.errors import ExpertGroupError, abridged, listed
-from ds_topo.ledger import Make, Patch
+from ds_topo.ledger import Make, Patch, always
 from ds_topo.mpu import patches
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
@@ -299,28 +299,17 @@ def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torc
     return torch.where(norm.isfinite(), norm, -1.0).to(optimizer.device)
 
 
-def _clipped(clip: Any) -> Any:
-    @wraps(clip)
-    def clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
-        limit = engine.gradient_clipping()
-        engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), limit, engine.mpu)
-
-    return clip_fp32_gradients
+def _clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
+    parameters, limit = engine.module.parameters(), engine.gradient_clipping()
+    engine._global_grad_norm = clip_grad_norm_(parameters, limit, engine.mpu)
 
 
-def _normed(norm: Any) -> Any:
-    @wraps(norm)
-    def scaled_global_norm(optimizer: DeepSpeedZeroOptimizer, norm_type: int = 2) -> Any:
-        return zero_gradient_norm(optimizer, optimizer.mpu)
-
-    return scaled_global_norm
+def _scaled_global_norm(optimizer: DeepSpeedZeroOptimizer, norm_type: int = 2) -> torch.Tensor:
+    return zero_gradient_norm(optimizer, optimizer.mpu)
 
 
-OF_PIPELINES: tuple[tuple[Patch, Make], ...] = ((patches.CLIP_FP32, _clipped),)
-WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = (
-    (patches.CLIP_FP32, _clipped),
-    (patches.ZERO_NORM, _normed),
-)
+OF_PIPELINES: tuple[tuple[Patch, Make], ...] = ((patches.CLIP_FP32, always(_clip_fp32_gradients)),)
+WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = (*OF_PIPELINES, (patches.ZERO_NORM, always(_scaled_global_norm)))
 
 
 def log_clipping(engine: DeepSpeedEngine) -> None:

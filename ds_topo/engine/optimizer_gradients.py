@@ -122,10 +122,7 @@ class ZeroPartitions(OptimizerGradients):
         self.parameters = in_our_layout.parameters
         self.reduces_always = int(engine.zero_optimization_stage()) == 2
         if not isinstance(self.optimizer, BF16_Optimizer):
-            self.reduction = (
-                self.optimizer,
-                patches.ZERO_EPILOGUE if self.reduces_always else patches.REDUCE_ZERO,
-            )
+            self.reduction = (self.optimizer, patches.ZERO_EPILOGUE if self.reduces_always else patches.REDUCE_ZERO)
 
     def bind(self, bindings: ExitStack) -> None:
         """Move the optimizer to our layout and keep its own hooks from gradients; collective, and so is its end."""

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,7 +26,7 @@ from typing_extensions import Self, Unpack
 
 from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed
-from ds_topo.ledger import Patch, ledger
+from ds_topo.ledger import Patch, after, ledger
 from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer import BucketReducer
@@ -181,17 +181,17 @@ class EngineDriver(StepDriver):
                 )
 
         self._replace(reduction, lambda _: self._reduce_with(reducer), owner)
-        self._replace(patches.DESTROY_ENGINE, partial(_after, end_with_engine))
+        self._replace(patches.DESTROY_ENGINE, after(end_with_engine))
         self._replace(patches.COALESCE, lambda _: _refuse_coalescing)
-        self._replace(patches.TAKE_STEP, partial(_after, require_reduced))
+        self._replace(patches.TAKE_STEP, after(require_reduced))
         for row in patches.ZERO_GRADS:
             for thrower in (self.engine, self.engine.optimizer):
                 if isinstance(row.owner, type) and isinstance(thrower, row.owner):
-                    self._replace(row, partial(_after, reducer.forget_unreduced), thrower)
+                    self._replace(row, after(reducer.forget_unreduced), thrower)
         self._watch_for_exceptions(reducer)
         if options.overlap_parameters and self._gradients.parameters is not None:
             self._gradients.parameters.start_overlapping(self.engine.module)
-            self._replace(patches.COMPILE, partial(_after, self._gather_in_step))
+            self._replace(patches.COMPILE, after(self._gather_in_step))
 
     # -- the reducer's questions
 
@@ -246,9 +246,9 @@ class EngineDriver(StepDriver):
             end_backward()
             reducer.give_up_unfinished()
 
-        self._replace(patches.OWN_BACKWARD, partial(_after, begin_backward))
-        self._replace(patches.OWN_STEP, partial(_after, end_backward))
-        self._replace(patches.FORWARD, partial(_after, begin_forward))
+        self._replace(patches.OWN_BACKWARD, after(begin_backward))
+        self._replace(patches.OWN_STEP, after(end_backward))
+        self._replace(patches.FORWARD, after(begin_forward))
 
     def _samples(self, replicas: int) -> int:
         """Return the number of replicas that work on different samples."""
@@ -346,21 +346,10 @@ class PipelineDriver(EngineDriver):
             self._passes = 0
             reducer.give_up_unfinished()
 
-        self._replace(patches.EXECUTE_SCHEDULE, partial(_after, start_anew))
+        self._replace(patches.EXECUTE_SCHEDULE, after(start_anew))
 
     def _samples(self, replicas: int) -> int:
         return replicas
-
-
-def _after(before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method so that it runs after ``before()``."""
-
-    @wraps(method)
-    def called_after(*args: Any, **options: Any) -> Any:
-        before()
-        return method(*args, **options)
-
-    return called_after
 
 
 @contextmanager

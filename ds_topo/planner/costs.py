@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from math import inf
 from typing import TypeAlias
 
 from ds_topo.planner.hardware import Accelerator
 from ds_topo.planner.job import Job, Layout, Recompute, Share
-from ds_topo.planner.model import AnyBlock, Block, MeasuredLayer, Model, count_by_kind
+from ds_topo.planner.model import AnyBlock, Block, MeasuredLayer, Model
 from ds_topo.planner.work import Cover, Pass, Work, block_work, embedding_work, head_work, measured_work, pass_seconds
 
 
@@ -222,7 +222,7 @@ class Costs:
             stages = parameter_stages(model, pipe) if by_parameters else even_stages(model, pipe, virtual)
             kinds: dict[tuple[object, ...], StageKind] = {}
             for number, stage in enumerate(stages):
-                blocks = tuple(count_by_kind(stage.blocks))
+                blocks = tuple((len(list(run)), block) for block, run in groupby(stage.blocks))
                 same = (tuple((count, id(block)) for count, block in blocks), stage.has_embedding, stage.has_head)
                 before = kinds[same].stages if same in kinds else ()
                 kinds[same] = StageKind((*before, number), blocks, stage.has_embedding, stage.has_head)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ds_topo.planner import step_time
 from ds_topo.planner.communication import (
     EXPERT,
     EXPERT_DATA,
@@ -22,14 +23,6 @@ from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout, Recompute
 from ds_topo.planner.memory import chunks_in_flight, stage_memory
 from ds_topo.planner.search import TIE, Found, Plan, Tally
-from ds_topo.planner.step_time import (
-    activation_bytes,
-    gradient_messages,
-    shared_spans,
-    stage_pass,
-    tied_bytes,
-    two_level_pays,
-)
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.expert_tables import ExpertPlan
 from ds_topo.topology.rank_tables import gradient_axes
@@ -73,9 +66,9 @@ class AxisUse:
 def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     """Return every term of the step's seconds."""
     layout, job = plan.layout, costs.job
-    spans, _ = shared_spans(costs, layout)
+    spans, _ = step_time.shared_spans(costs, layout)
     micro_batches = layout.micro_batches(job.batch)
-    passes = [(stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
+    passes = [(step_time.stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
     slowest, kind = max(passes, key=lambda one: one[0].total)
     blocks = sum(count for count, _ in kind.blocks)
     updated = max(held.total for held in costs.all_parameters(layout)) / (layout.replicas if layout.zero else 1)
@@ -88,8 +81,8 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         f"{_where(spans[MODEL])}",
         "seq": f"{micro_batches} x {_ms(slowest.messages[SEQ])} that attention does not hide, {_where(spans[SEQ])}",
         "expert": f"{micro_batches} x {_ms(slowest.messages[EXPERT])} of tokens sent to experts and back",
-        "pipe": f"{micro_batches} x 2 sends of {bytes_text(activation_bytes(costs, layout) / layout.model)} per stage, "
-        f"{_where(spans[PIPE])}",
+        "pipe": f"{micro_batches} x 2 sends of {bytes_text(step_time.activation_bytes(costs, layout) / layout.model)} "
+        f"per stage, {_where(spans[PIPE])}",
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
         "are equal",
         "gradients": _gradients_text(costs, layout, spans),
@@ -106,7 +99,7 @@ def _gradients_text(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> 
     kind = max(costs.stage_kinds(layout), key=lambda one: costs.parameters(one, layout).dense)
     span, cluster = spans[GRADIENTS], costs.job.cluster
     texts = []
-    for operation, size, group, times in gradient_messages(costs, layout, kind):
+    for operation, size, group, times in step_time.gradient_messages(costs, layout, kind):
         if group == GRADIENTS and operation not in ("all_gather", FROM_OWNERS):
             leaving = bytes_leaving(operation, size, span, cluster)
             texts.append(
@@ -115,7 +108,7 @@ def _gradients_text(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> 
                 + f", {_ms(collective_seconds(operation, size, span, cluster))}"
                 + (f" x {times:g}" if times > 1 else "")
             )
-    if two_level_pays(costs, layout, spans):
+    if step_time.two_level_pays(costs, layout, spans):
         texts.append("in two levels")
     hidden = "behind backward as far as it goes" if costs.job.software.overlaps_gradients else "after backward"
     return ", ".join([*texts, hidden])
@@ -243,7 +236,7 @@ def host_traffic(costs: Costs, layout: Layout) -> list[dict[str, float]]:
     hosts = -(-world // slots)
     counted = range(hosts) if hosts <= COUNTED_HOSTS else [*range(COUNTED_HOSTS - 1), hosts - 1]
     kinds = {stage: kind for kind in costs.stage_kinds(layout) for stage in kind.stages}
-    two_level = two_level_pays(costs, layout, layout_spans(costs, layout))
+    two_level = step_time.two_level_pays(costs, layout, layout_spans(costs, layout))
     traffic: list[dict[str, float]] = []
     for host in counted:
         traffic.append({})
@@ -281,12 +274,12 @@ def _messages(costs: Costs, layout: Layout, kinds: Mapping[int, StageKind], rank
             for item in one.transfers:
                 times = count * item.count * micro_batches
                 yield _Message(item.axis, item.operation, item.size, times, ranks[item.axis])
-    for operation, size, group, times in gradient_messages(costs, layout, kinds[stage]):
+    for operation, size, group, times in step_time.gradient_messages(costs, layout, kinds[stage]):
         yield _Message(group, operation, size, times, ranks[group])
     if layout.pipe == 1:
         return
     # activations go to the next stage, gradients to the one before; chunks wrap around; peers along model send a part
-    line, size = topology.get_axis_ranks(PIPE, rank), activation_bytes(costs, layout)
+    line, size = topology.get_axis_ranks(PIPE, rank), step_time.activation_bytes(costs, layout)
     before, after = (layout.virtual_stages - (stage == end) for end in (0, layout.pipe - 1))
     yield _Message(PIPE, "send", size / layout.model, after * micro_batches, (rank, line[(stage + 1) % len(line)]))
     yield _Message(PIPE, "send", size / layout.model, before * micro_batches, (rank, line[stage - 1]))
@@ -294,7 +287,7 @@ def _messages(costs: Costs, layout: Layout, kinds: Mapping[int, StageKind], rank
         # peers along model gather the parts that each received; DeepSpeed gathers activations again before backward
         gathers = before + after + (after if job.software.eager else 0)
         yield _Message(MODEL, "all_gather", size, gathers * micro_batches, ranks[MODEL])
-    if stage in (0, layout.pipe - 1) and (tied := tied_bytes(costs, layout)):
+    if stage in (0, layout.pipe - 1) and (tied := step_time.tied_bytes(costs, layout)):
         yield _Message(GRADIENTS, "send", tied, 1.0, (rank, line[-1] if stage == 0 else line[0]))  # each sends its own
 
 

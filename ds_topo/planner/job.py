@@ -16,8 +16,8 @@ from ds_topo.errors import TopologyError
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.model import Model
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
-from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.spec import divisors
 
 AXES = (PIPE, DATA, SEQ, MODEL)
 """The axes that a plan can have, in the order that is tried first: ``model`` peers are neighbors."""
@@ -401,9 +401,7 @@ def layout_problem(job: Job, layout: Layout) -> str | None:
     if layout.topology.world_size() != job.cluster.ranks:
         return f"its degrees make {layout.topology.world_size()} ranks, the cluster has {job.cluster.ranks}"
     problem = degrees_problem(job, layout.pipe, data, layout.seq, layout.model)
-    if problem:
-        return problem
-    problem = _software_problem(job.software, job.precision, layout)
+    problem = problem or _software_problem(job.software, job.precision, layout)
     if problem:
         return problem
     if layout.pipe * layout.virtual_stages > model.layers + 2:

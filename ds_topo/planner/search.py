@@ -27,8 +27,8 @@ from ds_topo.planner.job import AXES, Job, Layout, Recompute, degrees_problem, l
 from ds_topo.planner.memory import MemoryUse, largest_states, memory_use
 from ds_topo.planner.step_time import StepTime, schedule_bound, step_time
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
-from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.spec import divisors
 
 Degrees: TypeAlias = tuple[int, int, int, int]
 """The degrees of pipe, data, seq, model."""

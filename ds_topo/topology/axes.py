@@ -101,8 +101,10 @@ def check_meanings(axes: Iterable[str], extra_axes: Iterable[str]) -> None:
     for axis in axes:
         if axis not in MEANINGS and axis not in declared:
             known = ", ".join(f"{name} ({meaning})" for name, meaning in MEANINGS.items())
+            near = difflib.get_close_matches(axis.lower()[:20], [*MEANINGS, *SPEC_SYNONYMS], n=1, cutoff=0.5)
+            meant = f": did you mean {axis_in_spec(near[0])!r}?" if near else "."
             raise UnknownAxisError(
-                f"axis {abridged(axis)} has no meaning here{_meant(axis)} Axes are {known}; ranks along any other are "
+                f"axis {abridged(axis)} has no meaning here{meant} Axes are {known}; ranks along any other are "
                 f"replicas, which must be declared: extra_axes=[{abridged(axis)}], or '+{axis:.40}=...' in a spec"
             )
 
@@ -117,9 +119,3 @@ def warn_of_misspelling(axis: object, axes: Iterable[str]) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-def _meant(axis: str) -> str:
-    """Return a question that suggests a similar name with a meaning, if there is one."""
-    near = difflib.get_close_matches(axis.lower()[:20], [*MEANINGS, *SPEC_SYNONYMS], n=1, cutoff=0.5)
-    return f": did you mean {axis_in_spec(near[0])!r}?" if near else "."
