@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import DualPipeVModule as StockModule
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.schedule import DualPipeVSchedule
 from torch import nn
 
 from ds_topo import DualPipeVModule, PipelineParallelGrid, checkpoint, initialize
@@ -95,6 +97,47 @@ def _launches_in_each_phase() -> None:
 
 def test_gradients_leave_at_the_end_of_each_phase(world: Worlds) -> None:
     world(4).run(_launches_in_each_phase)
+
+
+def _on_paper(stages: int, micro_batches: int, forward: float, backward: float) -> tuple[float, list[int]]:
+    """Run the schedule without communication; return its time, and the most activations that each rank keeps."""
+    rows = [DualPipeVSchedule(micro_batches, stages, stage).steps() for stage in range(stages)]
+    programs = [deque(instruction for step in steps for instruction in step) for steps in rows]
+    clock, kept, most = [0.0] * stages, [0] * stages, [0] * stages
+    queued: list[list[tuple[bool, tuple[Any, ...]]]] = [[] for _ in range(stages)]
+    sent: dict[tuple[Any, ...], float] = {}
+    while any(programs):
+        before = sum(map(len, programs))
+        for stage, program in enumerate(programs):
+            while program:
+                name, options = type(program[0]).__name__, program[0].kwargs
+                if name in ("SendActivation", "RecvActivation", "SendGrad", "RecvGrad"):
+                    is_send, is_gradient = name.startswith("Send"), name.endswith("Grad")
+                    step = 1 if (options["phase"] == 0) == (is_send != is_gradient) else -1
+                    ends = (stage, stage + step) if is_send else (stage + step, stage)
+                    queued[stage].append((is_send, (is_gradient, options["buffer_id"], *ends)))
+                elif name == "CommitP2P":
+                    sent.update((key, clock[stage]) for is_send, key in queued[stage] if is_send and key not in sent)
+                    wanted = [key for is_send, key in queued[stage] if not is_send]
+                    if not sent.keys() >= set(wanted):
+                        break
+                    clock[stage] = max([clock[stage], *(sent[key] for key in wanted)])
+                    queued[stage].clear()
+                elif name in ("ForwardPass", "BackwardPass"):
+                    clock[stage] += forward if name == "ForwardPass" else backward
+                    kept[stage] += 1 if name == "ForwardPass" else -1
+                    most[stage] = max(most[stage], kept[stage])
+                program.popleft()
+        assert sum(map(len, programs)) < before, "no rank waits for ever"
+    return max(clock), most
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_guide_states_the_bubble_and_the_activations_of_the_schedule(stages: int) -> None:
+    for micro_batches in (2 * stages, 5 * stages):
+        seconds, parts = _on_paper(stages, micro_batches, forward=0.5, backward=1.0)  # of half a stage
+        assert seconds - 3 * micro_batches == (5 * stages - 6) / 2
+        assert parts == [2 * stages + 1] * stages
 
 
 # -- against stock DeepSpeed -----------------------------------------------------------------------------------------
