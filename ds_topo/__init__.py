@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ds_topo import checkpoint, collectives, distributed, errors, groups, layers, parallel_state
     from ds_topo.engine.grid import PipelineParallelGrid
     from ds_topo.engine.norms import clip_grad_norm_, mark_tensor_parallel_gradients
-    from ds_topo.engine.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+    from ds_topo.engine.pipeline import DualPipeVModule, LayerSpec, PipelineModule, TiedLayerSpec
     from ds_topo.engine.reducer_drivers import GradientReducer
     from ds_topo.engine.replicas import check_replicas
     from ds_topo.engine.start import init_distributed, initialize
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DualPipeVModule",
     "GradientReducer",
     "LayerSpec",
     "PipeDataParallelTopology",
@@ -54,6 +55,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
+        "DualPipeVModule": "engine.pipeline",
         "GradientReducer": "engine.reducer_drivers",
         "LayerSpec": "engine.pipeline",
         "PipelineModule": "engine.pipeline",

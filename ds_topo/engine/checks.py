@@ -23,6 +23,7 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.config import DeepSpeedConfig, HybridEngineConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine, DualPipeVModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -54,6 +55,8 @@ def with_checks(do_sanity_check: Any) -> Any:
         try:
             check_engine(engine._config, engine.mpu, isinstance(engine, PipelineEngine))
             check_engine_inputs(engine, engine.mpu)
+            if isinstance(engine, DualPipeVEngine):
+                check_dualpipe(engine, engine.mpu)
             do_sanity_check(engine)
         except Exception as error:
             failure = error
@@ -371,6 +374,28 @@ def _wants_reducer(config: DeepSpeedConfig) -> bool:
     return bool(section.get("enabled", True) if isinstance(section, Mapping) else section)
 
 
+def check_dualpipe(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
+    """Refuse options that the DualPipeV schedule does not support, before anything is built.
+
+    Raises:
+        EngineOptionError: the message names the option and what to do.
+    """
+    needed, given = 2 * grid.get_axis_size(PIPE), engine._config.gradient_accumulation_steps
+    if given < needed:
+        raise EngineOptionError(
+            f"gradient_accumulation_steps {given} with DualPipeV on {grid.topology().spec!r}: its schedule needs at "
+            f"least 2 micro-batches for each stage; set gradient_accumulation_steps to {needed} or more, or use "
+            "PipelineModule"
+        )
+    options = [name for name in ("pipe_partitioned", "grad_partitioned") if engine._config.pipeline[name]]
+    if options and grid.get_axis_size(MODEL) > 1:
+        raise EngineOptionError(
+            f'config section "pipeline": {listed(options)} (true by default) with DualPipeV on '
+            f"{grid.topology().spec!r}: slices would send parts of activations, which its schedule does not support; "
+            'set "pipe_partitioned" and "grad_partitioned" to false'
+        )
+
+
 def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
     """Raise for a model that does not fit the topology.
 
@@ -446,7 +471,7 @@ def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
         f"{name} {list(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
         for name, p in model.named_parameters()
     ]
-    if isinstance(model, DeepSpeedPipelineModule) and model.stage_id == model.num_stages - 1:
+    if isinstance(model, DeepSpeedPipelineModule) and model.stage_id == _loss_stage(model):
         lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
     replicas, is_pipeline = gradient_axes(grid.topology()), isinstance(model, DeepSpeedPipelineModule)
     everyone = [axis for axis in grid.topology().axes if axis != PIPE or is_pipeline]
@@ -464,6 +489,10 @@ def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
         _agree([], grid.get_ranks(everyone), "stages and slices", failure)
     elif failure is not None:
         raise failure
+
+
+def _loss_stage(model: DeepSpeedPipelineModule) -> int:
+    return 0 if isinstance(model, DualPipeVModule) else int(model.num_stages) - 1
 
 
 def _agree(lines: Sequence[str], members: Sequence[int], subject: str, failure: Exception | None) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
@@ -103,7 +104,10 @@ class GradientReducer(BucketReducer):
             raise TypeError(f"GradientReducer.attach: {type(engine).__name__} is not what deepspeed.initialize returns")
         if given := [name for name in ("module", "grid", "process_group", "driver") if name in options]:
             raise TypeError(f"GradientReducer.attach: omit {listed(given)}, which the engine provides")
-        driver = (PipelineDriver if isinstance(engine, PipelineEngine) else EngineDriver)(engine, options)
+        kind: type[EngineDriver] = EngineDriver
+        if isinstance(engine, PipelineEngine):
+            kind = DualPipeVDriver if isinstance(engine, DualPipeVEngine) else PipelineDriver
+        driver = kind(engine, options)
         reducer = cls(engine.module, process_group=driver.group, driver=driver, **options)
         try:
             driver.bind(reducer, reducer.options)
@@ -289,8 +293,10 @@ class PipelineDriver(EngineDriver):
 
     def __init__(self, engine: PipelineEngine, options: ReductionArguments) -> None:
         super().__init__(engine, options)
-        self._passes = 0
-        """The number of backward passes in this step so far."""
+        self._passes = [0, 0]
+        """The number of backward passes in this step so far, in each phase of the schedule."""
+        self._phase = 0
+        """The phase of the last backward pass; always 0, except with DualPipeV."""
         self.backward_ns = 0
         """The duration of the last backward pass."""
 
@@ -308,14 +314,18 @@ class PipelineDriver(EngineDriver):
             backward, reduce_tied = instructions[schedule.BackwardPass], instructions[schedule.ReduceTiedGrads]
 
             def backward_pass(engine: PipelineEngine, **arguments: Any) -> None:
-                self._passes += 1
-                started = time.perf_counter_ns()
-                backward(engine, **arguments)
+                self._phase = arguments.get("phase", 0)
+                self._passes[self._phase] += 1
+                with ExitStack() as step:
+                    if reducer.is_in_step and not self.is_last_backward():  # of a phase that ends later
+                        step.enter_context(reducer.accumulating())
+                    started = time.perf_counter_ns()
+                    backward(engine, **arguments)
                 self.backward_ns = time.perf_counter_ns() - started
                 reducer.launch_deferred()
 
             def reduce_tied_gradients(engine: PipelineEngine, **arguments: Any) -> None:
-                self._passes = 0
+                self._passes = [0, 0]
                 reducer.complete()
                 self._gradients.reduce_tied(partial(reduce_tied, engine, **arguments))
 
@@ -325,8 +335,8 @@ class PipelineDriver(EngineDriver):
         self._replace(patches.INSTRUCTIONS, with_ours)
 
     def is_last_backward(self) -> bool:
-        """Tell whether this is the last backward pass of the schedule."""
-        return bool(self._passes == self.engine.micro_batches)
+        """Tell whether this is the last backward pass of the schedule, or of a phase of it."""
+        return bool(self._passes[self._phase] == self.engine.micro_batches)
 
     def prefers_to_defer(self, timings: Iterable[StepTiming]) -> bool:
         """Tell whether the wait for earlier stages is longer than the reduction, so that overlap gains nothing.
@@ -343,7 +353,7 @@ class PipelineDriver(EngineDriver):
 
     def _watch_for_exceptions(self, reducer: BucketReducer) -> None:
         def start_anew() -> None:
-            self._passes = 0
+            self._passes = [0, 0]
             reducer.give_up_unfinished()
 
         self._replace(patches.EXECUTE_SCHEDULE, after(start_anew))
@@ -352,6 +362,31 @@ class PipelineDriver(EngineDriver):
         return replicas
 
 
+<<<<<<< HEAD
+=======
+class DualPipeVDriver(PipelineDriver):
+    """The driver of a DualPipeV engine. The parameters of each phase are reduced from the last backward of that phase.
+
+    Phase 1 ends earlier. Its reductions overlap with the rest of phase 0, whose gradients accumulate meanwhile.
+    """
+
+    def prefers_to_defer(self, communication_ns: Sequence[int]) -> bool:
+        """Never defer: no stage waits for the ends of all others."""
+        return False
+
+
+def _after(before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method so that it runs after ``before()``."""
+
+    @wraps(method)
+    def called_after(*args: Any, **options: Any) -> Any:
+        before()
+        return method(*args, **options)
+
+    return called_after
+
+
+>>>>>>> h-seqdual
 @contextmanager
 def _refuse_coalescing() -> Iterator[None]:
     raise RuntimeError(
