@@ -16,7 +16,8 @@ from ds_topo.cli.shared_options import (
     refuse_without_effect,
 )
 from ds_topo.errors import TopologyError
-from ds_topo.hosts.placement import changed_ranks, shards_to_other_hosts
+from ds_topo.hosts.placement import changed_ranks, gradients_across_hosts, shards_to_other_hosts
+from ds_topo.topology.axes import SHARD
 
 if TYPE_CHECKING:
     from ds_topo.cli.layout_view import LayoutView
@@ -130,7 +131,16 @@ def layout_as_json(view: LayoutView, *, groups: bool) -> dict[str, Any]:
         "hosts": hosts,
         "groups": view.kinds(ranks=groups),
         "ranks": ranks,
+        **_traffic(view),
     }
+
+
+def _traffic(view: LayoutView) -> dict[str, Any]:
+    """Return what a host sends to others for ZeRO over ``shard``, in units of the bytes of a rank's gradients."""
+    if view.placement is None or SHARD not in view.topology.axes:
+        return {}
+    per_step, per_exchange = gradients_across_hosts(view.placement)
+    return {"gradients_across_hosts": {"per_step": per_step, "per_exchange": per_exchange}}
 
 
 def comparison_as_json(views: list[LayoutView], content: list[dict[str, Any]]) -> dict[str, Any]:

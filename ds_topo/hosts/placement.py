@@ -11,7 +11,7 @@ from ds_topo.errors import TopologyError, WorldSizeError
 from ds_topo.hosts.hosts import HostMap, Hosts
 from ds_topo.hosts.slurm import fold_node_list
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.rank_tables import axes_of, grid_groups
+from ds_topo.topology.rank_tables import axes_of, copy_axes, degree, grid_groups, partition_axes
 from ds_topo.topology.spec import Spec
 
 
@@ -94,6 +94,33 @@ class Placement:
         """Return the names of the hosts of these ranks, each once, in the order of the hosts."""
         names = self.host_map.hosts.names
         return [names[index] for index in sorted({self.host_map.host_index(rank) for rank in ranks})]
+
+
+def gradients_across_hosts(placement: Placement) -> tuple[float, float]:
+    """Return what the busiest host sends to others for ZeRO, in units of the bytes of one rank's gradients.
+
+    The first number is per step: the sums over the copies of partitions, of which each of ``h`` hosts sends
+    ``2 (h - 1) / h`` of each partition. The second is per reduction to, or gathering from, the owners of partitions.
+
+    >>> hosts = Hosts.uniform(2, slots=4)
+    >>> [gradients_across_hosts(Placement.of(spec, hosts)) for spec in ("data=2,shard=4", "shard=2,data=4", "data=8")]
+    [(1.0, 0.0), (0.0, 2.0), (0.0, 0.5)]
+    """
+    topology = placement.topology
+    copies, partitions = copy_axes(topology), partition_axes(topology)
+    return (
+        2 * _most_sent(placement, copies) / degree(topology, partitions) if copies else 0.0,
+        _most_sent(placement, partitions) if partitions else 0.0,
+    )
+
+
+def _most_sent(placement: Placement, axes: tuple[str, ...]) -> float:
+    """Return the most that a host sends if each host of a group sends all but its own share to the others, once."""
+    sent: Counter[int] = Counter()
+    for group in placement.span(axes).groups:
+        for host in group.hosts:
+            sent[host] += (len(group.hosts) - 1) / len(group.hosts)  # type: ignore[assignment]
+    return float(max(sent.values()))
 
 
 def group_axes(topology: ProcessTopology) -> list[tuple[str, ...]]:

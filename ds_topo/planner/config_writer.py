@@ -14,7 +14,7 @@ from ds_topo.planner.memory import BUCKET_PARAMETERS
 from ds_topo.planner.model import transformer
 from ds_topo.planner.search import Plan
 from ds_topo.planner.step_time import two_level_pays
-from ds_topo.topology.axes import DATA
+from ds_topo.topology.axes import DATA, SHARD
 
 CONFIGURED = (DEEPSPEED.name, DEEPSPEED_PIPELINE.name)
 """The training programs that read a DeepSpeed config."""
@@ -73,7 +73,7 @@ def _reducer(costs: Costs, layout: Layout) -> dict[str, Any] | bool:
     if layout.zero > 1 or layout.replicas == 1:
         return False
     spans = layout_spans(costs, layout)
-    if 1 < spans[GRADIENTS].hosts < spans[GRADIENTS].size:
+    if 1 < spans[GRADIENTS].hosts < spans[GRADIENTS].size and SHARD not in layout.topology.axes:
         return {"two_level": two_level_pays(costs, layout, spans)}
     return {"enabled": True}
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ds_topo.planner import step_time
 from ds_topo.planner.communication import (
+    COPIES,
     EXPERT,
     EXPERT_DATA,
     FROM_OWNERS,
@@ -23,9 +24,21 @@ from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout, Recompute
 from ds_topo.planner.memory import chunks_in_flight, stage_memory
 from ds_topo.planner.search import TIE, Found, Plan, Tally
+<<<<<<< HEAD
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
+=======
+from ds_topo.planner.step_time import (
+    activation_bytes,
+    gradient_messages,
+    shared_spans,
+    stage_pass,
+    tied_bytes,
+    two_level_pays,
+)
+from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
+>>>>>>> h-shard
 from ds_topo.topology.expert_tables import ExpertPlan
-from ds_topo.topology.rank_tables import gradient_axes
+from ds_topo.topology.rank_tables import copy_axes, gradient_axes
 
 COUNTED_HOSTS = 64
 """``host_traffic`` counts at most so many hosts."""
@@ -71,7 +84,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     passes = [(step_time.stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
     slowest, kind = max(passes, key=lambda one: one[0].total)
     blocks = sum(count for count, _ in kind.blocks)
-    updated = max(held.total for held in costs.all_parameters(layout)) / (layout.replicas if layout.zero else 1)
+    updated = max(held.total for held in costs.all_parameters(layout)) / (layout.partitions if layout.zero else 1)
     texts = {
         "compute": f"{micro_batches} micro-batches x ({_ms(slowest.compute_forward)} forward + "
         f"{_ms(slowest.compute_backward)} backward) in stage {kind.first} ({blocks} layers"
@@ -86,7 +99,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
         "are equal",
         "gradients": _gradients_text(costs, layout, spans),
-        "parameters": f"ZeRO {layout.zero} gathers what is sharded over {layout.replicas} ranks",
+        "parameters": f"ZeRO {layout.zero} gathers what is sharded over {layout.partitions} ranks",
         "optimizer": f"Adam on {updated / 1e6:,.1f} M parameters, bound by memory",
         "agreement": f"{job.software.agreements} small collectives about losses, norms and overflows",
         "program": f"what {job.software.name} itself does in a step and {micro_batches} x in a micro-batch",
@@ -120,7 +133,11 @@ def explain_memory(costs: Costs, plan: Plan) -> list[Term]:
     kind = max(costs.stage_kinds(layout), key=lambda one: stage_memory(costs, one, layout).total)
     parameters = costs.parameters(kind, layout)
     chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, layout.micro_batches(job.batch))
-    shards = f" / {layout.replicas} replicas"
+    shards = (
+        f" / {layout.partitions} partitions"
+        if layout.partitions < layout.replicas
+        else f" / {layout.replicas} replicas"
+    )
     experts = f" + {parameters.experts / 1e6:,.1f} M of experts" if parameters.experts else ""
     held = f"{parameters.dense / 1e6:,.1f} M{experts} parameters of stage {kind.first}"
     whole = layout.recompute is Recompute.NONE
@@ -265,6 +282,8 @@ def _messages(costs: Costs, layout: Layout, kinds: Mapping[int, StageKind], rank
     stage = topology.layout.index_of(rank, topology.axes.index(PIPE)) if PIPE in topology.axes else 0
     ranks = {axis: topology.get_axis_ranks(axis, rank) for axis in (MODEL, SEQ)}
     ranks[GRADIENTS] = topology.get_axis_ranks(gradient_axes(topology), rank)
+    if SHARD in topology.axes:
+        ranks[SHARD], ranks[COPIES] = (topology.get_axis_ranks(axes, rank) for axes in (SHARD, copy_axes(topology)))
     if job.model.expert_count:
         plan = ExpertPlan(topology, layout.expert_parallel, expert_tensor_parallel=True)
         ranks[EXPERT], ranks[EXPERT_DATA] = plan.expert_ranks(rank), plan.expert_data_ranks(rank)

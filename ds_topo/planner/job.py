@@ -15,11 +15,16 @@ from functools import cached_property
 from ds_topo.errors import TopologyError
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.model import Model
+<<<<<<< HEAD
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
+=======
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
+from ds_topo.topology.expert_tables import divisors
+>>>>>>> h-shard
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.spec import divisors
 
-AXES = (PIPE, DATA, SEQ, MODEL)
+AXES = (PIPE, DATA, SHARD, SEQ, MODEL)
 """The axes that a plan can have, in the order that is tried first: ``model`` peers are neighbors."""
 
 ADAM_MOMENTS_BYTES = 8
@@ -105,6 +110,7 @@ class Software:
         sends_to_owners: ZeRO stages whose gradients are sent to the owners of their slices, and whose parameters come
             from them, as this package's reducer does.
         two_level: an all_reduce may be split into one inside hosts and one across hosts.
+        shards: ZeRO can partition over an axis ``shard``, with copies of each partition on other ranks.
         eager: it has the buffers of DeepSpeed's engines: an fp32 copy of what ZeRO updates, outputs of micro-batches in
             flight, fp32 gradients for the update, and a number of parameters that stay gathered.
         overlaps_gradients: gradients are reduced during backward.
@@ -132,6 +138,7 @@ class Software:
     reduction_bytes: int = 4
     sends_to_owners: tuple[int, ...] = ()
     two_level: bool = False
+    shards: bool = False
     eager: bool = False
     overlaps_gradients: bool = True
     overlaps_update: bool = True
@@ -168,6 +175,7 @@ DEEPSPEED = Software(
     reduction_bytes=2,
     sends_to_owners=(1, 2),
     two_level=True,
+    shards=True,
     eager=True,
     overlaps_update=False,
     overlaps_pipe=False,
@@ -296,7 +304,7 @@ class Layout:
     """A layout of a job.
 
     Args:
-        topology: the axes among ``pipe``, ``data``, ``seq``, ``model``, outermost first.
+        topology: the axes among ``pipe``, ``data``, ``shard``, ``seq``, ``model``, outermost first.
         micro_batch: sequences of one replica that are computed at a time.
         zero: the stage of sharded states (Rajbhandari et al., arXiv:1910.02054).
         recompute: what backward computes again.
@@ -320,8 +328,8 @@ class Layout:
 
     @cached_property
     def data(self) -> int:
-        """The replicas with samples of their own."""
-        return max(1, self.topology.get_dim(DATA))
+        """The replicas with samples of their own, along ``data`` and ``shard``."""
+        return max(1, self.topology.get_dim(DATA)) * max(1, self.topology.get_dim(SHARD))
 
     @cached_property
     def model(self) -> int:
@@ -335,8 +343,13 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """The ranks with the same parameters, along ``data`` and ``seq``. Gradients are summed over them."""
+        """The ranks with the same parameters, along ``data``, ``shard`` and ``seq``. Gradients are summed over them."""
         return self.data * self.seq
+
+    @property
+    def partitions(self) -> int:
+        """The ranks over which ZeRO partitions: those along ``shard``, or all replicas without that axis."""
+        return self.topology.get_dim(SHARD) if SHARD in self.topology.axes else self.replicas
 
     def micro_batches(self, batch: int) -> int:
         """Return the micro-batches of a replica in one step."""
@@ -452,6 +465,8 @@ def _software_problem(software: Software, precision: Precision, layout: Layout) 
         return f"{virtual} virtual stages need a pipeline, pipe=2 or more"
     if layout.sequence_parallel and not software.sequence_parallel:
         return f"{name} has no sequence parallelism ({_programs(lambda other: other.sequence_parallel)})"
+    if SHARD in layout.topology.axes and not software.shards:
+        return f"{name} has no axis 'shard' ({_programs(lambda other: other.shards)})"
     if layout.sequence_parallel and layout.model == 1:
         return "sequence parallelism needs a model axis, model=2 or more"
     if software.eager and zero == 3 and layout.expert_parallel > 1:

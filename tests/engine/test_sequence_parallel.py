@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from itertools import permutations
 from typing import Any
 
 import deepspeed
@@ -123,3 +124,12 @@ def _train_and_compare(topology: str, options: dict[str, Any], alone: Run) -> No
 )
 def test_attention_over_seq_equals_one_process(world: Worlds, topology: str, options: dict[str, Any]) -> None:
     world(4).run(_train_and_compare, topology, options, _train_alone())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("order", permutations(("data", "shard", "seq")), ids="-".join)
+def test_attention_over_seq_and_shard_equals_one_process(
+    world: Worlds, order: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    world(8).run(_train_and_compare, ",".join(f"{axis}=2" for axis in order), options, _train_alone())

@@ -20,12 +20,14 @@ from ds_topo.hosts.placement import (
     changed_ranks,
     few_ranks,
     fold_numbers,
+    gradients_across_hosts,
     group_axes,
     host_patterns,
     host_runs,
     shards_to_other_hosts,
 )
 from ds_topo.hosts.slurm import slurm_map
+from ds_topo.topology.rank_tables import copy_axes, created_groups, partition_axes
 
 
 @st.composite
@@ -279,3 +281,16 @@ def test_a_world_of_16384_ranks_is_placed_quickly(axes: Any) -> None:
     assert isinstance(placement.topology, ProcessTopology)
     with pytest.raises(TopologyError):
         placement.host_map.host_of(16384)
+
+
+def test_every_rank_of_16384_shards_inside_its_host() -> None:
+    """Four groups besides the world's on each rank, and 2 (h - 1) / h of the gradients across its host's link."""
+    topology = ProcessTopology.from_spec("pipe=2,data=1024,shard=8")
+    for rank in range(topology.world_size()):
+        assert topology.get_axis_ranks(partition_axes(topology), rank)[0] == rank // 8 * 8
+        assert topology.get_axis_index(copy_axes(topology), rank) == rank // 8 % 1024
+    for rank in (0, 9, 8192, 16383):
+        groups = {group.name: len(group.ranks) for group in created_groups(topology, rank)}
+        assert groups == {"pipe": 2, "data": 1024, "shard": 8, "data+shard": 8192}
+    found = gradients_across_hosts(Placement(topology, HostMap.block(Hosts.uniform(2048, 8))))
+    assert found == (pytest.approx(2 * 1023 / 1024), 0.0)
