@@ -15,22 +15,7 @@ from ds_topo.cli.terminal import counted, say, table_of
 from ds_topo.errors import TopologyError, UnknownAxisError
 from ds_topo.hosts import placement as placements
 from ds_topo.hosts.hosts import HostMap, check_size
-<<<<<<< HEAD
 from ds_topo.hosts.placement import Placement
-=======
-from ds_topo.hosts.placement import (
-    Placement,
-    changed_ranks,
-    few_ranks,
-    fit,
-    fold_numbers,
-    gradients_across_hosts,
-    group_axes,
-    host_patterns,
-    host_runs,
-    shards_to_other_hosts,
-)
->>>>>>> h-shard
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import SHARD, axis_in_spec, check_meanings
 from ds_topo.topology.rank_tables import copy_axes, created_groups, grid_groups, model_parallel_axes, neighbor
@@ -218,7 +203,7 @@ def print_axes(console: Console, view: LayoutView) -> None:
     own = len(created_groups(view.topology, 0))
     say(console, f"Each rank creates {counted(own, 'process group')} besides the world's.")
     if view.placement is not None and SHARD in view.topology.axes:
-        sums, exchanges = gradients_across_hosts(view.placement)
+        sums, exchanges = placements.gradients_across_hosts(view.placement)
         along = view.label(copy_axes(view.topology)) or "no axis"
         say(
             console,

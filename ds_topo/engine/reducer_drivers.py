@@ -362,31 +362,17 @@ class PipelineDriver(EngineDriver):
         return replicas
 
 
-<<<<<<< HEAD
-=======
 class DualPipeVDriver(PipelineDriver):
     """The driver of a DualPipeV engine. The parameters of each phase are reduced from the last backward of that phase.
 
     Phase 1 ends earlier. Its reductions overlap with the rest of phase 0, whose gradients accumulate meanwhile.
     """
 
-    def prefers_to_defer(self, communication_ns: Sequence[int]) -> bool:
+    def prefers_to_defer(self, timings: Iterable[StepTiming]) -> bool:
         """Never defer: no stage waits for the ends of all others."""
         return False
 
 
-def _after(before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method so that it runs after ``before()``."""
-
-    @wraps(method)
-    def called_after(*args: Any, **options: Any) -> Any:
-        before()
-        return method(*args, **options)
-
-    return called_after
-
-
->>>>>>> h-seqdual
 @contextmanager
 def _refuse_coalescing() -> Iterator[None]:
     raise RuntimeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -116,11 +116,12 @@ def gradients_across_hosts(placement: Placement) -> tuple[float, float]:
 
 def _most_sent(placement: Placement, axes: tuple[str, ...]) -> float:
     """Return the most that a host sends if each host of a group sends all but its own share to the others, once."""
-    sent: Counter[int] = Counter()
-    for group in placement.span(axes).groups:
-        for host in group.hosts:
-            sent[host] += (len(group.hosts) - 1) / len(group.hosts)  # type: ignore[assignment]
-    return float(max(sent.values()))
+    sent: dict[int, float] = defaultdict(float)
+    for ranks in placement.topology.get_axis_comm_lists(axes):
+        hosts = {placement.host_map.host_indices[rank] for rank in ranks}
+        for host in hosts:
+            sent[host] += (len(hosts) - 1) / len(hosts)
+    return max(sent.values())
 
 
 def group_axes(topology: ProcessTopology) -> list[tuple[str, ...]]:

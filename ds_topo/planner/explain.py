@@ -24,19 +24,7 @@ from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout, Recompute
 from ds_topo.planner.memory import chunks_in_flight, stage_memory
 from ds_topo.planner.search import TIE, Found, Plan, Tally
-<<<<<<< HEAD
-from ds_topo.topology.axes import MODEL, PIPE, SEQ
-=======
-from ds_topo.planner.step_time import (
-    activation_bytes,
-    gradient_messages,
-    shared_spans,
-    stage_pass,
-    tied_bytes,
-    two_level_pays,
-)
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
->>>>>>> h-shard
 from ds_topo.topology.expert_tables import ExpertPlan
 from ds_topo.topology.rank_tables import copy_axes, gradient_axes
 

@@ -15,12 +15,7 @@ from functools import cached_property
 from ds_topo.errors import TopologyError
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.model import Model
-<<<<<<< HEAD
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
-=======
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
-from ds_topo.topology.expert_tables import divisors
->>>>>>> h-shard
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.spec import divisors
 

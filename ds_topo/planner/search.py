@@ -26,12 +26,7 @@ from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import AXES, Job, Layout, Recompute, degrees_problem, layout_problem
 from ds_topo.planner.memory import MemoryUse, largest_states, memory_use
 from ds_topo.planner.step_time import StepTime, schedule_bound, step_time
-<<<<<<< HEAD
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
-=======
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
-from ds_topo.topology.expert_tables import divisors
->>>>>>> h-shard
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.spec import divisors
 
