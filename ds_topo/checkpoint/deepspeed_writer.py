@@ -165,7 +165,7 @@ class Writer:
         )
         if not structure.layers:
             return list(found)
-        own = range(structure.bounds[stage], structure.bounds[stage + 1])
+        own = structure.layers_of(stage, len(self.target.names))
         return [name for name in found if name.startswith(tuple(prefix_of_layer(structure, number) for number in own))]
 
     def _frozen(self, of: Place) -> tuple[OrderedDict[str, Any], OrderedDict[str, Any]]:

@@ -95,7 +95,7 @@ class SavedStructure:
     layers: tuple[SavedLayer, ...] = ()
     """The layers of a pipeline, over all stages."""
     bounds: tuple[int, ...] = ()
-    """The first layer of each stage of a pipeline, then the number of layers."""
+    """The first layer of each stage of a pipeline, or of its two parts of DualPipeV, then the number of layers."""
     method: str = ""
     """The pipeline's ``partition_method``; empty if unknown."""
     experts: Mapping[str, int] = field(default_factory=dict)
@@ -112,6 +112,17 @@ class SavedStructure:
             raise ValueError(f"bounds={abridged(self.bounds)} do not rise from 0 to {len(self.layers)} layers")
         if any(size < 1 for size in self.experts.values()):
             raise ValueError(f"experts={abridged(dict(self.experts))}: sizes must be >= 1")
+
+    def layers_of(self, stage: int, stages: int) -> list[int]:
+        """Return the layers of a stage, which with DualPipeV holds two parts: ``stage``, and its mirror.
+
+        >>> structure = SavedStructure("AdamW", (), layers=(SavedLayer("Linear"),) * 5, bounds=(0, 1, 2, 4, 5))
+        >>> structure.layers_of(1, stages=4), structure.layers_of(1, stages=2)
+        ([1], [1, 2, 3])
+        """
+        parts = len(self.bounds) - 1
+        held = (stage,) if parts == stages else (stage, parts - 1 - stage)
+        return [layer for part in held for layer in range(self.bounds[part], self.bounds[part + 1])]
 
 
 def structure_from(content: Mapping[str, Any]) -> SavedStructure:

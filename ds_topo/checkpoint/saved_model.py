@@ -199,12 +199,12 @@ def prefix_of_layer(structure: SavedStructure, number: int) -> str:
     return f"tied_modules.{tied}." if tied else f"{number}."
 
 
-def names_of_stage(structure: SavedStructure, names: Sequence[str], stage: int) -> Iterator[str]:
+def names_of_stage(structure: SavedStructure, names: Sequence[str], stage: int, stages: int) -> Iterator[str]:
     """Yield a stage's parameters in its module's order: tied layers come first, as DeepSpeed registers them."""
     if not structure.layers:
         yield from names
         return
-    own = range(structure.bounds[stage], structure.bounds[stage + 1])
+    own = structure.layers_of(stage, stages)
     tied_first = sorted(own, key=lambda number: not structure.layers[number].tied)
     for prefix in dict.fromkeys(prefix_of_layer(structure, number) for number in tied_first):
         yield from (name for name in names if name.startswith(prefix))
@@ -216,7 +216,7 @@ def bounds_of(model: SavedModel, slices: int, stages: int, method: str | None, g
     Args:
         model: the model.
         slices: degree of ``model`` in the new layout, which changes the weights of layers.
-        stages: number of stages.
+        stages: number of stages; with DualPipeV, the number of their parts.
         method: ``partition_method`` of the pipeline; by default the one that gives the saved bounds.
         given: bounds to use instead of a method.
 

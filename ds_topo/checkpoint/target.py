@@ -97,10 +97,11 @@ def target_of(
     saved, zero = model.layout, model.layout.zero_stage if zero is None else zero
     _require_convertible(model, zero)
     require_splits(model, slices)
+    parts = max(1, (len(model.structure.bounds) - 1) // (saved.model_ranks // model.slices))  # 2 with DualPipeV
     sizes, expert_groups = _sizes_of_experts(model, experts)
     structure = replace(
         model.structure,
-        bounds=bounds_of(model, slices, stages, method, bounds),
+        bounds=bounds_of(model, slices, stages * parts, method, bounds),
         method=method or model.structure.method,
         experts=sizes,
         options=_changed_options(model.structure.options or SavedOptions(), options or {}),
@@ -256,7 +257,7 @@ def _problems(model: SavedModel, zero: int, wanted: SavedLayout | None) -> Itera
 
 
 def _names_of_stages(model: SavedModel, structure: SavedStructure, stages: int) -> Groups:
-    return tuple(tuple(names_of_stage(structure, list(model.parameters), stage)) for stage in range(stages))
+    return tuple(tuple(names_of_stage(structure, list(model.parameters), stage, stages)) for stage in range(stages))
 
 
 def _sizes_of_experts(model: SavedModel, size: int | None) -> tuple[Mapping[str, int], tuple[SavedExperts, ...]]:

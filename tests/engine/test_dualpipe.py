@@ -211,6 +211,23 @@ def test_checkpoints_load_in_another_order(world: Worlds, other_world: Worlds, t
         assert loss == pytest.approx(evaluated, rel=1e-6)
 
 
+def _continue(topology: str, folder: str, tag: str, zero: int, gas: int) -> list[float]:
+    with pipeline(topology, zero=zero, gas=gas, kind=DualPipeVModule) as (engine, grid):
+        assert checkpoint.load(engine, folder, tag)
+        return train(engine, grid, [2]).losses
+
+
+@pytest.mark.exhaustive
+def test_checkpoints_are_converted_to_other_degrees(world: Worlds, other_world: Worlds, tmp_path: Path) -> None:
+    losses, _ = world(4).run(_save_and_continue, "pipe=2,data=2", str(tmp_path))[0]
+    saved = checkpoint.look_at(tmp_path, "global_step2")
+    for tag, spec, zero, gas in (("replica", "data=1,pipe=2", 0, 4), ("stages", "pipe=3,data=1", 1, 8)):
+        checkpoint.convert(saved, tmp_path, spec, zero=zero, tag=tag)
+        ranks = int(spec.partition("pipe=")[2][0])
+        for found in other_world(ranks).run(_continue, spec, str(tmp_path), tag, zero, gas):
+            assert found == pytest.approx(losses, rel=1e-5)
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
