@@ -23,7 +23,7 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.config import DeepSpeedConfig, HybridEngineConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine, DualPipeVModule
+from deepspeed.runtime.pipe import dualpipev
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -55,7 +55,7 @@ def with_checks(do_sanity_check: Any) -> Any:
         try:
             check_engine(engine._config, engine.mpu, isinstance(engine, PipelineEngine))
             check_engine_inputs(engine, engine.mpu)
-            if isinstance(engine, DualPipeVEngine):
+            if isinstance(engine, dualpipev.DualPipeVEngine):
                 check_dualpipe(engine, engine.mpu)
             do_sanity_check(engine)
         except Exception as error:
@@ -492,7 +492,7 @@ def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
 
 
 def _loss_stage(model: DeepSpeedPipelineModule) -> int:
-    return 0 if isinstance(model, DualPipeVModule) else int(model.num_stages) - 1
+    return 0 if isinstance(model, dualpipev.DualPipeVModule) else int(model.num_stages) - 1
 
 
 def _agree(lines: Sequence[str], members: Sequence[int], subject: str, failure: Exception | None) -> None:
