@@ -114,10 +114,13 @@ def _plan_lines(found: Found, width: int) -> list[str]:
             ]
         )
     most = 8 if any(row[-1] for row in rows) else 7
-    for shown in range(most, 5, -1):
+    for shown in (*range(most, 5, -1), 6):
         lines = _aligned([row[:shown] for row in (header, *rows)], right={1, 2, 3, 4, 6})
         if max(map(len, lines)) <= width:
             break
+        if shown == 6:  # name the largest term alone
+            for row in rows:
+                row[5] = row[5].split(", ")[0]
     if shown < 8:
         below = [f"  with {row[-1]}" if row[-1] else "" for row in rows]
         lines = [lines[0], *(line for pair in zip(lines[1:], below, strict=True) for line in pair if line)]
