@@ -336,7 +336,7 @@ def _with_states_that_fit(costs: Costs, layout: Layout, wanted: Wanted) -> Itera
 def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally, best: Plan | None) -> Plan | None:
     """Return the better of ``best`` and the fastest fitting layout of this schedule over ZeRO stages and orders."""
     job = costs.job
-    for candidate in _partitioned(job, layout, wanted):
+    for candidate in _partitioned(costs, layout, wanted):
         problem = layout_problem(job, candidate)
         if problem:
             tally.layout_problems[problem] += 1
@@ -359,9 +359,13 @@ def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally
     return best
 
 
-def _partitioned(job: Job, layout: Layout, wanted: Wanted) -> Iterator[Layout]:
-    """Yield the layout in each ZeRO stage, partitioned over all replicas, and over those of a host alone."""
-    topology, decided = layout.topology, dict(wanted.degrees).get(SHARD)
+def _partitioned(costs: Costs, layout: Layout, wanted: Wanted) -> Iterator[Layout]:
+    """Yield the layout in each ZeRO stage, partitioned over all replicas, and over those of a host alone.
+
+    Below stage 3 both send about as much across hosts. So an axis ``shard`` is tried if it is decided, or where stage 3
+    is: by the user, or by the memory that lower stages need.
+    """
+    job, topology, decided = costs.job, layout.topology, dict(wanted.degrees).get(SHARD)
     degrees = dict(zip(topology.axes, topology.dims, strict=True))
     data, slots = degrees.get(DATA, 1), job.cluster.slots // (layout.model * layout.seq)
     inside = decided or max((size for size in divisors(data) if size <= slots), default=1)
@@ -372,7 +376,9 @@ def _partitioned(job: Job, layout: Layout, wanted: Wanted) -> Iterator[Layout]:
     for zero in zero_stages(job, layout, wanted):
         if not decided or decided == 1:
             yield replace(layout, zero=zero)
-        if zero and may_split:
+        lower = replace(layout, zero=zero - 1)
+        needs_stage_3 = zero == 3 and (wanted.zero == 3 or largest_states(costs, lower) > job.cluster.memory_limit)
+        if may_split and (needs_stage_3 or (zero and decided)):
             yield replace(layout, zero=zero, topology=ProcessTopology(axes, [split[axis] for axis in axes]))
 
 

@@ -301,7 +301,7 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
             "batch of 7 sequences (a batch of 4 or 8 would do)",
         ),
         ([*JOB, "--fix", "model=5"], "5 does not divide the 8 ranks (2 hosts x 4 slots)"),
-        ([*JOB, "--fix", "row=2"], "axes ['row'] cannot be planned; choose among ['pipe', 'data', 'seq', 'model']"),
+        ([*JOB, "--fix", "row=2"], "axes ['row'] cannot be planned; choose among ['pipe', 'data', 'shard', 'seq', "),
         (
             [*JOB, "--heads", "4", "--topology", "model=8"],
             "model=8 does not divide the 4 attention heads; choose one of",
