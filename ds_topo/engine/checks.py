@@ -54,6 +54,7 @@ def with_checks(do_sanity_check: Any) -> Any:
         failure: Exception | None = None
         try:
             check_engine(engine._config, engine.mpu, isinstance(engine, PipelineEngine))
+            check_stage_of_pipeline(engine)
             check_engine_inputs(engine, engine.mpu)
             if isinstance(engine, dualpipev.DualPipeVEngine):
                 check_dualpipe(engine, engine.mpu)
@@ -88,6 +89,23 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
     _check_device_mesh(grid)
     _check_long_sequence_training(grid)
     _check_hybrid_engine(config.hybrid_engine, grid)
+
+
+def check_stage_of_pipeline(engine: DeepSpeedEngine) -> None:
+    """Refuse ZeRO 2 and 3 in a pipeline.
+
+    ZeRO 2 saves memory by reducing gradients in every micro-batch. A pipeline sums those of all micro-batches first, so
+    they are whole on every rank until the last backward. After it only the partition stays, at stage 1, too.
+
+    Raises:
+        EngineOptionError: the message names stage 1.
+    """
+    stage = int(engine.zero_optimization_stage())
+    if isinstance(engine, PipelineEngine) and stage > 1:
+        raise EngineOptionError(
+            f"ZeRO stage {stage} in a pipeline: gradients are summed over its micro-batches before they are reduced, "
+            "so every rank holds all of them until then, and stage 2 would hold as much as stage 1; use stage 1"
+        )
 
 
 TOPOLOGY_SECTION = "topology"

@@ -43,7 +43,7 @@ def _sent_by(step: Callable[[], object], end: Callable[[], object]) -> int:
 
 
 def test_a_host_sends_each_gradient_once(start_cluster: StartCluster) -> None:
-    for results in start_cluster(hosts=2).run_ranks(_sent, CASES, False, ranks_per_host=4):
+    for results in start_cluster(hosts=2).run_ranks(_sent, [(2, 4), (3, 4)], False, ranks_per_host=4):
         assert all(0.95 < found["ours"] < 1.1 for found in results), results
 
 
