@@ -304,14 +304,19 @@ class Conversion:
             make_room(self._share(worker, workers), self._files)
 
     def fill(
-        self, worker: int = 0, workers: int = 1, progress: Progress = lambda step, done, of: None
+        self,
+        worker: int = 0,
+        workers: int = 1,
+        progress: Progress = lambda step, done, of: None,
+        *,
+        is_kept: bool = True,
     ) -> list[SavedFile]:
-        """Fill this worker's share of the files and flush them to the disk."""
+        """Fill this worker's share of the files; flush and digest them unless they are removed after one load."""
         with fitting_files(self.source):
             share = self._share(worker, workers)
             fillings = [Filling(self._source, self._target.slices, file, self._files) for file in share]
         with _naming(self._files):
-            digests = fill_all(fillings, self._draft / f"done-{worker}.txt", progress)
+            digests = fill_all(fillings, self._draft / f"done-{worker}.txt", progress, is_kept=is_kept)
         return [
             SavedFile(one.path.relative_to(self._files).as_posix(), one.bytes, digest, worker)
             for one, digest in zip(fillings, digests, strict=True)
@@ -614,7 +619,7 @@ def _convert_together(conversion: Conversion, meeting: Meeting, held: ExitStack)
 
     meeting.decided("begin", begin)
     step("room was made", lambda: conversion.make_room(rank, size))
-    files: list[SavedFile] = step("files were written", lambda: conversion.fill(rank, size))
+    files: list[SavedFile] = step("files were written", lambda: conversion.fill(rank, size, is_kept=False))
     meeting.post("files", [asdict(file) for file in files])
     meeting.all_or_none("files are known", None)
 

@@ -19,7 +19,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -190,13 +190,14 @@ class SavedParameter:
     is_trained: bool = True
 
     def __post_init__(self) -> None:
-        name = abridged(self.name)
         if any(size < 0 for size in self.shape) or len(self.shape) > _DIMENSIONS:
-            raise ValueError(f"shape={abridged(self.shape)} of {name} is impossible")
+            raise ValueError(f"shape={abridged(self.shape)} of {abridged(self.name)} is impossible")
         if any(one >= other for one, other in pairwise((-1, *self.model_ranks))):
-            raise ValueError(f"model_ranks={abridged(self.model_ranks)} of {name} do not rise")
+            raise ValueError(f"model_ranks={abridged(self.model_ranks)} of {abridged(self.name)} do not rise")
         if (self.split_dim or 0) < -1 or (self.experts or 1) < 1:
-            raise ValueError(f"split_dim={self.split_dim} or experts={self.experts} of {name} is impossible")
+            raise ValueError(
+                f"split_dim={self.split_dim} or experts={self.experts} of {abridged(self.name)} is impossible"
+            )
 
 
 @dataclass(frozen=True)
@@ -340,9 +341,16 @@ def to_text(manifest: Manifest) -> str:
     >>> from_text(to_text(manifest), "last") == manifest
     True
     """
-    content = {"format": FORMAT, "version": VERSION, **asdict(manifest), "bytes": manifest.bytes}
-    content["layout"]["coordinates"] = _coordinates(manifest.layout)
-    return json.dumps({**content, _DIGEST: _digest_of(content)}, indent=1)
+    layout = {**vars(manifest.layout), "coordinates": _coordinates(manifest.layout)}
+    content = {"format": FORMAT, "version": VERSION, **vars(manifest), "layout": layout, "bytes": manifest.bytes}
+    encode = json.JSONEncoder(
+        default=vars
+    ).encode  # asdict(), and encoding with an indent, would take several times as long
+    lines = []
+    for key, value in {**content, _DIGEST: _digest_of(content)}.items():
+        rows = ",\n  ".join(map(encode, value)) if isinstance(value, tuple) else ""
+        lines.append(f" {encode(key)}: " + (f"[\n  {rows}\n ]" if rows else encode(value)))
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def from_text(text: str, where: str) -> Manifest:
@@ -398,7 +406,7 @@ def _coordinates(layout: SavedLayout) -> dict[str, Any] | None:
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=vars).encode()).hexdigest()
 
 
 def merged(rows: Iterable[SavedParameter]) -> tuple[SavedParameter, ...]:
@@ -408,11 +416,15 @@ def merged(rows: Iterable[SavedParameter]) -> tuple[SavedParameter, ...]:
     >>> merged(rows)[0].model_ranks
     (0, 1)
     """
-    ranks: dict[SavedParameter, set[int]] = {}
+    found: dict[tuple[Any, ...], tuple[SavedParameter, set[int]]] = {}
     for row in rows:
-        ranks.setdefault(replace(row, model_ranks=()), set()).update(row.model_ranks)
-    found = (replace(row, model_ranks=tuple(sorted(held))) for row, held in ranks.items())
-    return tuple(sorted(found, key=lambda row: row.model_ranks[0]))
+        rest = tuple(value for name, value in vars(row).items() if name != "model_ranks")
+        found.setdefault(rest, (row, set()))[1].update(row.model_ranks)
+    whole = (
+        row if len(row.model_ranks) == len(held) else replace(row, model_ranks=tuple(sorted(held)))
+        for row, held in found.values()
+    )
+    return tuple(sorted(whole, key=lambda row: row.model_ranks[0]))
 
 
 def why_unreachable(saved: SavedLayout, now: SavedLayout, *, optimizer_states: bool = True) -> str:

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import state_dict_factory
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
@@ -89,31 +90,44 @@ def reading_checkpoint(folder: Path | None, *, trusted: bool = False) -> Iterato
     This holds for everything that this thread loads and, on all threads, for the files below ``folder``, whatever the
     caller and its arguments. Other threads load other files as they wish.
 
+    DeepSpeed's loader of state dicts reads its first file twice, to count files and to load it. Here the second call
+    returns what the first one has read.
+
     Args:
         folder: the folder of the checkpoint; None if it is not in a folder.
         trusted: build all types.
     """
     thread, root = threading.get_ident(), os.path.join(os.path.realpath(folder), "") if folder is not None else None
+    read: dict[Any, Any] = {}
+    """The content that DeepSpeed's loader has read last, by file, until any other file is read."""
 
     def restricted(load: Any) -> Any:
         @wraps(load)
         def load_allowed(f: Any, *arguments: Any, **options: Any) -> Any:
             if threading.get_ident() != thread and (root is None or not _path_of(f).startswith(root)):
                 return load(f, *arguments, **options)
+            is_loader = getattr(options.get("map_location"), "__module__", "") == state_dict_factory.__name__
+            if is_loader and f in read:
+                return read.pop(f)
+            read.clear()  # before other content needs memory
             limits = {} if trusted else {"weights_only": True}
             try:
-                return load(f, *arguments, **{**options, **limits})
+                content = load(f, *arguments, **{**options, **limits})
             except pickle.UnpicklingError as error:
                 if names := _refused_in(f) or _named_in(error):
                     raise UnsafeCheckpointError(_refusal(str(f), names)) from None
                 raise damaged(f, error, folder) from error
             except Exception as error:  # of any class: torch raises whatever a changed byte leads to
                 raise damaged(f, error, folder) from error
+            if is_loader:
+                read[f] = content
+            return content
 
         return load_allowed
 
     with nullcontext() if trusted else allowed_types(), ledger.bound(patches.TORCH_LOAD, restricted):
         yield
+    read.clear()
 
 
 def _path_of(file: Any) -> str:

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial, wraps
 from os import PathLike
@@ -420,9 +420,8 @@ class BackgroundSave:
         """Put the checkpoint in place when all ranks have written their files."""
         files = self._files
         try:
-            written = [asdict(file) for file in files.finish()]
-            rows = [asdict(row) for row in self._parameters]
-            self._meeting.post("written", {"files": written, "parameters": rows, "structure": self._structure})
+            written = {"files": files.finish(), "parameters": self._parameters, "structure": self._structure}
+            self._meeting.post("written", written)
         except Exception as error:
             files.failure = files.failure or error
         try:
