@@ -180,12 +180,13 @@ def main() -> None:
                 by_command.setdefault(side, []).append(time.perf_counter() - started)
         shutil.rmtree(to, ignore_errors=True)
         report(by_command, {}, "ds-topo convert")
-        other, own = Path(folder, "four"), Path(folder, "two")
+        other, same = Path(folder, "four"), Path(folder, "two")
         run_ranks(4, save, arguments.width, arguments.layers, other, deadline=300.0)
         loads = run_ranks(
-            2, load, arguments.width, arguments.layers, other, own, arguments.rounds, deadline=600.0, timeout=300.0
+            2, load, arguments.width, arguments.layers, other, same, arguments.rounds, deadline=600.0, timeout=300.0
         )
-        report(*loads[0], "load: ours")
+        of_loads, memory_of_loads = loads[0]
+        report(of_loads, memory_of_loads, "load: ours")
 
 
 def report(times: dict[str, list[float]], memory: dict[str, int], base: str) -> None:
