@@ -30,6 +30,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
+from ds_topo.engine import autoep, autotp
 from ds_topo.engine.autosp import check_autosp, uses_autosp
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.hybrid_sharding import check_sharding
@@ -53,6 +54,8 @@ def with_checks(do_sanity_check: Any) -> Any:
     def checked(engine: DeepSpeedEngine) -> None:
         failure: Exception | None = None
         try:
+            autotp.complete_size(engine._config, engine.mpu)
+            autoep.complete_size(engine._config, engine.mpu)
             check_engine(engine._config, engine.mpu, isinstance(engine, PipelineEngine))
             check_stage_of_pipeline(engine)
             check_engine_inputs(engine, engine.mpu)
@@ -78,12 +81,10 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
         check_exchange_between_all_ranks("zero_quantized_gradients", grid)
     if config.zero_config.zenflow is not None and config.zero_config.stage < 3:  # it broadcasts by numbers in the group
         check_exchange_between_all_ranks("zero_optimization.zenflow at stage 1 or 2", grid)
-    if config.expert_parallel_config.enabled:
-        check_exchange_between_all_ranks("expert_parallel (AutoEP)", grid)
     if config.zero_config.zero_hpz_partition_size > 1:
         _check_second_partition(config.zero_config.zero_hpz_partition_size, grid)
-    if config.tensor_parallel_config.autotp_size > 1:
-        _check_neighbors("tensor_parallel.autotp_size (AutoTP)", MODEL, config.tensor_parallel_config.autotp_size, grid)
+    autotp.check_size(config, grid)
+    autoep.check(config, grid)
     if uses_autosp(config):
         check_autosp(config, grid, is_pipeline)
     _check_device_mesh(grid)
@@ -527,6 +528,8 @@ def _settings(engine: DeepSpeedEngine) -> list[str]:
         *(f"{name}={getattr(config, name)}" for name in _COMPARED_SETTINGS if hasattr(config, name)),
         f"optimizer={optimizer}",
         f"zero stage={config.zero_config.stage}",
+        f"autotp_size={config.tensor_parallel_config.autotp_size}",
+        f"autoep_size={config.expert_parallel_config.autoep_size}",
         f"engine={type(engine).__name__}",
         f"micro batches of={getattr(module, 'micro_batches', None)}",
         f"torch {torch.__version__}",

@@ -102,6 +102,8 @@ def saved_by_slice(save: Any) -> Any:
     @wraps(save)
     def save_moe_checkpoint(engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
         _check_optimizer_files(engine)
+        if engine._config.expert_parallel_config.enabled:  # AutoEP has a rule of its own
+            return save(engine, *args, **options)
         with ledger.bound(patches.WRITER_OF_EXPERTS, _first_writes):
             return save(engine, *args, **options)
 

@@ -23,6 +23,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 from typing_extensions import Self
 
+from ds_topo.engine import autotp
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
 from ds_topo.engine.pipeline import PipelineModule, building_on, check_built_on, index_tied_modules, with_plain_bounds
@@ -53,6 +54,7 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
       parameters that are marked as a slice.
     - accelerate, and so Trainer, distributes samples over the ranks that work on different samples
       (:meth:`~ds_topo.ProcessGrid.get_sample_rank`), and counts these ranks in schedules and batch sizes.
+    - ``deepspeed.init_inference`` with ``tensor_parallel`` splits the model along the axis ``model``.
     - With a ``seq`` axis, DeepSpeed's long sequence training (``UlyssesSPAttentionHF``) uses the grid's groups.
 
     The function only patches names (``python -m ds_topo.engine`` lists them) and does not communicate. Calls for the
@@ -444,6 +446,7 @@ WHILE_A_GRID_IS_IN_USE: tuple[tuple[Patch, Make], ...] = (
     (patches.TIED_MODULES, always(index_tied_modules)),
     (patches.SET_BOUNDS, with_plain_bounds),
     (patches.ZERO_INIT, _partitioned_over_replicas),
+    (patches.INFERENCE_GROUP, autotp.with_group_of_grid_in_use),
     (patches.MODIFIED, _with_modifier_kept),
     (patches.MODIFIED_BY_ONE, _modified_by_one),
     *zip(

@@ -252,6 +252,23 @@ def grid_in_use() -> None:
     grid.destroy()
 
 
+def auto_tensor(folder: str) -> None:
+    """Split a model by AutoTP, and save its weights."""
+    layers = [
+        {"patterns": [r".*0\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*1\.weight$"], "partition_type": "row"},
+    ]
+    section = {"partition_config": {"use_default_specs": False, "layer_specs": layers}}
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        config = _settings(gradient_accumulation_steps=1, tensor_parallel=section)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine, *_ = initialize(model=module, mpu=grid, config=config)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        engine.save_16bit_model(folder)
+        engine.destroy()
+
+
 def two_levels() -> None:
     with mock.patch("socket.gethostname", return_value=f"host{dist.get_rank() // 2}"):
         module = nn.Linear(4, 4)
@@ -358,6 +375,8 @@ CALLED_BY_PROGRAMS = {
     patches.MODIFIED_BY_ONE,
     patches.STEP,
     patches.TRAIN_BATCH,
+    patches.INFERENCE_GROUP,
+    patches.FOLDING_TABLES,
     *patches.NAMES_OF_TOPOLOGIES,
     patches.GATHERING_METHODS[1],
 }
@@ -415,6 +434,7 @@ def _calls_of_a_job(folder: str) -> set[tuple[str, str]]:
         save_and_load(folder, {"zero_optimization": {"stage": 1}})
         save_and_load(folder, FP32_GRADIENTS)
         load_weights_alone(folder)
+        auto_tensor(folder)
         for zero in (0, 1):
             trainer = Trainer(Case("data=2,model=2", (0, 2), zero, pipeline=False, clip=0.1))
             trainer.train(range(2))
