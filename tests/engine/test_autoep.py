@@ -41,8 +41,9 @@ def engine_on(grid: PipelineParallelGrid, zero: int, size: int | None, **options
         **options,
     )
     # transformers 5.24 has another registry of recorded outputs than DeepSpeed 0.19.8 expects, with or without a grid
+    model = mixtral()
     with mock.patch.object(output_capturing, "_CAN_RECORD_REGISTRY", None):
-        return initialize(model=mixtral(), mpu=grid, config=config)[0]
+        return initialize(model=model, mpu=grid, config=config)[0]
 
 
 def _require_equal(run: Run, engine: Any, alone: Run) -> None:
@@ -141,7 +142,7 @@ def _resume(folder: str, topologies: list[str], zero: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2])
 def test_checkpoints_load_in_another_order(tmp_path: Path, zero: int) -> None:
     run_ranks(4, _resume, str(tmp_path), ["model=2,data=2", "data=2,model=2"], zero, deadline=200)
 
