@@ -179,7 +179,8 @@ def require_splits(model: SavedModel, slices: int) -> None:
         raise CheckpointLayoutError(
             f"model={model.slices} cannot become model={slices}: {listed(undeclared, 3)} are marked as slices "
             "(tensor_model_parallel) and do not declare along which dimension. Set partition_dim on these parameters "
-            "where they are made, as Megatron's layers do, and save once more"
+            "where they are made, as Megatron's layers do, and save once more. What AutoTP has cut into unequal parts "
+            f"can be loaded with model={model.slices} only"
         )
     for one in model.parameters.values():
         if one.split is None:

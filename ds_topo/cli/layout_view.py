@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +19,7 @@ from ds_topo.hosts import placement as placements
 from ds_topo.hosts.hosts import HostMap, check_size
 from ds_topo.hosts.placement import Placement
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import SHARD, axis_in_spec, check_meanings
+from ds_topo.topology.axes import EXPERT, MODEL, SHARD, axis_in_spec, check_meanings
 from ds_topo.topology.rank_tables import copy_axes, created_groups, grid_groups, model_parallel_axes, neighbor
 from ds_topo.topology.spec import EXTRA_MARK, read_config
 
@@ -46,6 +48,8 @@ class LayoutView:
     topology: ProcessTopology
     names: dict[str, str]
     host_map: HostMap | None
+    mechanisms: tuple[str, ...] = ()
+    """What of DeepSpeed uses an axis, if a config says it, such as ``model=2: AutoTP``."""
 
     @classmethod
     def of(cls, text: str, host_map: HostMap | None) -> LayoutView:
@@ -71,7 +75,14 @@ class LayoutView:
         check_meanings(topology.axes, topology.extra_axes)
         given = [part.partition("=")[0] for part in spec.split(",")] if isinstance(spec, str) else list(dict(spec))
         unmarked = (name.strip().removeprefix(EXTRA_MARK).strip() for name in given)
-        return cls(topology, {axis_in_spec(name): name for name in unmarked}, host_map)
+        config = json.loads(Path(text).read_text(encoding="utf-8")) if text.endswith(".json") else {}
+        names = {axis_in_spec(name): name for name in unmarked}
+        using = tuple(
+            f"{names[axis]}={topology.get_dim(axis)}: {mechanism}"
+            for axis, mechanism in mechanisms_of(config).items()
+            if topology.get_dim(axis) > 1
+        )
+        return cls(topology, names, host_map, using)
 
     @property
     def spec(self) -> str:
@@ -175,6 +186,18 @@ class LayoutView:
         return [(axes, "model" if len(axes) > 1 and axes == both else self.label(axes)) for axes in kinds]
 
 
+def mechanisms_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the axes that a mechanism of a DeepSpeed config uses.
+
+    >>> mechanisms_of({"tensor_parallel": {}, "expert_parallel": {"enabled": True}})
+    {'model': 'AutoTP', 'expert': 'AutoEP'}
+    """
+    sections = {key: value for key, value in config.items() if isinstance(value, Mapping)}
+    tensor, experts = sections.get("tensor_parallel"), sections.get("expert_parallel", {})
+    found = {MODEL: "AutoTP"} if tensor is not None and tensor.get("autotp_size", 2) not in (0, 1) else {}
+    return found | ({EXPERT: "AutoEP"} if experts.get("enabled") is True else {})
+
+
 def print_layout(console: Console, view: LayoutView) -> None:
     """Print every rank's coordinate by host and slot, or a summary of neighboring hosts where there are many."""
     title = f"{view.spec}: {counted(view.topology.world_size(), 'rank')}"
@@ -200,6 +223,8 @@ def print_axes(console: Console, view: LayoutView) -> None:
         table.add_row(kind["name"], f"{kind['groups']:,}", f"{kind['ranks_per_group']:,}", *spans)
     console.print(table)
     console.print()
+    for line in view.mechanisms:
+        say(console, line)
     own = len(created_groups(view.topology, 0))
     say(console, f"Each rank creates {counted(own, 'process group')} besides the world's.")
     if view.placement is not None and SHARD in view.topology.axes:

@@ -92,6 +92,20 @@ def _problems(config: DeepSpeedConfig, grid: MpuGrid, slices: int) -> Iterator[s
         yield f"ZeRO stage 3 with {given[0]} (check _validate_zero3_moe_compatibility of DeepSpeed). Use stage 1 or 2"
 
 
+def check_reducer(config: DeepSpeedConfig) -> None:
+    """Refuse our reducer for AutoEP with AutoTP: DeepSpeed then corrects gradients after its own reduction.
+
+    Raises:
+        EngineOptionError: the config switches both on.
+    """
+    if config.expert_parallel_config.enabled and config.tensor_parallel_config.autotp_size > 1:
+        raise EngineOptionError(
+            "a GradientReducer with AutoEP and AutoTP together: DeepSpeed corrects gradients of slices in its own "
+            "reduction, which the reducer replaces. Leave the reducer out, or use only one of expert_parallel and "
+            "tensor_parallel"
+        )
+
+
 def plan_of(config: DeepSpeedConfig, grid: MpuGrid) -> ExpertPlan:
     """Return the distribution of the experts of AutoEP."""
     size, is_data_first = config.expert_parallel_config.autoep_size, config.use_data_before_expert_parallel_

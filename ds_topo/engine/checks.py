@@ -90,6 +90,11 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
     _check_device_mesh(grid)
     _check_long_sequence_training(grid)
     _check_hybrid_engine(config.hybrid_engine, grid)
+    if config.hybrid_engine.enabled and config.tensor_parallel_config.autotp_size > 1:
+        raise EngineOptionError(
+            "hybrid_engine with tensor_parallel (AutoTP): both would slice the same layers. Leave tensor_parallel out, "
+            "and give the hybrid engine a model of your own slices, with inference_tp_size the degree of 'model'"
+        )
 
 
 def check_stage_of_pipeline(engine: DeepSpeedEngine) -> None:
@@ -378,6 +383,8 @@ def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
             f'config section "{REDUCER_SECTION}" is not read by deepspeed.initialize itself: call '
             "ds_topo.initialize, or call ds_topo.use(grid) first"
         )
+    if _wants_reducer(engine._config):
+        autoep.check_reducer(engine._config)
     section = engine._config._param_dict.get(TOPOLOGY_SECTION)
     if section is not None:
         wanted = ProcessTopology.from_spec(section, world_size=grid.world_size)

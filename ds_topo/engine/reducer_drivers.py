@@ -25,6 +25,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 from typing_extensions import Self, Unpack
 
+from ds_topo.engine import autoep
 from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed
 from ds_topo.ledger import Patch, after, ledger
@@ -104,6 +105,7 @@ class GradientReducer(BucketReducer):
             raise TypeError(f"GradientReducer.attach: {type(engine).__name__} is not what deepspeed.initialize returns")
         if given := [name for name in ("module", "grid", "process_group", "driver") if name in options]:
             raise TypeError(f"GradientReducer.attach: omit {listed(given)}, which the engine provides")
+        autoep.check_reducer(engine._config)
         kind: type[EngineDriver] = EngineDriver
         if isinstance(engine, PipelineEngine):
             kind = DualPipeVDriver if isinstance(engine, DualPipeVEngine) else PipelineDriver

@@ -415,6 +415,13 @@ WRITER_OF_EXPERTS = Patch(
     why="In DeepSpeed only expert data parallel rank 0 writes.",
     during=f"{ONE_CALL} of _save_moe_checkpoint()",
 )
+WRITER_OF_FOLDED_EXPERTS = Patch(
+    deepspeed_groups,
+    "_get_data_parallel_rank",
+    instead="The same on the writer of each slice of experts, and a number above all ranks on others.",
+    why="With AutoEP and AutoTP, several replicas of an expert would write the same file.",
+    during=f"{ONE_CALL} of _save_moe_checkpoint()",
+)
 CLIP_FP32 = Patch(
     DeepSpeedEngine,
     "clip_fp32_gradients",

@@ -360,6 +360,43 @@ def test_tp_model_init_splits_along_the_grid_in_use() -> None:
     run_ranks(4, _initialize_by_tp_model_init)
 
 
+def _train_by_accelerate(topology: str) -> list[float]:
+    """Return the losses of a loop of accelerate, whose config splits the model."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    start()
+    with _training_mode_undone(), PipelineParallelGrid(topology) as grid, use(grid):
+        section = {"tensor_parallel": {"autotp_size": 2}} if grid.slice_parallel_size > 1 else {}
+        config = engine_config(4, clip=0.1, **zero(1), **section)
+        model: Any = llama()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        tokens = torch.randint(64, (24, 12), generator=torch.Generator().manual_seed(0))
+        loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=4)
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        assert model.mpu is grid
+        losses = []
+        for (inputs,) in loader:
+            loss = model(input_ids=inputs, labels=inputs).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item() / dist.get_world_size())
+        destroy_engine(model)
+        return losses
+
+
+@pytest.mark.exhaustive
+def test_accelerate_trains_slices_as_without_them() -> None:
+    [expected, *_] = run_ranks(2, _train_by_accelerate, "data=2")
+    assert len(expected) == 3
+    [found, *_] = run_ranks(4, _train_by_accelerate, "model=2,data=2")
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 def _infer() -> None:
     start()
     tokens, _ = batches_of(llama(), 1)[0]

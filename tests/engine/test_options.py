@@ -64,6 +64,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("seq=2,data=2", MESH, "seq=2 as the last axis"),
     ("data=4", HYBRID, "model axis of 2"),
+    ("model=2,data=2", {**HYBRID, **AUTO_TENSOR}, "hybrid_engine with tensor_parallel .* Leave tensor_parallel out"),
     ("pipe=2,data=2", HYBRID, "model axis of 2"),
 ]
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [

@@ -377,6 +377,7 @@ CALLED_BY_PROGRAMS = {
     patches.TRAIN_BATCH,
     patches.INFERENCE_GROUP,
     patches.FOLDING_TABLES,
+    patches.WRITER_OF_FOLDED_EXPERTS,
     *patches.NAMES_OF_TOPOLOGIES,
     patches.GATHERING_METHODS[1],
 }

@@ -60,6 +60,19 @@ def llama(**options: Any) -> nn.Module:
     return model
 
 
+def mixtral() -> nn.Module:
+    """Return a small Mixtral of transformers."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model: nn.Module = MixtralForCausalLM(
+        MixtralConfig(vocab_size=VOCABULARY, attn_implementation="sdpa", **shape, **heads)
+    )
+    return model
+
+
 def batches_of(model: nn.Module, steps: int) -> list[Batch]:
     """Return the whole batch of each step."""
     generator = torch.Generator().manual_seed(1)
