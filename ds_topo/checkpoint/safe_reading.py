@@ -36,7 +36,6 @@ from deepspeed.runtime import state_dict_factory
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
 from ds_topo.checkpoint.disk import entries_in, open_file, reason_of
@@ -58,6 +57,8 @@ ALLOWED: tuple[Any, ...] = (
 times, paths and numbers of the standard library. Building one runs no code of the file."""
 
 
+_METADATA = "torch.distributed.checkpoint.metadata"
+"""The module of torch's metadata. It is imported by readers of torch's format only, see ``shards``."""
 _OF_METADATA = {
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
     *(("builtins", "set"), ("builtins", "frozenset"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")),
@@ -194,7 +195,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         """Return a type by name; nothing is imported for one that is not allowed."""
         found = getattr(sys.modules.get(module), name, None)
         is_of_torch = (module, name) in _OF_METADATA or (module == "torch" and isinstance(found, torch.dtype))
-        is_record = module == Metadata.__module__ == getattr(found, "__module__", "") and isinstance(found, type)
+        is_record = module == _METADATA == getattr(found, "__module__", "") and isinstance(found, type)
         if is_of_torch or is_record or found in _PATHS:
             return super().find_class(module, name)
         raise UnsafeCheckpointError(

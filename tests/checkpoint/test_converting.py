@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -460,6 +462,17 @@ def test_conversion_never_replaces_its_source(saved: Saved) -> None:
     found, _ = saved(PLAIN)
     with pytest.raises(CheckpointError, match="would be replaced by its own conversion"):
         convert(found, found.path.parent, "data=4")
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_files_that_are_removed_after_one_load_are_not_digested_and_flushed(is_kept: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"text")
+    filling = mock.Mock(path=tmp_path / "file", bytes=4)
+    filling.fill.side_effect = lambda digest, start, done: digest and digest(b"text")
+    with mock.patch.object(file_filling, "flush") as flush:
+        digests = file_filling.fill_all([filling], tmp_path / "journal", lambda *_: None, is_kept=is_kept)
+    assert digests == [hashlib.sha256(b"text").hexdigest() if is_kept else "0" * 64]
+    assert flush.call_count == is_kept
 
 
 def test_killed_conversion_is_resumed(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
