@@ -25,6 +25,7 @@ from ds_topo.planner.search import TIE, Found, Plan, Tally
 from ds_topo.planner.step_time import (
     activation_bytes,
     gradient_messages,
+    mirrored_bubble,
     shared_spans,
     stage_pass,
     tied_bytes,
@@ -91,7 +92,7 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         "pipe": f"{micro_batches} x 2 sends of {bytes_text(activation_bytes(costs, layout) / layout.model)} per stage, "
         f"{_where(spans[PIPE])}",
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
-        "are equal",
+        "are equal" + (f", x {mirrored_bubble(layout.pipe, slowest):.2f} by DualPipeV" if job.software.mirrors else ""),
         "gradients": _gradients_text(costs, layout, spans),
         "parameters": f"ZeRO {layout.zero} gathers what is sharded over {layout.replicas} ranks",
         "optimizer": f"Adam on {updated / 1e6:,.1f} M parameters, bound by memory",
@@ -126,7 +127,8 @@ def explain_memory(costs: Costs, plan: Plan) -> list[Term]:
     layout, job = plan.layout, costs.job
     kind = max(costs.stage_kinds(layout), key=lambda one: stage_memory(costs, one, layout).total)
     parameters = costs.parameters(kind, layout)
-    chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, layout.micro_batches(job.batch))
+    micro_batches = layout.micro_batches(job.batch)
+    chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, micro_batches, job.software.mirrors)
     shards = f" / {layout.replicas} replicas"
     experts = f" + {parameters.experts / 1e6:,.1f} M of experts" if parameters.experts else ""
     held = f"{parameters.dense / 1e6:,.1f} M{experts} parameters of stage {kind.first}"
@@ -175,8 +177,9 @@ def reason(found: Found) -> str:
 def needs(found: Found) -> list[str]:
     """Return what a program needs for the axes of the plans, as sentences."""
     layouts, software = [plan.layout for plan in found.plans], found.job.software
+    module = "DualPipeVModule" if software.mirrors else "PipelineModule"
     texts = {
-        PIPE: "a PipelineModule" if software.eager else "a schedule of micro-batches",
+        PIPE: f"a {module}" if software.eager else "a schedule of micro-batches",
         SEQ: "ring attention" if software.seq_exchange == "ring" else "Ulysses attention",
         MODEL: "layers that split their weights",
     }
