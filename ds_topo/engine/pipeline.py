@@ -185,6 +185,14 @@ class DualPipeVModule(PipelineModule, DeepSpeedDualPipeVModule):  # type: ignore
     parts_of_a_rank = 2
     phase_bounds: list[tuple[int, int]]
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if options.get("dynamic_shape"):
+            raise ValueError(
+                "dynamic_shape=True with DualPipeV, whose stages exchange the shapes of activations once: pad samples "
+                "to one length, or use PipelineModule"
+            )
+        super().__init__(*args, **options)
+
     def _partition_layers(self, method: str = "uniform") -> None:
         super()._partition_layers(method)
         # as in with_plain_bounds(); DeepSpeed switches between these bounds without _set_bounds()

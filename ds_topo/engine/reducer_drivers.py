@@ -318,11 +318,8 @@ class PipelineDriver(EngineDriver):
             def backward_pass(engine: PipelineEngine, **arguments: Any) -> None:
                 self._phase = arguments.get("phase", 0)
                 self._passes[self._phase] += 1
-                with ExitStack() as step:
-                    if reducer.is_in_step and not self.is_last_backward():  # of a phase that ends later
-                        step.enter_context(reducer.accumulating())
-                    started = time.perf_counter_ns()
-                    backward(engine, **arguments)
+                started = time.perf_counter_ns()
+                backward(engine, **arguments)
                 self.backward_ns = time.perf_counter_ns() - started
                 reducer.launch_deferred()
 
@@ -367,7 +364,8 @@ class PipelineDriver(EngineDriver):
 class DualPipeVDriver(PipelineDriver):
     """The driver of a DualPipeV engine. The parameters of each phase are reduced from the last backward of that phase.
 
-    Phase 1 ends earlier. Its reductions overlap with the rest of phase 0, whose gradients accumulate meanwhile.
+    Phase 1 ends earlier, which starts the step. Its reductions overlap with the rest of phase 0. Those passes are
+    equally many in each step, so the reducer learns how many gradients a parameter gets in them (``static_graph``).
     """
 
     def prefers_to_defer(self, timings: Iterable[StepTiming]) -> bool:

@@ -219,7 +219,11 @@ class Costs:
         if key not in self._kinds:
             by_parameters = self.job.software.balances_parameters and virtual == 1
             model = self.job.model
-            stages = parameter_stages(model, pipe) if by_parameters else even_stages(model, pipe, virtual)
+            parts = 2 * pipe if self.job.software.mirrors and pipe > 1 else pipe
+            stages = parameter_stages(model, parts) if by_parameters else even_stages(model, parts, virtual)
+            if parts > pipe:
+                pairs = zip(stages[:pipe], reversed(stages[pipe:]), strict=True)
+                stages = [Stage(one.blocks + other.blocks, one.has_embedding, other.has_head) for one, other in pairs]
             kinds: dict[tuple[object, ...], StageKind] = {}
             for number, stage in enumerate(stages):
                 blocks = tuple((len(list(run)), block) for block, run in groupby(stage.blocks))

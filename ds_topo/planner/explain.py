@@ -85,7 +85,8 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         "pipe": f"{micro_batches} x 2 sends of {bytes_text(step_time.activation_bytes(costs, layout) / layout.model)} "
         f"per stage, {_where(spans[PIPE])}",
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
-        "are equal",
+        "are equal"
+        + (f", x {step_time.mirrored_bubble(layout.pipe, slowest):.2f} by DualPipeV" if job.software.mirrors else ""),
         "gradients": _gradients_text(costs, layout, spans),
         "parameters": f"ZeRO {layout.zero} gathers what is sharded over {layout.partitions} ranks",
         "optimizer": f"Adam on {updated / 1e6:,.1f} M parameters, bound by memory",
@@ -120,12 +121,12 @@ def explain_memory(costs: Costs, plan: Plan) -> list[Term]:
     layout, job = plan.layout, costs.job
     kind = max(costs.stage_kinds(layout), key=lambda one: stage_memory(costs, one, layout).total)
     parameters = costs.parameters(kind, layout)
-    chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, layout.micro_batches(job.batch))
-    shards = (
-        f" / {layout.partitions} partitions"
-        if layout.partitions < layout.replicas
-        else f" / {layout.replicas} replicas"
-    )
+    micro_batches = layout.micro_batches(job.batch)
+    chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, micro_batches, job.software.mirrors)
+    if layout.partitions < layout.replicas:
+        shards = f" / {layout.partitions} partitions"
+    else:
+        shards = f" / {layout.replicas} replicas"
     experts = f" + {parameters.experts / 1e6:,.1f} M of experts" if parameters.experts else ""
     held = f"{parameters.dense / 1e6:,.1f} M{experts} parameters of stage {kind.first}"
     whole = layout.recompute is Recompute.NONE
@@ -173,8 +174,9 @@ def reason(found: Found) -> str:
 def needs(found: Found) -> list[str]:
     """Return what a program needs for the axes of the plans, as sentences."""
     layouts, software = [plan.layout for plan in found.plans], found.job.software
+    module = "DualPipeVModule" if software.mirrors else "PipelineModule"
     texts = {
-        PIPE: "a PipelineModule" if software.eager else "a schedule of micro-batches",
+        PIPE: f"a {module}" if software.eager else "a schedule of micro-batches",
         SEQ: "ring attention" if software.seq_exchange == "ring" else "Ulysses attention",
         MODEL: "layers that split their weights",
     }

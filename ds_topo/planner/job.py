@@ -118,6 +118,7 @@ class Software:
         own_starts: the program's own work per step, per micro-batch of a stage, and per collective of its layers, in
             kernel launches. It delays processors that also compute the model; a GPU's work hides it.
         balances_parameters: stages get layers by their parameters (DeepSpeed's default), not by their number.
+        mirrors: each stage holds two parts of the model, a part and its mirror (DeepSeek-V3's DualPipeV).
         choice: how the degrees of its published runs were chosen.
     """
 
@@ -144,6 +145,7 @@ class Software:
     agreements: int = 3
     own_starts: tuple[int, int, int] = (0, 0, 0)
     balances_parameters: bool = False
+    mirrors: bool = False
     choice: str = "the source does not say how degrees were chosen"
 
     def zero_stages(self, pipe: int, precision: Precision) -> tuple[int, ...]:
@@ -186,6 +188,9 @@ pipelines shard the optimizer without ZeRO, too; stage 1 is the same with fewer 
 DEEPSPEED_PIPELINE = replace(DEEPSPEED, name="deepspeed-pipeline", zero=((0, 1), (0, 1), (1,)), seq=(False, False))
 """A program whose model is a ``PipelineModule`` in every topology, as in the examples."""
 
+DUALPIPEV = replace(DEEPSPEED_PIPELINE, name="deepspeed-dualpipev", mirrors=True)
+"""The same with a ``DualPipeVModule``."""
+
 MEGATRON = Software(
     "megatron", zero=((0, 1, 3), (0, 1), (0, 1)), accumulation_bytes=2, reduction_bytes=2, overlaps_model=True
 )
@@ -216,7 +221,8 @@ MEGATRON_2021 = replace(
 """Megatron-LM of Narayanan et al.; their runs, too, have up to 3 virtual stages (scripts of table 1)."""
 
 SOFTWARE = {
-    software.name: software for software in (DEEPSPEED, DEEPSPEED_PIPELINE, MEGATRON, MEGATRON_2022, MEGATRON_2021)
+    software.name: software
+    for software in (DEEPSPEED, DEEPSPEED_PIPELINE, DUALPIPEV, MEGATRON, MEGATRON_2022, MEGATRON_2021)
 }
 
 
@@ -425,6 +431,9 @@ def layout_problem(job: Job, layout: Layout) -> str | None:
         return f"the model has {model.positions} positions, fewer than the sequence's {job.sequence}"
     if layout.virtual_stages > 1 and layout.micro_batches(batch) % layout.pipe:
         return f"virtual stages need a multiple of pipe={layout.pipe} micro-batches, not {layout.micro_batches(batch)}"
+    parts, count = 2 * layout.pipe, layout.micro_batches(batch)
+    if job.software.mirrors and layout.pipe > 1 and parts > min(count, model.layers + 2):
+        return f"DualPipeV on pipe={layout.pipe} needs {parts} micro-batches and layers, not {count} and {model.layers}"
     return _experts_problem(model, layout)
 
 

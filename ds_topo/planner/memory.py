@@ -54,15 +54,20 @@ def state_bytes(parameters: StageParameters, layout: Layout, precision: Precisio
     return MemoryUse(weights, gradients, optimizers)
 
 
-def chunks_in_flight(stage: int, pipe: int, virtual: int, micro_batches: int) -> int:
+def chunks_in_flight(stage: int, pipe: int, virtual: int, micro_batches: int, mirrors: bool = False) -> float:
     """Return the most forward passes of chunks that a stage has done without their backward.
 
     With one stage per rank: ``pipe - stage`` (1F1B, Narayanan et al., section 2.2.1). With several:
-    ``2 (pipe - stage - 1) + (virtual - 1) pipe + 1``, the warm-up of the interleaved schedule.
+    ``2 (pipe - stage - 1) + (virtual - 1) pipe + 1``, the warm-up of the interleaved schedule. With DualPipeV every
+    stage keeps ``2 pipe + 1`` halves of a chunk.
 
     >>> chunks_in_flight(0, pipe=4, virtual=1, micro_batches=8), chunks_in_flight(0, 4, 2, 8)
     (4, 11)
+    >>> chunks_in_flight(3, pipe=4, virtual=1, micro_batches=8, mirrors=True)
+    4.5
     """
+    if mirrors and pipe > 1:
+        return min(micro_batches, pipe + 0.5)
     if virtual == 1:
         return min(micro_batches, pipe - stage)
     return min(micro_batches * virtual, 2 * (pipe - stage - 1) + (virtual - 1) * pipe + 1)
@@ -117,7 +122,7 @@ def _activation_bytes(costs: Costs, kind: StageKind, layout: Layout) -> tuple[fl
         again = max(again, cost.work.kept.none - cost.work.kept.under(recompute))
         output = cost.work.output
     micro_batches = layout.micro_batches(job.batch)
-    chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, micro_batches)
+    chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, micro_batches, job.software.mirrors)
     activations = kept * chunks / layout.virtual_stages
     if job.software.eager and layout.pipe > 1:
         # DeepSpeed's pipeline has at least two buffers, each with an input and an output

@@ -117,6 +117,8 @@ def step_time(costs: Costs, layout: Layout) -> StepTime:
         in_bubble = [stage_pass(costs, kind, layout, spans_in_bubble) for kind in kinds] if shared else passes
         others = sum(kind.count * one.total for kind, one in zip(kinds, in_bubble, strict=True))
         others -= in_bubble[place].total
+        if job.software.mirrors:
+            others *= mirrored_bubble(layout.pipe, slowest)
         bubble = others / layout.virtual_stages + 2 * (layout.pipe - 1) * _send_seconds(costs, layout, spans_in_bubble)
     reduced, gathered = _replica_seconds(costs, layout, spans, passes)
     update = _optimizer_seconds(costs, layout)
@@ -157,11 +159,24 @@ def schedule_bound(costs: Costs, layout: Layout, *, even: bool = False) -> float
     every = sum(kind.count * total for kind, total in zip(kinds, totals, strict=True))
     micro_batches = layout.micro_batches(job.batch)
     if even:
-        stages = min(job.software.virtual_stages, -(-job.model.layers // layout.pipe))
+        stages = 2 if job.software.mirrors else min(job.software.virtual_stages, -(-job.model.layers // layout.pipe))
         bubble = every / layout.micro_batch * (layout.pipe - 1) / layout.pipe / stages
         return micro_batches * every / layout.pipe + bubble
     slowest = max(totals)
-    return micro_batches * slowest + (every - slowest) / layout.virtual_stages
+    return micro_batches * slowest + (every - slowest) / (2 if job.software.mirrors else layout.virtual_stages)
+
+
+def mirrored_bubble(pipe: int, one: PassTime) -> float:
+    """Return the bubble of DeepSpeed's DualPipeV schedule relative to that of 1F1B, which is never less than a half.
+
+    With f and b for forward and backward of a half stage and ``b >= 2 f``, the bubble is ``(2b + f) p - 2 (b + f)``
+    instead of ``2 (p - 1) (b + f)``. The tests run the schedule on paper.
+    """
+    forward, backward = one.forward, max(one.backward, 2 * one.forward)
+    if pipe == 1:
+        return 1.0
+    both = forward + backward
+    return ((2 * backward + forward) * pipe - 2 * both) / (2 * (pipe - 1) * both)
 
 
 def stage_pass(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str, Span]) -> PassTime:
@@ -246,7 +261,7 @@ def _pipe_waits(layout: Layout, software: Software) -> float:
     stages have two sends for each chunk.
     """
     if layout.virtual_stages == 1:
-        return 2 * (layout.pipe - 1) / layout.pipe
+        return (4 if software.mirrors else 2) * (layout.pipe - 1) / layout.pipe
     return 2 * layout.virtual_stages * (PIPE_BARE if software.overlaps_pipe else 1.0)
 
 
@@ -369,7 +384,7 @@ def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[tup
 def tied_bytes(costs: Costs, layout: Layout) -> float:
     """Return the bytes of a tied embedding's gradient on a rank if two stages have it, else 0."""
     job = costs.job
-    if not job.model.tied or layout.pipe == 1:
+    if not job.model.tied or layout.pipe == 1 or job.software.mirrors:  # DualPipeV has both ends on one rank
         return 0.0
     return job.model.vocabulary * job.model.hidden / layout.model * job.software.reduced_bytes(job.precision)
 

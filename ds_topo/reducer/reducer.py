@@ -259,12 +259,6 @@ class BucketReducer:
         """
         if self._state not in (IDLE, ACCUMULATING):
             raise _wrong_moment("no_sync()", self._state)
-        with self.accumulating():
-            yield
-
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Accumulate gradients inside; for engines also in a step, for parameters whose last gradients come later."""
         previous, self._state = self._state, ACCUMULATING
         try:
             yield

@@ -130,6 +130,12 @@ def test_autosp_in_any_order_equals_one_process(world: Worlds, spec: str, stage:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("spec", ["data=2,seq=2,model=2", "seq=2,model=2,data=2", "model=2,data=2,seq=2"])
+def test_autosp_with_data_and_model_equals_one_process(world: Worlds, spec: str) -> None:
+    world(8).run(_compare, spec, 1, _train_alone(), False)
+
+
+@pytest.mark.exhaustive
 def test_autosp_with_a_reducer_equals_one_process(world: Worlds) -> None:
     world(4).run(_compare, "seq=2,data=2", 1, _train_alone(), True)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import deque
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -18,8 +21,11 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.schedule import DualPipeVSchedule
 from torch import nn
 
-from ds_topo import DualPipeVModule, PipelineParallelGrid, checkpoint, initialize
+from ds_topo import DualPipeVModule, PipelineParallelGrid, checkpoint, initialize, use
+from ds_topo.cli import main
 from ds_topo.errors import EngineOptionError, TopologyError
+from ds_topo.planner.memory import chunks_in_flight
+from ds_topo.planner.step_time import mirrored_bubble
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.gpt_training import BATCH, batch, pipeline, train
 from tests.support.training import Reference, Run, assert_trained_alike, destroy_engine, engine_config, own_samples
@@ -78,20 +84,18 @@ def test_three_axes_equal_one_process(world: Worlds, layers_alone: Reference, to
 def _launches_in_each_phase() -> None:
     with pipeline("pipe=2,data=2", gas=GAS, kind=DualPipeVModule, gradient_reducer=dict(SMALL)) as made:
         engine, grid = made
-        reducer, launched = engine.gradient_reducer, []
-        backward = reducer.driver.is_last_backward
+        reducer = engine.gradient_reducer
         train(engine, grid, range(2))  # the second step has the buckets in the order of arrival
-        before = reducer.reduction_count
+        before, launched = reducer.reduction_count, []
 
-        def is_last_backward() -> bool:
-            launched.append((reducer.driver._phase, reducer.reduction_count - before))
-            return bool(backward())
+        def note() -> None:
+            launched.append(reducer.reduction_count - before)
 
-        reducer.driver.is_last_backward = is_last_backward
-        train(engine, grid, [2])
-        last_of_phase_0 = [count for phase, count in launched if phase == 0][-1]
-        if grid.stage_id == 0:  # more passes of phase 0 follow the end of phase 1
-            assert last_of_phase_0 > 0
+        with mock.patch.object(reducer, "launch_deferred", note):
+            train(engine, grid, [2])
+        assert len(launched) == 2 * GAS, "one entry after each backward pass"
+        assert launched[-2] > 0, "phase 1 ends before the last pass of phase 0"
+        assert launched[-4 if grid.stage_id else -5] == 0
         assert reducer.reduction_count - before == len(reducer.buckets)
 
 
@@ -134,10 +138,28 @@ def _on_paper(stages: int, micro_batches: int, forward: float, backward: float) 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 def test_guide_states_the_bubble_and_the_activations_of_the_schedule(stages: int) -> None:
-    for micro_batches in (2 * stages, 5 * stages):
-        seconds, parts = _on_paper(stages, micro_batches, forward=0.5, backward=1.0)  # of half a stage
-        assert seconds - 3 * micro_batches == (5 * stages - 6) / 2
+    for micro_batches, backward in product((2 * stages, 5 * stages), (1.0, 1.5)):
+        seconds, parts = _on_paper(stages, micro_batches, 0.5, backward)  # of half a stage
+        bubble = seconds - (1 + 2 * backward) * micro_batches
+        if backward == 1.0:
+            assert bubble == (5 * stages - 6) / 2
+        planned: Any = SimpleNamespace(forward=1.0, backward=2 * backward)
+        assert bubble == pytest.approx(mirrored_bubble(stages, planned) * (stages - 1) * (1 + 2 * backward))
         assert parts == [2 * stages + 1] * stages
+        assert chunks_in_flight(0, stages, 1, micro_batches, mirrors=True) == parts[0] / 2
+
+
+def test_planned_pipelines_with_dualpipev_wait_less_and_keep_more(capsys: pytest.CaptureFixture[str]) -> None:
+    job = "plan --layers 16 --hidden 1024 --heads 16 --vocab 1024 --sequence 512 --hosts 1 --slots 4 --batch 32"
+    job += " --accelerator A100-80GB --json"
+    found = []
+    for software in ("deepspeed-pipeline", "deepspeed-dualpipev"):
+        assert main([*job.split(), "--micro-batch", "1", "--topology", "pipe=4", "--software", software]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    bubbles = [plan["plans"][0]["seconds_by_term"]["bubble"] for plan in found]
+    kept = [plan["plans"][0]["memory_by_term"]["activations"] for plan in found]
+    assert bubbles[1] < 0.9 * bubbles[0]
+    assert kept[1] > kept[0]
 
 
 # -- against stock DeepSpeed -----------------------------------------------------------------------------------------
@@ -180,6 +202,9 @@ def _compare_with_stock(zero: int) -> None:
     ours, mine = _train_small(DualPipeVModule, zero, topology="pipe=2,data=2")
     assert ours == stock
     assert all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))
+    with PipelineParallelGrid("data=2,pipe=2") as grid, use(grid):
+        in_use, _ = _train_small(StockModule, zero, num_stages=2)  # the program keeps DeepSpeed's class
+    assert in_use == stock
 
 
 @pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
@@ -236,6 +261,8 @@ def _refuse() -> None:
     with PipelineParallelGrid("pipe=2,model=2") as grid:
         with pytest.raises(TopologyError, match=r"3 layers for the 2 stages .* at least 2 \(DualPipeV\)"):
             DualPipeVModule(_layers()[:3], grid=grid)
+        with pytest.raises(ValueError, match="dynamic_shape=True with DualPipeV"):
+            DualPipeVModule(_layers(), grid=grid, dynamic_shape=True)
         module = DualPipeVModule(_layers(), grid=grid, loss_fn=nn.functional.mse_loss)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         whole = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
