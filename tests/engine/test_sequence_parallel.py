@@ -128,7 +128,7 @@ def test_attention_over_seq_equals_one_process(world: Worlds, topology: str, opt
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("order", permutations(("data", "shard", "seq")), ids="-".join)
+@pytest.mark.parametrize("order", list(permutations(("data", "shard", "seq"))), ids="-".join)
 def test_attention_over_seq_and_shard_equals_one_process(
     world: Worlds, order: tuple[str, ...], options: dict[str, Any]
 ) -> None:
