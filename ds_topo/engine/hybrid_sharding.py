@@ -12,6 +12,14 @@ over the copies, once per step:
 
 Experts stay partitioned over their own replicas, of which none is left out.
 
+Bytes of a rank with ``N`` parameters and a degree ``s`` of ``shard``, in bf16 with Adam, besides buckets and buffers::
+
+    ZeRO 1    2 N + 12 N / s, and 2 N of gradients until they are reduced
+    ZeRO 2    2 N + 14 N / s
+    ZeRO 3    16 N / s
+
+With ``P`` bytes of gradients and copies on ``h`` hosts, one on each, a host sends ``2 P (h - 1) / h`` per step.
+
 Sources: FSDP2's HSDP; Zhang et al., MiCS (VLDB 2022).
 """
 

@@ -101,24 +101,24 @@ def sides_of(stage: int, micro_batches: int) -> dict[str, Side]:
     }
 
 
-def measure(stage: int, micro_batches: int, rounds: int) -> tuple[Times, dict[str, float]]:
-    """Return the times, and the MB that this rank's host sends per step."""
+def measure(cases: list[tuple[int, int]], rounds: int) -> list[tuple[Times, dict[str, float]]]:
+    """Return for each case the times, and the MB that this rank's host sends per step."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
-    return turns(sides_of(stage, micro_batches), rounds, warmup=1, steps=STEPS)
+    return [turns(sides_of(*case), rounds, warmup=1, steps=STEPS) for case in cases]
 
 
 def main(stages: Sequence[int], counts: Sequence[int], rate: str, rounds: int) -> None:
     """Measure and print."""
     print(f"2 hosts x 4 ranks, link {rate}, P = {GRADIENT_BYTES / 1e6:.1f} MB of gradients, {rounds} turns", flush=True)
+    cases = [(stage, count) for stage in stages for count in counts]
     with Cluster(hosts=2, rate=rate) as cluster:
-        for stage in stages:
-            for count in counts:
-                times, sent = cluster.run_ranks(measure, stage, count, rounds, ranks_per_host=4, timeout=600)[0]
-                print(f"\nZeRO {stage}, {count} micro-batches; theory: {GRADIENT_BYTES / 1e6:.1f} MB")
-                print(table(times))
-                print("  ".join(f"{side} {mega:.1f} MB" for side, mega in sent.items()))
-                print(ratios(times, [("ours", "deepspeed"), ("ours", "hsdp")]), flush=True)
+        found = cluster.run_ranks(measure, cases, rounds, ranks_per_host=4, timeout=900)[0]
+    for (stage, count), (times, sent) in zip(cases, found, strict=True):
+        print(f"\nZeRO {stage}, {count} micro-batches; theory: {GRADIENT_BYTES / 1e6:.1f} MB")
+        print(table(times))
+        print("  ".join(f"{side} {mega:.1f} MB" for side, mega in sent.items()))
+        print(ratios(times, [("ours", "deepspeed"), ("ours", "hsdp")]), flush=True)
 
 
 if __name__ == "__main__":

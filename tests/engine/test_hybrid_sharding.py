@@ -5,13 +5,18 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
-from ds_topo import PipelineModule, PipelineParallelGrid, initialize
+from ds_topo import PipelineModule, PipelineParallelGrid, initialize, use
 from tests.engine.test_against_deepspeed import (
     PRECISIONS,
     SITUATIONS,
@@ -58,7 +63,7 @@ def compare(world: Worlds, rows: tuple[Row, ...], sides: tuple[str, ...] = ("gri
 
 
 def test_a_shard_axis_trains_as_stock_deepspeed(world: Worlds) -> None:
-    compare(world, (Row(1, accumulation=3), Row(2, accumulation=3)))
+    compare(world, (Row(2, accumulation=3),))
 
 
 def test_a_shard_axis_at_stage_3_trains_as_stock_deepspeed(world: Worlds) -> None:
@@ -105,7 +110,7 @@ def _train_pipeline(topology: str, settings: dict[str, Any], expected: Run, tole
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("stage", "reduced"), [(1, False), (1, True), (2, False), (2, True), (3, False)])
-@pytest.mark.parametrize("order", permutations(("data", "shard", "model")), ids="-".join)
+@pytest.mark.parametrize("order", list(permutations(("data", "shard", "model"))), ids="-".join)
 def test_a_sliced_model_equals_one_process(
     world: Worlds, module_alone: Reference, order: tuple[str, ...], stage: int, reduced: bool
 ) -> None:
@@ -116,7 +121,7 @@ def test_a_sliced_model_equals_one_process(
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}, FP32_SUMS])
-@pytest.mark.parametrize("order", permutations(("data", "shard", "pipe")), ids="-".join)
+@pytest.mark.parametrize("order", list(permutations(("data", "shard", "pipe"))), ids="-".join)
 def test_a_pipeline_equals_one_process(
     world: Worlds, layers_alone: Reference, order: tuple[str, ...], precision: dict[str, Any], reduced: bool
 ) -> None:
@@ -201,5 +206,63 @@ def test_a_rank_holds_what_the_formulas_say(spec: str, shards: int, stage: int, 
     gradients = 0 if stage == 3 else 2 / shards
     for after_backward, after_step in run_ranks(4, _memory, spec, stage, reduced):
         print(after_backward, after_step)
-        assert states <= after_step < states + 0.8
-        assert states + gradients <= after_backward < states + gradients + 0.8
+        assert states <= after_step < states + 1.2, "besides 2 MB of receive buffers"
+        assert states + gradients <= after_backward < states + gradients + 1.2
+
+
+def _fill_on_first_rank() -> None:
+    start()
+    torch.manual_seed(dist.get_rank())
+    grid = PipelineParallelGrid("data=2,shard=2")
+    config = engine_config(1, zero_optimization={"stage": 3}, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+    with use(grid):
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            module = nn.Linear(4, 4)
+        weight = module.weight
+        assert sorted(dist.get_process_group_ranks(weight.ds_process_group)) == grid.get_ranks("shard")  # type: ignore[attr-defined]
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            if dist.get_rank() == 0:
+                weight.data.fill_(3.0)
+        engine, *_ = deepspeed.initialize(model=module, config=config)
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            assert set(weight.flatten().tolist()) == {3.0}
+            biases: list[Any] = [None] * 4
+            dist.all_gather_object(biases, module.bias.tolist())
+        assert biases == [biases[0]] * 4, "zero.Init drew them on each rank; the first copy's values count"
+        destroy_engine(engine)
+    grid.destroy()
+
+
+def test_copies_of_parameters_from_zero_init_are_equal(world: Worlds) -> None:
+    world(4).run(_fill_on_first_rank)
+
+
+def _init_over_all_ranks() -> None:
+    start()
+    with PipelineParallelGrid("data=2,shard=2") as grid:
+        config = engine_config(1, zero_optimization={"stage": 3}, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+        with deepspeed.zero.Init(config_dict_or_path=config, mpu=grid):
+            module = nn.Linear(4, 4)
+        initialize(model=module, mpu=grid, config=config)
+
+
+def test_zero_init_over_other_ranks_is_refused(world: Worlds) -> None:
+    for error in world(4).run(_init_over_all_ranks, expect_failure=True):
+        assert "data_parallel_group=grid.get_partition_group()" in str(error)
+
+
+def _save_experts(folder: str) -> None:
+    start()
+    with PipelineParallelGrid("data=2,shard=2") as grid:
+        layer = MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2)
+        parameters = split_params_into_different_moe_groups_for_optimizer(
+            [{"params": list(layer.parameters()), "name": "all"}]
+        )
+        config = engine_config(1, zero_optimization={"stage": 1}, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+        engine, *_ = initialize(model=layer, model_parameters=parameters, mpu=grid, config=config)
+        engine.save_checkpoint(folder)
+
+
+def test_checkpoints_of_experts_are_refused(world: Worlds, tmp_path: Path) -> None:
+    for error in world(4).run(_save_experts, str(tmp_path), expect_failure=True):
+        assert "name that axis 'data'" in str(error)

@@ -99,7 +99,7 @@ def _over_copies(order: Sequence[str]) -> None:
                 under_way = []
                 for flat in flats:
                     under_way.append(exchange.reduce_scatter(flat.view(-1), over_copies=over_copies))
-                    if dist.get_rank() == 0:  # it knows the next tensor only after the end of this one
+                    if dist.get_rank() in (0, 3):  # they know the next tensor only after the end of this one
                         under_way[-1].wait()
                 for flat, pending in zip(flats, under_way, strict=True):
                     pending.wait()
