@@ -228,19 +228,16 @@ def _address_of_start(path: Path, tensors: Iterable[torch.Tensor]) -> int:
     return min(addresses) - (min(records) + _HEADER_BYTES + int(name) + int(extra))
 
 
-def fill_all(
-    fillings: Sequence[Filling], journal: Path, progress: Callable[[str, int, int], None], *, is_kept: bool = True
-) -> list[str]:
+def fill_all(fillings: Sequence[Filling], journal: Path, progress: Callable[[str, int, int], None]) -> list[str]:
     """Fill all files, continuing where the journal ends, and flush them.
 
     Args:
         fillings: what to write into the files.
         journal: file that records how far each file has been written.
         progress: called with ``"megabytes"`` or ``"files"``, how many are done, and how many there are.
-        is_kept: False for files that are read once and removed. They are neither digested nor flushed.
 
     Returns:
-        The SHA-256 of every file; zeros for files that are not kept.
+        The SHA-256 of every file.
     """
     lines = journal.read_text().split("\n")[:-1] if journal.exists() else []  # the last line may be cut off
     noted = {name: int(offset) for name, _, offset in (line.rpartition("\t") for line in lines)}
@@ -264,9 +261,6 @@ def fill_all(
                 progress("megabytes", written // 10**6, total // 10**6)
 
         done(start)
-        if not is_kept:
-            one.fill(None, start, done)
-            return "0" * 64, flushing.submit(lambda: None)
         digest = hashlib.sha256()
         one.fill(digest.update, start, done)
         return digest.hexdigest(), flushing.submit(flush, one.path)

@@ -459,8 +459,8 @@ def _differences(saved: SavedLayout, now: SavedLayout, optimizer_states: bool) -
     if partitions_parameters and saved.zero_stage != now.zero_stage:
         yield f"ZeRO {saved.zero_stage} became ZeRO {now.zero_stage}: stage 3 also partitions parameters"
     has_partitions = optimizer_states and saved.has_partitions
-    if has_partitions and saved.precision != now.precision:
-        yield f"{saved.precision} became {now.precision}: the optimizer's files have other names and contents"
+    if optimizer_states and saved.precision != now.precision:
+        yield f"{saved.precision} became {now.precision}: weights must be rounded anew from the optimizer's"
     if saved.replicas != now.replicas and (has_partitions or partitions_parameters):
         yield f"{saved.replicas} replicas became {now.replicas}: ZeRO writes one partition for each replica"
     elif saved.partitions != now.partitions and (has_partitions or partitions_parameters):

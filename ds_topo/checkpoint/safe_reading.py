@@ -64,7 +64,7 @@ _OF_METADATA = {
     *(("builtins", "set"), ("builtins", "frozenset"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")),
 }
 """Names in the metadata of ``torch.distributed.checkpoint``, besides data types and the classes of its own module."""
-_DEEPSPEEDS = {
+OF_DEEPSPEED = {
     *("module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd"),
     *("skipped_steps", "global_steps", "dp_world_size", "mp_world_size"),
 }
@@ -236,7 +236,7 @@ def check_client_state(state: object) -> None:
         return
     if not isinstance(state, Mapping):
         raise TypeError(f"client_state={abridged(state)} is not a mapping: give a dict of names and values, or None")
-    taken = sorted(_DEEPSPEEDS & state.keys())
+    taken = sorted(OF_DEEPSPEED & state.keys())
     if taken:
         raise ValueError(
             f"client_state has keys {taken}, which are DeepSpeed's own in the same file, so the checkpoint could not "
