@@ -1,7 +1,7 @@
 """Convert checkpoints to other degrees, another ZeRO stage or one plain file of weights.
 
 :func:`convert` writes a checkpoint of another layout, and :func:`to_single_file` one file of weights. :func:`load`
-loads a checkpoint into an engine, and converts it first if necessary. A conversion goes through these modules:
+loads a checkpoint into an engine, and copies its elements by name if the files do not fit. These modules take part:
 
 ====================  ================================================================================================
 ``saved_model``       describes all parameters of the checkpoint, whatever the layout that saved it
@@ -10,9 +10,10 @@ loads a checkpoint into an engine, and converts it first if necessary. A convers
 ``deepspeed_reader``  reads weights and optimizer states of single parameters from the saved files
 ``deepspeed_writer``  lays out the new files
 ``file_filling``      fills them in place, and resumes after a kill
+``engine_filling``    copies into a live engine instead
 ====================  ================================================================================================
 
-The steps of a conversion, which several processes can share:
+The steps of a conversion into files:
 
 1. Plan: read the manifest, plan the layout, and check that the disk has enough space.
 2. Make room: write every file without the bytes of its tensors, into ``.<tag>.converting/<tag>``.

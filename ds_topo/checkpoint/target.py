@@ -1,7 +1,8 @@
 """Plan the layout that a checkpoint is converted to, or explain why it cannot be reached.
 
-:func:`target_of` plans the layout of a topology's spec, :func:`target_like` that of an engine. The hard part is the
-optimizer: DeepSpeed's files hold its states by position, so that the groups of the new layout must be known exactly.
+:func:`target_of` plans the files of a topology's spec. The hard part is the optimizer: DeepSpeed's files hold its
+states by position, so that the groups of the new layout must be known exactly. :func:`require_loadable` checks the
+layout of a live engine, which has its own groups.
 """
 
 from __future__ import annotations
