@@ -479,6 +479,7 @@ def _settings(engine: DeepSpeedEngine) -> list[str]:
         f"optimizer={optimizer}",
         f"zero stage={config.zero_config.stage}",
         f"engine={type(engine).__name__}",
+        f"correct norms={engine.mpu.correct_norms}",
         f"micro batches of={getattr(module, 'micro_batches', None)}",
         f"torch {torch.__version__}",
         f"deepspeed {deepspeed.__version__}",
