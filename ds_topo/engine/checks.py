@@ -538,6 +538,7 @@ def _settings(engine: DeepSpeedEngine) -> list[str]:
         f"autotp_size={config.tensor_parallel_config.autotp_size}",
         f"autoep_size={config.expert_parallel_config.autoep_size}",
         f"engine={type(engine).__name__}",
+        f"correct norms={engine.mpu.correct_norms}",
         f"micro batches of={getattr(module, 'micro_batches', None)}",
         f"torch {torch.__version__}",
         f"deepspeed {deepspeed.__version__}",

@@ -71,15 +71,18 @@ def patching_engines(construct: Any) -> Any:
             rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
             rows += hybrid_sharding.rows_of_optimizers(engine.mpu)
             hybrid_sharding.save_each_partition_once(engine)
-            if is_pipeline:
+            corrects = engine.mpu.settle_norms()
+            if is_pipeline and corrects:
                 norms.log_clipping(engine)
             elif autosp.uses_autosp(engine._config):
                 autosp.average_over_seq(engine)
             if registry.of(mpu):
                 experts.check_engine_with_experts(engine)
-                rows += _WITH_EXPERTS
-            elif is_pipeline:
+                rows += _WITH_EXPERTS + (norms.WITH_EXPERTS if corrects else ())
+            elif is_pipeline and corrects:
                 rows += norms.OF_PIPELINES
+            if corrects:
+                rows += norms.OF_OPTIMIZERS
             for target in (engine, engine.optimizer):
                 _patch(target, rows, engine.mpu)
             undo.pop_all()
@@ -278,7 +281,6 @@ _OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (
     (patches.TRAIN_BATCH_ON_GRID, lambda train: _with_own_mpu(with_same_batches(with_enough_micro_batches(train)))),
     (patches.EVAL_BATCH_ON_GRID, lambda evaluate: _with_own_mpu(with_enough_micro_batches(evaluate))),
     (patches.AVERAGE_AND_SCATTER, checks.with_sum_over_seq),
-    *norms.OF_OPTIMIZERS,
     *parameter_gathers.OF_OPTIMIZERS,
 )
-_WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = ((patches.SAVE_EXPERTS, experts.saved_by_slice), *norms.WITH_EXPERTS)
+_WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = ((patches.SAVE_EXPERTS, experts.saved_by_slice),)

@@ -97,6 +97,8 @@ def count_each_parameter_once(module: nn.Module, grid: MpuGrid) -> None:
     count once over pipe x model: a tensor-parallel shard on each slice, a replicated parameter on slice 0, and a tied
     one on its first stage.
     """
+    if not grid.settle_norms():
+        return
     first_slice = grid.get_slice_parallel_rank() == 0
     for parameter in module.parameters():
         counts = not is_copy_of_tied(parameter) and (first_slice or bool(is_model_parallel_parameter(parameter)))
@@ -321,7 +323,7 @@ def log_clipping(engine: DeepSpeedEngine) -> None:
             f"ds_topo: gradient_clipping={limit} (DeepSpeed's default is {GRADIENT_CLIPPING_DEFAULT}) clips by the "
             f"norm of all {stages} pipeline stages. DeepSpeed's own pipeline without ZeRO counts the first stage "
             "alone, so losses differ from those of earlier runs after the first step that is clipped. "
-            "engine.get_global_grad_norm() returns the norm; compare runs with gradient_clipping 0",
+            "engine.get_global_grad_norm() returns the norm; to compare runs, set grid.correct_norms = False",
             ranks=[0],
             level=logging.WARNING,
         )

@@ -62,6 +62,31 @@ class MpuGrid(ProcessGrid):
         """The topology of pipe, data and model that DeepSpeed knows; extra axes are folded into data."""
         return rank_tables.fold_extra_axes(self.topology())
 
+    @property
+    def correct_norms(self) -> bool:
+        """Whether engines clip by the norm that counts every parameter once; True by default.
+
+        False leaves DeepSpeed's own norms as they are, so that losses can be compared with those of an earlier job bit
+        by bit. Set it on all ranks before a pipeline or an engine is built.
+        """
+        return self._core.correct_norms
+
+    @correct_norms.setter
+    def correct_norms(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"correct_norms={abridged(value)}: give True or False")
+        if self._core.has_modules:
+            raise RuntimeError(
+                f"correct_norms={value} would not change the pipelines and engines that this grid has already: set it "
+                "right after the grid is created"
+            )
+        self._core.correct_norms = value
+
+    def settle_norms(self) -> bool:
+        """Return ``correct_norms``, which can no longer change."""
+        self._core.has_modules = True
+        return self._core.correct_norms
+
     # -- attributes of DeepSpeed's grid -------------------------------------------------------------------------------
 
     @cached_property

@@ -49,6 +49,9 @@ class _Core:
     meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
     """Meshes by the type of device and the names of the dimensions."""
     check_samples: bool = True
+    correct_norms: bool = True
+    has_modules: bool = False
+    """Whether a pipeline or an engine has been built, so that ``correct_norms`` can no longer change."""
 
 
 class ProcessGrid:
