@@ -26,7 +26,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.manifest import SavedSplit
@@ -491,6 +490,8 @@ class EngineState:
     def _whole(self, memory: torch.Tensor, one: Named) -> torch.Tensor:
         mesh = None if one.is_expert or one.slice.stride > 1 else self._mesh
         if mesh is not None and mesh.device_type == memory.device.type:
+            from torch.distributed.tensor import DTensor, Replicate, Shard  # slow, and offline conversions need none
+
             split = Shard(one.slice.dim) if one.slice.dim is not None else Replicate()
             placements = [split if axis == MODEL else Replicate() for axis in mesh.mesh_dim_names or ()]
             return DTensor.from_local(memory, mesh, placements, run_check=False)
