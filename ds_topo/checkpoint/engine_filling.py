@@ -50,7 +50,7 @@ class Row:
 
 @dataclass
 class Comparison:
-    """What this rank found when it compared the checkpoint with its engine; sent to rank 0 as JSON."""
+    """The result of comparing the checkpoint with this rank's engine; sent to rank 0 as JSON."""
 
     names: list[str] = field(default_factory=list)
     """Names, in the checkpoint, of the parameters and buffers that it will copy."""

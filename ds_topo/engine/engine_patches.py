@@ -126,7 +126,7 @@ def _check_names_of_experts(model: Any, mpu: Any) -> None:
 
 
 class _Current(NamedTuple):
-    """What DeepSpeed's functions look up in their modules: the values for one mpu."""
+    """The values that DeepSpeed's functions look up in their modules, for one mpu."""
 
     mpu: Any
     slices_of_experts: int

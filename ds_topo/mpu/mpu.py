@@ -64,7 +64,7 @@ class MpuGrid(ProcessGrid):
 
     @property
     def correct_norms(self) -> bool:
-        """Whether engines clip by the norm that counts every parameter once; True by default.
+        """True if engines clip by the norm that counts every parameter once. That is the default.
 
         False leaves DeepSpeed's own norms as they are, so that losses can be compared with those of an earlier job bit
         by bit. Set it on all ranks before a pipeline or an engine is built.

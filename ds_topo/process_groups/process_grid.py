@@ -51,7 +51,7 @@ class _Core:
     check_samples: bool = True
     correct_norms: bool = True
     has_modules: bool = False
-    """Whether a pipeline or an engine has been built, so that ``correct_norms`` can no longer change."""
+    """True once a pipeline or an engine has been built, so that ``correct_norms`` can no longer change."""
 
 
 class ProcessGrid:
