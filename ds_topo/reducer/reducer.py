@@ -46,6 +46,7 @@ from ds_topo.reducer.buckets import (
 )
 from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go, watch
 from ds_topo.reducer.misuse import (
+    REBUILD,
     Changes,
     changed_in_flight,
     check_module,
@@ -143,6 +144,10 @@ class StepDriver:
             communication_ns: the time for which buckets were in flight in each of the last steps, in nanoseconds.
         """
         return False
+
+    def remedy_for_unfrozen(self) -> str:
+        """Return what to do about parameters that were unfrozen after construction."""
+        return REBUILD
 
     def steps_taken(self) -> int:
         """Return the number of optimizer steps; equal on all ranks, unless one has skipped a step."""
@@ -246,7 +251,9 @@ class BucketReducer:
             owners[state.parameter] = own
             self._hooks.add(state.parameter, self._hook(state))
         ignored = ignored_identities(module, self.options)
-        self._changes = Changes(module, self._states, self._hooks, ignored, self._may_miss)
+        self._changes = Changes(
+            module, self._states, self._hooks, ignored, self._may_miss, self.driver.remedy_for_unfrozen()
+        )
         self._stop_watching = watch.enter(self)
         keep_alive(module, self)
 
