@@ -212,6 +212,19 @@ class EngineDriver(StepDriver):
             return False
         return self._gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
 
+    def remedy_for_unfrozen(self) -> str:
+        """Return what to do about unfrozen parameters: only an optimizer of torch itself can train them later."""
+        engine = self.engine
+        if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
+            return (
+                f"DeepSpeed's {type(engine.optimizer).__name__} trains only what required gradients in "
+                "deepspeed.initialize, with or without a reducer; unfreeze before that call, and give parameters that "
+                "are to begin later a learning rate of 0"
+            )
+        return (
+            "call detach() on the reducer and GradientReducer.attach(engine) on all ranks; the optimizer must hold them"
+        )
+
     def steps_taken(self) -> int:
         """Return the engine's count of steps."""
         return int(self.engine.global_steps)
