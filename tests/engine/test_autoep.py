@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -112,6 +113,13 @@ CASES: dict[str, list[tuple[int, int | None, dict[str, Any]]]] = {
 @pytest.mark.parametrize("topology", CASES)
 def test_mixtral_trains_as_in_one_process(topology: str) -> None:
     run_ranks(4, _train, topology, CASES[topology], deadline=200)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", list(permutations(("data", "expert", "model"))), ids="-".join)
+def test_mixtral_on_three_axes_trains_as_in_one_process(order: tuple[str, ...]) -> None:
+    cases: list[tuple[int, int | None, dict[str, Any]]] = [(zero, None, {}) for zero in (0, 1, 2, 3)]
+    run_ranks(8, _train, ",".join(f"{axis}=2" for axis in order), cases, deadline=300)
 
 
 def _refuse_reducer() -> None:

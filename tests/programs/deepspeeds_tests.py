@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import os
+import re
 from collections.abc import Mapping
 from functools import cache, wraps
 from typing import Any
@@ -19,7 +20,9 @@ from typing import Any
 import deepspeed
 import deepspeed.pipe
 import pytest
+import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import module as pipe_module
 from deepspeed.runtime.pipe import topology as pipe_topology
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
@@ -38,7 +41,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     where = os.environ.get("DS_TOPO_RESULTS")
     if where is None or (report.when != "call" and report.passed) or (report.when == "teardown" and not report.failed):
         return
-    reason = "" if report.passed else str(report.longrepr).strip().splitlines()[-1]
+    lines = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E  ")]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Exit)\b", line)]
+    reason = "" if report.passed else (errors or lines or [str(report.longrepr)])[-1]
     with open(where, "a", encoding="utf-8") as results:
         results.write(f"{report.outcome}\t{report.nodeid}\t{reason}\n")
 
@@ -52,7 +57,7 @@ def _grid(**degrees: int) -> ds_topo.PipelineParallelGrid:
 def _grid_of(config: Any, mpu: Any) -> ds_topo.PipelineParallelGrid:
     section = config.get("tensor_parallel", {}) if isinstance(config, Mapping) else {}
     args = init_utils._TP_MODEL_INIT_ARGS
-    model = section.get("autotp_size", 1) if args is None else args.tp_size
+    model = section.get("autotp_size", 1) if args is None else args["tp_size"]
     seq = config.get("sequence_parallel_size", 1) if isinstance(config, Mapping) else 1
     if mpu is parallel_state_sp:
         seq = parallel_state_sp.get_sequence_parallel_world_size()
@@ -99,6 +104,10 @@ class _PipelineOnGrid(PipelineModule):
         super().__init__(layers, None, spec, *args, **options)
 
 
+if get_accelerator().device_name() == "cpu":  # what the tests ask for, and a CPU lacks
+    type(get_accelerator()).current_device = lambda _: "cpu"
+    torch.cpu.get_rng_state = lambda device=None: torch.get_rng_state()
+    torch.cpu.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
 if ORDER != "stock":
     deepspeed.initialize = _initialized_on_grid(deepspeed.initialize)
     parallel_state_sp.initialize_sequence_parallel = _joined_on_grid(parallel_state_sp.initialize_sequence_parallel)
