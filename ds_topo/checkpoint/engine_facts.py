@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -183,12 +182,15 @@ def moe_layer_of(name: str, layers: Mapping[str, MoE]) -> MoE | None:
     return layer if LOCAL_EXPERT.search(name) else None
 
 
-def stacked_experts(module: nn.Module) -> dict[str, AutoEPMoELayer]:
+def stacked_experts(module: nn.Module) -> dict[str, Any]:
     """Return the layer of each parameter in which AutoEP stacks the experts of a rank, ``[experts, ...]``, by name."""
+    layers: Any = sys.modules.get("deepspeed.module_inject.auto_ep_layer")  # slow to import, and only AutoEP needs it
+    if layers is None:
+        return {}
     return {
         f"{prefix}.{name}" if prefix else name: layer
         for prefix, layer in module.named_modules()
-        if isinstance(layer, AutoEPMoELayer)
+        if isinstance(layer, layers.AutoEPMoELayer)
         for name, _ in layer.named_parameters()
         if name.startswith("experts.")
     }
