@@ -4,7 +4,7 @@
 the stages where DeepSpeed has them; ``outer`` has them in the other order. The tests stay as they are: an engine gets
 the grid that has the degrees of its config, of its mpu or of ``tp_model_init``, and pipelines are built on a grid.
 
-DeepSpeed's tests fork their ranks from a server, which imports this module first.
+DeepSpeed's tests fork their ranks from a server, which imports this module first. Those that spawn them now fork them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,14 @@ MISSPELT = "grandient_accumulation_steps"
 """A key of DeepSpeed's tests that DeepSpeed ignores, and that an engine of a grid refuses."""
 ORDER = os.environ.get("DS_TOPO_ORDER", "stock")
 multiprocessing.set_forkserver_preload([__name__])
+stock_context = multiprocessing.get_context
+
+
+def _context(method: str | None = None) -> Any:
+    return stock_context("forkserver" if method == "spawn" else method)
+
+
+multiprocessing.get_context = torch.multiprocessing.get_context = _context  # type: ignore[assignment]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
