@@ -61,9 +61,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 @cache
 def _grid(**degrees: int) -> ds_topo.PipelineParallelGrid:
     inner = [f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1]
-    grid = ds_topo.PipelineParallelGrid(",".join(["data=-1", *inner] if ORDER == "inner" else [*inner, "data=-1"]))
-    grid.correct_norms = False  # else half precision with experts and without ZeRO, which some tests train, is refused
-    return grid
+    return ds_topo.PipelineParallelGrid(",".join(["data=-1", *inner] if ORDER == "inner" else [*inner, "data=-1"]))
 
 
 def _grid_of(config: Any, mpu: Any) -> ds_topo.PipelineParallelGrid:
