@@ -57,7 +57,7 @@ def test_deepspeeds_tests_pass_on_grids(order: str, tmp_path_factory: pytest.Tem
     where = tmp_path_factory.getbasetemp()
     stock, found = _results("stock", where), _results(order, where)
     passed = [name for name, outcome in stock.items() if outcome == "passed"]
-    assert len(passed) > 300
+    assert len(passed) > 200
     differ = {name: found.get(name) for name in passed if found.get(name) != "passed"}
     unexpected = {name: outcome for name, outcome in differ.items() if not any(one in name for one in DIFFERENT)}
     assert not unexpected
