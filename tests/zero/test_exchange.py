@@ -21,7 +21,7 @@ from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.zero.exchange import CollectiveExchange, Copies, Exchange, PeerExchange, Place, exchange_of
 from ds_topo.zero.partitions import PartitionLayout, moved
 from tests.support.ranks import run_ranks
-from tests.support.world import Worlds
+from tests.support.world import Worlds, names_threads
 
 CPU = torch.device("cpu")
 Make = Callable[[ProcessGroup], Exchange]
@@ -155,7 +155,7 @@ def _yielding() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has this policy")
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="torch 2.8 does not name gloo's threads")
+@names_threads
 def test_gloo_threads_yield_while_an_exchange_is_at_work() -> None:
     run_ranks(2, _yielding)
 
