@@ -1,4 +1,4 @@
-"""Tensor-parallel layers under torchshard's names, over any process group: a linear layer, and cross entropy.
+"""Tensor-parallel layers under torchshard's names, over any process group: linear, embedding, and cross entropy.
 
 Shapes: h features in, g features out, c classes; n ranks in the group. A *column-parallel* layer computes some outputs
 on each rank, a *row-parallel* one uses some inputs. A pair of them communicates twice per pass (Megatron-LM,
@@ -25,7 +25,14 @@ from ds_topo import collectives, distributed
 from ds_topo.errors import abridged
 from ds_topo.torch_names import ignore_in_ddp
 
-__all__ = ["Parallel", "ParallelCrossEntropyLoss", "ParallelLinear", "own_rows", "parallel_cross_entropy"]
+__all__ = [
+    "Parallel",
+    "ParallelCrossEntropyLoss",
+    "ParallelEmbedding",
+    "ParallelLinear",
+    "own_rows",
+    "parallel_cross_entropy",
+]
 
 SEQUENCE = 1
 """The dimension of positions in ``[b, s, h]``."""
@@ -164,6 +171,59 @@ class ParallelLinear(nn.Module):
     def extra_repr(self) -> str:
         """Return the arguments."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, dim={self.dim}"
+
+
+class ParallelEmbedding(nn.Module):
+    """An embedding ``[...]`` -> ``[..., h]`` whose weight ``[v, h]`` is split over a group.
+
+    Like ``torchshard.nn.ParallelEmbedding``.
+
+    Args:
+        num_embeddings: v.
+        embedding_dim: h.
+        padding_idx: a row that begins with zeros and gets no gradient.
+        dim: None: not split. 0: this rank has v/n rows, and outputs are summed. 1 or -1: it has h/n columns, and
+            outputs are gathered.
+        group: as of :class:`ParallelLinear`.
+
+    Raises:
+        ValueError: ``dim`` is something else, or n does not divide the split size.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        dim: int | None = None,
+        group: Group = None,
+    ) -> None:
+        super().__init__()
+        full = nn.Embedding(num_embeddings, embedding_dim, padding_idx)
+        self.num_embeddings, self.embedding_dim, self.dim = num_embeddings, embedding_dim, _checked_dim(dim)
+        self.weight, self.padding_idx = full.weight, full.padding_idx
+        if self.dim is not None:
+            self.parallel = _parallel(group)
+            self.weight = self.parallel.own(full.weight, 0 if self.dim in ROWS else 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look tokens up: ``[...]`` -> ``[..., h]``; with sequence parallelism ``[b, s]`` -> ``[b, s/n, h]``."""
+        if self.dim is None:
+            return F.embedding(tokens, self.weight, self.padding_idx)
+        group, held = self.parallel.group, len(self.weight)
+        if self.dim in COLUMNS:
+            whole = collectives.gather(F.embedding(tokens, self.weight, self.padding_idx), group)
+            return collectives.scatter(whole, group, SEQUENCE) if self.parallel.sequence else whole
+        rows, is_own = own_rows(tokens, held, group)
+        padding = -1 if self.padding_idx is None else self.padding_idx - group.rank() * held
+        found = F.embedding(rows, self.weight, padding if 0 <= padding < held else None)
+        return self.parallel.leave(found * is_own.unsqueeze(-1))
+
+    def extra_repr(self) -> str:
+        """Return the arguments."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, dim={self.dim}"
 
 
 class ParallelCrossEntropyLoss(nn.Module):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ds_topo.layers import Parallel, own_rows
+from ds_topo.layers import Parallel, ParallelEmbedding
 
 __all__ = ["LayerNorm", "Parallel", "VocabularyParallelEmbedding"]
 
@@ -27,17 +27,13 @@ class LayerNorm(nn.LayerNorm):
         return F.layer_norm(hidden, self.normalized_shape, weight, bias, self.eps)
 
 
-class VocabularyParallelEmbedding(nn.Module):
+class VocabularyParallelEmbedding(ParallelEmbedding):
     """An embedding ``[b, s]`` -> ``[b, s, h]`` with the rows of some of the vocabulary on each rank."""
 
     def __init__(self, vocabulary: int, width: int, parallel: Parallel) -> None:
-        super().__init__()
-        self.parallel = parallel
-        self.weight = parallel.own(torch.randn(vocabulary, width) * 0.02, 0)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        rows, is_own = own_rows(tokens, len(self.weight), self.parallel.group)
-        return self.parallel.leave(F.embedding(rows, self.weight) * is_own.unsqueeze(-1))
+        super().__init__(vocabulary, width, dim=0, group=parallel)
+        with torch.no_grad():
+            self.weight.mul_(0.02)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the scores ``[b, s, v/n]`` of this rank's part of the vocabulary."""

@@ -22,7 +22,14 @@ import torch
 
 from ds_topo.checkpoint.manifest import Place, SavedLayout, SavedOptions
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
-from ds_topo.checkpoint.saved_model import Parameter, RankTable, SavedModel, expert_of, prefix_of_layer
+from ds_topo.checkpoint.saved_model import (
+    Parameter,
+    RankTable,
+    SavedModel,
+    expert_of,
+    layer_of_experts,
+    prefix_of_layer,
+)
 from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, Slice, Span, elements_of_slice, resliced, vectors_of
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, TopologyError, abridged
 
@@ -151,7 +158,7 @@ class OptimizerStates:
             members = [source.model.parameters[source.ranks.whole_name(name, holders[0])] for name in names]
             numels = {name: math.prod(one.shape) for name, one in zip(names, members, strict=True)}
             itemsize = members[0].dtype.itemsize if members else 1
-            own = source.ranks.holders(holders[0].model_rank, members[0].name) if members else holders
+            own = source.ranks.sharers(members[0].name, holders[0]) if members else holders
             for group in vectors_of(numels, source.layout, source.options, len(own), itemsize):
                 self._numels[number] = group.partition_numel
                 for replica in range(len(own) if own == holders else 0):  # other ranks hold the other groups
@@ -273,13 +280,15 @@ class Source:
         Args:
             name: name of the parameter in the whole model.
             key: :data:`WEIGHT`, :data:`MASTER` or the key of a state.
-            place: number of the slice.
-            slices: number of slices, which may differ from the saved one.
+            place: number of the slice; of the part of the experts, if AutoEP stacks them.
+            slices: number of slices, or parts, which may differ from the saved one.
             start: first element.
             stop: end of the elements, exclusive.
         """
         parameter, saved = self.model.parameters[name], self.model.slices
         first, split = self.model.stage_of[name] * saved, parameter.split
+        if parameter.is_stacked:
+            return self._of_stacked(first, parameter, key, place, slices, start, stop)
         if slices == saved or split is None:
             with fitting_files(self.folder):
                 return self._elements(first + (place if slices == saved else 0), parameter, key, start, stop)
@@ -290,6 +299,18 @@ class Source:
         wanted = Slice(parameter.shape_of_slice(slices), split.dim, slices, place, split.stride)
         with fitting_files(self.folder):
             return elements_of_slice(read, wanted, saved, start, stop)
+
+    def _of_stacked(
+        self, model_rank: int, parameter: Parameter, key: str, place: int, parts: int, start: int, stop: int
+    ) -> torch.Tensor:
+        """Return elements of a part of the experts that AutoEP stacks."""
+
+        def read(part: int, low: int, high: int) -> torch.Tensor:
+            return self._elements(model_rank, parameter, key, low, high, part)
+
+        wanted = Slice(parameter.shape_of_slice(parts), 0, parts, place)
+        with fitting_files(self.folder):
+            return elements_of_slice(read, wanted, parameter.slices, start, stop)
 
     def numel_of(self, local: str, place: Place) -> int:
         """Return the number of elements of a rank's parameter, by its local name."""
@@ -331,17 +352,32 @@ class Source:
                 self._states[holders] = OptimizerStates(self, holders)
             return self._states[holders]
 
-    def _elements(self, model_rank: int, parameter: Parameter, key: str, start: int, stop: int) -> torch.Tensor:
-        """Return elements of a slice that was saved."""
+    def _elements(
+        self, model_rank: int, parameter: Parameter, key: str, start: int, stop: int, part: int = 0
+    ) -> torch.Tensor:
+        """Return elements of a slice, or of a part of the experts, that was saved."""
         has_masters = self.layout.has_partitions or self.layout.precision != "fp32"
         is_weight = key == WEIGHT or (key == MASTER and not (has_masters and parameter.is_trained))
+        if is_weight and parameter.is_stacked:
+            return self._stacked_weight(model_rank, parameter, part, start, stop)
         if is_weight and (self.layout.zero_stage < 3 or not parameter.is_trained):
             return self._weight(model_rank, parameter).detach().reshape(-1)[start:stop]
-        states = self._states_of(self.ranks.holders(model_rank, parameter.name))
+        states = self._states_of(self.ranks.holders(model_rank, parameter.name, part))
         elements = states.of(self.ranks.local_name(parameter.name), MASTER if is_weight else key, start, stop)
         if elements is None:
             return torch.zeros(stop - start)
         return elements.to(parameter.dtype) if is_weight else elements
+
+    def _stacked_weight(self, model_rank: int, parameter: Parameter, part: int, start: int, stop: int) -> torch.Tensor:
+        """Return elements of the stacked weights of the experts of a part, which have a file each."""
+        name, held = parameter.name, parameter.shape[0]
+        numel, layers = math.prod(parameter.shape[1:]), dict.fromkeys(map(layer_of_experts, self.model.experts))
+        layer, holders = [*layers].index(layer_of_experts(name)), self.ranks.holders(model_rank, name, part)
+        first, weights = start // numel, []
+        for number in range(part * held + first, part * held + -(-stop // numel)):
+            file = self._first(name_of_expert(layer, number, place.model_rank) for place in holders)
+            weights.append(self.content(file)[f"{name}.{number}"].detach().reshape(-1))
+        return torch.cat(weights)[start - first * numel : stop - first * numel]
 
     def _weight(self, model_rank: int, parameter: Parameter) -> torch.Tensor:
         weight: torch.Tensor
@@ -379,7 +415,8 @@ class Source:
 
     def expert_file(self, model_rank: int, head: str, number: int) -> str:
         """Return the name of the file with the weights of an expert, or of a slice of it."""
-        layer, holders = list(self.model.experts).index(head), self.ranks.expert_holders(model_rank, head, number)
+        layers = dict.fromkeys(map(layer_of_experts, self.model.experts))
+        layer, holders = [*layers].index(head), self.ranks.expert_holders(model_rank, head, number)
         return self._first(name_of_expert(layer, number, place.model_rank) for place in holders)
 
     def _first(self, names: Iterable[str]) -> str:
@@ -503,6 +540,6 @@ class Source:
                 names = states.get("buffer_names") or ()
                 yield from ((name, states["module"][name]) for name in names if name in states["module"])
         for head, count in self.model.experts.items():
-            for number in range(count):
+            for number in range(0 if head in parameters else count):  # AutoEP's files have nothing else
                 file = self.content(self.expert_file(place, head, number))
                 yield from ((name, value) for name, value in file.items() if name not in parameters)

@@ -78,7 +78,8 @@ def layout_of(engine: DeepSpeedEngine) -> manifests.SavedLayout:
     grid = engine.mpu if isinstance(engine.mpu, MpuGrid) else None
     zero, automatic = int(engine.zero_optimization_stage()), engine._config.expert_parallel_config
     if automatic.enabled:
-        experts = [manifests.SavedExperts(int(automatic.autoep_size))]
+        is_data_first = bool(engine._config.use_data_before_expert_parallel_)
+        experts = [manifests.SavedExperts(int(automatic.autoep_size), data_first=is_data_first)]
     else:
         plans = [groups.plan for groups in registry.of(engine.mpu)] if engine.has_moe_layers else []
         experts = [
@@ -181,6 +182,20 @@ def moe_layer_of(name: str, layers: Mapping[str, MoE]) -> MoE | None:
     return layer if LOCAL_EXPERT.search(name) else None
 
 
+def stacked_experts(module: nn.Module) -> dict[str, Any]:
+    """Return the layer of each parameter in which AutoEP stacks the experts of a rank, ``[experts, ...]``, by name."""
+    layers: Any = sys.modules.get("deepspeed.module_inject.auto_ep_layer")  # slow to import, and only AutoEP needs it
+    if layers is None:
+        return {}
+    return {
+        f"{prefix}.{name}" if prefix else name: layer
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, layers.AutoEPMoELayer)
+        for name, _ in layer.named_parameters()
+        if name.startswith("experts.")
+    }
+
+
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     """Return the shape of a parameter of this rank's slice, whether or not ZeRO has partitioned it."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -205,17 +220,18 @@ def split_of(tensor: torch.Tensor) -> manifests.SavedSplit | None:
 
 def parameters_of(engine: DeepSpeedEngine) -> list[manifests.SavedParameter]:
     """Return this rank's parameters in the module's order. One row stands for all experts of a layer."""
-    layers = moe_layers(engine.module)
+    layers, stacked = moe_layers(engine.module), stacked_experts(engine.module)
     found: dict[manifests.SavedParameter, None] = {}
     for name, parameter in engine.module.named_parameters():
         layer = moe_layer_of(name, layers)
+        of_experts = layer or stacked.get(name)
         row = manifests.SavedParameter(
             LOCAL_EXPERT.sub(r"\1*", name) if layer is not None else name,
             shape_of(parameter),
             str(parameter.dtype).removeprefix("torch."),
             (int(engine.checkpoint_mp_rank),),
             (split.dim if (split := split_of(parameter)) else -1) if is_model_parallel_parameter(parameter) else None,
-            int(layer.num_experts) if layer is not None else None,
+            int(of_experts.num_experts) if of_experts is not None else None,
             parameter.requires_grad,
         )
         found[row] = None
@@ -261,7 +277,7 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
         for prefix, layer in moe_layers(module).items()
         for name, part in layer.named_modules()
         if isinstance(part, Experts)
-    }
+    } | {name: int(layer.ep_size) for name, layer in stacked_experts(module).items()}
     structure = manifests.SavedStructure(
         type(inner).__name__ if inner is not None else None,
         (_names_of_groups(engine),),

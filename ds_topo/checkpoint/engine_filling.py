@@ -78,7 +78,7 @@ class EngineFilling:
         self._has_states = has_states and self._inner is not None
         self._trained = list(trained(engine))
         self._named = named_parameters(engine)
-        self._layers = facts.moe_layers(engine.module)
+        self._layers, self._stacked = facts.moe_layers(engine.module), facts.stacked_experts(engine.module)
         self._rows: list[Row] = []
 
     def compare(self) -> Comparison:
@@ -94,7 +94,9 @@ class EngineFilling:
                 continue
             found.names.append(saved.name)
             layer = facts.moe_layer_of(named.local, self._layers)
-            experts, there = int(layer.num_experts) if layer is not None else 0, saved.shape_of_slice(self._slices)
+            layer = layer or self._stacked.get(named.local)
+            pieces = named.slice.slices if saved.is_stacked else self._slices
+            experts, there = int(layer.num_experts) if layer is not None else 0, saved.shape_of_slice(pieces)
             if saved.experts != experts:
                 problem = f"{saved.name!r} has {saved.experts} experts in the checkpoint, and {experts} in the model"
                 found.problem = found.problem or problem
@@ -188,7 +190,9 @@ class EngineFilling:
         update_weights(self._engine, self._trained)
 
     def _read(self, row: Row, key: str, start: int, stop: int) -> torch.Tensor:
-        return self._source.elements(row.saved.name, key, self._place, self._slices, start, stop)
+        own = row.named.slice
+        place, slices = (own.place, own.slices) if row.saved.is_stacked else (self._place, self._slices)
+        return self._source.elements(row.saved.name, key, place, slices, start, stop)
 
     def _copy_weight(self, row: Row) -> None:
         parameter: Any = row.named.parameter

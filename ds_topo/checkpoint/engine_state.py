@@ -262,11 +262,6 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
         CheckpointLayoutError: it is unknown how slices form the whole.
         ValueError: two of them get the same name.
     """
-    if engine._config.expert_parallel_config.enabled:
-        raise CheckpointLayoutError(
-            "expert_parallel (AutoEP) of the config keeps experts in a form that torch's format cannot hold: use "
-            "deepspeed.moe.layer.MoE"
-        )
     if not isinstance(engine.mpu, MpuGrid) and int(engine.mp_world_size) > 1:
         raise CheckpointLayoutError(
             f"the engine's mpu is not a ds_topo grid and has {engine.mp_world_size} model ranks, so it is unknown "
@@ -274,6 +269,7 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
         )
     _, place, slices = facts.stage_and_slice(engine)
     structure, layers, new_names = facts.structure_of(engine), facts.moe_layers(engine.module), _renaming(rename)
+    stacked = facts.stacked_experts(engine.module)
     if structure.undeclared and slices > 1:
         raise CheckpointLayoutError(
             f"{listed(structure.undeclared, 3)} are marked as slices (tensor_model_parallel), but do not declare along "
@@ -287,6 +283,8 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
     for key, (parameter, old_names) in shared.items():
         layer = facts.moe_layer_of(old_names[0], layers)
         own = _slice(old_names[0], facts.shape_of(parameter), structure.splits.get(old_names[0]), slices, place)
+        if (automatic := stacked.get(old_names[0])) is not None:  # AutoEP's parts of the experts are slices of all
+            own = Slice(own.shape, 0, int(automatic.ep_size), int(automatic.ep_rank))
         if layer is None:
             here, first_names = old_names, [old_names[0]]
         else:
@@ -297,7 +295,7 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
         for name in names:
             if owners.setdefault(name, key) != key:
                 raise ValueError(f"rename gives two parameters the same name, {name!r}: give each its own")
-        everywhere, is_expert = tuple(new_names(name)[0] for name in first_names), layer is not None
+        everywhere, is_expert = tuple(new_names(name)[0] for name in first_names), bool(layer or automatic)
         is_replicated = getattr(parameter, "ds_pipe_replicated", False)
         is_first = not is_replicated and (is_expert or own.dim is not None or place == 0)
         result.append(Named(parameter, old_names[0], names, everywhere, own, is_expert, is_first))

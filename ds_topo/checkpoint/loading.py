@@ -322,6 +322,13 @@ class _Choice:
         if reason := why_unreachable(saved, self._layout, optimizer_states=self._optimizer_states):
             module_only = why_unreachable(saved, self._layout, optimizer_states=False) == ""
             also = ", or load its parameters alone (load_module_only=True)" if module_only else ""
+            if saved.zero_stage == 3 and saved.experts:
+                raise CheckpointLayoutError(
+                    f"the checkpoint {checkpoint.tag!r} of {self._root} is of {saved}; this job is {self._layout}: "
+                    f"{reason}. Start the job with the topology of the checkpoint, or save and load in torch's format "
+                    "(ds_topo.checkpoint.TorchState), or convert it once by the command: python -m "
+                    "deepspeed.checkpoint.ds_to_universal"
+                )
             raise CheckpointLayoutError(
                 f"the checkpoint {checkpoint.tag!r} of {self._root} is of {saved}; this job is {self._layout}: "
                 f"{reason}. Start the job with the degrees and the ZeRO stage of the checkpoint, in any order of axes, "

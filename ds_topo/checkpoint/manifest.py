@@ -99,7 +99,8 @@ class SavedStructure:
     method: str = ""
     """The pipeline's ``partition_method``; empty if unknown."""
     experts: Mapping[str, int] = field(default_factory=dict)
-    """The expert parallel size of each MoE layer, by the prefix of its experts' names (``...deepspeed_experts``)."""
+    """The expert parallel size of each MoE layer, by the prefix of its experts' names (``...deepspeed_experts``), or of
+    each parameter in which AutoEP stacks the experts of a rank."""
     options: SavedOptions | None = None
     """The engine's options of ZeRO; None if an earlier release did not record them."""
     is_by_element: bool = True
@@ -186,7 +187,7 @@ class SavedParameter:
     split_dim: int | None = None
     """The dimension that slices split; -1 if the parameter is marked as a slice without one; None if it is unmarked."""
     experts: int | None = None
-    """The number of experts in the layer; None for a dense parameter."""
+    """The number of experts in the layer; None for a dense parameter. AutoEP stacks a rank's in one parameter."""
     is_trained: bool = True
 
     def __post_init__(self) -> None:
@@ -327,9 +328,11 @@ class Manifest:
         """
         slices = self.layout.model_ranks if self.layout.topology is None else self.layout.degrees().get("model", 1)
         counted: dict[tuple[str, int], int] = {}
+        stacked = self.structure.experts if self.structure is not None else {}
         for row in self.parameters:
             for place in {rank % slices for rank in row.model_ranks} if row.split_dim is not None else (0,):
-                counted.setdefault((row.name, place), math.prod(row.shape) * (row.experts or 1))
+                copies = stacked.get(row.name, row.experts or 1)
+                counted.setdefault((row.name, place), math.prod(row.shape) * copies)
         return sum(counted.values())
 
 
@@ -472,6 +475,11 @@ def _differences_of_experts(saved: SavedLayout, now: SavedLayout, optimizer_stat
     sizes = [sorted((groups.size, groups.tensor_parallel) for groups in layout.experts) for layout in (saved, now)]
     if sizes[0] != sizes[1]:
         yield f"experts over (ranks, tensor parallel) {sizes[0]} became {sizes[1]}"
+    elif saved.experts and 3 in (saved.zero_stage, now.zero_stage) and _places(saved) != _places(now):
+        yield (
+            f"{now.topology} puts ranks in other places than {saved.topology}, and with AutoEP at ZeRO 3 DeepSpeed "
+            "loads partitions on the ranks that saved them only"
+        )
     elif saved.experts and saved.topology is not None and now.topology is not None:
         whole_places = optimizer_states and bool(saved.zero_stage)
         before, after = (_places_of_experts(layout, whole_places) for layout in (saved, now))
@@ -511,9 +519,16 @@ def expert_places(layout: SavedLayout, experts: SavedExperts) -> Iterator[tuple[
     plan = ExpertPlan(topology, experts.size, experts.tensor_parallel, experts.data_first)
     parts = {rank: part for ranks in plan.expert_tables() for part, rank in enumerate(ranks)}
     for ranks in plan.expert_data_tables():
-        places = []
-        for rank in ranks:
-            coordinate = topology.get_coord(rank)._asdict()
-            model_rank = coordinate.get("pipe", 0) * max(1, topology.get_dim("model")) + coordinate.get("model", 0)
-            places.append(Place(model_rank, topology.get_axis_index(gradient_axes(topology), rank)))
-        yield parts[ranks[0]], tuple(places)
+        yield parts[ranks[0]], tuple(_place(topology, rank) for rank in ranks)
+
+
+def _place(topology: ProcessTopology, rank: int) -> Place:
+    coordinate = topology.get_coord(rank)._asdict()
+    model_rank = coordinate.get("pipe", 0) * max(1, topology.get_dim("model")) + coordinate.get("model", 0)
+    return Place(model_rank, topology.get_axis_index(gradient_axes(topology), rank))
+
+
+def _places(layout: SavedLayout) -> list[Place]:
+    """Return the place of each rank."""
+    topology = ProcessTopology.from_spec(layout.topology or f"data={layout.world_size}")
+    return [_place(topology, rank) for rank in range(topology.world_size())]

@@ -44,6 +44,8 @@ class Parameter:
     """Number of slices, as it was saved."""
     experts: int = 0
     """Number of experts in the layer; 0 if the parameter does not belong to an expert."""
+    is_stacked: bool = False
+    """True if AutoEP stacks the experts of a rank in this parameter. Its slices are then the parts of the experts."""
 
     def shape_of_slice(self, slices: int) -> tuple[int, ...]:
         """Return the shape that a slice has among ``slices``.
@@ -77,7 +79,8 @@ class SavedModel:
     @cached_property
     def experts(self) -> dict[str, int]:
         """Number of experts of each MoE layer, by the head of their names."""
-        return {head_of(name): one.experts for name, one in self.parameters.items() if one.experts}
+        rows = self.parameters.items()
+        return {name if one.is_stacked else head_of(name): one.experts for name, one in rows if one.experts}
 
 
 def slices_of(layout: SavedLayout) -> int:
@@ -121,9 +124,9 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
             )
     parameters: dict[str, Parameter] = {}
     stage_of: dict[str, int] = {}
-    for _, run in groupby(rows.values(), key=lambda row: head_of(row.name) if row.experts else row.name):
+    for _, run in groupby(rows.values(), key=lambda row: head_of(row.name) or row.name):
         of_layer = list(run)  # rows of an expert stand for all experts of the layer
-        for number in range(of_layer[0].experts or 1):
+        for number in range((of_layer[0].experts or 1) if head_of(of_layer[0].name) else 1):
             for row in of_layer:
                 expert = expert_of(row.name) if row.experts else None
                 name, first = (expert.numbered(number), expert.numbered(0)) if expert else (row.name, row.name)
@@ -137,9 +140,16 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
                         f"{name!r} {list(row.shape)} declares partition_dim={split.dim}, but the parameter has only "
                         f"{len(row.shape)} dimensions. Set partition_dim to one of them and save once more"
                     )
-                parameters[name] = Parameter(name, row.shape, dtype, row.is_trained, split, slices, row.experts or 0)
+                one = Parameter(name, row.shape, dtype, row.is_trained, split, slices, row.experts or 0)
+                if _is_stacked(row):
+                    one = replace(one, split=SavedSplit(0), slices=structure.experts[name], is_stacked=True)
+                parameters[name] = one
                 stage_of[name] = stages[row.name]
     return SavedModel(parameters, structure, manifest.layout, slices, stage_of)
+
+
+def _is_stacked(row: SavedParameter) -> bool:
+    return row.experts is not None and not head_of(row.name)
 
 
 def _structure_with_experts(manifest: Manifest) -> SavedStructure:
@@ -150,10 +160,13 @@ def _structure_with_experts(manifest: Manifest) -> SavedStructure:
             f'the manifest of {tag!r} does not describe the model (no "structure"). Load the checkpoint '
             "in the layout that saved it, and save it with this release"
         )
-    heads = {head_of(row.name): None for row in manifest.parameters if row.experts is not None}
+    rows = [row for row in manifest.parameters if row.experts is not None]
+    heads = {row.name if _is_stacked(row) else head_of(row.name): None for row in rows}
     problem, remedy = "", ""
-    if bool(heads) != bool(layout.experts) or "" in heads:
-        problem = "has experts that are not of deepspeed.moe.layer.MoE, which cannot be converted"
+    if bool(heads) != bool(layout.experts) or any(
+        _is_stacked(row) and row.name not in structure.experts for row in rows
+    ):
+        problem = "has experts that are not of deepspeed.moe.layer.MoE or AutoEP, which cannot be converted"
     elif heads and layout.is_pipeline:
         problem = "has experts in a PipelineModule, which cannot be converted"
     elif unknown := [head for head in heads if head not in structure.experts]:
@@ -183,7 +196,7 @@ def require_splits(model: SavedModel, slices: int) -> None:
             f"can be loaded with model={model.slices} only"
         )
     for one in model.parameters.values():
-        if one.split is None:
+        if one.split is None or one.is_stacked:
             continue
         full, pieces = one.shape[one.split.dim] * model.slices, one.split.stride * slices
         if full % pieces:
@@ -341,6 +354,15 @@ def head_of(name: str) -> str:
     return expert.head if expert is not None else ""
 
 
+def layer_of_experts(head: str) -> str:
+    """Return what identifies the layer of experts: AutoEP stacks those of a layer in several parameters.
+
+    >>> layer_of_experts("0.mlp.experts.w1"), layer_of_experts("0.deepspeed_moe.experts.deepspeed_experts")
+    ('0.mlp.experts', '0.deepspeed_moe.experts.deepspeed_experts')
+    """
+    return head if head.endswith("deepspeed_experts") else head.rpartition(".")[0]
+
+
 class RankTable:
     """The ranks of a layout that hold each parameter of a model, and their local names for it.
 
@@ -359,6 +381,7 @@ class RankTable:
     def __init__(self, model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> None:
         self._partitions, self._sizes = layout.partitions, structure.experts
         self._per_rank = {head: count // structure.experts[head] for head, count in model.experts.items()}
+        self._stacked = {name for name, one in model.parameters.items() if one.is_stacked}
         self.parts: dict[int, dict[Place, int]] = {}
         """The part of the experts that each rank holds, by expert parallel size."""
         self.part_holders: dict[tuple[int, int, int], tuple[Place, ...]] = {}
@@ -373,12 +396,25 @@ class RankTable:
                 for model_rank in [places[0].model_rank] if experts.tensor_parallel else range(first, first + slices):
                     self.part_holders[experts.size, model_rank, part] = places
 
-    def holders(self, model_rank: int, name: str) -> tuple[Place, ...]:
-        """Return the ranks that hold a parameter and share its optimizer states, in the order of their group."""
+    def holders(self, model_rank: int, name: str, part: int = 0) -> tuple[Place, ...]:
+        """Return the ranks that hold a parameter and share its optimizer states, in the order of their group.
+
+        Args:
+            model_rank: stage and slice of the ranks.
+            name: the name in the whole model.
+            part: the part of the experts, for a parameter in which AutoEP stacks them.
+        """
+        if name in self._stacked:
+            return self.part_holders[self._sizes[name], model_rank, part]
         expert = expert_of(name)
         if expert is None or expert.head not in self._per_rank:
             return tuple(Place(model_rank, replica) for replica in range(self._partitions))
         return self.expert_holders(model_rank, expert.head, expert.number)
+
+    def sharers(self, name: str, place: Place) -> tuple[Place, ...]:
+        """Return the ranks with which a rank shares the optimizer states of a parameter, or of its part of it."""
+        part = self.parts[self._sizes[name]][place] if name in self._stacked else 0
+        return self.holders(place.model_rank, name, part)
 
     def expert_holders(self, model_rank: int, head: str, number: int) -> tuple[Place, ...]:
         """Return the ranks that hold an expert, in the order of their group."""

@@ -162,6 +162,12 @@ def require_loadable(
         raise CheckpointLayoutError(
             "the checkpoint was saved without an optimizer: load its weights alone (load_optimizer_states=False)"
         )
+    if saved.zero_stage == 3 and any(one.is_stacked for one in model.parameters.values()):
+        raise CheckpointLayoutError(
+            f"the checkpoint of {saved} has the experts of AutoEP in partitions of ZeRO 3, which only the topology "
+            "that saved them can read. Save and load in torch's format (TorchState), or convert it by python -m "
+            "deepspeed.checkpoint.ds_to_universal"
+        )
     require_splits(model, slices)
     if has_states:
         _require_known_format(model)
@@ -225,6 +231,11 @@ def _problems(model: SavedModel, zero: int) -> Iterator[str]:
         yield f"ZeRO {abridged(zero)} is not a stage: give one of {list(_ZERO_STAGES)}"
     if saved.optimizer is None:
         yield "it was saved without an optimizer, and only training is converted; write its weights as one plain file"
+    if any(one.is_stacked for one in model.parameters.values()):
+        yield (
+            "its experts are those of AutoEP. Convert while loading (convert=True), or save and load in torch's format "
+            "(TorchState), or convert by python -m deepspeed.checkpoint.ds_to_universal"
+        )
     if saved.experts and zero > 2:
         yield f"ZeRO {zero} with experts: DeepSpeed's MoE supports ZeRO 0, 1 and 2"
     if saved.is_pipeline and zero > 1:

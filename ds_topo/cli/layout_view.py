@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
@@ -19,9 +19,9 @@ from ds_topo.hosts import placement as placements
 from ds_topo.hosts.hosts import HostMap, check_size
 from ds_topo.hosts.placement import Placement
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import EXPERT, MODEL, SHARD, axis_in_spec, check_meanings
+from ds_topo.topology.axes import SHARD, axis_in_spec, check_meanings
 from ds_topo.topology.rank_tables import copy_axes, created_groups, grid_groups, model_parallel_axes, neighbor
-from ds_topo.topology.spec import EXTRA_MARK, read_config
+from ds_topo.topology.spec import EXTRA_MARK, mechanisms_of, read_config
 
 ROW = 8
 """Ranks in a row where hosts are not known."""
@@ -77,11 +77,8 @@ class LayoutView:
         unmarked = (name.strip().removeprefix(EXTRA_MARK).strip() for name in given)
         config = json.loads(Path(text).read_text(encoding="utf-8")) if text.endswith(".json") else {}
         names = {axis_in_spec(name): name for name in unmarked}
-        using = tuple(
-            f"{names[axis]}={topology.get_dim(axis)}: {mechanism}"
-            for axis, mechanism in mechanisms_of(config).items()
-            if topology.get_dim(axis) > 1
-        )
+        degrees = dict(zip(topology.axes, topology.dims, strict=True))
+        using = tuple(f"{names[axis]}={degrees[axis]}: {use}" for axis, use in mechanisms_of(config, degrees).items())
         return cls(topology, names, host_map, using)
 
     @property
@@ -184,18 +181,6 @@ class LayoutView:
         both = model_parallel_axes(self.topology) if "model" not in self.names.values() else ()
         kinds = placements.group_axes(self.topology)
         return [(axes, "model" if len(axes) > 1 and axes == both else self.label(axes)) for axes in kinds]
-
-
-def mechanisms_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the axes that a mechanism of a DeepSpeed config uses.
-
-    >>> mechanisms_of({"tensor_parallel": {}, "expert_parallel": {"enabled": True}})
-    {'model': 'AutoTP', 'expert': 'AutoEP'}
-    """
-    sections = {key: value for key, value in config.items() if isinstance(value, Mapping)}
-    tensor, experts = sections.get("tensor_parallel"), sections.get("expert_parallel", {})
-    found = {MODEL: "AutoTP"} if tensor is not None and tensor.get("autotp_size", 2) not in (0, 1) else {}
-    return found | ({EXPERT: "AutoEP"} if experts.get("enabled") is True else {})
 
 
 def print_layout(console: Console, view: LayoutView) -> None:

@@ -55,6 +55,12 @@ def check_autosp(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool) -> N
             "compile.passes 'autosp' (AutoSP) with a PipelineModule: DeepSpeed compiles the layers of a pipeline one "
             "by one and would not split sequences; use a model without a pipeline, or leave the pass out"
         )
+    if config.tensor_parallel_config.autotp_size > 1:
+        raise EngineOptionError(
+            "compile.passes 'autosp' (AutoSP) with tensor_parallel (AutoTP): AutoSP compiles the model as one graph "
+            "(fullgraph of get_autosp_backend), which the layers of AutoTP break, because they communicate; use "
+            "DistributedAttention, which works with AutoTP, or slices of your own"
+        )
     if size > 1 and stage > 1:
         raise EngineOptionError(
             f"compile.passes 'autosp' (AutoSP) at ZeRO stage {stage}: DeepSpeed would compile without splitting "

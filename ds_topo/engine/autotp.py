@@ -89,6 +89,21 @@ def _require_degree(option: str, size: int, grid: MpuGrid) -> None:
         )
 
 
+def check_compiler_pass(config: DeepSpeedConfig) -> None:
+    """Refuse the compiler pass of AutoTP beside others, as DeepSpeed does only when the engine compiles.
+
+    Raises:
+        EngineOptionError: the message names the other passes.
+    """
+    passes = getattr(config.compile_config, "passes", None) or []
+    others = sorted({"autosp", "z1", "z3"} & set(passes))
+    if "autotp" in passes and others:
+        raise EngineOptionError(
+            f"compile.passes 'autotp' with {others}: DeepSpeed cannot combine them (check DeepSpeedEngine.compile); "
+            "leave one out. AutoTP works without its pass, too"
+        )
+
+
 def keeping_grid(configure_states: Any) -> Any:
     """Wrap ``_configure_tensor_parallel_states``, which replaces the engine's mpu by DeepSpeed's module."""
 

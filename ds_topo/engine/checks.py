@@ -44,6 +44,7 @@ from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.expert_tables import zero_partition_ranks
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import gradient_axes
+from ds_topo.topology.spec import mechanisms_of
 from ds_topo.torch_names import job_timeout
 
 
@@ -62,11 +63,20 @@ def with_checks(do_sanity_check: Any) -> Any:
             if isinstance(engine, dualpipev.DualPipeVEngine):
                 check_dualpipe(engine, engine.mpu)
             do_sanity_check(engine)
+        except EngineOptionError as error:
+            failure = _with_mechanisms(error, engine._config, engine.mpu)
         except Exception as error:
             failure = error
         agree_on_settings(engine, engine.mpu, failure)
 
     return checked
+
+
+def _with_mechanisms(error: EngineOptionError, config: DeepSpeedConfig, grid: MpuGrid) -> EngineOptionError:
+    """Add to a message what uses each axis."""
+    degrees = dict(zip(grid.topology().axes, grid.topology().dims, strict=True))
+    uses = [f"{axis}={degrees[axis]}: {use}" for axis, use in mechanisms_of(config._param_dict, degrees).items()]
+    return EngineOptionError(f"{error} ({', '.join(uses)})") if uses else error
 
 
 def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = False) -> None:
@@ -84,11 +94,12 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
     if config.zero_config.zero_hpz_partition_size > 1:
         _check_second_partition(config.zero_config.zero_hpz_partition_size, grid)
     autotp.check_size(config, grid)
+    autotp.check_compiler_pass(config)
     autoep.check(config, grid)
     if uses_autosp(config):
         check_autosp(config, grid, is_pipeline)
     _check_device_mesh(grid)
-    _check_long_sequence_training(grid)
+    _check_long_sequence_training(grid, config)
     _check_hybrid_engine(config.hybrid_engine, grid)
     if config.hybrid_engine.enabled and config.tensor_parallel_config.autotp_size > 1:
         raise EngineOptionError(
@@ -140,7 +151,8 @@ def check_top_level(config: Mapping[str, Any]) -> list[str]:
 
     Raises:
         EngineOptionError: a key is nearly one that is read, and DeepSpeed would ignore it in silence; a section has a
-            misspelt switch; or a number of samples or micro-batches is not whole.
+            misspelt switch; a key is in a section where nothing reads it; or a number of samples or micro-batches is
+            not whole.
     """
     unknown = [str(name) for name in config if name not in _KEYS]
     for name in unknown:
@@ -163,6 +175,12 @@ def check_top_level(config: Mapping[str, Any]) -> list[str]:
     if isinstance(pipeline, Mapping) and TOPOLOGY_SECTION in pipeline:
         raise EngineOptionError(
             f'config section "pipeline" contains "{TOPOLOGY_SECTION}", where nothing reads it: move it to the top level'
+        )
+    if isinstance(pipeline, Mapping) and "schedule" in pipeline:
+        raise EngineOptionError(
+            f'config section "pipeline": "schedule" {abridged(pipeline["schedule"])} has no effect, because the class '
+            "of the module has the schedule, and divides the layers before a config is read: build DualPipeVModule for "
+            "DualPipeV, or PipelineModule for 1F1B, and remove the key"
         )
     return unknown
 
@@ -238,12 +256,21 @@ def _check_device_mesh(grid: MpuGrid) -> None:
         check_exchange_between_all_ranks("mesh_param or sequence_parallel_size with data_parallel_size", grid)
 
 
-def _check_long_sequence_training(grid: MpuGrid) -> None:
-    """Refuse sequence groups of ``UlyssesSPAttentionHF.register_with_transformers`` that differ from the grid's."""
+def _check_long_sequence_training(grid: MpuGrid, config: DeepSpeedConfig) -> None:
+    """Refuse sequence groups of ``UlyssesSPAttentionHF.register_with_transformers`` that differ from the grid's.
+
+    Its attention cannot be split by AutoTP, either.
+    """
     state = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     group = state._SEQUENCE_PARALLEL_GROUP if state is not None else None
     if group is None:
         return
+    if config.tensor_parallel_config.autotp_size > 1:
+        raise EngineOptionError(
+            "UlyssesSPAttentionHF (ALST) with tensor_parallel (AutoTP): it needs all heads of the model on each rank "
+            "(check 'query input tensor does not match the required shape' of UlyssesSPAttentionHF.forward), which "
+            "AutoTP divides; use DistributedAttention in the model instead, or leave tensor_parallel out"
+        )
     found = sorted(dist.get_process_group_ranks(group))
     expected = grid.get_ranks(SEQ) if SEQ in grid.topology().axes else [dist.get_rank()]
     if found != expected:

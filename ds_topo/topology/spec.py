@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from ds_topo.errors import TopologyError, WorldSizeError, abridged
-from ds_topo.topology.axes import axis_in_spec, check_declared, checked_name
+from ds_topo.topology.axes import EXPERT, MODEL, SEQ, SHARD, axis_in_spec, check_declared, checked_name
 from ds_topo.topology.layout import Factors
 
 Spec: TypeAlias = "str | Mapping[str, int] | Iterable[tuple[str, int]]"
@@ -236,6 +236,31 @@ def read_config(config: str | Path | Mapping[str, object]) -> Spec:
             '"topology": {"pipe": 2, "data": 4, "model": 2}'
         )
     return cast("Spec", content["topology"])
+
+
+def mechanisms_of(config: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, str]:
+    """Return what of DeepSpeed uses each axis of a degree above 1, as far as a config says it.
+
+    >>> mechanisms_of({"tensor_parallel": {}, "expert_parallel": {"enabled": True}}, {"model": 2, "data": 4})
+    {'model': 'AutoTP'}
+
+    Args:
+        config: the content of a DeepSpeed config.
+        degrees: the degree of each axis.
+    """
+    names = ("tensor_parallel", "expert_parallel", "hybrid_engine", "compile", "zero_optimization")
+    tensor, experts, hybrid, compiled, zero = (
+        section if isinstance(section := config.get(name), Mapping) else {} for name in names
+    )
+    is_split = isinstance(config.get(names[0]), Mapping) and tensor.get("autotp_size", 2) not in (0, 1)
+    stage, passes = zero.get("stage", 0), compiled.get("passes")
+    uses = {
+        MODEL: "AutoTP" if is_split else "hybrid engine" if hybrid.get("enabled") is True else "",
+        EXPERT: "AutoEP" if experts.get("enabled") is True else "",
+        SEQ: "AutoSP" if isinstance(passes, Sequence) and "autosp" in passes else "",
+        SHARD: f"ZeRO {stage}" if stage in (1, 2, 3) else "",
+    }
+    return {axis: use for axis, use in uses.items() if use and degrees.get(axis, 1) > 1}
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -105,6 +105,9 @@ def test_mechanisms_of_a_config_are_named(capsys: pytest.CaptureFixture[str], tm
     assert "tensor=2: AutoTP\nexpert=2: AutoEP\n" in out
     config.write_text(json.dumps({"topology": "model=2,data=2", "tensor_parallel": {"autotp_size": 0}}))
     assert "AutoTP" not in run(capsys, str(config))
+    options = {"compile": {"passes": ["autosp"]}, "zero_optimization": {"stage": 1}}
+    config.write_text(json.dumps({"topology": "data=2,seq=2,shard=2", **options}))
+    assert "seq=2: AutoSP\nshard=2: ZeRO 1\n" in run(capsys, str(config))
 
 
 def test_one_rank_is_shown_with_its_groups_and_neighbors(capsys: pytest.CaptureFixture[str]) -> None:

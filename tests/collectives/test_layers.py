@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import ProcessGrid, collectives, distributed
-from ds_topo.layers import Parallel, ParallelCrossEntropyLoss, ParallelLinear, parallel_cross_entropy
+from ds_topo.layers import Parallel, ParallelCrossEntropyLoss, ParallelEmbedding, ParallelLinear, parallel_cross_entropy
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
@@ -57,6 +57,30 @@ def _linear_layers(group: Any) -> None:
         close(layer.weight.grad, weight if dim is None else own(weight, group, 1 if dim == 0 else 0))
         close(layer.bias.grad, own(bias, group, 0) if dim in (1, -1) else bias)
         close(made(inputs), ParallelLinear.from_linear(full, dim)(inputs))
+
+
+def _embeddings(group: Any) -> None:
+    tokens, factors = torch.randint(0, 48, (17, 24)), torch.randn(17, 24, 16)
+    for dim in (None, 0, 1, -1):
+        for padding in (None, 5, -1):
+            torch.manual_seed(7)
+            full = nn.Embedding(48, 16, padding)
+            torch.manual_seed(7)
+            layer = ParallelEmbedding(48, 16, padding, dim=dim)
+            assert torch.equal(
+                layer.weight, full.weight if dim is None else own(full.weight, group, 0 if dim == 0 else 1)
+            )
+            close(layer(tokens), full(tokens))
+            (full(tokens) * factors).sum().backward()
+            (layer(tokens) * factors).sum().backward()
+            grad = full.weight.grad
+            close(layer.weight.grad, grad if dim is None else own(grad, group, 0 if dim == 0 else 1))
+            if dim is not None:
+                torch.manual_seed(7)
+                split = ParallelEmbedding(48, 16, padding, dim=dim, group=Parallel(group, sequence=True))
+                close(split(tokens), own(full(tokens), group, 1))
+                (split(tokens) * own(factors, group, 1)).sum().backward()
+                close(split.weight.grad, layer.weight.grad)
 
 
 def _a_stack_of_layers(group: Any) -> None:
@@ -154,7 +178,14 @@ def _converted(group: Any) -> None:
         close(split.rest[0].weight.grad, grad if dim is None else own(grad, group, 1 if dim == 0 else 0))
 
 
-CASES: tuple[Callable[[Any], None], ...] = (_linear_layers, _a_stack_of_layers, _sequence_parallel, _losses, _converted)
+CASES: tuple[Callable[[Any], None], ...] = (
+    _linear_layers,
+    _embeddings,
+    _a_stack_of_layers,
+    _sequence_parallel,
+    _losses,
+    _converted,
+)
 
 
 def _over_each_group(topology: str) -> None:

@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from deepspeed.sequence.layer import DistributedAttention
 from torch import nn
 
-from ds_topo import PipelineParallelGrid
+from ds_topo import PipelineParallelGrid, groups
+from ds_topo.checkpoint import engine_facts as facts
+from tests.support.autotp_training import whole_parameters
+from tests.support.ranks import run_ranks
 from tests.support.training import (
     Batch,
     Run,
@@ -32,6 +35,14 @@ from tests.support.world import Worlds
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 
 BATCH, POSITIONS, WIDTH, HEADS, STEPS = 4, 8, 16, 4, 3
+SPLIT = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {"patterns": [r".*qkv\.weight$"], "partition_type": "column", "shape": [3, -1], "partition_dim": 0},
+        {"patterns": [r".*output\.weight$"], "partition_type": "row"},
+    ],
+}
+"""How AutoTP splits the layer: by heads."""
 DESCENT = {"lr": 0.5, "momentum": 0.9}
 OPTIONS: dict[str, dict[str, Any]] = {
     "zero0": {"stage": 0},
@@ -55,7 +66,7 @@ class Model(nn.Module):
         self.attention = attention
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        parts = (part.unflatten(-1, (HEADS, -1)) for part in self.qkv(hidden).chunk(3, dim=-1))
+        parts = (part.unflatten(-1, (-1, WIDTH // HEADS)) for part in self.qkv(hidden).chunk(3, dim=-1))
         attended: torch.Tensor = self.output(self.attention(*parts).flatten(2))
         return hidden + attended
 
@@ -93,10 +104,13 @@ def _train_alone() -> Run:
     return train_by_hand(model, torch.optim.SGD(model.parameters(), **DESCENT), map(batch, range(STEPS)), _loss)
 
 
-def _train_and_compare(topology: str, options: dict[str, Any], alone: Run) -> None:
+def _train_and_compare(topology: str, options: dict[str, Any], alone: Run, is_split: bool = False) -> None:
+    """Compare with one process; ``is_split``: AutoTP splits the layers along ``model``."""
     warnings.simplefilter("ignore", FutureWarning)
     deepspeed.init_distributed(verbose=False)
     with PipelineParallelGrid(topology) as grid:
+        if "zero_hpz_partition_size" in options:
+            groups.create_zero_partition_groups(grid, options["zero_hpz_partition_size"])
         pieces = grid.get_sequence_parallel_world_size()
 
         def own_positions(step: int) -> Batch:
@@ -107,13 +121,19 @@ def _train_and_compare(topology: str, options: dict[str, Any], alone: Run) -> No
         model = Model(Ulysses(grid.get_sequence_parallel_group()))
         optimizer = {"type": "SGD", "params": DESCENT}
         config = engine_config(
-            BATCH // grid.get_data_parallel_world_size(), optimizer=optimizer, zero_optimization=options
+            BATCH // grid.get_data_parallel_world_size(),
+            optimizer=optimizer,
+            zero_optimization=options,
+            **({"tensor_parallel": {"partition_config": SPLIT}} if is_split else {}),
         )
         parameters = list(model.parameters())
         engine, *_ = deepspeed.initialize(model=model, mpu=grid, config=config, model_parameters=parameters)
         run = train_engine(engine, grid, map(own_positions, range(STEPS)), lambda *args: _loss(*args) / pieces)
+        if is_split:
+            assert tuple(facts.shape_of(model.output.weight)) == (WIDTH, WIDTH // 2)
+            run.parameters = whole_parameters(engine)
         with deepspeed.zero.GatheredParameters(parameters):
-            run.parameters = parameters_of(model)
+            run.parameters = run.parameters or parameters_of(model)
         destroy_engine(engine)
     assert_trained_alike(run, alone, losses=1e-5, tensors=1e-5)
 
@@ -148,3 +168,15 @@ def test_attention_over_seq_and_shard_equals_one_process(
 @pytest.mark.parametrize("options", ["zero1", "zero3"])
 def test_attention_over_seq_with_data_and_model_equals_one_process(world: Worlds, topology: str, options: str) -> None:
     world(8).run(_train_and_compare, topology, OPTIONS[options], _train_alone())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", list(permutations(("data", "seq", "model"))), ids="-".join)
+def test_attention_over_seq_of_heads_that_autotp_splits_equals_one_process(order: tuple[str, ...]) -> None:
+    run_ranks(8, _train_each, ",".join(f"{axis}=2" for axis in order), _train_alone(), deadline=200)
+
+
+def _train_each(topology: str, alone: Run) -> None:
+    second_partition = {"stage": 3, "zero_hpz_partition_size": 2}
+    for options in (*(OPTIONS[f"zero{stage}"] for stage in range(4)), second_partition):
+        _train_and_compare(topology, options, alone, is_split=True)

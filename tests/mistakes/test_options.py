@@ -116,9 +116,16 @@ def test_misspelt_keys_of_deepspeed_raise_with_a_suggestion(name: str, meant: st
         check_top_level(config)
 
 
-def test_topology_in_the_section_of_pipelines_raises() -> None:
-    with pytest.raises(EngineOptionError, match="move it to the top level"):
-        check_top_level({"pipeline": {"topology": "pipe=2"}})
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"topology": "pipe=2"}, "move it to the top level"),
+        ({"schedule": "dualpipev"}, "\"schedule\" 'dualpipev' has no effect, .* build DualPipeVModule for DualPipeV"),
+    ],
+)
+def test_what_nothing_reads_in_the_section_of_pipelines_raises(section: dict[str, str], message: str) -> None:
+    with pytest.raises(EngineOptionError, match=message):
+        check_top_level({"pipeline": section})
 
 
 def test_a_misspelt_switch_of_the_reducer_raises() -> None:

@@ -52,11 +52,14 @@ class Case:
     Not at ZeRO 3, where stock DeepSpeed divides gradients by this number once more than at stages 0 to 2, and not with
     a resume, where accelerate itself fails on DeepSpeed's loader of long sequences.
     """
+    split: bool = False
+    """Whether AutoTP splits the model along ``model``. Stock DeepSpeed trains it whole, on one rank per replica."""
 
     def __str__(self) -> str:
         """Return a name for ``pytest -k``."""
         words = [self.schedule, f"samples{self.samples}", f"zero{self.zero}", f"steps{self.accumulation}"]
         words += ["resumed"] if self.resume else []
+        words += ["split"] if self.split else []
         return "-".join([*words, "seq"] if self.seq > 1 else words)
 
 
@@ -77,6 +80,10 @@ ACCELERATE = [
     Case("cosine", samples=13, accumulation=2, seq=2),
     Case("WarmupDecayLR", zero=0, seq=2),
     Case("linear", zero=2, seq=2),
+    Case("linear", split=True),
+    Case("cosine", samples=13, zero=2, accumulation=2, split=True),
+    Case("WarmupDecayLR", zero=3, split=True),
+    Case("linear", zero=0, resume=(0, 2), split=True),
 ]
 TRAINER = [
     Case("linear", samples=13, zero=2, accumulation=2),
@@ -92,10 +99,14 @@ TRAINER = [
     Case("linear", seq=2),
     Case("cosine", samples=13, zero=2, accumulation=2, seq=2),
     Case("reduce_lr_on_plateau", zero=0, seq=2),
+    Case("linear", samples=13, zero=2, accumulation=2, split=True),
+    Case("WarmupLR", zero=0, split=True),
+    Case("cosine", zero=3, split=True),
+    Case("linear", resume=(0, 3), split=True),
 ]
 
 
-def config_of(case: Case) -> dict[str, Any]:
+def config_of(case: Case, spec: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
         "train_batch_size": "auto",
@@ -110,6 +121,9 @@ def config_of(case: Case) -> dict[str, Any]:
         parameters: dict[str, Any] = dict.fromkeys(DEEPSPEEDS[case.schedule], "auto")
         config["scheduler"] = {"type": case.schedule, "params": parameters}
         config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+    if case.split and spec != "stock":
+        config["tensor_parallel"] = {"autotp_size": 2}
+        config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     return config
 
 
@@ -215,19 +229,22 @@ def _schedule(case: Case, optimizer: Any) -> Any:
     return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
 
 
-def _prepared(case: Case) -> list[Any]:
+def _prepared(case: Case, spec: str) -> list[Any]:
     """Return an accelerator and what it has prepared: engine, optimizer, two loaders and a schedule."""
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 
     torch.manual_seed(0)
     accelerator = Accelerator(
-        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config_of(case), gradient_accumulation_steps=case.accumulation),
+        deepspeed_plugin=DeepSpeedPlugin(
+            hf_ds_config=config_of(case, spec), gradient_accumulation_steps=case.accumulation
+        ),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
         parallelism_config=_parallelism(case),
     )
     layers = (torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-    model = torch.nn.Sequential(*layers) if case.seq == 1 else _llama()
+    has_tokens = case.seq > 1 or case.split
+    model = _llama() if has_tokens else torch.nn.Sequential(*layers)
     if case.schedule in DEEPSPEEDS:
         optimizer: Any = DummyOptim(model.parameters(), lr=1e-2)
         schedule: Any = DummyScheduler(optimizer, total_num_steps=24, warmup_num_steps=4)
@@ -236,7 +253,7 @@ def _prepared(case: Case) -> list[Any]:
         schedule = _schedule(case, optimizer)
     inputs = torch.randn(case.samples, 4)
     data: Any = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
-    if case.seq > 1:
+    if has_tokens:
         data = Tokens(case.samples)
     loaders = (torch.utils.data.DataLoader(data, batch_size=2, shuffle=shuffles) for shuffles in (True, False))
     return [accelerator, *accelerator.prepare(model, optimizer, *loaders, schedule)]
@@ -265,6 +282,8 @@ def _epochs(prepared: list[Any], case: Case, first: int, skipped: int, folder: s
 
 def _loss(engine: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the inputs of a batch, and its mean loss on this rank."""
+    if "shift_labels" not in batch and isinstance(batch, dict):
+        return batch["input_ids"], engine(**batch).loss
     if isinstance(batch, dict):
         logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.flatten(0, 1)
         labels = batch["shift_labels"].flatten()
@@ -276,12 +295,12 @@ def _loss(engine: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _accelerated(spec: str, case: Case, folder: str) -> tuple[int, list[Any]]:
     """Return this rank's share of the samples, and what it did."""
     with layout(spec, case) as share:
-        prepared = _prepared(case)
+        prepared = _prepared(case, spec)
         found = _epochs(prepared, case, 0, 0, folder)
         accelerator, engine, _, _, evaluated, _ = prepared
         engine.eval()
         for batch in evaluated:
-            if case.seq > 1:
+            if isinstance(batch, dict):
                 with torch.no_grad():
                     inputs, loss = _loss(engine, batch)
                 found.append((digest(inputs), float(loss)))
@@ -291,7 +310,7 @@ def _accelerated(spec: str, case: Case, folder: str) -> tuple[int, list[Any]]:
             found.append(accelerator.gather_for_metrics([f"{digest(sample)}" for sample in inputs]))
     if case.resume is not None:
         with layout(spec, case):
-            prepared = _prepared(case)
+            prepared = _prepared(case, spec)
             prepared[0].load_state(folder)
             found += _epochs(prepared, case, case.resume[0], case.resume[1] + 1, None)
     return share, found
@@ -300,7 +319,7 @@ def _accelerated(spec: str, case: Case, folder: str) -> tuple[int, list[Any]]:
 # -- Trainer ---------------------------------------------------------------------------------------------------------
 
 
-def _trained(case: Case, folder: str, resumes: bool) -> list[Any]:
+def _trained(case: Case, spec: str, folder: str, resumes: bool) -> list[Any]:
     from transformers import Trainer, TrainingArguments
 
     torch.manual_seed(0)
@@ -312,7 +331,7 @@ def _trained(case: Case, folder: str, resumes: bool) -> list[Any]:
         options |= {"lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}, "metric_for_best_model": "eval_loss"}
     arguments = TrainingArguments(
         folder,
-        deepspeed=config_of(case),
+        deepspeed=config_of(case, spec),
         per_device_train_batch_size=2,
         per_device_eval_batch_size=2,
         gradient_accumulation_steps=case.accumulation,
@@ -353,7 +372,7 @@ def _by_trainer(spec: str, case: Case, folder: str) -> tuple[int, list[Any]]:
     found: list[Any] = []
     for resumes in (False, True) if case.resume else (False,):
         with layout(spec, case) as share:
-            found += _trained(case, folder, resumes)
+            found += _trained(case, spec, folder, resumes)
     return share, found
 
 
