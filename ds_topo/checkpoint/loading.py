@@ -407,22 +407,27 @@ class _Choice:
         """Say why the files do not fit this layout, and what to do; empty if they do."""
         if checkpoint.manifest is None:
             return ""
-        saved, has_states = checkpoint.manifest.layout, self._options.has_states
-        if reason := why_unreachable(saved, self._layout, optimizer_states=has_states):
-            module_only = why_unreachable(saved, self._layout, optimizer_states=False) == ""
-            also = ", or load its parameters alone (load_module_only=True)" if module_only else ""
-            return (
-                f"is of {saved}; this job is {self._layout}: {reason}. Start the job with the degrees and the ZeRO "
-                "stage of the checkpoint, in any order of axes, or convert it, by ds_topo.checkpoint.load(engine, "
-                f"folder, convert=True) in this job{also}, or once by the command: {self._command(checkpoint)}"
-            )
-        return ""
+        saved, bounds = checkpoint.manifest.layout, getattr(checkpoint.manifest.structure, "bounds", ())
+        reason = why_unreachable(saved, self._layout, optimizer_states=self._options.has_states)
+        own = tuple(map(int, getattr(self._engine.module, "parts", ())))
+        if not reason and bounds and own != bounds:
+            reason = f"stages that begin with layers {[*bounds[:-1]]} became stages that begin with {[*own[:-1]]}"
+        if not reason:
+            return ""
+        module_only = own == bounds and why_unreachable(saved, self._layout, optimizer_states=False) == ""
+        also = ", or load its parameters alone (load_module_only=True)" if module_only else ""
+        return (
+            f"is of {saved}; this job is {self._layout}: {reason}. Start the job with the degrees and the ZeRO "
+            "stage of the checkpoint, in any order of axes, or convert it, by ds_topo.checkpoint.load(engine, "
+            f"folder, convert=True) in this job{also}, or once by the command: {self._command(checkpoint)}"
+        )
 
     def _command(self, checkpoint: Checkpoint) -> str:
         """Return the command that converts a checkpoint to this job's layout."""
-        layout = self._layout
+        layout, bounds = self._layout, getattr(self._engine.module, "parts", ())
         options = ["ds-topo", "convert", str(checkpoint.path), f"{self._root}-converted"]
         options += ["--topology", layout.topology or "..."]
+        options += ["--stages", ",".join(map(str, bounds))] if layout.is_pipeline else []
         if checkpoint.manifest is not None and checkpoint.manifest.layout.zero_stage != layout.zero_stage:
             options += ["--zero", str(layout.zero_stage)]
         return shlex.join(options)
