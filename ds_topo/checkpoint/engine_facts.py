@@ -122,6 +122,12 @@ def inner_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer | None:
     return optimizer if hasattr(optimizer, "param_groups") else None
 
 
+def name_of_optimizer(engine: DeepSpeedEngine) -> str | None:
+    """Return the class of the optimizer that steps; None if the engine has none."""
+    inner = inner_optimizer(engine)
+    return type(inner).__name__ if inner is not None else None
+
+
 _ELEMENT_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
     *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
@@ -285,7 +291,7 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
         if isinstance(part, Experts)
     }
     structure = manifests.SavedStructure(
-        type(inner).__name__ if inner is not None else None,
+        name_of_optimizer(engine),
         (_names_of_groups(engine),),
         splits,
         tuple(undeclared),

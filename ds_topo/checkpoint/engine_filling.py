@@ -32,9 +32,10 @@ from ds_topo.checkpoint.engine_state import (
     update_weights,
     whole_name,
 )
-from ds_topo.checkpoint.manifest import Manifest, structure_from
+from ds_topo.checkpoint.manifest import SavedStructure, structure_from
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.saved_model import Parameter, model_of
+from ds_topo.checkpoint.stock_files import layout_of_files, manifest_of_files
 from ds_topo.checkpoint.target import require_loadable
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError
 
@@ -278,7 +279,7 @@ def opened_for(
         CheckpointError: the folder is not visible here.
     """
     meeting.post("structure", facts.share_of_structure(engine))
-    manifest = meeting.step("described", lambda: _manifest_of(path))
+    meeting.step("described", lambda: _require_visible(path))
     layout, (stage, _, slices) = facts.layout_of(engine), facts.stage_and_slice(engine)
 
     def plan() -> Mapping[str, Any]:
@@ -288,13 +289,19 @@ def opened_for(
                 "no rank of this job describes the structure of its model. Convert the checkpoint by "
                 "ds-topo convert, and load the new one"
             )
-        model = model_of(manifest, structure.splits)
-        require_loadable(model, layout, structure, slices, has_states=has_states)
-        Source(model, path).require_equal_copies(slices, has_states=has_states)
+        source = opened_source(structure)
+        require_loadable(source.model, layout, structure, slices, has_states=has_states)
+        source.require_equal_copies(slices, has_states=has_states)
         return asdict(structure)
 
+    def opened_source(structure: SavedStructure) -> Source:
+        if (manifest := folders.manifest_of(path)) is None:
+            saved = layout_of_files(path, facts.name_of_optimizer(engine))
+            manifest = manifest_of_files(path, saved, structure)
+        return Source(model_of(manifest, structure.splits), path)
+
     structure = structure_from(meeting.decided("plan", plan))
-    source = Source(model_of(manifest, structure.splits), path)
+    source = meeting.step("opened", lambda: opened_source(structure))
 
     def compare() -> tuple[EngineFilling, Comparison]:
         filling = EngineFilling(engine, source, has_states=has_states)
@@ -342,10 +349,9 @@ def opened_for(
     return source, filling
 
 
-def _manifest_of(path: Path) -> Manifest:
-    if (manifest := folders.manifest_of(path)) is None:
+def _require_visible(path: Path) -> None:
+    if not path.is_dir():
         raise CheckpointError(f"{path} is not visible here, but all ranks must share its file system")
-    return manifest
 
 
 def _share(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:

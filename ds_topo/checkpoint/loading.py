@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo.checkpoint import engine_facts as facts
@@ -34,8 +33,8 @@ from ds_topo.checkpoint.deepspeed_reader import Source, name_of_model_states, op
 from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.engine_filling import opened_for
 from ds_topo.checkpoint.engine_state import SCHEDULER, restore_progress
-from ds_topo.checkpoint.folder import Checkpoint
-from ds_topo.checkpoint.manifest import why_unreachable
+from ds_topo.checkpoint.folder import Checkpoint, wrong_without_manifest
+from ds_topo.checkpoint.manifest import SavedLayout, why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
 from ds_topo.checkpoint.safe_reading import (
     OF_DEEPSPEED,
@@ -47,6 +46,7 @@ from ds_topo.checkpoint.safe_reading import (
 )
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
+from ds_topo.checkpoint.stock_files import layout_of_files
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -277,8 +277,8 @@ def _checked(engine: Any, folder: object, tag: object, verify: object) -> tuple[
 
 def _without_manifest(path: Path) -> str:
     return printable(
-        f"{path} has no {manifests.NAME}: DeepSpeed alone saved it, or the file is lost. Its layout, its model and its "
-        "digests were not compared, only missing and truncated files are found. The next save writes a manifest"
+        f"{path} has no {manifests.NAME}: DeepSpeed alone saved it, or the file is lost. Its model and its digests "
+        "were not compared, only missing and truncated files are found. The next save writes a manifest"
     )
 
 
@@ -300,6 +300,8 @@ class _Choice:
         """The candidates that were rejected; used on rank 0 only."""
         self.chosen: Checkpoint | None = None
         """The last proposal; used on rank 0 only."""
+        self._saved: SavedLayout | None = None
+        """Its layout, if it is known; used on rank 0 only."""
 
     def next(self) -> tuple[str, str]:
         """Return, on rank 0, the tag of the next candidate that is complete by the sizes of its files.
@@ -313,6 +315,12 @@ class _Choice:
         for checkpoint in self._left:
             if checkpoint.needs:
                 raise CheckpointVersionError(f"the checkpoint {checkpoint.tag!r}: {checkpoint.needs}")
+            self._saved = checkpoint.manifest.layout if checkpoint.manifest is not None else None
+            if checkpoint.is_whole and self._saved is None:
+                with suppress(CheckpointError):  # another check names the file
+                    self._saved = layout_of_files(checkpoint.path, facts.name_of_optimizer(self._engine))
+                if self._saved is not None and (missing := wrong_without_manifest(checkpoint.path, self._saved)):
+                    checkpoint = replace(checkpoint, problems=tuple(missing))
             if checkpoint.is_whole:
                 self.chosen = checkpoint
                 return checkpoint.tag, self._why_unreachable(checkpoint)
@@ -345,9 +353,9 @@ class _Choice:
                 found["damaged"] = unreadable(share)
                 refused = refused_types(share) if not found["damaged"] else []
                 found["refused"] = refused[0] if refused else ""
-            has_scheduler = options.has_scheduler and engine.lr_scheduler is not None and dist.get_rank() == 0
-            if manifest is not None and has_scheduler and not found["damaged"] and not found["refused"]:
-                file = path / name_of_model_states(manifest.layout, 0)
+            needs_scheduler = options.has_scheduler and engine.lr_scheduler is not None
+            if self._saved is not None and needs_scheduler and not found["damaged"] and not found["refused"]:
+                file = path / name_of_model_states(self._saved, 0)
                 if opened(file).get(SCHEDULER) is None:
                     found["scheduler"] = (
                         "has no state of a learning-rate scheduler, and this job has a "
@@ -396,18 +404,16 @@ class _Choice:
     def _to_try(self) -> Iterator[Checkpoint]:
         with suppress(OSError):  # without permission to write, no job was saving there
             folders.take_back_replaced(self._root)
-        must_match = self._options.has_states and self._layout.zero_stage  # otherwise other degrees can be read
-        expected = self._layout if must_match else None
         if self._tag is None:
-            yield from folders.candidates(self._root, expected)
+            yield from folders.candidates(self._root)
         else:
-            yield folders.look_at(self._root, self._tag, expected=expected)
+            yield folders.look_at(self._root, self._tag)
 
     def _why_unreachable(self, checkpoint: Checkpoint) -> str:
         """Say why the files do not fit this layout, and what to do; empty if they do."""
-        if checkpoint.manifest is None:
+        saved, bounds = self._saved, getattr(getattr(checkpoint.manifest, "structure", None), "bounds", ())
+        if saved is None:
             return ""
-        saved, bounds = checkpoint.manifest.layout, getattr(checkpoint.manifest.structure, "bounds", ())
         reason = why_unreachable(saved, self._layout, optimizer_states=self._options.has_states)
         own = tuple(map(int, getattr(self._engine.module, "parts", ())))
         if not reason and bounds and own != bounds:
@@ -428,7 +434,7 @@ class _Choice:
         options = ["ds-topo", "convert", str(checkpoint.path), f"{self._root}-converted"]
         options += ["--topology", layout.topology or "..."]
         options += ["--stages", ",".join(map(str, bounds))] if layout.is_pipeline else []
-        if checkpoint.manifest is not None and checkpoint.manifest.layout.zero_stage != layout.zero_stage:
+        if self._saved is not None and self._saved.zero_stage != layout.zero_stage:
             options += ["--zero", str(layout.zero_stage)]
         return shlex.join(options)
 
