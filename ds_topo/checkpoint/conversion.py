@@ -58,15 +58,16 @@ from ds_topo.checkpoint.folder import (
     require_free,
     tags_in,
     told,
+    wrong_without_manifest,
 )
 from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter
 from ds_topo.checkpoint.safe_reading import refused_types, unreadable
 from ds_topo.checkpoint.saved_model import expert_of, model_of, require_splits
 from ds_topo.checkpoint.saving import free_bytes
+from ds_topo.checkpoint.stock_files import manifest_of_files, structure_of_files
 from ds_topo.checkpoint.target import Target, target_of
 from ds_topo.errors import (
     CheckpointError,
-    CheckpointLayoutError,
     CheckpointSpaceError,
     CheckpointVersionError,
     DamagedCheckpointError,
@@ -132,7 +133,7 @@ def convert(
     with fitting_files(checkpoint.path):
         model = model_of(manifest)
         target = target_of(model, spec, zero, method, bounds, experts, zero_options)
-        conversion = Conversion(checkpoint, target, to, new_tag)
+        conversion = Conversion(checkpoint, manifest, target, to, new_tag)
     with conversion.begin():
         conversion.make_room()
         files = conversion.fill(progress=progress)
@@ -187,17 +188,18 @@ def readable(checkpoint: Checkpoint) -> Manifest:
         raise MissingCheckpointError(f"no checkpoint {checkpoint.tag!r} in {checkpoint.path.parent}: there are {known}")
     if checkpoint.problems:
         raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(checkpoint.problems)}")
-    if checkpoint.manifest is None:
-        raise CheckpointLayoutError(
-            f"{checkpoint.path} has no {manifests.NAME}: DeepSpeed alone saved it, and its layout is not known. Load "
-            "it in the layout that saved it, and save it with ds_topo"
-        )
-    paths = [checkpoint.path / file.path for file in checkpoint.manifest.files if file.path.endswith(".pt")]
+    names = [file.path for file in checkpoint.manifest.files] if checkpoint.manifest else os.listdir(checkpoint.path)
+    paths = [checkpoint.path / name for name in names if name.endswith(".pt")]
     if problems := unreadable(paths):
         raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(problems)}")
     if refused := refused_types(paths):
         raise UnsafeCheckpointError(f"{checkpoint.path}: {refused[0]}")
-    return checkpoint.manifest
+    if checkpoint.manifest is not None:
+        return checkpoint.manifest
+    layout, structure = structure_of_files(checkpoint.path)
+    if layout is not None and (missing := wrong_without_manifest(checkpoint.path, layout)):
+        raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(missing)}")
+    return manifest_of_files(checkpoint.path, layout, structure)
 
 
 @contextmanager
@@ -216,12 +218,14 @@ class Conversion:
 
     Args:
         checkpoint: checkpoint to read.
+        manifest: its manifest.
         target: the new layout.
         folder: folder of checkpoints for the new one.
         tag: tag of the new checkpoint.
     """
 
-    def __init__(self, checkpoint: Checkpoint, target: Target, folder: Path, tag: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, manifest: Manifest, target: Target, folder: Path, tag: str) -> None:
+        self._manifest = manifest
         self._checkpoint, self._target, self.folder, self._tag = checkpoint, target, folder, tag
         self.source = checkpoint.path
         self._source = Source(target.model, checkpoint.path)
@@ -252,9 +256,8 @@ class Conversion:
             )
         with fitting_files(self.source):
             self._source.require_equal_copies(self._target.slices, has_states=True)
-        manifest = (self._checkpoint.path / manifests.NAME).read_bytes()
         plan = {
-            "from": hashlib.sha256(manifest).hexdigest(),
+            "from": hashlib.sha256(manifests.to_text(self._manifest).encode()).hexdigest(),
             "layout": asdict(self._target.layout),
             "structure": asdict(self._target.structure),
             "boot": _BOOT.read_text().strip() if _BOOT.exists() else "",  # a reboot loses what the caches had
@@ -293,10 +296,9 @@ class Conversion:
 
     def commit(self, files: Iterable[SavedFile], *, save_latest: bool = True) -> Path:
         """Write the manifest and give the new checkpoint its name. Return its folder."""
-        assert self._checkpoint.manifest is not None
         manifest = Manifest(
             self._tag,
-            self._checkpoint.manifest.step,
+            self._manifest.step,
             datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             self._target.layout,
             tuple(sorted(files, key=lambda file: file.path)),

@@ -128,11 +128,12 @@ def name_of_optimizer(engine: DeepSpeedEngine) -> str | None:
     return type(inner).__name__ if inner is not None else None
 
 
-_ELEMENT_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
+ELEMENT_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
     *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
     *(FusedAdam, DeepSpeedCPUAdam, FusedLion, DeepSpeedCPULion, DeepSpeedCPUAdagrad),
 )
+"""The optimizers that update each element by its own gradient and states alone."""
 
 
 def is_element_by_element(inner: torch.optim.Optimizer) -> bool:
@@ -143,7 +144,7 @@ def is_element_by_element(inner: torch.optim.Optimizer) -> bool:
     """
     step = inspect.unwrap(type(inner).step)
     declared = getattr(type(inner), "is_element_by_element", None) is True
-    return declared or any(step is inspect.unwrap(known.step) for known in _ELEMENT_BY_ELEMENT)
+    return declared or any(step is inspect.unwrap(known.step) for known in ELEMENT_BY_ELEMENT)
 
 
 def bytes_of_checkpoint(engine: DeepSpeedEngine) -> int:

@@ -22,6 +22,7 @@ from ds_topo.checkpoint.deepspeed_reader import (
     name_of_partition,
     opened,
 )
+from ds_topo.checkpoint.engine_facts import ELEMENT_BY_ELEMENT
 from ds_topo.checkpoint.manifest import (
     BF16_OPTIMIZER,
     Manifest,
@@ -88,6 +89,22 @@ def layout_of_files(path: Path, optimizer: str | None) -> SavedLayout | None:
     )
 
 
+def structure_of_files(path: Path) -> tuple[SavedLayout | None, SavedStructure]:
+    """Return the layout of a checkpoint, and what its config says of the structure, where no job says more.
+
+    Raises:
+        DamagedCheckpointError: a file cannot be read.
+    """
+    if (layout := layout_of_files(path, None)) is None:
+        return None, SavedStructure(None, ())
+    config = opened(path / name_of_model_states(layout, 0)).get("ds_config") or {}
+    kind = (config.get("optimizer") or {}).get("type")
+    kinds = {one.__name__.lower(): one.__name__ for one in ELEMENT_BY_ELEMENT}
+    optimizer = kinds.get(str(kind).lower(), str(kind)) if kind else None
+    structure = SavedStructure(optimizer, (), is_by_element=str(kind).lower() in kinds)
+    return layout_of_files(path, optimizer), structure
+
+
 def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedStructure) -> Manifest:
     """Describe a checkpoint.
 
@@ -100,8 +117,9 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
         CheckpointLayoutError: its files do not say enough.
         DamagedCheckpointError: a file cannot be read.
     """
-    if layout is None or (layout.is_pipeline and not layout.has_partitions):
-        kind = "a pipeline without ZeRO" if layout is not None else "a model with experts, or of an early DeepSpeed"
+    if layout is None or (layout.is_pipeline and not (layout.has_partitions and structure.layers)):
+        kind = "a pipeline" if layout is not None else "a model with experts, or of an early DeepSpeed"
+        kind += " without ZeRO" if structure.layers else ""
         raise CheckpointLayoutError(
             f"{path} was saved by DeepSpeed alone, and the files of {kind} do not describe the model. Load it in the "
             "layout that saved it, and save it with ds_topo"
