@@ -105,6 +105,8 @@ class SavedStructure:
     """The engine's options of ZeRO; None if an earlier release did not record them."""
     is_by_element: bool = True
     """False if the optimizer is not known to update each element by its own gradient and states alone."""
+    buffers: Mapping[str, tuple[int, ...]] | None = None
+    """The shape on slice 0 of each saved buffer, except those of experts; None if an earlier release left them out."""
 
     def __post_init__(self) -> None:
         if self.bounds and (
@@ -152,6 +154,7 @@ def merged_structures(stages: Sequence[SavedStructure]) -> SavedStructure:
         undeclared=tuple(undeclared),
         aliases={alias: name for one in stages for alias, name in one.aliases.items()},
         experts={head: size for one in stages for head, size in one.experts.items()},
+        buffers={name: shape for one in stages for name, shape in (one.buffers or {}).items()},
     )
 
 

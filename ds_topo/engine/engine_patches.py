@@ -79,8 +79,8 @@ def patching_engines(construct: Any) -> Any:
             if registry.of(mpu):
                 experts.check_engine_with_experts(engine)
                 rows += _WITH_EXPERTS + (norms.WITH_EXPERTS if corrects else ())
-            elif is_pipeline and corrects:
-                rows += norms.OF_PIPELINES
+            elif is_pipeline:
+                rows += norms.of_unequal_stages(engine) + (norms.OF_PIPELINES if corrects else ())
             if corrects:
                 rows += norms.OF_OPTIMIZERS
             for target in (engine, engine.optimizer):
