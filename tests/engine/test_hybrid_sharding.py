@@ -130,6 +130,9 @@ def test_a_pipeline_equals_one_process(
     world(8).run(_train_pipeline, ",".join(f"{axis}=2" for axis in order), settings, layers_alone(STEPS), tolerance)
 
 
+SUPER_OFFLOAD = {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}
+
+
 def _build(settings: dict[str, Any]) -> None:
     start()
     with PipelineParallelGrid("data=1,shard=1") as grid:
@@ -150,6 +153,7 @@ def _build_pipeline(settings: dict[str, Any]) -> None:
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 1}}, "mics_shard_size"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "qgZ"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "use stage 3"),
+        ({"zero_optimization": SUPER_OFFLOAD}, "super_offload"),
     ],
 )
 def test_options_with_groups_of_their_own_are_refused(world: Worlds, settings: dict[str, Any], message: str) -> None:
