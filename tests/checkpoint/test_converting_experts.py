@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 
 from ds_topo import checkpoint, cli
 from ds_topo.checkpoint.conversion import convert, to_single_file
-from ds_topo.checkpoint.target import dealt_anew
-from ds_topo.errors import CheckpointError, CheckpointLayoutError, TopologyError
+from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source
+from ds_topo.checkpoint.manifest import (
+    Manifest,
+    SavedExperts,
+    SavedLayout,
+    SavedParameter,
+    SavedStructure,
+    why_unreachable,
+)
+from ds_topo.checkpoint.saved_model import model_of
+from ds_topo.checkpoint.target import dealt_anew, require_loadable, target_of
+from ds_topo.errors import CheckpointLayoutError, TopologyError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.moe_training import BATCH, EXPERTS, Case, trainer
 from tests.support.training import Run, assert_trained_alike
@@ -133,25 +142,45 @@ def test_unreachable_expert_layout_is_refused_before_writing(
     assert not (tmp_path / "to").exists()
 
 
-def _of_auto_ep(folder: Path) -> str:
-    """Save with AutoEP, DeepSpeed's other way to distribute experts, turned on in the config."""
-    with trainer(Case("data=2", (0, 0), 1, **PLAIN)) as rank:
-        rank.train(range(1))
-        options = rank.engine._config.expert_parallel_config
-        with mock.patch.object(options, "enabled", True), mock.patch.object(options, "autoep_size", 2):
-            checkpoint.save(rank.engine, folder, TAG)
-            with pytest.raises(CheckpointError, match="AutoEP") as raised:
-                checkpoint.TorchState(rank.engine).state_dict()
-        return str(raised.value)
+def _saved_by_auto_ep(zero: int) -> Manifest:
+    """Return the manifest of a layer of four experts, of which AutoEP stacks two on each of two ranks."""
+    name, optimizer = "0.experts.w1", "DeepSpeedZeroOptimizer_Stage3" if zero == 3 else "DeepSpeedZeroOptimizer"
+    layout = SavedLayout("data=2", 2, 1, 2, zero, optimizer, "fp32", experts=(SavedExperts(2),))
+    structure = SavedStructure("AdamW", (((name,),),), experts={name: 2})
+    row = SavedParameter(name, (2, 3, 4), "float32", (0,), experts=4)
+    return Manifest(TAG, 1, "2026-01-01T00:00:00+00:00", layout, (), (row,), structure=structure)
 
 
-def test_auto_ep_is_refused(world: Worlds, tmp_path: Path) -> None:
-    world(2).run(_of_auto_ep, tmp_path / "from")
-    found = checkpoint.look_at(tmp_path / "from", TAG)
-    assert found.manifest is not None
-    assert str(found.manifest.layout).endswith("experts over 2")
-    with pytest.raises(CheckpointLayoutError, match="has experts that are not of"):
-        convert(found, tmp_path / "to", "data=1")
+def test_stacked_experts_are_read_in_parts_of_any_number(tmp_path: Path) -> None:
+    manifest = _saved_by_auto_ep(1)
+    assert manifest.numel() == 4 * 3 * 4
+    model, whole = model_of(manifest), torch.arange(4.0 * 3 * 4).view(4, 3, 4)
+    for number, expert in enumerate(whole):
+        file = f"layer_0_expert_{number}_mp_rank_00_model_states.pt"
+        torch.save({f"0.experts.w1.{number}": expert.clone()}, tmp_path / file)
+    source = Source(model, tmp_path)
+    for parts in (1, 2, 4):
+        numel = whole.numel() // parts
+        for part in range(parts):
+            expected = whole.view(-1)[part * numel : (part + 1) * numel]
+            for start, stop in ((0, numel), (5, 9), (numel - 1, numel)):
+                found = source.elements("0.experts.w1", WEIGHT, part, parts, start, stop)
+                assert torch.equal(found, expected[start:stop])
+
+
+def test_conversions_of_stacked_experts_name_the_ways_that_work() -> None:
+    model = model_of(_saved_by_auto_ep(1))
+    with pytest.raises(CheckpointLayoutError, match=r"experts are those of AutoEP. Convert while loading"):
+        target_of(model, "data=4")
+    model = model_of(_saved_by_auto_ep(3))
+    with pytest.raises(CheckpointLayoutError, match=r"partitions of ZeRO 3, .* in torch's format \(TorchState\)"):
+        require_loadable(model, model.layout, model.structure, 1, has_states=True)
+    layouts = [replace(model.layout, topology=spec, world_size=4) for spec in ("data=2,model=2", "model=2,data=2")]
+    assert "loads partitions on the ranks that saved them only" in why_unreachable(*layouts)
+    assert why_unreachable(layouts[0], layouts[0]) == ""
+    unstacked = replace(_saved_by_auto_ep(1), structure=replace(model.structure, experts={}))
+    with pytest.raises(CheckpointLayoutError, match=r"has experts that are not of deepspeed\.moe.* or AutoEP"):
+        model_of(unstacked)
 
 
 def test_large_expert_groups_are_split_as_deepspeed_does() -> None:

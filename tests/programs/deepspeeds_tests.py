@@ -4,7 +4,7 @@
 the stages where DeepSpeed has them; ``outer`` has them in the other order. The tests stay as they are: an engine gets
 the grid that has the degrees of its config, of its mpu or of ``tp_model_init``, and pipelines are built on a grid.
 
-DeepSpeed's tests fork their ranks from a server, which imports this module first.
+DeepSpeed's tests fork their ranks from a server, which imports this module first. Those that spawn them now fork them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,18 @@ from deepspeed.runtime.tensor_parallel import init_utils
 import ds_topo
 from ds_topo import PipelineModule, initialize, use  # before the names below are replaced
 
+MISSPELT = "grandient_accumulation_steps"
+"""A key of DeepSpeed's tests that DeepSpeed ignores, and that an engine of a grid refuses."""
 ORDER = os.environ.get("DS_TOPO_ORDER", "stock")
 multiprocessing.set_forkserver_preload([__name__])
+stock_context = multiprocessing.get_context
+
+
+def _context(method: str | None = None) -> Any:
+    return stock_context("forkserver" if method == "spawn" else method)
+
+
+multiprocessing.get_context = torch.multiprocessing.get_context = _context  # type: ignore[assignment]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -72,6 +82,8 @@ def _initialized_on_grid(stock: Any) -> Any:
     @wraps(stock)
     def on_grid(*args: Any, **options: Any) -> Any:
         given = signature.bind(*args, **options).arguments
+        if isinstance(given.get("config"), dict):
+            given["config"].pop(MISSPELT, None)
         if not isinstance(given.get("model"), deepspeed.PipelineModule):
             given["mpu"] = _grid_of(given.get("config") or given.get("config_params"), given.get("mpu"))
         return initialize(**given)

@@ -16,7 +16,9 @@ import pytest
 pytestmark = pytest.mark.exhaustive
 FOLDERS = ("model_parallelism", "runtime/tensor_parallel", "runtime/pipe", "v1/moe", "sequence_parallelism")
 FILES = ("ulysses_alst/test_ulysses_sp_hf.py",)
-DIFFERENT: dict[str, str] = {}
+DIFFERENT: dict[str, str] = {
+    "TestTpDataloaderCorrectness": "a grid names the ranks whose samples differ, before DeepSpeed asserts",
+}
 """Tests that pass with stock DeepSpeed alone, by a part of their name, with the reason."""
 
 
