@@ -293,7 +293,7 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
     }
     structure = manifests.SavedStructure(
         name_of_optimizer(engine),
-        (_names_of_groups(engine),),
+        (names_of_groups(engine),),
         splits,
         tuple(undeclared),
         aliases,
@@ -316,7 +316,7 @@ def _layer(layer: Any) -> manifests.SavedLayer:
     return manifests.SavedLayer(kind if isinstance(layer, nn.Module) else str(getattr(layer, "__name__", kind)))
 
 
-def _names_of_groups(engine: DeepSpeedEngine) -> tuple[tuple[str, ...], ...]:
+def names_of_groups(engine: DeepSpeedEngine) -> tuple[tuple[str, ...], ...]:
     """Return the parameters' names in each of the optimizer's groups, in the order before ZeRO reorders them."""
     optimizer: Any = engine.optimizer
     if optimizer is None:
@@ -351,7 +351,7 @@ def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) 
     saved = manifest.structure.groups if manifest.structure is not None else ()
     if engine.optimizer is None or stage >= len(saved):
         return ""
-    own = _names_of_groups(engine)
+    own = names_of_groups(engine)
     if len(own) != len(saved[stage]):
         return f"{len(saved[stage])} groups of parameters in the checkpoint are {len(own)} in this job: {_KEEP_ORDER}"
     for group, (now, before) in enumerate(zip(own, saved[stage], strict=True)):
