@@ -43,7 +43,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source, fitting_files
+from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source
 from ds_topo.checkpoint.deepspeed_writer import Writer
 from ds_topo.checkpoint.disk import check_folder, discard, failure_to_write, flush, hold, is_held, replace_text
 from ds_topo.checkpoint.engine_facts import (
@@ -130,10 +130,9 @@ def convert(
     _check_wanted(spec, zero, method, bounds, experts, zero_options)
     manifest = readable(checkpoint)
     new_tag = check_tag(checkpoint.tag if tag is None else tag)
-    with fitting_files(checkpoint.path):
-        model = model_of(manifest)
-        target = target_of(model, spec, zero, method, bounds, experts, zero_options)
-        conversion = Conversion(checkpoint, manifest, target, to, new_tag)
+    model = model_of(manifest)
+    target = target_of(model, spec, zero, method, bounds, experts, zero_options)
+    conversion = Conversion(checkpoint, manifest, target, to, new_tag)
     with conversion.begin():
         conversion.make_room()
         files = conversion.fill(progress=progress)
@@ -254,8 +253,7 @@ class Conversion:
                 f"another process is converting into {self._draft} at this moment: wait for it, or give another folder "
                 "or tag"
             )
-        with fitting_files(self.source):
-            self._source.require_equal_copies(self._target.slices, has_states=True)
+        self._source.require_equal_copies(self._target.slices, has_states=True)
         plan = {
             "from": hashlib.sha256(manifests.to_text(self._manifest).encode()).hexdigest(),
             "layout": asdict(self._target.layout),
@@ -266,8 +264,7 @@ class Conversion:
         if not path.is_file() or path.read_text(errors="replace") != text:
             discard(self._draft)
         written = sum(path.stat().st_size for path in self._files.glob("*")) if self._files.exists() else 0
-        with fitting_files(self.source):
-            needed = self._writer.bytes() - written
+        needed = self._writer.bytes() - written
         if (free := free_bytes(self.folder)) < needed * _MARGIN:
             raise CheckpointSpaceError(
                 f"the checkpoint {self._tag!r} of {self._target.layout} takes {needed:,} bytes, and the disk of "
@@ -280,13 +277,12 @@ class Conversion:
 
     def make_room(self) -> None:
         """Write the files without the bytes of their tensors."""
-        with fitting_files(self.source), _naming(self._files):
+        with _naming(self._files):
             make_room(self._writer.files(), self._files)
 
     def fill(self, progress: Progress = lambda step, done, of: None) -> list[SavedFile]:
         """Fill the files and flush them to the disk."""
-        with fitting_files(self.source):
-            fillings = [Filling(self._source, self._target.slices, file, self._files) for file in self._writer.files()]
+        fillings = [Filling(self._source, self._target.slices, file, self._files) for file in self._writer.files()]
         with _naming(self._files):
             digests = fill_all(fillings, self._draft / "done.txt", progress)
         return [
@@ -371,12 +367,10 @@ def to_single_file(
         raise CheckpointError(
             "--to safetensors needs the package safetensors, which is not installed: pip install safetensors"
         )
-    with fitting_files(checkpoint.path):
-        model = model_of(manifest)
-        require_splits(model, 1)
+    model = model_of(manifest)
+    require_splits(model, 1)
     source = Source(model, checkpoint.path)
-    with fitting_files(checkpoint.path):
-        source.require_equal_copies(1, has_states=False)
+    source.require_equal_copies(1, has_states=False)
     needed = sum(one.numel_of_slice(1) * one.dtype.itemsize for one in model.parameters.values())
     if (free := free_bytes(path.parent)) < needed:
         raise CheckpointSpaceError(
@@ -395,7 +389,7 @@ def to_single_file(
             return {**found, **dict(source.buffers())}
 
         file = FileContent(draft.name, content)
-        with fitting_files(checkpoint.path), _naming(path):
+        with _naming(path):
             make_room([file], draft.parent)
             filling = Filling(source, 1, file, draft.parent)
         filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))

@@ -12,7 +12,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +30,7 @@ from ds_topo.checkpoint.saved_model import (
     prefix_of_layer,
 )
 from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, Slice, Span, elements_of_slice, resliced, vectors_of
-from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, TopologyError, abridged
+from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
 
 FLAT_MASTERS, COPIED_MASTERS = "fp32_groups_flat", "fp32_groups"
 """Keys of the master weights of half precision without ZeRO: of ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``."""
@@ -41,30 +40,21 @@ MASTER = "fp32"
 """Key of the master weight, on which the optimizer steps. All other keys are those of the optimizer's states."""
 
 
-@contextmanager
-def fitting_files(checkpoint: Path) -> Iterator[None]:
-    """Name the checkpoint if its files do not hold what its manifest says, in whatever way.
+def entry_of(content: Any, file: Path, *keys: Any) -> Any:
+    """Return an entry of a file, by its keys from the outside to the inside.
 
     Raises:
-        DamagedCheckpointError: in the place of an error of the code that looks for their content.
+        DamagedCheckpointError: there is none.
     """
-    try:
-        yield
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
-        if isinstance(error, TopologyError):
-            raise
-        raise DamagedCheckpointError(
-            f"{checkpoint}: its files do not fit its manifest ({type(error).__name__}: {error}). Find changed "
-            f"files by {how_to_verify(checkpoint)}"
-        ) from error
+    for key in keys:
+        is_there = key in content if isinstance(content, Mapping) else isinstance(content, (list, tuple))
+        if not is_there or (not isinstance(content, Mapping) and not 0 <= key < len(content)):
+            raise DamagedCheckpointError(
+                f"{file} has no entry {abridged(list(keys))}, so it does not fit its manifest. Find changed files by "
+                f"{how_to_verify(file.parent)}"
+            )
+        content = content[key]
+    return content
 
 
 def name_of_model_states(layout: SavedLayout, model_rank: int, replica: int = 0) -> str:
@@ -274,6 +264,10 @@ class Source:
                 self._open[name] = opened(self.folder / name)
             return self._open[name]
 
+    def entry(self, name: str, *keys: Any) -> Any:
+        """Return an entry of a file; see :func:`entry_of`."""
+        return entry_of(self.content(name), self.folder / name, *keys)
+
     def elements(self, name: str, key: str, place: int, slices: int, start: int, stop: int) -> torch.Tensor:
         """Return elements of a slice of a parameter's weight or state, flat. Nothing else is read.
 
@@ -290,15 +284,13 @@ class Source:
         if parameter.is_stacked:
             return self._of_stacked(first, parameter, key, place, slices, start, stop)
         if slices == saved or split is None:
-            with fitting_files(self.folder):
-                return self._elements(first + (place if slices == saved else 0), parameter, key, start, stop)
+            return self._elements(first + (place if slices == saved else 0), parameter, key, start, stop)
 
         def read(number: int, low: int, high: int) -> torch.Tensor:
             return self._elements(first + number, parameter, key, low, high)
 
         wanted = Slice(parameter.shape_of_slice(slices), split.dim, slices, place, split.stride)
-        with fitting_files(self.folder):
-            return elements_of_slice(read, wanted, saved, start, stop)
+        return elements_of_slice(read, wanted, saved, start, stop)
 
     def _of_stacked(
         self, model_rank: int, parameter: Parameter, key: str, place: int, parts: int, start: int, stop: int

@@ -309,7 +309,7 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
     } | {name: int(layer.ep_size) for name, layer in stacked_experts(module).items()}
     structure = manifests.SavedStructure(
         name_of_optimizer(engine),
-        (_names_of_groups(engine),),
+        (names_of_groups(engine),),
         splits,
         tuple(undeclared),
         aliases,
@@ -332,7 +332,7 @@ def _layer(layer: Any) -> manifests.SavedLayer:
     return manifests.SavedLayer(kind if isinstance(layer, nn.Module) else str(getattr(layer, "__name__", kind)))
 
 
-def _names_of_groups(engine: DeepSpeedEngine) -> tuple[tuple[str, ...], ...]:
+def names_of_groups(engine: DeepSpeedEngine) -> tuple[tuple[str, ...], ...]:
     """Return the parameters' names in each of the optimizer's groups, in the order before ZeRO reorders them."""
     optimizer: Any = engine.optimizer
     if optimizer is None:
@@ -367,7 +367,7 @@ def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) 
     saved = manifest.structure.groups if manifest.structure is not None else ()
     if engine.optimizer is None or stage >= len(saved):
         return ""
-    own = _names_of_groups(engine)
+    own = names_of_groups(engine)
     if len(own) != len(saved[stage]):
         return f"{len(saved[stage])} groups of parameters in the checkpoint are {len(own)} in this job: {_KEEP_ORDER}"
     for group, (now, before) in enumerate(zip(own, saved[stage], strict=True)):

@@ -46,7 +46,7 @@ from ds_topo.checkpoint.safe_reading import (
 )
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
-from ds_topo.checkpoint.stock_files import layout_of_files
+from ds_topo.checkpoint.stock_files import layout_of_files, names_of_vectors
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -347,6 +347,8 @@ class _Choice:
                         f"has the optimizer's states by position, and {order}, or load by their names with "
                         "ds_topo.checkpoint.load(..., convert=True), or load parameters alone (load_module_only=True)"
                     )
+            if manifest is None and not reason and options.has_states and (other := self._other_stage(path)):
+                found["order"] = other
             if not found["damaged"]:
                 names = [file.path for file in manifest.files] if manifest else sorted(os.listdir(path))
                 share = [path / name for name in shared_out(names) if name.endswith(".pt")]
@@ -367,6 +369,21 @@ class _Choice:
         except CheckpointError as error:
             found["damaged"].append(str(error))
         return found
+
+    def _other_stage(self, path: Path) -> str:
+        """Say that DeepSpeed alone saved other layers on this rank's stage; empty if it has not, or if unknown."""
+        file = path / name_of_model_states(self._layout, int(self._engine.checkpoint_mp_rank))
+        if not (self._layout.is_pipeline and self._layout.has_partitions and file.exists()):
+            return ""
+        with suppress(CheckpointError):  # another check names the file
+            saved = [*names_of_vectors(opened(file))]
+            own = [name for names in facts.names_of_groups(self._engine) for name in names]
+            if first := next((name for name in own + saved if (name in own) != (name in saved)), ""):
+                return (
+                    f"has {first!r} on another stage of the pipeline. Give the pipeline the partition_method that it "
+                    "had, or convert by ds_topo.checkpoint.load(engine, folder, convert=True)"
+                )
+        return ""
 
     def accepts(self, posted: list[dict[str, Any]]) -> bool | None:
         """Decide on rank 0, from all ranks' problems, whether to load the files as they are.

@@ -127,7 +127,7 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
     ranks = [opened(path / name_of_model_states(layout, rank)) for rank in range(layout.model_ranks)]
     aliases = {**structure.aliases, **{alias: name for one in ranks for alias, name in _shared(one).items()}}
     shapes = [_shapes(one) for one in ranks]
-    trained = {name for one in ranks for vector in one.get("param_shapes") or () for name in vector}
+    trained = {name for one in ranks for name in names_of_vectors(one)}
     rows: list[SavedParameter] = []
     buffers = {name for one in ranks for name in one.get("buffer_names") or ()}
     for rank, name, tensor in _tensors(path, layout, structure, ranks):
@@ -144,6 +144,8 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
         groups = tuple(_groups(path, layout, Place(first, 0), ranks[first]) for first in firsts)
     else:
         groups = (_groups_by_position(path, ranks[0].get("optimizer"), rows, structure),)
+        stepped = _with_states(ranks[0].get("optimizer") or {}, groups[0]) if not structure.groups else ()
+        rows = [replace(row, is_trained=not stepped or row.name in stepped) for row in rows]
     config = (ranks[0].get("ds_config") or {}).get("zero_optimization") or {}
     known = {key: config[key] for key in ("parameter_alignment", "sub_group_size") if key in config}
     found = replace(structure, groups=groups, aliases=aliases, options=SavedOptions(**known), bounds=(), buffers=None)
@@ -152,6 +154,11 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
 
 def _shared(states: Mapping[str, Any]) -> dict[str, str]:
     return dict(states.get("shared_params") or {})
+
+
+def names_of_vectors(states: Mapping[str, Any]) -> list[str]:
+    """Return the names of the parameters that ZeRO trains on the model rank of a file."""
+    return [name for vector in states.get("param_shapes") or () for name in vector]
 
 
 def _shapes(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,29 +190,35 @@ def _groups(path: Path, layout: SavedLayout, place: Place, states: Mapping[str, 
     return tuple(tuple(name for number in of_group for name in vectors[number]) for of_group in numbers)
 
 
+def _with_states(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> set[str]:
+    """Return the parameters with states in an optimizer without ZeRO, where no job says which are frozen."""
+    states = saved.get("optimizer_state_dict", saved).get("state", {}) if FLAT_MASTERS not in saved else {}
+    return {name for number, name in enumerate(name for names in groups for name in names) if states.get(number)}
+
+
 def _groups_by_position(
     path: Path, saved: Any, rows: Sequence[SavedParameter], structure: SavedStructure
 ) -> tuple[tuple[str, ...], ...]:
     """Return the names in each group of an optimizer without ZeRO, after comparing the sizes of its states."""
-    names = structure.groups[0] if structure.groups else (tuple(row.name for row in rows),)
+    everything = (tuple(row.name for row in rows),)  # as of an optimizer of module.parameters(), with frozen ones
+    names = structure.groups[0] if structure.groups else everything
     if saved is None:
         return names
     inner, shapes = saved.get("optimizer_state_dict", saved), {row.name: row.shape for row in rows}
-    counts, own = [len(group["params"]) for group in inner["param_groups"]], [*map(len, names)]
-    problem = ""
+    counts = [len(group["params"]) for group in inner["param_groups"]]
     if FLAT_MASTERS in saved:  # one vector for each group
-        own = [1] * len(own)
-    else:
-        order = [name for group in names for name in group]
-        for number, name in enumerate(order if counts == own else ()):
-            for key, value in inner["state"].get(number, {}).items():
-                if torch.is_tensor(value) and value.dim() and tuple(value.shape) != shapes.get(name):
-                    problem = f"{key} in position {number}, of {name!r} here, has the shape {list(value.shape)}"
+        counts = [len(vector) for vector in names] if len(counts) == len(names) else counts
+    elif counts == [len(rows)]:
+        names = everything
+    problem, own = "", [*map(len, names)]
+    for number, name in enumerate(sum(names, ()) if counts == own else ()):
+        for key, value in inner["state"].get(number, {}).items() if FLAT_MASTERS not in saved else ():
+            if torch.is_tensor(value) and value.dim() and tuple(value.shape) != shapes.get(name):
+                problem = f": {key} in position {number}, of {name!r} here, has the shape {list(value.shape)}"
     if problem or counts != own:
         raise CheckpointLayoutError(
             f"{path} was saved by DeepSpeed alone and without ZeRO, so that its optimizer has positions instead of "
-            f"names, and groups of {counts} parameters are groups of {own} in this job"
-            f"{f': {problem}' if problem else ''}. Give the optimizer its parameters in the order in which they were "
-            "saved"
+            f"names, and groups of {counts} parameters are groups of {own} in this job{problem}. Give the optimizer "
+            "its parameters in the order in which they were saved"
         )
     return names
