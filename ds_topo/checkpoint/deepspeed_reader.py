@@ -301,8 +301,7 @@ class Source:
             return self._elements(model_rank, parameter, key, low, high, part)
 
         wanted = Slice(parameter.shape_of_slice(parts), 0, parts, place)
-        with fitting_files(self.folder):
-            return elements_of_slice(read, wanted, parameter.slices, start, stop)
+        return elements_of_slice(read, wanted, parameter.slices, start, stop)
 
     def numel_of(self, local: str, place: Place) -> int:
         """Return the number of elements of a rank's parameter, by its local name."""
