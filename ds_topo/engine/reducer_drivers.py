@@ -86,8 +86,9 @@ class GradientReducer(BucketReducer):
 
         Supports ``DeepSpeedEngine`` at ZeRO stages 0 to 2 and ``PipelineEngine`` at 0 and 1, in fp32, fp16 and bf16,
         with or without experts. Groups, divisor, communication data type and pre-division are the engine's. At stages 1
-        and 2 gradients go to the ranks that own them, and :mod:`~ds_topo.engine.zero_optimizer` moves the optimizer to
-        a layout for that. ``detach()`` moves it back and is collective then. Collective over the data-parallel group.
+        and 2 gradients go to the ranks that own them, and :mod:`~ds_topo.engine.optimizer_gradients` moves the
+        optimizer to a layout for that. ``detach()`` moves it back and is collective then. Collective over the
+        data-parallel group.
 
         Args:
             engine: the result of ``deepspeed.initialize``.
