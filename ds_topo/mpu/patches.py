@@ -685,5 +685,5 @@ ROWS: tuple[Patch | Reliance, ...] = (
     *dict.fromkeys(row for rows in _ALL for row in rows if isinstance(row, Patch)),
     *(row for rows in METHODS_OF_PARTITIONS.values() for row in rows),
     *(Reliance(owner, name, f"It {use}.") for owner, uses in _RELIANCES.items() for name, use in uses.items()),
-    Reliance(DeepSpeedZeroOptimizer, "_zero_padding", "It marks gradients that are padding.", releases=">=0.19.7"),
+    Reliance(DeepSpeedZeroOptimizer, "_zero_padding", "It marks gradients that are padding."),
 )
