@@ -189,8 +189,9 @@ def require_loadable(
 def _require_by_element(model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int) -> None:
     uses_partitions = layout.has_partitions or model.layout.has_partitions
     if not structure.is_by_element and (uses_partitions or slices != model.slices):
+        own = structure.optimizer or "The program's optimizer"
         raise CheckpointLayoutError(
-            f"{structure.optimizer} is not known to update each element by its own gradient and states alone. Its "
+            f"{own} is not known to update each element by its own gradient and states alone. Its "
             "updates may depend on the partitions of ZeRO and on the shapes of slices, so that a job of another layout "
             "would train differently. Load the checkpoint in the layout that saved it, or write its weights as one "
             "plain file (--to torch). If it does update each element alone, set is_element_by_element = True on its "

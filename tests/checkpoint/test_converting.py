@@ -411,7 +411,7 @@ def test_checkpoint_without_structure_is_refused(saved: Saved, tmp_path: Path) -
     assert found.manifest is not None
     with pytest.raises(CheckpointLayoutError, match="does not describe the model"):
         convert(replace(found, manifest=replace(found.manifest, structure=None)), tmp_path, "data=4")
-    with pytest.raises(CheckpointLayoutError, match="DeepSpeed alone saved it"):
+    with pytest.raises(CheckpointLayoutError, match=r"The program's optimizer is not known.*convert while loading"):
         convert(replace(found, manifest=None), tmp_path, "data=4")
 
 
