@@ -357,7 +357,7 @@ class RankTable:
     """
 
     def __init__(self, model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> None:
-        self._partitions, self._sizes = layout.partitions, structure.experts
+        self._of_partitions, self._sizes = layout.holders_of_partitions, structure.experts
         self._per_rank = {head: count // structure.experts[head] for head, count in model.experts.items()}
         self.parts: dict[int, dict[Place, int]] = {}
         """The part of the experts that each rank holds, by expert parallel size."""
@@ -377,7 +377,7 @@ class RankTable:
         """Return the ranks that hold a parameter and share its optimizer states, in the order of their group."""
         expert = expert_of(name)
         if expert is None or expert.head not in self._per_rank:
-            return tuple(Place(model_rank, replica) for replica in range(self._partitions))
+            return tuple(Place(model_rank, replica) for replica in self._of_partitions)
         return self.expert_holders(model_rank, expert.head, expert.number)
 
     def expert_holders(self, model_rank: int, head: str, number: int) -> tuple[Place, ...]:
