@@ -60,7 +60,7 @@ class Writer:
             for replica in range(layout.partitions if layout.zero_stage == 3 else 1):
                 name = name_of_model_states(layout, model_rank, replica)
                 yield FileContent(name, partial(self._model_states, Place(model_rank, replica)))
-            for replica in range(layout.partitions if layout.zero_stage else 0):
+            for replica in range(layout.files_of_partitions if layout.zero_stage else 0):
                 place = Place(model_rank, replica)
                 yield FileContent(name_of_partition(layout, place), partial(self._partition, place))
             if layout.experts:
@@ -217,9 +217,11 @@ class Writer:
         states: dict[int, dict[str, Any]] = {}
         masters, paddings, mappings = [], [], []
         for number, (group, vector) in enumerate(vectors):
-            replica = ranks.holders(place.model_rank, next(iter(vector.numels), "")).index(place)
+            holders = ranks.holders(place.model_rank, next(iter(vector.numels), ""))
+            is_saved_here = place in holders  # otherwise another replica saves this partition
+            replica = holders.index(place) if is_saved_here else layout.partition_of(place.replica)
             spans, numel = vector.spans(replica), vector.partition_numel
-            if kept := self._states(group, (numel,), spans, part):
+            if is_saved_here and (kept := self._states(group, (numel,), spans, part)):
                 states[number] = kept
             if isinstance(vector, FlatGroup):
                 if layout.optimizer != BF16_OPTIMIZER:
@@ -233,7 +235,8 @@ class Writer:
                     for one in spans
                 )
                 mappings.append(OrderedDict(addresses))
-            masters.append(Region((numel,), self.source.type_of_masters, MASTER, part, spans))
+            saved = ((numel,), spans) if is_saved_here else ((0,), [])
+            masters.append(Region(saved[0], self.source.type_of_masters, MASTER, part, saved[1]))
         inner = {"state": states, "param_groups": self._param_groups(vectors)}
         if layout.zero_stage == 3:
             content = {

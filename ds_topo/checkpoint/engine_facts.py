@@ -40,11 +40,10 @@ from torch import nn
 from ds_topo.backends import accelerator, device_in_use
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.shards import Span, vectors_of
-from ds_topo.errors import CheckpointLayoutError
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.topology.axes import MODEL, SHARD
-from ds_topo.topology.rank_tables import copy_axes, gradient_axes
+from ds_topo.topology.axes import MODEL
+from ds_topo.topology.rank_tables import gradient_axes
 
 LOCAL_EXPERT = re.compile(r"(deepspeed_experts\.)(\d+)(?=\.)")
 """The part of a parameter's name that numbers an expert on its rank."""
@@ -58,19 +57,9 @@ def require_engine(engine: object) -> None:
 
     Raises:
         TypeError: it is something else.
-        CheckpointLayoutError: it has experts, and other parameters are partitioned over ``shard``: DeepSpeed's files
-            have one index for the partitions of both.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(f"engine: {type(engine).__name__} is not an engine: pass what deepspeed.initialize returns")
-    if engine.has_moe_layers and engine.zero_optimization() and isinstance(engine.mpu, MpuGrid):
-        topology = engine.mpu.topology()
-        if copy_axes(topology):
-            raise CheckpointLayoutError(
-                f"checkpoints of experts with {topology.spec!r}: experts are partitioned over all their replicas, "
-                f"other parameters over {SHARD!r}, and DeepSpeed's files have one number for both: name that axis "
-                "'data'"
-            )
 
 
 def layout_of(engine: DeepSpeedEngine) -> manifests.SavedLayout:

@@ -407,7 +407,7 @@ class RankTable:
     """
 
     def __init__(self, model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> None:
-        self._partitions, self._sizes = layout.partitions, structure.experts
+        self._of_partitions, self._sizes = layout.holders_of_partitions, structure.experts
         self._per_rank = {head: count // structure.experts[head] for head, count in model.experts.items()}
         self._stacked = {name for name, one in model.parameters.items() if one.is_stacked}
         self.parts: dict[int, dict[Place, int]] = {}
@@ -436,7 +436,7 @@ class RankTable:
             return self.part_holders[self._sizes[name], model_rank, part]
         expert = expert_of(name)
         if expert is None or expert.head not in self._per_rank:
-            return tuple(Place(model_rank, replica) for replica in range(self._partitions))
+            return tuple(Place(model_rank, replica) for replica in self._of_partitions)
         return self.expert_holders(model_rank, expert.head, expert.number)
 
     def sharers(self, name: str, place: Place) -> tuple[Place, ...]:

@@ -69,7 +69,7 @@ def patching_engines(construct: Any) -> Any:
                 return
             is_pipeline = isinstance(engine, PipelineEngine)
             rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
-            rows += hybrid_sharding.rows_of_optimizers(engine.mpu)
+            rows += hybrid_sharding.rows_of_engines(engine.mpu)
             hybrid_sharding.save_each_partition_once(engine)
             corrects = engine.mpu.settle_norms()
             if is_pipeline and corrects:

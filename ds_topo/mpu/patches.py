@@ -261,6 +261,37 @@ TORCH_LOAD = Patch(
     why="DeepSpeed passes weights_only=False, which runs any code that a file contains.",
     during=LOADING,
 )
+SAVE_PARTITIONS, LOAD_PARTITIONS = _patches(
+    DeepSpeedEngine,
+    THE_GRID,
+    (
+        "_save_zero_checkpoint",
+        "With experts and an axis shard, the same on all replicas, each with a file of its own.",
+        "Experts have other partitions than dense parameters, which several replicas share.",
+    ),
+    (
+        "_load_zero_checkpoint",
+        "With experts and an axis shard, the same from a file of each replica.",
+        "Experts have other partitions than dense parameters, which several replicas share.",
+    ),
+)
+STATES_TO_SAVE = {
+    optimizer: Patch(
+        optimizer,
+        "state_dict",
+        instead="The same without the partitions of dense parameters, on all replicas but the first of each partition.",
+        why="Each partition is saved once.",
+        during=SAVING,
+    )
+    for optimizer in (DeepSpeedZeroOptimizer, BF16_Optimizer)
+}
+STATES_TO_LOAD = Patch(
+    DeepSpeedEngine,
+    "_get_all_zero_checkpoint_state_dicts",
+    instead="The same. Partitions of dense parameters are from the file of the first replica that holds them.",
+    why="The file of this replica has only those of experts.",
+    during=LOADING,
+)
 WEIGHTS_OF_LATEST = Patch(
     deepspeed_engine,
     "get_fp32_state_dict_from_zero_checkpoint",
@@ -684,6 +715,7 @@ _ALL = [value if isinstance(value, tuple) else (value,) for value in list(global
 ROWS: tuple[Patch | Reliance, ...] = (
     *dict.fromkeys(row for rows in _ALL for row in rows if isinstance(row, Patch)),
     *(row for rows in METHODS_OF_PARTITIONS.values() for row in rows),
+    *STATES_TO_SAVE.values(),
     *(Reliance(owner, name, f"It {use}.") for owner, uses in _RELIANCES.items() for name, use in uses.items()),
     Reliance(DeepSpeedZeroOptimizer, "_zero_padding", "It marks gradients that are padding."),
 )

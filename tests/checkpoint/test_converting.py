@@ -314,6 +314,19 @@ def test_job_with_another_degree_of_shard_continues_with_the_same_losses(
         assert greatest_difference(losses, expected) < TOLERANCE
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", ["shard=2,data=2,pipe=2", "data=2,shard=2,pipe=2"])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_pipeline_with_a_shard_axis_continues_with_the_same_losses(
+    world: Worlds, tmp_path: Path, order: str, zero: int
+) -> None:
+    half = {"bf16": {"enabled": True}}
+    for number, settings in enumerate(({}, half, {**half, "data_types": {"grad_accum_dtype": "fp32"}})):
+        layout = Layout(order, zero, settings=settings)
+        expected = world(8).run(save, layout, tmp_path / str(number))[0]
+        assert world(8).run(go_on, layout, tmp_path / str(number), {})[0] == expected
+
+
 def test_each_partition_is_saved_once(saved: Saved) -> None:
     def bytes_of(spec: str) -> dict[str, int]:
         found, _ = saved(Layout(spec, 3, is_pipeline=False))
