@@ -18,6 +18,10 @@ FOLDERS = ("model_parallelism", "runtime/tensor_parallel", "runtime/pipe", "v1/m
 FILES = ("ulysses_alst/test_ulysses_sp_hf.py",)
 DIFFERENT: dict[str, str] = {
     "TestTpDataloaderCorrectness": "a grid names the ranks whose samples differ, before DeepSpeed asserts",
+    "test_save_load_same_ep_and_metadata": "a grid refuses clipping in half precision without ZeRO, as below",
+    "TestMOETensorParallel": "a grid refuses clipping in half precision without ZeRO, where the norm omits experts",
+    "_router_gate_and_layernorm_grad_parity": "outer: the test takes rank // slices for the index of its samples",
+    "_expert_weight_parity": "outer: as above",
 }
 """Tests that pass with stock DeepSpeed alone, by a part of their name, with the reason."""
 
