@@ -3,6 +3,8 @@
 Inside a host each rank reduces its share of the bucket. The ranks with the same share all-reduce it across hosts.
 Inside the host the shares are then gathered. With n ranks on each of h hosts, a ring over all ranks sends nearly 2 B
 through every host's link; two levels send 2 B (h - 1) / h in total, which is half of it for two hosts.
+
+On gloo, ranks exchange slices as at ZeRO stages 1 and 2, there and back (:mod:`ds_topo.zero.exchange`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class TwoLevelReduction(ABC):
 
 
 class _ByMessages(TwoLevelReduction):
-    """The reduction by point-to-point messages of slices, as at ZeRO stages 1 and 2."""
+    """The reduction by point-to-point messages of slices."""
 
     def __init__(self, group: ProcessGroup, hosts: Mapping[int, str]) -> None:
         self.multiple = len(hosts)

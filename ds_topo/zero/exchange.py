@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather of slices, in the background, for ZeRO stages 1 and 2.
+"""Reduce-scatter and all-gather of slices, in the background, for ZeRO stages 1 and 2; on gloo also an all-reduce.
 
 On gloo the ranks exchange slices point to point, in place and without a copy: gloo's own reduce_scatter is an
 all_reduce and a copy, and its all_gather sends in one direction at a time. Other backends use torch's collectives,
