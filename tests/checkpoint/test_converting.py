@@ -316,15 +316,13 @@ def test_job_with_another_degree_of_shard_continues_with_the_same_losses(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("order", ["shard=2,data=2,pipe=2", "data=2,shard=2,pipe=2"])
-@pytest.mark.parametrize("zero", [0, 1])
-def test_pipeline_with_a_shard_axis_continues_with_the_same_losses(
-    world: Worlds, tmp_path: Path, order: str, zero: int
-) -> None:
+def test_pipeline_with_a_shard_axis_continues_with_the_same_losses(world: Worlds, tmp_path: Path, order: str) -> None:
     half = {"bf16": {"enabled": True}}
     for number, settings in enumerate(({}, half, {**half, "data_types": {"grad_accum_dtype": "fp32"}})):
-        layout = Layout(order, zero, settings=settings)
+        layout = Layout(order, 1, settings=settings)
         expected = world(8).run(save, layout, tmp_path / str(number))[0]
-        assert world(8).run(go_on, layout, tmp_path / str(number), {})[0] == expected
+        losses = world(8).run(go_on, layout, tmp_path / str(number), {})[0]
+        assert greatest_difference(losses, expected) < (1e-3 if settings else TOLERANCE)
 
 
 def test_each_partition_is_saved_once(saved: Saved) -> None:

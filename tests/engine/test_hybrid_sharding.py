@@ -70,6 +70,40 @@ def test_a_shard_axis_at_stage_3_trains_as_stock_deepspeed(world: Worlds) -> Non
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", range(1, 4))
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_sums_of_two_ranks_are_bitwise_equal(world: Worlds, precision: str, stage: int) -> None:
+    """Two summands have one order, whether they meet along ``shard``, along ``data``, or without an axis ``shard``."""
+    specs = ("data=2", "shard=2", "data=1,shard=2", "data=2,shard=1")
+    rows = tuple(Row(stage, precision, 2, clip=0.0, spec=spec) for spec in specs)
+    for side in ("grid",) if stage == 3 else ("grid", "reducer"):
+        for expected, *others in world(2).run(train, rows, side):
+            assert isinstance(expected, Record)
+            for spec, found in zip(specs[1:], others, strict=True):
+                assert isinstance(found, Record)
+                assert found.losses == expected.losses, (side, spec)
+                assert all(map(torch.equal, found.parameters, expected.parameters)), (side, spec)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"param_persistence_threshold": 0, "prefetch_bucket_size": 0},
+        {"param_persistence_threshold": 0, "prefetch_bucket_size": 100_000, "overlap_comm": True},
+        {"param_persistence_threshold": 100, "prefetch_bucket_size": 500, "reduce_bucket_size": 500},
+    ],
+    ids=["gathered", "prefetched", "some_persistent"],
+)
+@pytest.mark.parametrize("order", ["data=2,shard=2", "shard=2,data=2"])
+def test_gathered_and_prefetched_parameters_equal_one_process(
+    world: Worlds, module_alone: Reference, order: str, zero: dict[str, Any]
+) -> None:
+    settings = {"zero_optimization": {"stage": 3, **zero}, "gradient_reducer": False}
+    world(4).run(_train_plain, order, settings, module_alone(STEPS))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", range(1, 4))
