@@ -98,7 +98,8 @@ def _joined_on_grid(join: Any) -> Any:
     def on_grid(*args: Any, **options: Any) -> Any:
         given = inspect.signature(join).bind(*args, **options).arguments
         use(_grid(seq=given["sequence_parallel_size"]))
-        return join(*args, **options)
+        is_patched = join.__name__ == "initialize_sequence_parallel"  # by use()
+        return (parallel_state_sp.initialize_sequence_parallel if is_patched else join)(*args, **options)
 
     return on_grid
 
