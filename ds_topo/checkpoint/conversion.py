@@ -1,16 +1,17 @@
 """Convert checkpoints to other degrees, another ZeRO stage or one plain file of weights.
 
-:func:`convert` writes a checkpoint of another layout, and :func:`to_single_file` one file of weights. :func:`load`
-loads a checkpoint into an engine, and copies its elements by name if the files do not fit. These modules take part:
+:func:`convert` writes a checkpoint of another layout, and :func:`to_single_file` one file of weights. Loading with
+``convert=True`` (``loading``) copies into a live engine instead. These modules take part:
 
 ====================  ================================================================================================
 ``saved_model``       describes all parameters of the checkpoint, whatever the layout that saved it
+``stock_files``       describes checkpoints that DeepSpeed alone saved
 ``target``            plans the new layout, or says why it cannot be reached
 ``shards``            computes which elements of which parameter lie where
 ``deepspeed_reader``  reads weights and optimizer states of single parameters from the saved files
 ``deepspeed_writer``  lays out the new files
 ``file_filling``      fills them in place, and resumes after a kill
-``engine_filling``    copies into a live engine instead
+``engine_filling``    copies into a live engine
 ====================  ================================================================================================
 
 The steps of a conversion into files:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, initialize
+from ds_topo.checkpoint.deepspeed_reader import differing
 from ds_topo.checkpoint.engine_facts import inner_optimizer
 from ds_topo.errors import CheckpointLayoutError, CheckpointModelError, EngineOptionError
 from tests.support.small_engines import start
@@ -166,6 +168,65 @@ def test_load_keeps_every_value_in_any_precision_stage_and_groups(world: Worlds,
             weights, expected = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "to"), str(number)), found[0][1]
             for name in ("adapter.weight", "norm.bias", "head.bias"):
                 assert torch.equal(weights[name], expected[number][name])
+
+
+def _load_half(folder: Path, numbers: list[int]) -> list[tuple[Values, Any]]:
+    found = []
+    for number in numbers:
+        with _engine(SOURCES[number][0], 0, "trained") as engine:
+            checkpoint.load(engine, folder, f"{number}AdamW")
+            found.append((_values(engine), engine.optimizer.loss_scale_config.cur_scale))
+            _train(engine, range(3, 4))
+    return found
+
+
+def _save_half(folder: Path) -> dict[int, tuple[Values, Any]]:
+    saved = {}
+    for number in HALF:
+        with _engine(*SOURCES[number]) as engine:
+            _train(engine, range(3))
+            checkpoint.save(engine, folder, str(number))
+            saved[number] = _values(engine), engine.optimizer.loss_scaler.cur_scale
+    return saved
+
+
+HALF = [number for number, (precision, zero, _) in enumerate(SOURCES) if precision != "fp32" and zero]
+
+
+def test_command_converts_half_precision_to_zero_0_and_back(world: Worlds, tmp_path: Path) -> None:
+    """The optimizer's class tells how DeepSpeed keeps the states: in one vector for each group, or by parameter."""
+    saved = world(2).run(_save_half, tmp_path / "saved")[0]
+    for number in HALF:
+        zero = SOURCES[number][1]
+        for optimizer in ("AdamW", "FusedAdam"):
+            found, tag = checkpoint.look_at(tmp_path / "saved", str(number)), f"{number}{optimizer}"
+            assert found.manifest is not None
+            assert found.manifest.structure is not None
+            manifest = replace(found.manifest, structure=replace(found.manifest.structure, optimizer=optimizer))
+            there = checkpoint.convert(replace(found, manifest=manifest), tmp_path / "there", "data=3", zero=0, tag=tag)
+            content = torch.load(there / "mp_rank_00_model_states.pt", weights_only=False)["optimizer"]
+            assert ("fp32_groups_flat" in content) == (optimizer == "FusedAdam")
+            there_again = checkpoint.look_at(tmp_path / "there", tag)
+            back = checkpoint.convert(there_again, tmp_path / "back", "data=2", zero=zero, tag=tag)
+            for path in found.path.glob("*optim_states.pt") if zero < 3 else ():  # stage 3 pads with any values
+                one, other = (torch.load(folder / path.name, weights_only=False) for folder in (back, found.path))
+                other["optimizer_state_dict"].pop("clip_grad", None)  # gradient_clipping is the job's
+                assert not differing(_flat(one["optimizer_state_dict"]), _flat(other["optimizer_state_dict"]))
+    for loaded in world(2).run(_load_half, tmp_path / "there", HALF):
+        for number, (values, scale) in zip(HALF, loaded, strict=True):
+            expected, scale_of_saved = saved[number]
+            assert scale == scale_of_saved
+            assert not differing(values, expected)
+
+
+def _flat(value: Any, place: str = "") -> dict[str, Any]:
+    """Return every number and tensor of an optimizer's file by its place, with the state of its loss scale."""
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    value = vars(value) if hasattr(value, "cur_scale") else value
+    if not isinstance(value, dict):
+        return {place: value}
+    return {key: one for name in value for key, one in _flat(value[name], f"{place}.{name}").items()}
 
 
 def _load_changed(folder: Path) -> tuple[list[str], list[str]]:
