@@ -155,12 +155,12 @@ def _of_zero_3(optimizer: DeepSpeedZeroOptimizer_Stage3) -> Iterator[Trained]:
     for number, (parameters, master) in enumerate(rows):
         address = 0
         for parameter in parameters:
-            start, numel = _span_of_zero_3(parameter)
+            start, numel = span_of_zero_3(parameter)
             yield Trained(parameter, optimizer.sub_group_to_group_id[number], master, start, numel, address)
             address += int(parameter.partition_numel())
 
 
-def _span_of_zero_3(parameter: Any) -> tuple[int, int]:
+def span_of_zero_3(parameter: Any) -> tuple[int, int]:
     """Return the first element and the number of elements of this rank's part of a parameter, without padding."""
     numel = int(parameter.partition_numel())
     start = min(int(parameter.ds_numel), dist.get_rank(parameter.ds_process_group) * numel)
@@ -422,7 +422,7 @@ class EngineState:
         held: Any = one.parameter
         if not hasattr(held, "ds_tensor"):
             return self._whole(held.detach(), one)
-        start, numel = _span_of_zero_3(held)
+        start, numel = span_of_zero_3(held)
         memory = held.ds_tensor.detach().view(-1)[:numel]
         return part_of(memory, one.slice, start, start + numel, one.is_first) if numel else None
 
