@@ -12,10 +12,10 @@ from ds_topo._lazy import lazy_attributes
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 if TYPE_CHECKING:
-    from ds_topo import checkpoint, collectives, distributed, errors, groups, parallel_state
+    from ds_topo import checkpoint, collectives, distributed, errors, groups, layers, parallel_state
     from ds_topo.engine.grid import PipelineParallelGrid
-    from ds_topo.engine.norms import mark_tensor_parallel_gradients
-    from ds_topo.engine.pipeline import LayerSpec, PipelineModule, TiedLayerSpec
+    from ds_topo.engine.norms import clip_grad_norm_, mark_tensor_parallel_gradients
+    from ds_topo.engine.pipeline import DualPipeVModule, LayerSpec, PipelineModule, TiedLayerSpec
     from ds_topo.engine.reducer_drivers import GradientReducer
     from ds_topo.engine.replicas import check_replicas
     from ds_topo.engine.start import init_distributed, initialize
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DualPipeVModule",
     "GradientReducer",
     "LayerSpec",
     "PipeDataParallelTopology",
@@ -38,12 +39,14 @@ __all__ = [
     "Watch",
     "check_replicas",
     "checkpoint",
+    "clip_grad_norm_",
     "collectives",
     "distributed",
     "errors",
     "groups",
     "init_distributed",
     "initialize",
+    "layers",
     "mark_tensor_parallel_gradients",
     "parallel_state",
     "use",
@@ -52,6 +55,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_attributes(
     __name__,
     {
+        "DualPipeVModule": "engine.pipeline",
         "GradientReducer": "engine.reducer_drivers",
         "LayerSpec": "engine.pipeline",
         "PipelineModule": "engine.pipeline",
@@ -60,10 +64,11 @@ __getattr__, __dir__ = lazy_attributes(
         "TiedLayerSpec": "engine.pipeline",
         "Watch": "watch.watch",
         "check_replicas": "engine.replicas",
+        "clip_grad_norm_": "engine.norms",
         "init_distributed": "engine.start",
         "initialize": "engine.start",
         "mark_tensor_parallel_gradients": "engine.norms",
         "use": "engine.use",
-        **dict.fromkeys(("checkpoint", "collectives", "distributed", "errors", "groups", "parallel_state")),
+        **dict.fromkeys(("checkpoint", "collectives", "distributed", "errors", "groups", "layers", "parallel_state")),
     },
 )

@@ -29,8 +29,6 @@ class BackendTraits:
     """``all_gather_into_tensor`` accepts an input that is a part of its output."""
     ordered_by_stream: bool = True
     """``Work.wait()`` returns at once, and only the current stream waits. Results may arrive later."""
-    one_order: bool = True
-    """All ranks must call the collectives of a group in one order, so only one thread may call them."""
     tagged_messages: bool = False
     """Messages with a tag find their receiver in any order, beside collectives of the same group."""
     aborts: bool = False
@@ -44,9 +42,7 @@ class BackendTraits:
 
 
 TRAITS: dict[str, BackendTraits] = {
-    "gloo": BackendTraits(
-        ordered_by_stream=False, one_order=False, tagged_messages=True, sums_sparse=True, uses_sockets=True
-    ),
+    "gloo": BackendTraits(ordered_by_stream=False, tagged_messages=True, sums_sparse=True, uses_sockets=True),
     "mpi": BackendTraits(ordered_by_stream=False),
     "nccl": BackendTraits(averages=True, premultiplies=True, gathers_in_place=True, aborts=True),
     "fake": BackendTraits(ordered_by_stream=False, communicates=False),

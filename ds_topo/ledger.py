@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -71,6 +71,25 @@ def always(value: object) -> Make:
     3
     """
     return lambda _: value
+
+
+def after(before: Callable[[], object]) -> Make:
+    """Return a make function that adds a call of ``before()`` in front of the original.
+
+    >>> after(lambda: print("first"))(len)("ab")
+    first
+    2
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def called_after(*args: Any, **options: Any) -> Any:
+            before()
+            return original(*args, **options)
+
+        return called_after
+
+    return make
 
 
 def name_of(owner: type | ModuleType) -> str:

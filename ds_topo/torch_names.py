@@ -20,8 +20,10 @@ from torch import _C as TORCH_C
 from torch import nn
 from torch._C import _disabled_torch_function_impl, _storage_Use_Count
 from torch.distributed import distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo.backends import traits_of
+from ds_topo.errors import abridged
 from ds_topo.ledger import ONE_CALL, Patch, Reliance, ledger
 
 # -- process groups ---------------------------------------------------------------------------------------------------
@@ -120,14 +122,15 @@ def timeout_of(given: float | timedelta | None) -> timedelta:
     """
     if given is None:
         return job_timeout()
+    advice = f"timeout={abridged(given)}: give seconds, or a datetime.timedelta, above 0"
     if isinstance(given, bool) or not isinstance(given, (int, float, timedelta)):
-        raise TypeError(f"timeout={given!r}: give seconds, or a datetime.timedelta")
+        raise TypeError(advice + (" (a backend is given by name: backend='gloo')" if isinstance(given, str) else ""))
     try:
         limit = given if isinstance(given, timedelta) else timedelta(seconds=given)
     except (OverflowError, ValueError) as error:  # infinite, or not a number
-        raise ValueError(f"timeout={given!r}: give seconds, or a datetime.timedelta, above 0") from error
+        raise ValueError(advice) from error
     if limit <= timedelta():
-        raise ValueError(f"timeout={given!r}: give seconds, or a datetime.timedelta, above 0")
+        raise ValueError(advice)
     return limit
 
 
@@ -305,8 +308,15 @@ REDUCER_ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
     Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
     Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),
+    Reliance(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", "DDP leaves slices alone."),
     Reliance(dist, "_make_nccl_premul_sum", "NCCL multiplies while it sums.", releases="builds with NCCL"),
 )
+
+
+def ignore_in_ddp(module: nn.Module, names: list[str]) -> None:
+    """Let torch's DDP leave these parameters of a module alone, which differ between ranks."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
 
 _BROADCAST_BYTES = 250 << 20
 """The number of bytes that are broadcast at once, as in DDP."""
@@ -315,7 +325,7 @@ ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 
 def premultiplied_sum(factor: float) -> ReduceOp:
     """Return NCCL's ``ReduceOp`` that multiplies by ``factor`` while it sums."""
-    op: ReduceOp = dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined]
+    op: ReduceOp = dist._make_nccl_premul_sum(factor)
     return op
 
 
@@ -323,7 +333,7 @@ def broadcast_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -
     """Broadcast the values of the group's first rank, in place; collective."""
     if tensors:
         tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]  # gloo's types
-        dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
+        dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)
 
 
 def storage_users(tensor: torch.Tensor) -> int:

@@ -28,8 +28,9 @@ from torch import nn
 from training import print_error_once
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Trainer, TrainingArguments
 
-from ds_topo import PipelineModule, PipelineParallelGrid, collectives, init_distributed, use
+from ds_topo import PipelineModule, PipelineParallelGrid, init_distributed, use
 from ds_topo.errors import TopologyError
+from ds_topo.layers import ParallelLinear
 
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """The layers of every model of the Llama family whose outputs are split over the slices."""
@@ -37,39 +38,6 @@ ROWS = ("o_proj", "down_proj")
 """The layers whose inputs are split."""
 TRAINED_ON = 400_000
 """The number of bytes for the tokenizer, and for training."""
-
-
-class ColumnParallel(nn.Module):
-    """Split the outputs of a linear layer ``h -> g`` over n ranks: ``[b, s, h]`` -> ``[b, s, g/n]``."""
-
-    def __init__(self, whole: nn.Linear, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.group = group
-        self.weight = _part(whole.weight, group, 0)
-        self.bias = None if whole.bias is None else _part(whole.bias, group, 0)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(collectives.copy(hidden, self.group), self.weight, self.bias)
-
-
-class RowParallel(nn.Module):
-    """Split the inputs of a linear layer ``h -> g`` over n ranks, and sum: ``[b, s, h/n]`` -> ``[b, s, g]``."""
-
-    def __init__(self, whole: nn.Linear, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.group = group
-        self.weight = _part(whole.weight, group, 1)
-        self.bias = whole.bias
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        hidden = collectives.reduce(F.linear(hidden, self.weight), self.group)
-        return hidden if self.bias is None else hidden + self.bias
-
-
-def _part(whole: torch.Tensor, group: dist.ProcessGroup, dim: int) -> nn.Parameter:
-    part = nn.Parameter(collectives.scatter(whole.detach(), group, dim))
-    part.tensor_model_parallel = True  # type: ignore[attr-defined]
-    return part
 
 
 def split_blocks(model: Any, grid: PipelineParallelGrid) -> None:
@@ -81,9 +49,9 @@ def split_blocks(model: Any, grid: PipelineParallelGrid) -> None:
     for module in list(model.modules()):
         for name, layer in list(module.named_children()):
             if name in COLUMNS:
-                setattr(module, name, ColumnParallel(layer, group))
+                setattr(module, name, ParallelLinear.from_linear(layer, -1, group=group))
             elif name in ROWS:
-                setattr(module, name, RowParallel(layer, group))
+                setattr(module, name, ParallelLinear.from_linear(layer, 0, group=group))
 
 
 class Block(nn.Module):

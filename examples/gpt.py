@@ -13,17 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from parallel_layers import (
-    ColumnParallelLinear,
-    LayerNorm,
-    Parallel,
-    RowParallelLinear,
-    VocabularyParallelEmbedding,
-    vocabulary_parallel_loss,
-)
+from parallel_layers import LayerNorm, Parallel, VocabularyParallelEmbedding
 from torch import nn
 
 from ds_topo import collectives
+from ds_topo.layers import ParallelLinear, parallel_cross_entropy
 
 VOCABULARY = 256
 FIRST_BLOCK = 2
@@ -59,8 +53,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: GPTConfig, parallel: Parallel) -> None:
         super().__init__()
-        self.expand = ColumnParallelLinear(config.width, 4 * config.width, parallel)
-        self.contract = RowParallelLinear(4 * config.width, config.width, parallel)
+        self.expand = ParallelLinear(config.width, 4 * config.width, dim=-1, group=parallel)
+        self.contract = ParallelLinear(4 * config.width, config.width, dim=0, group=parallel)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         contracted: torch.Tensor = self.contract(F.gelu(self.expand(hidden)))
@@ -77,8 +71,8 @@ class Block(nn.Module):
         super().__init__()
         self.head_width = config.width // config.heads
         self.attention_norm = LayerNorm(config.width, parallel)
-        self.qkv = ColumnParallelLinear(config.width, 3 * config.width, parallel, pieces=3)
-        self.projection = RowParallelLinear(config.width, config.width, parallel)
+        self.qkv = ParallelLinear(config.width, 3 * config.width, dim=-1, group=parallel, pieces=3)
+        self.projection = ParallelLinear(config.width, config.width, dim=0, group=parallel)
         self.mlp_norm = LayerNorm(config.width, parallel)
         self.feed_forward = feed_forward(config, parallel)
 
@@ -99,7 +93,7 @@ def next_byte_loss(parallel: Parallel) -> Callable[[torch.Tensor, torch.Tensor],
     """Return the mean cross entropy of logits ``[b, s, v/n]`` and labels ``[b, s]``, in nats per byte."""
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return vocabulary_parallel_loss(logits, labels, parallel.group)
+        return parallel_cross_entropy(logits, labels, group=parallel)
 
     return loss
 

@@ -29,7 +29,7 @@ LAYERS: tuple[set[str], ...] = (
     {"checkpoint"},
     {"engine"},
     {"distributed", "groups", "parallel_state"},
-    {"cli"},
+    {"cli", "layers"},
     {"__main__"},
 )
 """Packages and top-level modules by layer. A module imports from its own package and from lower layers only."""
@@ -134,6 +134,23 @@ def test_file_names_are_unique() -> None:
 def test_modules_without_torch_import_the_standard_library_alone(module: str) -> None:
     others = {name.split(".")[0] for name in imports_of(module, of_types_too=False)}
     assert others <= {*sys.stdlib_module_names, "ds_topo"}
+
+
+def test_conversions_start_without_distributed_checkpoints_of_torch() -> None:
+    """They and what they import, DTensor and SymPy, would take a third of the start of ``ds-topo convert``."""
+    reached, left = set[str](), {"ds_topo.checkpoint.conversion"}
+    while left:
+        reached.add(module := left.pop())
+        left |= own_imports_of(module, of_types_too=False) - reached
+    assert "ds_topo.checkpoint.shards" in reached, "the search finds indirect imports"
+    names = {
+        (module, ast.unparse(statement))
+        for module in reached
+        for statement in ast.parse(FILES[MODULES[module]].read_text()).body
+        if isinstance(statement, (ast.Import, ast.ImportFrom))
+        and re.search(r"torch\.distributed\.(checkpoint|tensor|fsdp)", ast.unparse(statement))
+    }
+    assert names == set()
 
 
 def test_only_engine_packages_import_deepspeed() -> None:

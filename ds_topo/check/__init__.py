@@ -4,5 +4,3 @@ Versions, clocks and topologies must be equal everywhere, every group must give 
 slower than its neighbors. Start with ``session``, which every rank runs step by step. ``meeting`` carries reports
 through the store, ``probes`` runs collectives, and ``faults`` draws conclusions from values alone.
 """
-
-from __future__ import annotations

@@ -1,7 +1,7 @@
 """Convert checkpoints to other degrees, another ZeRO stage or one plain file of weights.
 
 :func:`convert` writes a checkpoint of another layout, and :func:`to_single_file` one file of weights. :func:`load`
-loads a checkpoint into an engine, and converts it first if necessary. A conversion goes through these modules:
+loads a checkpoint into an engine, and copies its elements by name if the files do not fit. These modules take part:
 
 ====================  ================================================================================================
 ``saved_model``       describes all parameters of the checkpoint, whatever the layout that saved it
@@ -10,9 +10,10 @@ loads a checkpoint into an engine, and converts it first if necessary. A convers
 ``deepspeed_reader``  reads weights and optimizer states of single parameters from the saved files
 ``deepspeed_writer``  lays out the new files
 ``file_filling``      fills them in place, and resumes after a kill
+``engine_filling``    copies into a live engine instead
 ====================  ================================================================================================
 
-The steps of a conversion, which several processes can share:
+The steps of a conversion into files:
 
 1. Plan: read the manifest, plan the layout, and check that the disk has enough space.
 2. Make room: write every file without the bytes of its tensors, into ``.<tag>.converting/<tag>``.
@@ -33,7 +34,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from os import PathLike
@@ -44,18 +45,21 @@ import torch
 import torch.distributed as dist
 
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source, fitting_files
+from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source, fitting_files, opened
 from ds_topo.checkpoint.deepspeed_writer import Writer
 from ds_topo.checkpoint.disk import check_folder, discard, failure_to_write, flush, hold, is_held, replace_text
 from ds_topo.checkpoint.engine_facts import (
     digests_of_buffers,
     layout_of,
-    parameters_of,
+    name_of_states,
     share_of_structure,
     stage_and_slice,
     versions,
     whole_structure,
 )
+from ds_topo.checkpoint.engine_facts import restore_random_states as set_random_states
+from ds_topo.checkpoint.engine_filling import Comparison, EngineFilling
+from ds_topo.checkpoint.engine_state import SCHEDULER, restore_progress
 from ds_topo.checkpoint.file_filling import FileContent, Filling, Region, fill_all, make_room
 from ds_topo.checkpoint.folder import (
     LATEST,
@@ -75,10 +79,10 @@ from ds_topo.checkpoint.loading import DIGESTS, SIZES
 from ds_topo.checkpoint.loading import load as load_as_it_is
 from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, structure_from
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
-from ds_topo.checkpoint.safe_reading import refused_types, unreadable
-from ds_topo.checkpoint.saved_model import SavedModel, expert_of, model_of, require_splits
+from ds_topo.checkpoint.safe_reading import OF_DEEPSPEED, reading_checkpoint, refused_types, unreadable
+from ds_topo.checkpoint.saved_model import expert_of, model_of, require_splits
 from ds_topo.checkpoint.saving import free_bytes
-from ds_topo.checkpoint.target import Target, target_like, target_of
+from ds_topo.checkpoint.target import Target, require_loadable, target_of
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -228,10 +232,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 class Conversion:
-    """The conversion of one checkpoint, in steps that several workers share.
-
-    One worker calls :meth:`begin` and :meth:`commit`, all call :meth:`make_room` and :meth:`fill` with their number and
-    the number of workers. All workers must have finished a step before the next one begins.
+    """The conversion of one checkpoint, in steps.
 
     Args:
         checkpoint: checkpoint to read.
@@ -248,8 +249,8 @@ class Conversion:
         self._draft = folder / f".{tag}.converting"
         self._files = self._draft / tag
 
-    def begin(self, workers: int = 1) -> BinaryIO:
-        """Prepare the folder, or keep the files of a killed conversion that had the same number of workers.
+    def begin(self) -> BinaryIO:
+        """Prepare the folder, or keep the files of a killed conversion.
 
         Returns:
             A file to close after the commit: until then no other process converts into the same folder.
@@ -276,7 +277,6 @@ class Conversion:
             "from": hashlib.sha256(manifest).hexdigest(),
             "layout": asdict(self._target.layout),
             "structure": asdict(self._target.structure),
-            "workers": workers,
             "boot": _BOOT.read_text().strip() if _BOOT.exists() else "",  # a reboot loses what the caches had
         }
         text, path = json.dumps(plan, sort_keys=True), self._draft / "plan.json"
@@ -295,25 +295,19 @@ class Conversion:
         replace_text(path, text)
         return held
 
-    def _share(self, worker: int, workers: int) -> list[FileContent]:
-        return list(self._writer.files())[worker::workers]
-
-    def make_room(self, worker: int = 0, workers: int = 1) -> None:
-        """Write this worker's share of the files without the bytes of their tensors."""
+    def make_room(self) -> None:
+        """Write the files without the bytes of their tensors."""
         with fitting_files(self.source), _naming(self._files):
-            make_room(self._share(worker, workers), self._files)
+            make_room(self._writer.files(), self._files)
 
-    def fill(
-        self, worker: int = 0, workers: int = 1, progress: Progress = lambda step, done, of: None
-    ) -> list[SavedFile]:
-        """Fill this worker's share of the files and flush them to the disk."""
+    def fill(self, progress: Progress = lambda step, done, of: None) -> list[SavedFile]:
+        """Fill the files and flush them to the disk."""
         with fitting_files(self.source):
-            share = self._share(worker, workers)
-            fillings = [Filling(self._source, self._target.slices, file, self._files) for file in share]
+            fillings = [Filling(self._source, self._target.slices, file, self._files) for file in self._writer.files()]
         with _naming(self._files):
-            digests = fill_all(fillings, self._draft / f"done-{worker}.txt", progress)
+            digests = fill_all(fillings, self._draft / "done.txt", progress)
         return [
-            SavedFile(one.path.relative_to(self._files).as_posix(), one.bytes, digest, worker)
+            SavedFile(one.path.relative_to(self._files).as_posix(), one.bytes, digest, 0)
             for one, digest in zip(fillings, digests, strict=True)
         ]
 
@@ -444,23 +438,35 @@ def load(
     *,
     convert: bool = False,
     verify: str = SIZES,
-    **options: Any,
+    trusted: bool = False,
+    restore_random_states: bool = True,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Callable[..., None] | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """Load a checkpoint into an engine; with ``convert=True`` it may have other degrees. Collective over all ranks.
+    """Load a checkpoint into an engine; with ``convert=True`` it may have another layout. Collective over all ranks.
 
-    If the files do not fit the engine's layout, all ranks convert a share of them into a folder beside the checkpoint.
-    They load that one, and rank 0 removes it.
+    If the files do not fit the engine's layout, every rank reads its own elements out of them, by the names of
+    parameters. Nothing is written to the disk.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.
         folder: folder of all checkpoints.
         tag: the only tag to load. By default it is the one that ``latest`` names, or else the newest complete one.
-        convert: convert the checkpoint if this layout cannot read its files. This takes as much disk space as the
-            checkpoint while it loads; the checkpoint itself is not changed. Random states are restored if the numbers
-            of stages, slices and replicas are the same.
+        convert: convert the checkpoint if this layout cannot read its files: other degrees, stages of a pipeline,
+            stages of ZeRO, precision, groups of the optimizer, or frozen parameters. Random states are restored if the
+            numbers of stages, slices and replicas are the same.
         verify: ``"sizes"`` of its files, or ``"digests"`` as well.
-        **options: all others of :func:`ds_topo.checkpoint.loading.load`: ``trusted``,
-            ``restore_random_states``, and those of ``engine.load_checkpoint``.
+        trusted: as in :func:`ds_topo.checkpoint.loading.load`.
+        restore_random_states: see there.
+        load_module_strict: as in ``engine.load_checkpoint``, like all following arguments. If it is False, a conversion
+            leaves parameters that the checkpoint does not have as they are, and a warning names them.
+        load_optimizer_states: see there.
+        load_lr_scheduler_states: see there.
+        load_module_only: see there.
+        custom_load_fn: see there; not possible with a conversion.
 
     Returns:
         The checkpoint's own folder, and the ``client_state`` that was saved.
@@ -469,16 +475,33 @@ def load(
         CheckpointLayoutError: this layout cannot read the files, and with ``convert`` cannot be reached; the message
             says why.
         CheckpointModelError: the checkpoint is of another model; the message names the first parameter that differs.
-        CheckpointSpaceError: the disk has too little space for the converted checkpoint.
         Exception: others as in :func:`ds_topo.checkpoint.loading.load`.
     """
+    options = {
+        "load_module_strict": load_module_strict,
+        "load_optimizer_states": load_optimizer_states,
+        "load_lr_scheduler_states": load_lr_scheduler_states,
+        "load_module_only": load_module_only,
+    }
     try:
-        return load_as_it_is(engine, folder, tag, verify=verify, **options)
+        return load_as_it_is(
+            engine,
+            folder,
+            tag,
+            verify=verify,
+            trusted=trusted,
+            restore_random_states=restore_random_states,
+            custom_load_fn=custom_load_fn,
+            **options,
+        )
     except CheckpointLayoutError:  # raised on all ranks
         if not convert:
             raise
+    failure = None
+    if custom_load_fn is not None:
+        failure = ValueError("custom_load_fn gets the state dict of a file, and conversions read parameters by name")
     root, tag = Path(folder), None if tag is None else text_of_tag(tag)
-    meeting = Meeting.begin(f"converting a checkpoint of {root}", f"tag {tag!r} {verify=} {sorted(options)}")
+    meeting = Meeting.begin(f"converting a checkpoint of {root}", f"tag {tag!r} {verify=} {options}", failure)
     found = look_at(root, meeting.decided("choice", lambda: _choose(root, tag)))
     manifest = found.manifest
     problems = (
@@ -489,18 +512,30 @@ def load(
     damaged = DamagedCheckpointError(f"the checkpoint {found.tag!r}: {told(problems)}") if problems else None
     meeting.all_or_none("the checkpoint is whole", damaged)
     assert manifest is not None
-    target = _target(engine, meeting, found, manifest, is_strict=options.get("load_module_strict", True))
-    conversion = Conversion(found, target, root / f".{found.tag}.converted", found.tag)
-    with ExitStack() as held:  # by rank 0
-        _convert_together(conversion, meeting, held)
-        try:
-            _, state = load_as_it_is(engine, conversion.folder, found.tag, **options)
-        except BaseException:
-            if dist.get_rank() == 0:
-                with suppress(OSError):
-                    discard(conversion.folder)
-            raise
-        meeting.decided("removed", lambda: discard(conversion.folder))
+    has_states = load_optimizer_states and not load_module_only
+    has_scheduler = load_lr_scheduler_states and not load_module_only
+    with reading_checkpoint(found.path):
+        source = _reachable(engine, meeting, found, manifest, has_states=has_states)
+        filling = _compared(engine, meeting, found, source, has_states=has_states, is_strict=load_module_strict)
+        state: dict[str, Any] = {}
+
+        def copy() -> None:
+            filling.copy()
+            is_like = source.is_like(layout_of(engine))
+            saved = source.model_states(int(engine.checkpoint_mp_rank) if is_like else 0)
+            state.update((key, value) for key, value in saved.items() if key not in OF_DEEPSPEED)
+            if not load_module_only:
+                scale = source.loss_scale() if layout_of(engine).precision == source.layout.precision == "fp16" else {}
+                left_out = () if has_scheduler else (SCHEDULER,)
+                restore_progress(
+                    engine, {key: value for key, value in {**saved, **scale}.items() if key not in left_out}
+                )
+            states = found.path / name_of_states(engine)
+            if restore_random_states and is_like and states.exists():
+                set_random_states(engine, opened(states))
+
+        _step(meeting, found, "copied", copy)
+        _step(meeting, found, "weights updated", filling.finish)
     return str(found.path), state
 
 
@@ -523,15 +558,27 @@ def _choose(root: Path, tag: str | None) -> str:
     return found.tag
 
 
-def _target(engine: Any, meeting: Meeting, found: Checkpoint, manifest: Manifest, *, is_strict: bool) -> Target:
-    """Plan this job's layout, the same on all ranks.
+def _step(meeting: Meeting, found: Checkpoint, done: str, work: Callable[[], Any]) -> Any:
+    """Do a part of the work on all ranks, and raise on all of them if one fails."""
+    failure, result = None, None
+    try:
+        with fitting_files(found.path):
+            result = work()
+    except Exception as error:  # of any class: the other ranks must receive it
+        failure = error
+    meeting.all_or_none(done, failure, is_alone=failure is not None)
+    return result
+
+
+def _reachable(engine: Any, meeting: Meeting, found: Checkpoint, manifest: Manifest, *, has_states: bool) -> Source:
+    """Open the checkpoint for this job's layout.
 
     Raises:
-        CheckpointLayoutError, CheckpointModelError: it cannot be reached.
+        CheckpointLayoutError: the layout cannot be reached; the same on every rank.
     """
     meeting.post("structure", share_of_structure(engine))
     meeting.all_or_none("described", None)
-    layout = layout_of(engine)
+    layout, (_, _, slices) = layout_of(engine), stage_and_slice(engine)
 
     def plan() -> Mapping[str, Any]:
         structure = whole_structure(meeting.posted("structure"))
@@ -540,85 +587,70 @@ def _target(engine: Any, meeting: Meeting, found: Checkpoint, manifest: Manifest
                 "no rank of this job describes the structure of its model. Convert the checkpoint by "
                 "ds-topo convert, and load the new one"
             )
-        target_like(model_of(manifest, structure.splits), layout, structure)
+        with fitting_files(found.path):
+            model = model_of(manifest, structure.splits)
+            require_loadable(model, layout, structure, slices, has_states=has_states)
+            Source(model, found.path).require_equal_copies(slices, has_states=has_states)
         return asdict(structure)
 
     structure = structure_from(meeting.decided("structure", plan))
-    model = model_of(manifest, structure.splits)
-    target = target_like(model, layout, structure)
-    has_new_slices = target.slices != model.slices
-    buffers = (stage_and_slice(engine)[0], digests_of_buffers(engine) if has_new_slices else {})
-    meeting.post("difference", (_difference(engine, model, target.slices, is_strict=is_strict), buffers))
-    meeting.all_or_none("compared", None)
+    return Source(model_of(manifest, structure.splits), found.path)
 
-    def judge() -> None:
-        posted = meeting.posted("difference")
-        if difference := next(filter(None, (one for one, _ in posted)), ""):
+
+def _compared(
+    engine: Any, meeting: Meeting, found: Checkpoint, source: Source, *, has_states: bool, is_strict: bool
+) -> EngineFilling:
+    """Compare the checkpoint with the engines of all ranks.
+
+    Raises:
+        CheckpointModelError, CheckpointLayoutError: they do not fit; the same on every rank.
+    """
+
+    def compare() -> tuple[EngineFilling, Comparison]:
+        filling = EngineFilling(engine, source, has_states=has_states)
+        return filling, filling.compare()
+
+    filling: EngineFilling
+    filling, comparison = _step(meeting, found, "compared", compare)
+    has_new_slices = stage_and_slice(engine)[2] != source.model.slices
+    buffers = (stage_and_slice(engine)[0], digests_of_buffers(engine) if has_new_slices else {})
+
+    def judge(posted: list[Any]) -> str:
+        rows = [Comparison(**row) for row, _ in posted]
+        names, added = {name for row in rows for name in row.names}, {}
+        for row in rows:
+            added.update(row.added)
+        there: dict[str, Any] = {**source.model.parameters, **dict(source.buffers())}
+        left_out = [
+            f"it has {name!r} {list(one.shape)}, which the model does not have"
+            for name, one in there.items()
+            if name not in names
+        ]
+        problem = next((row.problem for row in rows if row.problem), "")
+        if problem or (is_strict and (added or left_out)):
+            problem = problem or next(iter(added.values()), "") or left_out[0]
             raise CheckpointModelError(
-                f"the checkpoint {found.tag!r} of {found.path.parent} is of another model: {difference}"
+                f"the checkpoint {found.tag!r} of {found.path.parent} is of another model: {problem}"
             )
+        if conflict := next((row.conflict for row in rows if row.conflict), ""):
+            raise CheckpointLayoutError(f"the checkpoint {found.tag!r} of {found.path.parent}: {conflict}")
         known: dict[tuple[int, str], str] = {}
         for _, (stage, digests) in posted:
             for name, digest in digests.items():
                 if known.setdefault((stage, name), digest) != digest:
                     raise CheckpointLayoutError(
                         f"the buffer {name!r} differs between slices of this job, and the checkpoint of "
-                        f"model={model.slices} has one value for all of its slices: set partition_dim on it, after "
-                        "deepspeed.initialize, if slices split it. Register one that follows from the slice itself "
-                        "with persistent=False"
+                        f"model={source.model.slices} has one value for all of its slices: set partition_dim on it, "
+                        "after deepspeed.initialize, if slices split it. Register one that follows from the slice "
+                        "itself with persistent=False"
                     )
+        return "; ".join([*added.values(), *left_out])
 
-    meeting.decided("same model", judge)
-    return target
-
-
-def _difference(engine: Any, model: SavedModel, slices: int, *, is_strict: bool) -> str:
-    """Describe the first parameter of this rank that differs in the checkpoint; an empty string if none does."""
-    for row in parameters_of(engine):
-        saved = model.parameters.get(row.name if row.experts is None else row.name.replace(".*.", ".0."))
-        if saved is None and not is_strict and not row.is_trained:
-            continue  # as saved with exclude_frozen_parameters=True
-        if saved is None:
-            also = "" if is_strict else ", which is trained: conversion needs it, also with load_module_strict=False"
-            return f"it has no parameter {row.name!r} {list(row.shape)}{also}"
-        if saved.experts != (row.experts or 0):
-            return f"{row.name!r} has {saved.experts} experts in the checkpoint, and {row.experts} in the model"
-        if saved.shape_of_slice(slices) != row.shape:
-            there = list(saved.shape_of_slice(slices))
-            return f"parameter {row.name!r} is {there} in the checkpoint ({slices} slices), not {list(row.shape)}"
-    return ""
-
-
-def _convert_together(conversion: Conversion, meeting: Meeting, held: ExitStack) -> None:
-    """Convert on all ranks, each a share of every step. Rank 0 holds the folder until ``held`` is closed."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-
-    def step(done: str, work: Callable[[], Any]) -> Any:
-        failure, result = None, None
-        try:
-            result = work()
-        except Exception as error:  # all_or_none tells the other ranks
-            failure = error
-        meeting.all_or_none(done, failure)
-        return result
-
-    def begin() -> None:
-        conversion.folder.mkdir(exist_ok=True)
-        if is_held(conversion.folder):
-            raise CheckpointError(
-                f"another job is converting {conversion.source} while it loads: wait for it, or convert it once by "
-                "ds-topo convert"
-            )
-        held.enter_context(hold(conversion.folder))
-        held.enter_context(conversion.begin(size))
-
-    meeting.decided("begin", begin)
-    step("room was made", lambda: conversion.make_room(rank, size))
-    files: list[SavedFile] = step("files were written", lambda: conversion.fill(rank, size))
-    meeting.post("files", [asdict(file) for file in files])
-    meeting.all_or_none("files are known", None)
-
-    def commit() -> None:
-        conversion.commit(SavedFile(**row) for share in meeting.posted("files") for row in share)
-
-    meeting.decided("commit", commit)
+    said = meeting.decided_from("difference", (asdict(comparison), buffers), judge)
+    if said and dist.get_rank() == 0:
+        warnings.warn(
+            f"the checkpoint {found.tag!r} of {found.path.parent} was loaded although {said}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return filling

@@ -23,9 +23,11 @@ import torch
 from ds_topo.checkpoint.manifest import Place, SavedLayout, SavedOptions
 from ds_topo.checkpoint.safe_reading import allowed_types, damaged, how_to_verify
 from ds_topo.checkpoint.saved_model import Parameter, RankTable, SavedModel, expert_of, prefix_of_layer
-from ds_topo.checkpoint.shards import PartitionedGroup, Slice, Span, elements_of_slice, resliced, vectors_of
+from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, Slice, Span, elements_of_slice, resliced, vectors_of
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, TopologyError, abridged
 
+FLAT_MASTERS, COPIED_MASTERS = "fp32_groups_flat", "fp32_groups"
+"""Keys of the master weights of half precision without ZeRO: of ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``."""
 WEIGHT = "weight"
 """Key of a parameter's value in the module."""
 MASTER = "fp32"
@@ -104,15 +106,25 @@ class OptimizerStates:
         """The replica, the number of the vector and the span of each part of a parameter, in the order of elements."""
         self._numels: dict[int, int] = {}
         """Number of elements in a partition of each vector."""
-        self._masters: list[Sequence[torch.Tensor]] = []
+        self._masters: list[dict[int, torch.Tensor]] = []
         """Partitions of the master weights, by replica and vector."""
         if not layout.has_partitions:
-            inner = [source.optimizer_of(holders)]
+            saved = source.optimizer_of(holders)
+            inner = [saved.get("optimizer_state_dict", saved)]
             groups = model.structure.groups[holders[0].model_rank // model.slices]
+            numels = {name: source.numel_of(name, holders[0]) for group in groups for name in group}
             numbers = [number for group in inner[0]["param_groups"] for number in group["params"]]
-            for number, name in zip(numbers, (name for group in groups for name in group), strict=True):
-                self._numels[number] = math.prod(model.parameters[name].shape)
-                self._spans[name].append((0, number, Span(name, 0, 0, self._numels[number])))
+            if FLAT_MASTERS in saved:  # half precision with one vector for each group
+                self._masters = [dict(zip(numbers, saved[FLAT_MASTERS], strict=True))]
+                vectors = [FlatGroup({name: numels[name] for name in group}, 1) for group in groups]
+            else:
+                copies = [master for group in saved.get(COPIED_MASTERS, ()) for master in group]
+                self._masters = [dict(zip(numbers, copies, strict=True))] if copies else []
+                vectors = [FlatGroup({name: numel}, 1) for name, numel in numels.items()]
+            for number, vector in zip(numbers, vectors, strict=True):
+                self._numels[number] = vector.numel
+                for span in vector.spans(0):
+                    self._spans[span.name].append((0, number, span))
         else:
             files = [source.optimizer_file(place)["optimizer_state_dict"] for place in holders]
             is_stage_3 = layout.zero_stage == 3
@@ -123,7 +135,7 @@ class OptimizerStates:
                     "Load it in the layout that saved it, and save it without this option, which is the default"
                 )
             key = "fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"
-            self._masters = [file[key] for file in files]
+            self._masters = [dict(enumerate(file[key])) for file in files]
             if is_stage_3:
                 self._locate_in_sub_groups(source.model_states(holders[0].model_rank)["param_shapes"], len(holders))
             else:
@@ -131,6 +143,7 @@ class OptimizerStates:
                 self._locate_in_groups(source, holders, groups)
         self.param_groups: list[dict[str, Any]] = inner[0]["param_groups"]
         self._states: list[dict[int, dict[str, Any]]] = [one["state"] for one in inner]
+        self._group_of = {number: group for group, one in enumerate(self.param_groups) for number in one["params"]}
 
     def _locate_in_groups(self, source: Source, holders: Sequence[Place], groups: Sequence[Sequence[str]]) -> None:
         """Compute the spans: the files have ``param_slice_mappings``, which ignore ``round_robin_gradients``."""
@@ -158,16 +171,7 @@ class OptimizerStates:
         found: dict[str, Any] = {}
         first = 0
         for number in self.param_groups[group]["params"]:
-            one: dict[str, Any] = {}
-            for key, value in self._states[0].get(number, {}).items():
-                is_elementwise = torch.is_tensor(value) and value.dim() > 0 and value.numel() == self._numels[number]
-                if torch.is_tensor(value) and value.numel() > 1 and not is_elementwise:
-                    raise CheckpointLayoutError(
-                        f"the optimizer's state {key!r} of group {group} has the shape {list(value.shape)} for "
-                        f"{self._numels[number]} elements. Only states of every element, and single values, can be "
-                        "converted. Load the checkpoint in the layout that saved it"
-                    )
-                one[key] = value.dtype if is_elementwise else value
+            one = self._of_vector(number, group)
             if found and one and (key := differing(one, found)):
                 names = {parts[0][1]: name for name, parts in self._spans.items()}
                 raise CheckpointLayoutError(
@@ -179,10 +183,28 @@ class OptimizerStates:
                 found, first = one, number
         return found
 
+    def _of_vector(self, number: int, group: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in self._states[0].get(number, {}).items():
+            is_elementwise = torch.is_tensor(value) and value.dim() > 0 and value.numel() == self._numels[number]
+            if torch.is_tensor(value) and value.numel() > 1 and not is_elementwise:
+                raise CheckpointLayoutError(
+                    f"the optimizer's state {key!r} of group {group} has the shape {list(value.shape)} for "
+                    f"{self._numels[number]} elements. Only states of every element, and single values, can be "
+                    "converted. Load the checkpoint in the layout that saved it"
+                )
+            found[key] = value.dtype if is_elementwise else value
+        return found
+
+    def of_parameter(self, name: str) -> tuple[int, dict[str, Any]]:
+        """Return the group of a parameter and its states: the data type of a state of every element, or the value."""
+        _, number, _ = self._spans[name][0]
+        return self._group_of[number], self._of_vector(number, self._group_of[number])
+
     @property
     def type_of_masters(self) -> torch.dtype:
         """The data type of master weights."""
-        return self._masters[0][0].dtype
+        return next(iter(self._masters[0].values())).dtype
 
     def of(self, name: str, key: str, start: int, stop: int) -> torch.Tensor | None:
         """Return elements of a state or master weight, flat; None if the parameter never had a gradient."""
@@ -269,6 +291,20 @@ class Source:
         with fitting_files(self.folder):
             return elements_of_slice(read, wanted, saved, start, stop)
 
+    def numel_of(self, local: str, place: Place) -> int:
+        """Return the number of elements of a rank's parameter, by its local name."""
+        return math.prod(self.model.parameters[self.ranks.whole_name(local, place)].shape)
+
+    def of_parameter(self, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the hyperparameters of a parameter's group, and its states, from the rank that holds its beginning.
+
+        A state of every element is given by its data type. The states of a parameter without gradients are empty.
+        """
+        model_rank = self.model.stage_of[name] * self.model.slices
+        states = self._states_of(self.ranks.holders(model_rank, name))
+        group, found = states.of_parameter(self.ranks.local_name(name))
+        return states.param_groups[group], found
+
     @cached_property
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of every group of the optimizer."""
@@ -285,7 +321,7 @@ class Source:
     @cached_property
     def type_of_masters(self) -> torch.dtype:
         """The data type of master weights."""
-        if not self.layout.has_partitions:
+        if not self.layout.has_partitions and self.layout.precision == "fp32":
             return torch.float32
         return self._states_of(self.ranks.holders(0, "")).type_of_masters
 
@@ -297,7 +333,8 @@ class Source:
 
     def _elements(self, model_rank: int, parameter: Parameter, key: str, start: int, stop: int) -> torch.Tensor:
         """Return elements of a slice that was saved."""
-        is_weight = key == WEIGHT or (key == MASTER and not self.layout.has_partitions)
+        has_masters = self.layout.has_partitions or self.layout.precision != "fp32"
+        is_weight = key == WEIGHT or (key == MASTER and not (has_masters and parameter.is_trained))
         if is_weight and (self.layout.zero_stage < 3 or not parameter.is_trained):
             return self._weight(model_rank, parameter).detach().reshape(-1)[start:stop]
         states = self._states_of(self.ranks.holders(model_rank, parameter.name))
@@ -315,7 +352,7 @@ class Source:
             number, key = self._in_layers[name]
             weight = self.content(self.layer_files[number][model_rank % self.model.slices])[key]
         elif self.layout.zero_stage == 3:  # frozen
-            files = (self.model_states(model_rank, replica) for replica in range(self.layout.replicas))
+            files = (self.model_states(model_rank, replica) for replica in range(self.layout.partitions))
             weight = torch.cat([file["frozen_param_fragments"][name].flatten() for file in files])
             weight = weight[: math.prod(parameter.shape)].view(parameter.shape)
         else:
@@ -431,13 +468,27 @@ class Source:
         found.update({alias: found[name] for alias, name in self.model.structure.aliases.items()})
         return {**found, **dict(self.buffers_of(place))}
 
-    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the entries beside parameters under the module's names, with slices put together."""
+    def buffers(self, slices: int = 1, place: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the entries beside parameters under the module's names, of one of ``slices`` slices."""
         for rows in zip(*map(self.buffers_of, range(self.model.slices)), strict=True):
-            name, value = rows[0]
-            split = self.model.structure.splits.get(name)
             values = [value for _, value in rows]
-            yield name, value if split is None else resliced(values, split.dim, split.stride, 1, 0)
+            is_same, split = slices == self.model.slices, self.model.structure.splits.get(rows[0][0])
+            if is_same or split is None:
+                yield rows[0][0], values[place if is_same else 0]
+            else:
+                yield rows[0][0], resliced(values, split.dim, split.stride, slices, place)
+
+    def is_like(self, layout: SavedLayout) -> bool:
+        """Return True if a layout has the same numbers of stages, slices and replicas."""
+        counts = [(one.model_ranks, one.degrees().get("model", 1), one.replicas) for one in (self.layout, layout)]
+        return counts[0] == counts[1]
+
+    def loss_scale(self) -> dict[str, Any]:
+        """Return the state of the loss scale; empty if none was saved."""
+        if not self.layout.has_partitions:
+            return dict(self.model_states(0).get("optimizer") or {})
+        scaler = self.optimizer_file(Place(0, 0))["optimizer_state_dict"].get("loss_scaler")
+        return vars(scaler) if scaler is not None else {}
 
     def buffers_of(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the entries beside parameters that a slice saved, under the module's names."""

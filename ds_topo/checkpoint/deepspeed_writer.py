@@ -57,10 +57,10 @@ class Writer:
         if layout.is_pipeline:
             yield from self._layer_files()
         for model_rank in range(layout.model_ranks):
-            for replica in range(layout.replicas if layout.zero_stage == 3 else 1):
+            for replica in range(layout.partitions if layout.zero_stage == 3 else 1):
                 name = name_of_model_states(layout, model_rank, replica)
                 yield FileContent(name, partial(self._model_states, Place(model_rank, replica)))
-            for replica in range(layout.replicas if layout.zero_stage else 0):
+            for replica in range(layout.partitions if layout.zero_stage else 0):
                 place = Place(model_rank, replica)
                 yield FileContent(name_of_partition(layout, place), partial(self._partition, place))
             if layout.experts:
@@ -165,7 +165,7 @@ class Writer:
         )
         if not structure.layers:
             return list(found)
-        own = range(structure.bounds[stage], structure.bounds[stage + 1])
+        own = structure.layers_of(stage, len(self.target.names))
         return [name for name in found if name.startswith(tuple(prefix_of_layer(structure, number) for number in own))]
 
     def _frozen(self, of: Place) -> tuple[OrderedDict[str, Any], OrderedDict[str, Any]]:
@@ -183,7 +183,7 @@ class Writer:
             if layout.zero_stage < 3:
                 fragments[name] = Region.of_weight(one, place, self.target.slices)
             else:
-                group = PartitionedGroup({whole_name: shapes[name].numel()}, layout.replicas)
+                group = PartitionedGroup({whole_name: shapes[name].numel()}, layout.partitions)
                 spans = group.spans(of.replica)
                 fragments[name] = Region((group.partition_numel,), one.dtype, WEIGHT, place, spans)
         return shapes, fragments
@@ -238,7 +238,7 @@ class Writer:
         if layout.zero_stage == 3:
             content = {
                 "zero_stage": ZeroStageEnum(3),
-                "partition_count": layout.replicas,
+                "partition_count": layout.partitions,
                 "optimizer_state_dict": inner,
                 "fp32_flat_groups": masters,
             }

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -39,10 +40,11 @@ from torch import nn
 from ds_topo.backends import accelerator, device_in_use
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.shards import Span, vectors_of
+from ds_topo.errors import CheckpointLayoutError
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.topology.axes import MODEL
-from ds_topo.topology.rank_tables import gradient_axes
+from ds_topo.topology.axes import MODEL, SHARD
+from ds_topo.topology.rank_tables import copy_axes, gradient_axes
 
 LOCAL_EXPERT = re.compile(r"(deepspeed_experts\.)(\d+)(?=\.)")
 """The part of a parameter's name that numbers an expert on its rank."""
@@ -52,9 +54,23 @@ _KEEP_ORDER = "give the optimizer its parameters in the order in which they were
 
 
 def require_engine(engine: object) -> None:
-    """Raise TypeError unless the argument is an engine."""
+    """Raise TypeError unless the argument is an engine.
+
+    Raises:
+        TypeError: it is something else.
+        CheckpointLayoutError: it has experts, and other parameters are partitioned over ``shard``: DeepSpeed's files
+            have one index for the partitions of both.
+    """
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(f"engine: {type(engine).__name__} is not an engine: pass what deepspeed.initialize returns")
+    if engine.has_moe_layers and engine.zero_optimization() and isinstance(engine.mpu, MpuGrid):
+        topology = engine.mpu.topology()
+        if copy_axes(topology):
+            raise CheckpointLayoutError(
+                f"checkpoints of experts with {topology.spec!r}: experts are partitioned over all their replicas, "
+                f"other parameters over {SHARD!r}, and DeepSpeed's files have one number for both: name that axis "
+                "'data'"
+            )
 
 
 def layout_of(engine: DeepSpeedEngine) -> manifests.SavedLayout:
@@ -170,6 +186,23 @@ def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
+def split_of(tensor: torch.Tensor) -> manifests.SavedSplit | None:
+    """Return how slices split a parameter or buffer; None if they do not, or if it is unknown.
+
+    Megatron's layers declare it by attributes, and the layers of DeepSpeed's AutoTP in a mapping. AutoTP can also split
+    into unequal parts, which a :class:`~ds_topo.checkpoint.manifest.SavedSplit` cannot describe.
+    """
+    if (dim := int(getattr(tensor, "partition_dim", -1))) >= 0:
+        return manifests.SavedSplit(dim, int(getattr(tensor, "partition_stride", 1)))
+    automatic = getattr(tensor, DS_AUTOTP_UC_META, None) or {}
+    at, sizes = automatic.get("partition_dim"), automatic.get("sub_param_sizes") or (1,)
+    is_unknown = automatic.get("conversion", {}).get("unsupported_reason") or automatic.get("replicated")
+    widths = automatic.get("sub_param_shard_widths") or [automatic.get("partition_sizes") or ()]
+    if at is None or is_unknown or len({*sizes}) > 1 or any(len({*each}) != 1 for each in widths):
+        return None
+    return manifests.SavedSplit(int(at), len(sizes))
+
+
 def parameters_of(engine: DeepSpeedEngine) -> list[manifests.SavedParameter]:
     """Return this rank's parameters in the module's order. One row stands for all experts of a layer."""
     layers = moe_layers(engine.module)
@@ -181,7 +214,7 @@ def parameters_of(engine: DeepSpeedEngine) -> list[manifests.SavedParameter]:
             shape_of(parameter),
             str(parameter.dtype).removeprefix("torch."),
             (int(engine.checkpoint_mp_rank),),
-            int(getattr(parameter, "partition_dim", -1)) if is_model_parallel_parameter(parameter) else None,
+            (split.dim if (split := split_of(parameter)) else -1) if is_model_parallel_parameter(parameter) else None,
             int(layer.num_experts) if layer is not None else None,
             parameter.requires_grad,
         )
@@ -218,13 +251,11 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if (first := first_names.setdefault(id(parameter), name)) != name:
             aliases[name] = first
-        elif (dim := int(getattr(parameter, "partition_dim", -1))) >= 0:
-            splits[name] = manifests.SavedSplit(dim, int(getattr(parameter, "partition_stride", 1)))
+        elif (split := split_of(parameter)) is not None:
+            splits[name] = split
         elif getattr(parameter, "tensor_model_parallel", False):
             undeclared.append(name)
-    for name, buffer in module.named_buffers():
-        if (dim := int(getattr(buffer, "partition_dim", -1))) >= 0:
-            splits[name] = manifests.SavedSplit(dim, int(getattr(buffer, "partition_stride", 1)))
+    splits |= {name: split for name, buffer in module.named_buffers() if (split := split_of(buffer)) is not None}
     experts = {
         f"{prefix}{name}.deepspeed_experts": int(layer.ep_size)
         for prefix, layer in moe_layers(module).items()
@@ -316,8 +347,8 @@ def _difference_of_options(
     def spans(names: Sequence[str], options: manifests.SavedOptions) -> list[list[Span]]:
         numels = {name: math.prod(shape_of(parameters[name])) for name in names}
         itemsize = parameters[names[0]].element_size()
-        vectors = vectors_of(numels, layout, options, layout.replicas, itemsize)
-        return [vector.spans(replica) for vector in vectors for replica in range(layout.replicas)]
+        vectors = vectors_of(numels, layout, options, layout.partitions, itemsize)
+        return [vector.spans(replica) for vector in vectors for replica in range(layout.partitions)]
 
     for key, value in asdict(saved).items():
         with_own = replace(saved, **{key: getattr(own, key)})

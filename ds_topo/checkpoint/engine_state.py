@@ -26,7 +26,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.manifest import SavedSplit
@@ -38,6 +37,11 @@ from ds_topo.topology.axes import MODEL, PIPE
 
 PARAMS = "params"
 """The key of an optimizer group's parameters, in torch's state dicts."""
+_OF_THE_PROGRAM = {"params", "param_names", "name", "moe", "foreach", "fused", "capturable", "differentiable"}
+"""Entries of an optimizer's group that belong to the program and are not restored: names and implementation flags."""
+COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+OF_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+SCHEDULER = "lr_scheduler"
 
 # -- memory ------------------------------------------------------------------------------------------------------------
 # Each of DeepSpeed's optimizers keeps master weights in the tensors that its inner optimizer steps on: the parameters
@@ -183,6 +187,47 @@ def update_weights(engine: DeepSpeedEngine, found: Iterable[Trained]) -> None:
                 one.parameter.data.copy_(one.part_of(one.master).view(one.parameter.shape))
 
 
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Restore the entries of a group that it and the checkpoint have, except those of ``_OF_THE_PROGRAM``."""
+    for key in group.keys() & saved.keys() - _OF_THE_PROGRAM:
+        if torch.is_tensor(group[key]):
+            group[key].fill_(float(saved[key]))
+        else:
+            group[key] = float(saved[key]) if torch.is_tensor(saved[key]) else saved[key]
+
+
+def restore_progress(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
+    """Restore steps, loss scale and learning-rate scheduler, as far as they were saved and the engine has them."""
+    for owner, names in ((engine, COUNTS), (loss_scaler_of(engine), OF_LOSS_SCALE)):
+        for name in names:
+            if name in saved and hasattr(owner, name):
+                setattr(owner, name, saved[name])
+    micro_batches = int(engine.gradient_accumulation_steps())
+    if engine.micro_steps % micro_batches:  # the saving job had another number of micro-batches in a step
+        engine.micro_steps = engine.global_steps * micro_batches
+    if saved.get(SCHEDULER) is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
+        own = engine.lr_scheduler.state_dict()
+        same = {  # lists have a value for each group of the optimizer, of which there may be another number
+            key: own[key] if isinstance(value, list) and len(own.get(key, value)) != len(value) else value
+            for key, value in saved[SCHEDULER].items()
+        }
+        engine.lr_scheduler.load_state_dict(same)
+    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and saved.get("random_ltd"):
+        engine.random_ltd_scheduler.load_state_dict(saved["random_ltd"])
+    has_sampler = engine.training_dataloader is not None and engine.curriculum_learning_enabled()
+    if has_sampler and saved.get("data_sampler"):
+        engine.training_dataloader.data_sampler.load_state_dict(saved["data_sampler"])
+
+
+def loss_scaler_of(engine: DeepSpeedEngine) -> Any:
+    """Return the object that holds the engine's loss scale; None if it has none."""
+    optimizer = engine.optimizer
+    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 # Experts are numbered over all ranks of their layer. A parameter that several places of the model share has all of
 # their names, and the first one for its optimizer states, as in torch's ``get_state_dict``.
@@ -198,6 +243,8 @@ class Named:
     """A parameter of this rank, with its names in the whole model."""
 
     parameter: nn.Parameter
+    local: str
+    """The first name in the engine's module."""
     names: tuple[str, ...]
     """The names of all places that share it."""
     everywhere: tuple[str, ...]
@@ -253,7 +300,7 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
         everywhere, is_expert = tuple(new_names(name)[0] for name in first_names), layer is not None
         is_replicated = getattr(parameter, "ds_pipe_replicated", False)
         is_first = not is_replicated and (is_expert or own.dim is not None or place == 0)
-        result.append(Named(parameter, names, everywhere, own, is_expert, is_first))
+        result.append(Named(parameter, old_names[0], names, everywhere, own, is_expert, is_first))
     are_split = any(layer.enable_expert_tensor_parallelism for layer in layers.values())
     if slices > 1 and are_split and not any(one.is_expert and one.slice.dim is not None for one in result):
         raise CheckpointLayoutError(
@@ -283,6 +330,13 @@ def _renaming(rename: Rename) -> Callable[[str], tuple[str, ...]]:
         return names
 
     return new_names
+
+
+def whole_name(local: str, layers: Mapping[str, MoE]) -> str:
+    """Return the name in the whole model of a parameter or buffer of this rank."""
+    if (layer := facts.moe_layer_of(local, layers)) is None:
+        return local
+    return _numbered(local, layer, dist.get_rank(deepspeed_groups._get_expert_parallel_group(layer.expert_group_name)))
 
 
 def _numbered(name: str, layer: MoE, rank: int) -> str:
@@ -436,6 +490,8 @@ class EngineState:
     def _whole(self, memory: torch.Tensor, one: Named) -> torch.Tensor:
         mesh = None if one.is_expert or one.slice.stride > 1 else self._mesh
         if mesh is not None and mesh.device_type == memory.device.type:
+            from torch.distributed.tensor import DTensor, Replicate, Shard  # slow, and offline conversions need none
+
             split = Shard(one.slice.dim) if one.slice.dim is not None else Replicate()
             placements = [split if axis == MODEL else Replicate() for axis in mesh.mesh_dim_names or ()]
             return DTensor.from_local(memory, mesh, placements, run_check=False)

@@ -19,12 +19,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ds_topo.checkpoint.json_values import built_from
 from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, abridged
+from ds_topo.topology.axes import SHARD
 from ds_topo.topology.expert_tables import ExpertPlan
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import gradient_axes
@@ -94,7 +95,7 @@ class SavedStructure:
     layers: tuple[SavedLayer, ...] = ()
     """The layers of a pipeline, over all stages."""
     bounds: tuple[int, ...] = ()
-    """The first layer of each stage of a pipeline, then the number of layers."""
+    """The first layer of each stage of a pipeline, or of its two parts of DualPipeV, then the number of layers."""
     method: str = ""
     """The pipeline's ``partition_method``; empty if unknown."""
     experts: Mapping[str, int] = field(default_factory=dict)
@@ -111,6 +112,17 @@ class SavedStructure:
             raise ValueError(f"bounds={abridged(self.bounds)} do not rise from 0 to {len(self.layers)} layers")
         if any(size < 1 for size in self.experts.values()):
             raise ValueError(f"experts={abridged(dict(self.experts))}: sizes must be >= 1")
+
+    def layers_of(self, stage: int, stages: int) -> list[int]:
+        """Return the layers of a stage, which with DualPipeV holds two parts: ``stage``, and its mirror.
+
+        >>> structure = SavedStructure("AdamW", (), layers=(SavedLayer("Linear"),) * 5, bounds=(0, 1, 2, 4, 5))
+        >>> structure.layers_of(1, stages=4), structure.layers_of(1, stages=2)
+        ([1], [1, 2, 3])
+        """
+        parts = len(self.bounds) - 1
+        held = (stage,) if parts == stages else (stage, parts - 1 - stage)
+        return [layer for part in held for layer in range(self.bounds[part], self.bounds[part + 1])]
 
 
 def structure_from(content: Mapping[str, Any]) -> SavedStructure:
@@ -178,13 +190,14 @@ class SavedParameter:
     is_trained: bool = True
 
     def __post_init__(self) -> None:
-        name = abridged(self.name)
         if any(size < 0 for size in self.shape) or len(self.shape) > _DIMENSIONS:
-            raise ValueError(f"shape={abridged(self.shape)} of {name} is impossible")
+            raise ValueError(f"shape={abridged(self.shape)} of {abridged(self.name)} is impossible")
         if any(one >= other for one, other in pairwise((-1, *self.model_ranks))):
-            raise ValueError(f"model_ranks={abridged(self.model_ranks)} of {name} do not rise")
+            raise ValueError(f"model_ranks={abridged(self.model_ranks)} of {abridged(self.name)} do not rise")
         if (self.split_dim or 0) < -1 or (self.experts or 1) < 1:
-            raise ValueError(f"split_dim={self.split_dim} or experts={self.experts} of {name} is impossible")
+            raise ValueError(
+                f"split_dim={self.split_dim} or experts={self.experts} of {abridged(self.name)} is impossible"
+            )
 
 
 @dataclass(frozen=True)
@@ -210,7 +223,7 @@ class SavedLayout:
     model_ranks: int
     """Stages times slices."""
     replicas: int
-    """The number of ranks with the same parameters, over which ZeRO partitions."""
+    """The number of ranks with the same parameters."""
     zero_stage: int
     optimizer: str | None
     """The class of DeepSpeed's optimizer, which determines the contents of its files."""
@@ -237,6 +250,18 @@ class SavedLayout:
     def has_partitions(self) -> bool:
         """True if the optimizer's states are partitioned over replicas."""
         return self.zero_stage > 0 or self.optimizer == BF16_OPTIMIZER
+
+    @property
+    def partitions(self) -> int:
+        """The number of ranks over which ZeRO partitions, of which the files have one partition each.
+
+        >>> layout = SavedLayout("data=2,shard=4", 8, 1, 8, 3, None, "fp32")
+        >>> layout.partitions, replace(layout, topology="data=8").partitions
+        (4, 8)
+        """
+        if self.topology is None or SHARD not in (topology := ProcessTopology.from_spec(self.topology)).axes:
+            return self.replicas
+        return topology.get_dim(SHARD)
 
     def degrees(self) -> dict[str, int]:
         """Return the axes with a degree above 1, outermost first; empty if the topology is unknown.
@@ -316,9 +341,16 @@ def to_text(manifest: Manifest) -> str:
     >>> from_text(to_text(manifest), "last") == manifest
     True
     """
-    content = {"format": FORMAT, "version": VERSION, **asdict(manifest), "bytes": manifest.bytes}
-    content["layout"]["coordinates"] = _coordinates(manifest.layout)
-    return json.dumps({**content, _DIGEST: _digest_of(content)}, indent=1)
+    layout = {**vars(manifest.layout), "coordinates": _coordinates(manifest.layout)}
+    content = {"format": FORMAT, "version": VERSION, **vars(manifest), "layout": layout, "bytes": manifest.bytes}
+    encode = json.JSONEncoder(
+        default=vars
+    ).encode  # asdict(), and encoding with an indent, would take several times as long
+    lines = []
+    for key, value in {**content, _DIGEST: _digest_of(content)}.items():
+        rows = ",\n  ".join(map(encode, value)) if isinstance(value, tuple) else ""
+        lines.append(f" {encode(key)}: " + (f"[\n  {rows}\n ]" if rows else encode(value)))
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def from_text(text: str, where: str) -> Manifest:
@@ -374,7 +406,7 @@ def _coordinates(layout: SavedLayout) -> dict[str, Any] | None:
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=vars).encode()).hexdigest()
 
 
 def merged(rows: Iterable[SavedParameter]) -> tuple[SavedParameter, ...]:
@@ -384,11 +416,15 @@ def merged(rows: Iterable[SavedParameter]) -> tuple[SavedParameter, ...]:
     >>> merged(rows)[0].model_ranks
     (0, 1)
     """
-    ranks: dict[SavedParameter, set[int]] = {}
+    found: dict[tuple[Any, ...], tuple[SavedParameter, set[int]]] = {}
     for row in rows:
-        ranks.setdefault(replace(row, model_ranks=()), set()).update(row.model_ranks)
-    found = (replace(row, model_ranks=tuple(sorted(held))) for row, held in ranks.items())
-    return tuple(sorted(found, key=lambda row: row.model_ranks[0]))
+        rest = tuple(value for name, value in vars(row).items() if name != "model_ranks")
+        found.setdefault(rest, (row, set()))[1].update(row.model_ranks)
+    whole = (
+        row if len(row.model_ranks) == len(held) else replace(row, model_ranks=tuple(sorted(held)))
+        for row, held in found.values()
+    )
+    return tuple(sorted(whole, key=lambda row: row.model_ranks[0]))
 
 
 def why_unreachable(saved: SavedLayout, now: SavedLayout, *, optimizer_states: bool = True) -> str:
@@ -423,10 +459,12 @@ def _differences(saved: SavedLayout, now: SavedLayout, optimizer_states: bool) -
     if partitions_parameters and saved.zero_stage != now.zero_stage:
         yield f"ZeRO {saved.zero_stage} became ZeRO {now.zero_stage}: stage 3 also partitions parameters"
     has_partitions = optimizer_states and saved.has_partitions
-    if has_partitions and saved.precision != now.precision:
-        yield f"{saved.precision} became {now.precision}: the optimizer's files have other names and contents"
+    if optimizer_states and saved.precision != now.precision:
+        yield f"{saved.precision} became {now.precision}: weights must be rounded anew from the optimizer's"
     if saved.replicas != now.replicas and (has_partitions or partitions_parameters):
         yield f"{saved.replicas} replicas became {now.replicas}: ZeRO writes one partition for each replica"
+    elif saved.partitions != now.partitions and (has_partitions or partitions_parameters):
+        yield f"{saved.partitions} partitions of ZeRO became {now.partitions}: each file has one of them"
     yield from _differences_of_experts(saved, now, optimizer_states)
 
 

@@ -18,13 +18,15 @@ import torch.distributed as dist
 
 from ds_topo import errors
 from ds_topo.errors import CheckpointError, DisagreementError, unanswered
-from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, await_readers, leave, within
+from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, leave, within
 from ds_topo.torch_names import default_store, get_several, job_timeout
 
 _PART = 1 << 22
 """Characters of a value in one key; the store's server refuses 8 MiB."""
 _ALONE = timedelta(seconds=20)
 """The timeout of a rank that left DeepSpeed's function early; the others may be dead or blocked in it."""
+_MOMENT = timedelta(seconds=2)
+"""The longest time that rank 0 waits for the others to read an outcome."""
 _AT_ONCE = 256
 """Values that one request reads."""
 
@@ -79,8 +81,11 @@ class Meeting:
         self._let_all_read(f"{token}/read")
 
     def post(self, name: str, content: Any) -> None:
-        """Send a JSON value to rank 0, which reads it with :meth:`posted` after the next agreement of all ranks."""
-        self._posted.extend(self._write(f"{name}/{dist.get_rank()}", json.dumps(content)))
+        """Send a JSON value to rank 0, which reads it with :meth:`posted` after the next agreement of all ranks.
+
+        Dataclasses in it are read as dicts.
+        """
+        self._posted.extend(self._write(f"{name}/{dist.get_rank()}", json.dumps(content, default=vars)))
 
     def posted(self, name: str) -> list[Any]:
         """Return on rank 0 the values that all ranks have posted, by rank, and delete them from the store."""
@@ -99,8 +104,7 @@ class Meeting:
             except Exception as error:  # of any class: the other ranks must receive it
                 outcome = {"error": type(error).__name__, "text": _one_line(error)}
             if dist.get_world_size() > 1:
-                keys = [*self._write(name, json.dumps(outcome)), f"{self.token}/{name}/read"]
-                leave(default_store(), 0, range(dist.get_world_size()), keys)
+                leave(default_store(), 0, range(dist.get_world_size()), self._write(name, json.dumps(outcome)))
         else:
             outcome = json.loads(within(self.timeout * UNANSWERED_AFTER, self.subject, lambda: self._await(name)))
         self._let_all_read(f"{self.token}/{name}/read")
@@ -134,9 +138,10 @@ class Meeting:
 
         def count() -> None:
             if dist.get_rank() == 0:
-                await_readers(store, key, lambda: others, self.timeout)
-            else:
-                store.add(key, 1)
+                leave(store, 0, range(others + 1), [key, f"{key}/all"])
+                store.wait([f"{key}/all"], min(_MOMENT, self.timeout / 4))
+            elif store.add(key, 1) == others:
+                store.set(f"{key}/all", "")
 
         with suppress(RuntimeError):  # this rank knows the outcome
             within(self.timeout * UNANSWERED_AFTER, self.subject, count)

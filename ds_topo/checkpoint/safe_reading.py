@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.runtime import state_dict_factory
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
 from ds_topo.checkpoint.disk import entries_in, open_file, reason_of
@@ -57,12 +57,14 @@ ALLOWED: tuple[Any, ...] = (
 times, paths and numbers of the standard library. Building one runs no code of the file."""
 
 
+_METADATA = "torch.distributed.checkpoint.metadata"
+"""The module of torch's metadata. It is imported by readers of torch's format only, see ``shards``."""
 _OF_METADATA = {
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
     *(("builtins", "set"), ("builtins", "frozenset"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo")),
 }
 """Names in the metadata of ``torch.distributed.checkpoint``, besides data types and the classes of its own module."""
-_DEEPSPEEDS = {
+OF_DEEPSPEED = {
     *("module", "optimizer", "lr_scheduler", "data_sampler", "random_ltd"),
     *("skipped_steps", "global_steps", "dp_world_size", "mp_world_size"),
 }
@@ -89,31 +91,44 @@ def reading_checkpoint(folder: Path | None, *, trusted: bool = False) -> Iterato
     This holds for everything that this thread loads and, on all threads, for the files below ``folder``, whatever the
     caller and its arguments. Other threads load other files as they wish.
 
+    DeepSpeed's loader of state dicts reads its first file twice, to count files and to load it. Here the second call
+    returns what the first one has read.
+
     Args:
         folder: the folder of the checkpoint; None if it is not in a folder.
         trusted: build all types.
     """
     thread, root = threading.get_ident(), os.path.join(os.path.realpath(folder), "") if folder is not None else None
+    read: dict[Any, Any] = {}
+    """The content that DeepSpeed's loader has read last, by file, until any other file is read."""
 
     def restricted(load: Any) -> Any:
         @wraps(load)
         def load_allowed(f: Any, *arguments: Any, **options: Any) -> Any:
             if threading.get_ident() != thread and (root is None or not _path_of(f).startswith(root)):
                 return load(f, *arguments, **options)
+            is_loader = getattr(options.get("map_location"), "__module__", "") == state_dict_factory.__name__
+            if is_loader and f in read:
+                return read.pop(f)
+            read.clear()  # before other content needs memory
             limits = {} if trusted else {"weights_only": True}
             try:
-                return load(f, *arguments, **{**options, **limits})
+                content = load(f, *arguments, **{**options, **limits})
             except pickle.UnpicklingError as error:
                 if names := _refused_in(f) or _named_in(error):
                     raise UnsafeCheckpointError(_refusal(str(f), names)) from None
                 raise damaged(f, error, folder) from error
             except Exception as error:  # of any class: torch raises whatever a changed byte leads to
                 raise damaged(f, error, folder) from error
+            if is_loader:
+                read[f] = content
+            return content
 
         return load_allowed
 
     with nullcontext() if trusted else allowed_types(), ledger.bound(patches.TORCH_LOAD, restricted):
         yield
+    read.clear()
 
 
 def _path_of(file: Any) -> str:
@@ -180,7 +195,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         """Return a type by name; nothing is imported for one that is not allowed."""
         found = getattr(sys.modules.get(module), name, None)
         is_of_torch = (module, name) in _OF_METADATA or (module == "torch" and isinstance(found, torch.dtype))
-        is_record = module == Metadata.__module__ == getattr(found, "__module__", "") and isinstance(found, type)
+        is_record = module == _METADATA == getattr(found, "__module__", "") and isinstance(found, type)
         if is_of_torch or is_record or found in _PATHS:
             return super().find_class(module, name)
         raise UnsafeCheckpointError(
@@ -221,7 +236,7 @@ def check_client_state(state: object) -> None:
         return
     if not isinstance(state, Mapping):
         raise TypeError(f"client_state={abridged(state)} is not a mapping: give a dict of names and values, or None")
-    taken = sorted(_DEEPSPEEDS & state.keys())
+    taken = sorted(OF_DEEPSPEED & state.keys())
     if taken:
         raise ValueError(
             f"client_state has keys {taken}, which are DeepSpeed's own in the same file, so the checkpoint could not "

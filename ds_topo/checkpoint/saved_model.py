@@ -179,7 +179,8 @@ def require_splits(model: SavedModel, slices: int) -> None:
         raise CheckpointLayoutError(
             f"model={model.slices} cannot become model={slices}: {listed(undeclared, 3)} are marked as slices "
             "(tensor_model_parallel) and do not declare along which dimension. Set partition_dim on these parameters "
-            "where they are made, as Megatron's layers do, and save once more"
+            "where they are made, as Megatron's layers do, and save once more. What AutoTP has cut into unequal parts "
+            f"can be loaded with model={model.slices} only"
         )
     for one in model.parameters.values():
         if one.split is None:
@@ -199,12 +200,12 @@ def prefix_of_layer(structure: SavedStructure, number: int) -> str:
     return f"tied_modules.{tied}." if tied else f"{number}."
 
 
-def names_of_stage(structure: SavedStructure, names: Sequence[str], stage: int) -> Iterator[str]:
+def names_of_stage(structure: SavedStructure, names: Sequence[str], stage: int, stages: int) -> Iterator[str]:
     """Yield a stage's parameters in its module's order: tied layers come first, as DeepSpeed registers them."""
     if not structure.layers:
         yield from names
         return
-    own = range(structure.bounds[stage], structure.bounds[stage + 1])
+    own = structure.layers_of(stage, stages)
     tied_first = sorted(own, key=lambda number: not structure.layers[number].tied)
     for prefix in dict.fromkeys(prefix_of_layer(structure, number) for number in tied_first):
         yield from (name for name in names if name.startswith(prefix))
@@ -216,7 +217,7 @@ def bounds_of(model: SavedModel, slices: int, stages: int, method: str | None, g
     Args:
         model: the model.
         slices: degree of ``model`` in the new layout, which changes the weights of layers.
-        stages: number of stages.
+        stages: number of stages; with DualPipeV, the number of their parts.
         method: ``partition_method`` of the pipeline; by default the one that gives the saved bounds.
         given: bounds to use instead of a method.
 
@@ -356,7 +357,7 @@ class RankTable:
     """
 
     def __init__(self, model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> None:
-        self._replicas, self._sizes = layout.replicas, structure.experts
+        self._partitions, self._sizes = layout.partitions, structure.experts
         self._per_rank = {head: count // structure.experts[head] for head, count in model.experts.items()}
         self.parts: dict[int, dict[Place, int]] = {}
         """The part of the experts that each rank holds, by expert parallel size."""
@@ -376,7 +377,7 @@ class RankTable:
         """Return the ranks that hold a parameter and share its optimizer states, in the order of their group."""
         expert = expert_of(name)
         if expert is None or expert.head not in self._per_rank:
-            return tuple(Place(model_rank, replica) for replica in range(self._replicas))
+            return tuple(Place(model_rank, replica) for replica in range(self._partitions))
         return self.expert_holders(model_rank, expert.head, expert.number)
 
     def expert_holders(self, model_rank: int, head: str, number: int) -> tuple[Place, ...]:

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial, wraps
 from os import PathLike
@@ -157,8 +157,11 @@ class WrittenFiles:
             yield
 
     def write(self, content: Any, path: Path) -> None:
-        """Write a file of our own with ``torch.save``."""
-        self._recorded(torch.save, at_once=True)(content, str(path))
+        """Write a file of our own with ``torch.save``. Nothing else may change its content: it is not copied."""
+        if self._is_copied:
+            self._waiting.append((partial(torch.save, content, str(path)), Copies({}, {}), path))
+        else:
+            self._recorded(torch.save, at_once=True)(content, str(path))
 
     def write_copies(self) -> None:
         """Start to write the copies, after all of them were made: threads that write would slow copying down."""
@@ -394,7 +397,6 @@ class BackgroundSave:
             with suppress(FileNotFoundError):  # another job has tidied up before the draft was held
                 (self._draft / self._tag).mkdir(parents=True, exist_ok=True)
                 self._held = disk.hold(self._draft)
-                disk.flush(self._root)
                 if (self._draft / self._tag).is_dir():
                     return
         raise CheckpointError(f"other jobs remove {self._draft} again and again: give each job another folder")
@@ -420,9 +422,8 @@ class BackgroundSave:
         """Put the checkpoint in place when all ranks have written their files."""
         files = self._files
         try:
-            written = [asdict(file) for file in files.finish()]
-            rows = [asdict(row) for row in self._parameters]
-            self._meeting.post("written", {"files": written, "parameters": rows, "structure": self._structure})
+            written = {"files": files.finish(), "parameters": self._parameters, "structure": self._structure}
+            self._meeting.post("written", written)
         except Exception as error:
             files.failure = files.failure or error
         try:

@@ -17,13 +17,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, SavedLayout, SavedOptions
+
+if TYPE_CHECKING:  # with DTensor and SymPy behind them, they take a third of the start of the commands
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class Box(NamedTuple):
@@ -373,6 +375,9 @@ class PartOfTensor(torch.Tensor):
     # The methods that torch.distributed.checkpoint calls.
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         if not self.is_written:
             return []
         return [
@@ -387,6 +392,8 @@ class PartOfTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(torch.Size(offsets), memory.shape) for offsets, memory in self.boxes.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Plan the layout that a checkpoint is converted to, or explain why it cannot be reached.
 
-:func:`target_of` plans the layout of a topology's spec, :func:`target_like` that of an engine. The hard part is the
-optimizer: DeepSpeed's files hold its states by position, so that the groups of the new layout must be known exactly.
+:func:`target_of` plans the files of a topology's spec. The hard part is the optimizer: DeepSpeed's files hold its
+states by position, so that the groups of the new layout must be known exactly. :func:`require_loadable` checks the
+layout of a live engine, which has its own groups.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from ds_topo.checkpoint.saved_model import (
     head_of,
     names_of_stage,
     require_splits,
-    slices_of,
 )
 from ds_topo.errors import CheckpointLayoutError, TopologyError, abridged, listed
 from ds_topo.topology.process_topology import ProcessTopology
@@ -35,6 +35,8 @@ from ds_topo.topology.process_topology import ProcessTopology
 _ZERO_STAGES = (0, 1, 2, 3)
 _OPTIMIZERS = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
 """DeepSpeed's optimizers by ZeRO stage; without ZeRO it is the program's own."""
+_HALF_OPTIMIZERS = ("FP16_Optimizer", "FP16_UnfusedOptimizer")
+"""DeepSpeed's optimizers for half precision without ZeRO, fp16 and bf16."""
 _LARGEST_EXPERT_GROUP = 178_956_971
 """Elements of a group of experts: DeepSpeed's ``split_params_into_different_moe_groups_for_optimizer``."""
 
@@ -97,10 +99,11 @@ def target_of(
     saved, zero = model.layout, model.layout.zero_stage if zero is None else zero
     _require_convertible(model, zero)
     require_splits(model, slices)
+    parts = max(1, (len(model.structure.bounds) - 1) // (saved.model_ranks // model.slices))  # 2 with DualPipeV
     sizes, expert_groups = _sizes_of_experts(model, experts)
     structure = replace(
         model.structure,
-        bounds=bounds_of(model, slices, stages, method, bounds),
+        bounds=bounds_of(model, slices, stages * parts, method, bounds),
         method=method or model.structure.method,
         experts=sizes,
         options=_changed_options(model.structure.options or SavedOptions(), options or {}),
@@ -116,7 +119,7 @@ def target_of(
         saved.is_pipeline,
         expert_groups,
     )
-    return _planned(model, layout, structure, slices, has_groups=False)
+    return _planned(model, layout, structure, slices)
 
 
 def _changed_options(saved: SavedOptions, given: Mapping[str, Any]) -> SavedOptions:
@@ -133,15 +136,36 @@ def _changed_options(saved: SavedOptions, given: Mapping[str, Any]) -> SavedOpti
     return replace(saved, **given)
 
 
-def target_like(model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> Target:
-    """Plan the layout of an existing engine, with its own groups and stages.
+def require_loadable(
+    model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int, *, has_states: bool
+) -> None:
+    """Check that an engine's layout can be reached.
+
+    Args:
+        model: model of the checkpoint.
+        layout: the engine's layout.
+        structure: structure of the engine's model.
+        slices: its degree of ``model``.
+        has_states: whether the optimizer's states are to be loaded, too.
 
     Raises:
-        CheckpointLayoutError: the layout cannot be reached; the message says why.
+        CheckpointLayoutError: the message says why not, and what to do.
     """
-    slices = slices_of(layout)
-    _require_convertible(model, layout.zero_stage, layout)
+    saved, kinds = model.layout, {True: "a PipelineModule", False: "a plain engine"}
+    if layout.is_pipeline != saved.is_pipeline:
+        raise CheckpointLayoutError(
+            f"the checkpoint of {saved} cannot be converted: {kinds[saved.is_pipeline]} became "
+            f"{kinds[layout.is_pipeline]}, whose parameters have other names. Save it by "
+            "TorchState(engine, rename=...), and load it by load_torch"
+        )
+    if has_states and saved.optimizer is None:
+        raise CheckpointLayoutError(
+            "the checkpoint was saved without an optimizer: load its weights alone (load_optimizer_states=False)"
+        )
     require_splits(model, slices)
+    if has_states:
+        _require_known_format(model)
+        _require_by_element(model, layout, structure, slices)
     layers = len(structure.layers), len(model.structure.layers)
     if model.layout.is_pipeline and layers[0] != layers[1]:
         raise CheckpointLayoutError(
@@ -153,21 +177,10 @@ def target_like(model: SavedModel, layout: SavedLayout, structure: SavedStructur
             f"the checkpoint has experts {listed(sorted(model.structure.experts), 2)}, and this job "
             f"{listed(sorted(structure.experts), 2)}: only the same model can continue from it"
         )
-    return _planned(model, replace(layout, has_reducer=False), structure, slices, has_groups=True)
+    _require_same_experts(model, layout)
 
 
-def _planned(
-    model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int, *, has_groups: bool
-) -> Target:
-    """Return the target, after checking that its ranks and its optimizer can hold the model.
-
-    Args:
-        model: model to convert.
-        layout: the new layout.
-        structure: structure of the model in this layout.
-        slices: degree of ``model``.
-        has_groups: whether the structure has the optimizer's groups of this layout, or still the saved ones.
-    """
+def _require_by_element(model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int) -> None:
     uses_partitions = layout.has_partitions or model.layout.has_partitions
     if not structure.is_by_element and (uses_partitions or slices != model.slices):
         raise CheckpointLayoutError(
@@ -177,56 +190,37 @@ def _planned(
             "plain file (--to torch). If it does update each element alone, set is_element_by_element = True on its "
             "class, and convert while loading (convert=True)"
         )
+
+
+def _planned(model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int) -> Target:
+    """Return the target, after checking that its ranks and its optimizer can hold the model."""
+    _require_known_format(model)
+    _require_by_element(model, layout, structure, slices)
     ranks, stages = _ranks(model, layout, structure), layout.model_ranks // slices
     names = _names_of_stages(model, structure, stages)
-    if not has_groups:
-        structure = replace(structure, groups=_groups(model, structure, slices, names))
-    known = set(map(_starred, model.parameters))
-    if left_out := [name for name in _group_of(model) if _starred(name) not in known]:
-        raise CheckpointLayoutError(
-            f"{listed(left_out, 3)} are in the optimizer and were left out of the checkpoint "
-            "(exclude_frozen_parameters): freeze parameters before deepspeed.initialize, or save them, too"
-        )
+    stage_groups = _groups(model, structure, slices, names)
+    if layout.has_partitions:  # ZeRO leaves parameters that are not trained out of the groups
+        stage_groups = tuple(tuple(_trained(model, group) for group in stage) for stage in stage_groups)
+    structure = replace(structure, groups=stage_groups)
     origins = _origins(model, structure)
-    saved = _group_of(model)
-    wanted = {}
     for stage, groups in enumerate(structure.groups):
         for number, group in enumerate(groups):
-            wanted.update(dict.fromkeys(group, origins[number]))
             if not group:
                 raise CheckpointLayoutError(
                     f"group {number} of the optimizer would have no parameter on stage {stage} of {stages}, which "
                     "DeepSpeed does not support. Use fewer stages, or other bounds of the stages"
                 )
-    if moved := [name for name in wanted if name in saved and saved[name] not in wanted[name]]:
-        raise CheckpointLayoutError(
-            f"{listed(moved, 3)} are in another group of the optimizer than they were saved in: hyperparameters and "
-            "states go by group. Give the optimizer the groups that it had"
-        )
-    held = {name for of_stage in names for name in of_stage}
-    if missing := [name for name in model.parameters if name not in held]:
-        raise CheckpointLayoutError(
-            f"no stage of the target has {listed(missing, 3)}, but every parameter needs a stage: build the same model"
-        )
-    frozen = [name for name, one in model.parameters.items() if not one.is_trained]
-    if frozen and layout.has_partitions != model.layout.has_partitions:
-        in_groups = [name for name in saved if not model.parameters[name].is_trained]
-        raise CheckpointLayoutError(
-            f"{listed(in_groups or frozen, 3)} are not trained, and ZeRO leaves such parameters out of the groups that "
-            f"optimizers have without it: ZeRO {model.layout.zero_stage} cannot become ZeRO {layout.zero_stage}. Stay "
-            f"{'with' if model.layout.has_partitions else 'without'} ZeRO"
-        )
     return Target(model, layout, structure, slices, names, origins, ranks)
 
 
-def _require_convertible(model: SavedModel, zero: int, wanted: SavedLayout | None = None) -> None:
-    """Refuse layouts that DeepSpeed does not support or saves in an unknown form; ``wanted`` is an engine's layout."""
-    if problem := next(_problems(model, zero, wanted), ""):
+def _require_convertible(model: SavedModel, zero: int) -> None:
+    """Refuse layouts that DeepSpeed does not support or saves in an unknown form."""
+    if problem := next(_problems(model, zero), ""):
         raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be converted: {problem}")
 
 
-def _problems(model: SavedModel, zero: int, wanted: SavedLayout | None) -> Iterator[str]:
-    saved, own = model.layout, model.structure.optimizer
+def _problems(model: SavedModel, zero: int) -> Iterator[str]:
+    saved = model.layout
     if zero not in _ZERO_STAGES:
         yield f"ZeRO {abridged(zero)} is not a stage: give one of {list(_ZERO_STAGES)}"
     if saved.optimizer is None:
@@ -235,28 +229,36 @@ def _problems(model: SavedModel, zero: int, wanted: SavedLayout | None) -> Itera
         yield f"ZeRO {zero} with experts: DeepSpeed's MoE supports ZeRO 0, 1 and 2"
     if saved.is_pipeline and zero > 1:
         yield f"ZeRO {zero} with a PipelineModule: DeepSpeed's pipelines support ZeRO 0 and 1"
-    if saved.precision != "fp32" and (zero == 0 or not saved.has_partitions):
+    if saved.precision != "fp32" and zero == 0:
         yield (
-            f"ZeRO 0 in {saved.precision}, where DeepSpeed keeps the states of {saved.optimizer} in another way; use "
-            "ZeRO 1, 2 or 3"
+            f"ZeRO 0 in {saved.precision}, where the optimizer of the job decides how DeepSpeed keeps the states; use "
+            "ZeRO 1, 2 or 3, or convert while loading, into any stage (convert=True)"
         )
-    known = _OPTIMIZERS.get(saved.zero_stage, own)
-    if saved.optimizer != known and not (saved.optimizer == BF16_OPTIMIZER and saved.zero_stage < 2):
-        yield f"the format of {saved.optimizer} at ZeRO {saved.zero_stage} is not known; that of {known} is"
-    if wanted is None:
-        return
-    if wanted.is_pipeline != saved.is_pipeline:
-        kinds = {True: "a PipelineModule", False: "a plain engine"}
-        yield f"{kinds[saved.is_pipeline]} became {kinds[wanted.is_pipeline]}, whose parameters have other names"
-    if wanted.precision != saved.precision:
-        yield f"{saved.precision} became {wanted.precision}; use the saved precision"
-    expected = [_OPTIMIZERS.get(zero, own), *([BF16_OPTIMIZER] if zero == 1 and saved.precision == "bf16" else [])]
-    if wanted.optimizer not in expected:
-        yield f"{' or '.join(map(str, expected))} is expected at ZeRO {zero}, and this job has {wanted.optimizer}"
+
+
+def _require_known_format(model: SavedModel) -> None:
+    """Refuse files whose optimizer keeps its states in an unknown way, or without parameters that it has states of.
+
+    Raises:
+        CheckpointLayoutError: the message names them.
+    """
+    saved, own = model.layout, model.structure.optimizer
+    known = [_OPTIMIZERS.get(saved.zero_stage, own), *([BF16_OPTIMIZER] if saved.zero_stage < 2 else [])]
+    if saved.optimizer not in (*known, *(_HALF_OPTIMIZERS if not saved.zero_stage else ())):
+        raise CheckpointLayoutError(
+            f"the checkpoint of {saved} cannot be converted: the format of {saved.optimizer} at ZeRO "
+            f"{saved.zero_stage} is not known; that of {' and '.join(map(str, known))} is"
+        )
+    names = set(map(_starred, model.parameters))
+    if left_out := [name for name in _group_of(model) if _starred(name) not in names]:
+        raise CheckpointLayoutError(
+            f"{listed(left_out, 3)} are in the optimizer and were left out of the checkpoint "
+            "(exclude_frozen_parameters): freeze parameters before deepspeed.initialize, or save them, too"
+        )
 
 
 def _names_of_stages(model: SavedModel, structure: SavedStructure, stages: int) -> Groups:
-    return tuple(tuple(names_of_stage(structure, list(model.parameters), stage)) for stage in range(stages))
+    return tuple(tuple(names_of_stage(structure, list(model.parameters), stage, stages)) for stage in range(stages))
 
 
 def _sizes_of_experts(model: SavedModel, size: int | None) -> tuple[Mapping[str, int], tuple[SavedExperts, ...]]:
@@ -273,6 +275,16 @@ def _sizes_of_experts(model: SavedModel, size: int | None) -> tuple[Mapping[str,
     return {head: size or own for head, own in model.structure.experts.items()}, tuple(by_size.values())
 
 
+def _require_same_experts(model: SavedModel, layout: SavedLayout) -> None:
+    """Refuse experts that slices split in one layout only."""
+    kinds = [{groups.tensor_parallel for groups in one.experts} for one in (model.layout, layout)]
+    if kinds[0] != kinds[1]:
+        raise CheckpointLayoutError(
+            "experts are tensor parallel either in the checkpoint or in this job, and not in the other: both must "
+            "agree. Set enable_expert_tensor_parallelism as it was when the checkpoint was saved"
+        )
+
+
 def _ranks(model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> RankTable:
     """Return the ranks that hold each parameter, after checking that all experts can be dealt to them.
 
@@ -287,12 +299,7 @@ def _ranks(model: SavedModel, layout: SavedLayout, structure: SavedStructure) ->
                 f"{head!r} has {count} experts, which cannot be dealt to {sizes[head]} ranks: the number of ranks must "
                 "divide the number of experts. Choose another size"
             )
-    kinds = [{groups.tensor_parallel for groups in one.experts} for one in (model.layout, layout)]
-    if kinds[0] != kinds[1]:
-        raise CheckpointLayoutError(
-            "experts are tensor parallel either in the checkpoint or in this job, and not in the other: both must "
-            "agree. Set enable_expert_tensor_parallelism as it was when the checkpoint was saved"
-        )
+    _require_same_experts(model, layout)
     if not layout.zero_stage and any(max(sizes.values()) % size for size in sizes.values()):
         raise CheckpointLayoutError(
             f"experts are dealt to {sorted(set(sizes.values()))} ranks: without ZeRO, sizes must divide each other. "
@@ -337,6 +344,10 @@ def _groups(
 def _group_of(model: SavedModel) -> dict[str, int]:
     """Return the saved group of every parameter of the optimizer, by local names."""
     return {name: number for groups in model.structure.groups for number, names in enumerate(groups) for name in names}
+
+
+def _trained(model: SavedModel, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if model.parameters[name].is_trained)
 
 
 def _starred(name: str) -> str:

@@ -38,7 +38,19 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from ds_topo.checkpoint.disk import check_folder
 from ds_topo.checkpoint.engine_facts import inner_optimizer, require_engine
-from ds_topo.checkpoint.engine_state import PARAMS, EngineState, Rename, state_of_engine, update_weights
+from ds_topo.checkpoint.engine_state import (
+    COUNTS,
+    OF_LOSS_SCALE,
+    PARAMS,
+    SCHEDULER,
+    EngineState,
+    Rename,
+    loss_scaler_of,
+    restore_hyperparameters,
+    restore_progress,
+    state_of_engine,
+    update_weights,
+)
 from ds_topo.checkpoint.folder import is_checkpoint, other_kind, tags_in
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_metadata, reading_checkpoint
@@ -61,11 +73,6 @@ _MODELS = ("app.model", "model", "")
 """Keys of weights in torch's guides, in other programs, and in torchtitan."""
 _OPTIMIZERS = ("app.optim", "optim", "app.optimizer", "optimizer")
 """The same for optimizers."""
-_OF_THE_PROGRAM = {"params", "param_names", "name", "moe", "foreach", "fused", "capturable", "differentiable"}
-"""Entries of an optimizer's group that belong to the program and are not restored: names and implementation flags."""
-_COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-_OF_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-_SCHEDULER = "lr_scheduler"
 
 
 # -- saving, and loading in place --------------------------------------------------------------------------------------
@@ -438,44 +445,17 @@ def _finish_loading(
     for number, group in enumerate(found.groups):
         saved = next((one for one in groups if set(group[PARAMS]) & set(one.get(PARAMS, ()))), None)
         if saved is not None and inner is not None:
-            _restore_hyperparameters(inner.param_groups[number], saved)
+            restore_hyperparameters(inner.param_groups[number], saved)
     if progress is not None:
-        _restore_progress(engine, progress)
+        restore_progress(engine, dict(progress))
     update_weights(engine, found.trained)
-
-
-def _restore_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Restore the entries of a group that it and the checkpoint have, except those of ``_OF_THE_PROGRAM``."""
-    for key in group.keys() & saved.keys() - _OF_THE_PROGRAM:
-        if torch.is_tensor(group[key]):
-            group[key].fill_(float(saved[key]))
-        else:
-            group[key] = float(saved[key]) if torch.is_tensor(saved[key]) else saved[key]
 
 
 def _progress_of(engine: DeepSpeedEngine) -> tuple[tuple[str, Any], ...]:
     """Return steps, loss scale and learning-rate scheduler: in a tuple, which torch's checkpoints keep in one piece."""
-    found: dict[str, Any] = {name: int(getattr(engine, name)) for name in _COUNTS}
-    scaler = _loss_scaler(engine)
-    found.update((name, getattr(scaler, name)) for name in _OF_LOSS_SCALE if hasattr(scaler, name))
+    found: dict[str, Any] = {name: int(getattr(engine, name)) for name in COUNTS}
+    scaler = loss_scaler_of(engine)
+    found.update((name, getattr(scaler, name)) for name in OF_LOSS_SCALE if hasattr(scaler, name))
     if hasattr(engine.lr_scheduler, "state_dict"):
-        found[_SCHEDULER] = engine.lr_scheduler.state_dict()
+        found[SCHEDULER] = engine.lr_scheduler.state_dict()
     return tuple(found.items())
-
-
-def _restore_progress(engine: DeepSpeedEngine, saved: tuple[tuple[str, Any], ...]) -> None:
-    values, scaler = dict(saved), _loss_scaler(engine)
-    for owner, names in ((engine, _COUNTS), (scaler, _OF_LOSS_SCALE)):
-        for name in names:
-            if name in values and hasattr(owner, name):
-                setattr(owner, name, values[name])
-    micro_batches = int(engine.gradient_accumulation_steps())
-    if engine.micro_steps % micro_batches:  # the saving job had another number of micro-batches in a step
-        engine.micro_steps = engine.global_steps * micro_batches
-    if _SCHEDULER in values and hasattr(engine.lr_scheduler, "load_state_dict"):
-        engine.lr_scheduler.load_state_dict(values[_SCHEDULER])
-
-
-def _loss_scaler(engine: DeepSpeedEngine) -> Any:
-    optimizer = engine.optimizer
-    return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)

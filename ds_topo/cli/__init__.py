@@ -1,4 +1,4 @@
-"""Run the command line, ``ds-topo``: one module per command, each with ``add_parser`` and ``run``.
+"""Run the command line, ``ds-topo``: one module per command, each with its texts, ``add_options`` and ``run``.
 
 ``ds-topo --help`` imports every command's module, so torch, rich and other heavy packages are imported inside ``run``.
 """
@@ -7,12 +7,23 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import NoReturn
 
 from ds_topo.cli import check_command, checkpoint_command, convert_command, plan_command, show_command
 from ds_topo.errors import CheckpointError, DisagreementError, LaunchError, TopologyError
+
+_COMMANDS: dict[str, ModuleType] = {
+    "check": check_command,
+    "checkpoint": checkpoint_command,
+    "convert": convert_command,
+    "plan": plan_command,
+    "show": show_command,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,8 +56,17 @@ def parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     parser.add_argument("--version", action="version", version=f"ds_topo {sys.modules['ds_topo'].__version__}")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it to every program
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for command in (check_command, checkpoint_command, convert_command, plan_command, show_command):
-        command.add_parser(subparsers)
+    width = max(40, shutil.get_terminal_size().columns - 2)
+    for name, command in _COMMANDS.items():
+        added = subparsers.add_parser(
+            name,
+            help=command.SUMMARY,
+            description=textwrap.fill(command.DESCRIPTION, width),
+            epilog=command.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,  # examples stay as they are written
+        )
+        command.add_options(added)
+        added.set_defaults(run=command.run)
     return parser, subparsers.choices
 
 

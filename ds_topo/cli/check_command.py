@@ -7,9 +7,9 @@ import json
 import re
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ds_topo.cli.shared_options import add_command, add_host_options, host_map_of
+from ds_topo.cli.shared_options import add_host_options, host_map_of
 from ds_topo.cli.terminal import counted, progress_of, say, table_of, write_file
 from ds_topo.errors import DisagreementError, LaunchError, TopologyError
 from ds_topo.hosts.placement import few_ranks
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
     from ds_topo.check.faults import Summary
 
-_EXAMPLES = """examples:
+SUMMARY = "check hosts, groups and links of a running cluster"
+DESCRIPTION = (
+    "Check that versions, clocks, hosts and the topology agree, that every group gives right results, and that no "
+    "link is slower than its neighbors. Start it with the launcher and the hosts of the real job."
+)
+EXAMPLES = """examples:
   srun -N 2 --ntasks-per-node 4 ds-topo check "pipe=2,data=-1" --json all.json
   torchrun --nnodes 2 --nproc-per-node 4 --node-rank 0 --master-addr node1 \\
            -m ds_topo check "pipe=2,data=-1"
@@ -31,50 +36,21 @@ exit status: 0 without faults, 1 with faults, 2 for arguments that are refused
 _RATE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<size>[kKmMgGtT]?)(?P<unit>bit/s|bit|bps|b/s|B/s|B)")
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its options."""
-    parser = add_command(
-        subparsers,
-        "check",
-        "check hosts, groups and links of a running cluster",
-        "Check that versions, clocks, hosts and the topology agree, that every group gives right results, and that no "
-        "link is slower than its neighbors. Start it with the launcher and the hosts of the real job.",
-        _EXAMPLES,
-    )
-    parser.add_argument("spec", metavar="SPEC", help='axes, outermost first: "pipe=2,data=-1,model=2"')
-    parser.add_argument("--json", metavar="FILE", help="write results as JSON; - for standard output")
-    parser.add_argument(
-        "--backend",
-        metavar="NAME",
-        help="torch backend; default: torch's for the accelerator (GPU: nccl), else gloo",
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="seconds for each step; default: %(default)g"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=120.0, metavar="S", help="seconds for pairs of hosts; default: %(default)g"
-    )
-    parser.add_argument(
-        "--slow",
-        type=float,
-        default=0.5,
-        metavar="X",
-        help="share of the median below which a link is slow; default: %(default)g",
-    )
-    parser.add_argument(
-        "--expect",
-        metavar="RATE",
-        help='expected rate of each host\'s link, "1gbit" or "25GB/s"; below 0.8 of it is slow; default: none',
-    )
-    parser.add_argument(
-        "--clock",
-        type=float,
-        default=1.0,
-        metavar="S",
-        help="allowed difference of clocks in seconds; default: %(default)g",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("spec", metavar="SPEC", help='axes, outermost first: "pipe=2,data=-1,model=2"')
+    add("--json", metavar="FILE", help="write results as JSON; - for standard output")
+    add("--backend", metavar="NAME", help="torch backend; default: torch's for the accelerator (GPU: nccl), else gloo")
+    add("--timeout", type=float, default=60.0, metavar="S", help="seconds for each step; default: %(default)g")
+    add("--seconds", type=float, default=120.0, metavar="S", help="seconds for pairs of hosts; default: %(default)g")
+    slow = "share of the median below which a link is slow; default: %(default)g"
+    add("--slow", type=float, default=0.5, metavar="X", help=slow)
+    expect = 'expected rate of each host\'s link, "1gbit" or "25GB/s"; below 0.8 of it is slow; default: none'
+    add("--expect", metavar="RATE", help=expect)
+    clock = "allowed difference of clocks in seconds; default: %(default)g"
+    add("--clock", type=float, default=1.0, metavar="S", help=clock)
     add_host_options(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

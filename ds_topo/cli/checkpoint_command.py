@@ -11,19 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.disk import check_folder
-from ds_topo.checkpoint.folder import (
-    Checkpoint,
-    checkpoints_in,
-    look_at,
-    named_latest,
-    other_kind,
-    problem_of_latest,
-    told,
-)
+from ds_topo.checkpoint.folder import Checkpoint
 from ds_topo.checkpoint.manifest import SavedParameter
-from ds_topo.cli.shared_options import add_command
 from ds_topo.cli.terminal import cells, counted, say, table_of
 from ds_topo.errors import CheckpointError, MissingCheckpointError
 from ds_topo.hosts.placement import fold_numbers
@@ -31,29 +23,24 @@ from ds_topo.hosts.placement import fold_numbers
 if TYPE_CHECKING:
     from rich.console import Console
 
-_EXAMPLES = """examples:
+SUMMARY = "show the checkpoints of a folder, and check that they are complete"
+DESCRIPTION = (
+    "Show tags, steps, layouts and sizes of checkpoints, which are complete, and the one that 'latest' names. The "
+    "exit status is 1 if one is damaged."
+)
+EXAMPLES = """examples:
   ds-topo checkpoint runs/gpt
   ds-topo checkpoint runs/gpt --verify
   ds-topo checkpoint runs/gpt/global_step100
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command's options."""
-    parser = add_command(
-        subparsers,
-        "checkpoint",
-        "show the checkpoints of a folder, and check that they are complete",
-        "Show tags, steps, layouts and sizes of checkpoints, which are complete, and the one that 'latest' names. The "
-        "exit status is 1 if one is damaged.",
-        _EXAMPLES,
-    )
-    parser.add_argument(
-        "folder", metavar="FOLDER", type=Path, help="the folder of all checkpoints, or of one, to show its content"
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    folder = "the folder of all checkpoints, or of one, to show its content"
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help=folder)
     parser.add_argument("--verify", action="store_true", help="read every file, and compare its digest too")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,14 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
     is_one = os.path.lexists(folder / manifests.NAME)
     root = folder.resolve().parent if is_one else folder
     if is_one:
-        found = [look_at(root, folder.resolve().name, digests=arguments.verify)]
+        found = [folders.look_at(root, folder.resolve().name, digests=arguments.verify)]
     else:
-        found = checkpoints_in(root, digests=arguments.verify)
+        found = folders.checkpoints_in(root, digests=arguments.verify)
     if not found:
-        kind = f": {kind}" if (kind := other_kind(folder)) else ""
+        kind = f": {kind}" if (kind := folders.other_kind(folder)) else ""
         reason = f"no checkpoint in {folder}" if folder.is_dir() else f"{folder} is not a folder"
         raise MissingCheckpointError(reason + kind)
-    latest = named_latest(root)
+    latest = folders.named_latest(root)
     if arguments.json:
         content = {"folder": str(root), "latest": latest, "checkpoints": [_as_json(one) for one in found]}
         json.dump(content, sys.stdout)
@@ -117,9 +104,9 @@ def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: st
     console.print(table)
     console.print()
     for checkpoint in found:
-        if problem := told(checkpoint.problems) or checkpoint.needs:
+        if problem := folders.told(checkpoint.problems) or checkpoint.needs:
             say(console, f"{checkpoint.tag}: {problem}")
-    if problem := problem_of_latest(found[0].path.parent):
+    if problem := folders.problem_of_latest(found[0].path.parent):
         say(console, f"{problem}.")
     else:
         say(console, f"latest: {latest}")

@@ -8,68 +8,50 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.disk import check_folder
 from ds_topo.checkpoint.folder import Checkpoint, candidates, check_tag, look_at, other_kind, tags_in, why_passed_over
-from ds_topo.cli.shared_options import add_command, check_topology, given_options, refuse_without_effect
+from ds_topo.cli.shared_options import check_topology, given_options, refuse_without_effect
 from ds_topo.cli.terminal import progress_of
 from ds_topo.errors import CheckpointError, MissingCheckpointError, listed
 
-_EXAMPLES = """examples:
+SUMMARY = "write a checkpoint for other degrees, another ZeRO stage, or as one plain file"
+DESCRIPTION = (
+    "Write a checkpoint for another topology or ZeRO stage, which DeepSpeed loads as its own; or write all weights "
+    "into one plain file. The checkpoint that is read is not changed. Start an interrupted conversion again to "
+    "continue it."
+)
+EXAMPLES = """examples:
   ds-topo convert runs/gpt runs/gpt8 --topology "pipe=2,data=4"
   ds-topo convert runs/gpt/global_step9 runs/plain --topology "data=8" --zero 3
   ds-topo convert runs/moe runs/moe4 --topology "data=8" --experts 4
   ds-topo convert runs/gpt weights.pt --to torch
 """
-_STEPS = {
-    "megabytes": "writing megabytes",
-    "parameters": "putting parameters together",
-    "files": "flushing files",
-}
+_STEPS = {"megabytes": "writing megabytes", "parameters": "putting parameters together", "files": "flushing files"}
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its options."""
-    parser = add_command(
-        subparsers,
-        "convert",
-        "write a checkpoint for other degrees, another ZeRO stage, or as one plain file",
-        "Write a checkpoint for another topology or ZeRO stage, which DeepSpeed loads as its own; or write all weights "
-        "into one plain file. The checkpoint that is read is not changed. Start an interrupted conversion again to "
-        "continue it.",
-        _EXAMPLES,
-    )
-    parser.add_argument(
-        "source", metavar="FROM", type=Path, help="folder of checkpoints, of which the newest is read, or of one"
-    )
-    parser.add_argument("to", metavar="TO", type=Path, help="folder of checkpoints for the new one; a file with --to")
-    parser.add_argument("--topology", metavar="SPEC", help='the new topology with all degrees, such as "pipe=2,data=4"')
-    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage; default: the saved one")
-    parser.add_argument(
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("source", metavar="FROM", type=Path, help="folder of checkpoints, of which the newest is read, or of one")
+    add("to", metavar="TO", type=Path, help="folder of checkpoints for the new one; a file with --to")
+    add("--topology", metavar="SPEC", help='the new topology with all degrees, such as "pipe=2,data=4"')
+    add("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage; default: the saved one")
+    add(
         "--zero-options",
         metavar="JSON",
         help="options of \"zero_optimization\" in the new job's config that order its optimizer's files, such as "
         "'{\"round_robin_gradients\": true}'; default: the saved ones",
     )
-    parser.add_argument(
-        "--experts", metavar="SIZE", type=int, help="expert parallel size of all layers; default: the saved ones"
-    )
-    parser.add_argument("--tag", metavar="TAG", help="tag of the checkpoint to read in FROM; default: the newest")
-    parser.add_argument("--new-tag", metavar="TAG", help="tag of the new checkpoint; default: the same")
-    parser.add_argument(
-        "--partition-method",
-        metavar="METHOD",
-        help="of the pipeline: parameters, uniform or type:...; default: the saved one",
-    )
-    parser.add_argument(
-        "--stages",
-        metavar="0,3,6",
-        help="first layer of every stage, and the number of layers; default: by --partition-method",
-    )
-    parser.add_argument("--to", dest="kind", choices=("torch", "safetensors"), help="write one file of weights instead")
-    parser.set_defaults(run=run)
+    add("--experts", metavar="SIZE", type=int, help="expert parallel size of all layers; default: the saved ones")
+    add("--tag", metavar="TAG", help="tag of the checkpoint to read in FROM; default: the newest")
+    add("--new-tag", metavar="TAG", help="tag of the new checkpoint; default: the same")
+    method = "of the pipeline: parameters, uniform or type:...; default: the saved one"
+    add("--partition-method", metavar="METHOD", help=method)
+    stages = "first layer of every stage, and the number of layers; default: by --partition-method"
+    add("--stages", metavar="0,3,6", help=stages)
+    add("--to", dest="kind", choices=("torch", "safetensors"), help="write one file of weights instead")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ds_topo.cli.terminal import counted, say, table_of
 from ds_topo.errors import TopologyError, UnknownAxisError
+from ds_topo.hosts import placement as placements
 from ds_topo.hosts.hosts import HostMap, check_size
-from ds_topo.hosts.placement import (
-    Placement,
-    changed_ranks,
-    few_ranks,
-    fit,
-    fold_numbers,
-    group_axes,
-    host_patterns,
-    host_runs,
-    shards_to_other_hosts,
-)
+from ds_topo.hosts.placement import Placement
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import axis_in_spec, check_meanings
-from ds_topo.topology.rank_tables import created_groups, grid_groups, model_parallel_axes, neighbor
+from ds_topo.topology.axes import EXPERT, MODEL, SHARD, axis_in_spec, check_meanings
+from ds_topo.topology.rank_tables import copy_axes, created_groups, grid_groups, model_parallel_axes, neighbor
 from ds_topo.topology.spec import EXTRA_MARK, read_config
 
 ROW = 8
@@ -54,6 +48,8 @@ class LayoutView:
     topology: ProcessTopology
     names: dict[str, str]
     host_map: HostMap | None
+    mechanisms: tuple[str, ...] = ()
+    """What of DeepSpeed uses an axis, if a config says it, such as ``model=2: AutoTP``."""
 
     @classmethod
     def of(cls, text: str, host_map: HostMap | None) -> LayoutView:
@@ -64,7 +60,7 @@ class LayoutView:
         """
         spec = read_config(text) if text.endswith(".json") else text
         if host_map is not None:
-            topology = fit(spec, host_map)
+            topology = placements.fit(spec, host_map)
         else:
             try:
                 topology = ProcessTopology.from_spec(spec)
@@ -79,7 +75,14 @@ class LayoutView:
         check_meanings(topology.axes, topology.extra_axes)
         given = [part.partition("=")[0] for part in spec.split(",")] if isinstance(spec, str) else list(dict(spec))
         unmarked = (name.strip().removeprefix(EXTRA_MARK).strip() for name in given)
-        return cls(topology, {axis_in_spec(name): name for name in unmarked}, host_map)
+        config = json.loads(Path(text).read_text(encoding="utf-8")) if text.endswith(".json") else {}
+        names = {axis_in_spec(name): name for name in unmarked}
+        using = tuple(
+            f"{names[axis]}={topology.get_dim(axis)}: {mechanism}"
+            for axis, mechanism in mechanisms_of(config).items()
+            if topology.get_dim(axis) > 1
+        )
+        return cls(topology, names, host_map, using)
 
     @property
     def spec(self) -> str:
@@ -146,7 +149,7 @@ class LayoutView:
         wide = [axis for axis, size in zip(self.topology.axes, self.topology.dims, strict=True) if size > 1]
         placement = self.placement
         if placement is not None:
-            wide = [axis for axis in wide if placement.span(axis).crossing_groups] or wide
+            wide = [axis for axis in wide if placement.span(axis).groups_across_hosts] or wide
         return wide[0] if wide else self.topology.axes[0]
 
     def coordinate(self, rank: int) -> str:
@@ -169,15 +172,7 @@ class LayoutView:
                 "ranks_per_group": len(tables[0]),
             }
             if placement is not None:
-                span = placement.span(axes)
-                kind |= {
-                    "hosts_per_group": list(span.hosts_per_group),
-                    "groups_across_hosts": span.crossing_groups,
-                    "pairs": span.pairs,
-                    "pairs_across_hosts": span.crossing_pairs,
-                    "ring_links": span.links,
-                    "ring_links_across_hosts": span.crossing_links,
-                }
+                kind |= asdict(placement.span(axes))
             kinds.append(kind | ({"ranks": tables} if ranks else {}))
         return kinds
 
@@ -187,8 +182,20 @@ class LayoutView:
         Where the user calls tensor parallelism ``tensor``, the group over it and ``pipe`` is called ``model``.
         """
         both = model_parallel_axes(self.topology) if "model" not in self.names.values() else ()
-        kinds = group_axes(self.topology)
+        kinds = placements.group_axes(self.topology)
         return [(axes, "model" if len(axes) > 1 and axes == both else self.label(axes)) for axes in kinds]
+
+
+def mechanisms_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the axes that a mechanism of a DeepSpeed config uses.
+
+    >>> mechanisms_of({"tensor_parallel": {}, "expert_parallel": {"enabled": True}})
+    {'model': 'AutoTP', 'expert': 'AutoEP'}
+    """
+    sections = {key: value for key, value in config.items() if isinstance(value, Mapping)}
+    tensor, experts = sections.get("tensor_parallel"), sections.get("expert_parallel", {})
+    found = {MODEL: "AutoTP"} if tensor is not None and tensor.get("autotp_size", 2) not in (0, 1) else {}
+    return found | ({EXPERT: "AutoEP"} if experts.get("enabled") is True else {})
 
 
 def print_layout(console: Console, view: LayoutView) -> None:
@@ -216,8 +223,18 @@ def print_axes(console: Console, view: LayoutView) -> None:
         table.add_row(kind["name"], f"{kind['groups']:,}", f"{kind['ranks_per_group']:,}", *spans)
     console.print(table)
     console.print()
+    for line in view.mechanisms:
+        say(console, line)
     own = len(created_groups(view.topology, 0))
     say(console, f"Each rank creates {counted(own, 'process group')} besides the world's.")
+    if view.placement is not None and SHARD in view.topology.axes:
+        sums, exchanges = placements.gradients_across_hosts(view.placement)
+        along = view.label(copy_axes(view.topology)) or "no axis"
+        say(
+            console,
+            f"ZeRO: with P bytes of gradients on a rank, a host sends {sums:.3g} P along {along} in each step, and "
+            f"{exchanges:.3g} P along {SHARD} in each reduction or gathering.",
+        )
     if view.host_map is None:
         say(console, "Give --hostfile FILE, --hosts N --slots M or --slurm to see what crosses hosts.")
 
@@ -235,7 +252,7 @@ def print_groups(console: Console, view: LayoutView) -> None:
                 say(console, f"  ... {left_out:,} more over {view.label(axes)}")
             hosts = [] if placement is None else placement.hosts_of(ranks)
             across = f"  across {_few_names(hosts)}" if len(hosts) > 1 else ""
-            say(console, f"group {name}, ranks: {few_ranks(ranks)}{across}")
+            say(console, f"group {name}, ranks: {placements.few_ranks(ranks)}{across}")
 
 
 def print_rank(console: Console, view: LayoutView, rank: int) -> None:
@@ -251,7 +268,7 @@ def print_rank(console: Console, view: LayoutView, rank: int) -> None:
     for group in grid_groups(topology, rank):
         if group.axes in names:
             hosts = [] if placement is None else [_few_names(placement.hosts_of(group.ranks))]
-            table.add_row(names[group.axes], few_ranks(group.ranks, 8), *hosts, str(group.ranks.index(rank)))
+            table.add_row(names[group.axes], placements.few_ranks(group.ranks, 8), *hosts, str(group.ranks.index(rank)))
     console.print(table)
     console.print()
     for axis, size in zip(topology.axes, topology.dims, strict=True):
@@ -284,18 +301,18 @@ def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None
 
 def _print_changes(console: Console, before: LayoutView, after: LayoutView) -> None:
     world, host_map = before.topology.world_size(), before.host_map
-    changed = changed_ranks(before.topology, after.topology)
+    changed = placements.changed_ranks(before.topology, after.topology)
     if not changed:
         say(console, f"Nothing moves: all {world:,} ranks keep their coordinates.")
         return
     kept = world - len(changed)
     say(console, f"{len(changed):,} of {world:,} ranks change their coordinate, {kept:,} keep it.")
     if before.placement is not None and after.placement is not None:
-        shards = shards_to_other_hosts(before.placement, after.placement)
+        shards = placements.shards_to_other_hosts(before.placement, after.placement)
         if shards is not None:
             say(console, f"{shards:,} of {world:,} coordinates, and the shards stored there, move to another host.")
     if world > MOST_RANKS:
-        say(console, f"Ranks that change: {_shorten(fold_numbers(changed), 120)}")
+        say(console, f"Ranks that change: {_shorten(placements.fold_numbers(changed), 120)}")
         return
     console.print()
     table = table_of("rank", *(["host"] if host_map is not None else []), before.spec, after.spec)
@@ -316,54 +333,48 @@ def _print_ranks(console: Console, view: LayoutView) -> None:
     coordinate = max(len(view.coordinate(rank)) for rank in range(view.topology.world_size()))
     cell = rank_width + 1 + coordinate
     fitting = max(1, (console.width - name_width) // (cell + 2))
-    if fitting < widest_row and _print_coordinates(console, view, name_width, coordinate):
-        return
-    per_line = ceil(widest_row / ceil(widest_row / fitting))
-    headed = max(cell, len(f"slot {widest_row - 1}"))
-    with_slots = view.has_first_slots and name_width + widest_row * (headed + 2) <= console.width
-    table = table_of(label, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
-    for name, ranks in rows:
-        for first in range(0, len(ranks), per_line):
-            cells = [
-                Text(f"{rank:{rank_width}d} {view.coordinate(rank)}", style=_stage_style(stages[rank]))
-                for rank in ranks[first : first + per_line]
-            ]
-            table.add_row(name if first == 0 else "", *cells)
+    table = _coordinates(view, name_width, coordinate, console.width) if fitting < widest_row else None
+    if table is None:
+        per_line = ceil(widest_row / ceil(widest_row / fitting))
+        headed = max(cell, len(f"slot {widest_row - 1}"))
+        with_slots = view.has_first_slots and name_width + widest_row * (headed + 2) <= console.width
+        table = table_of(label, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
+        for name, ranks in rows:
+            for first in range(0, len(ranks), per_line):
+                cells = [
+                    Text(f"{rank:{rank_width}d} {view.coordinate(rank)}", style=_stage_style(stages[rank]))
+                    for rank in ranks[first : first + per_line]
+                ]
+                table.add_row(name if first == 0 else "", *cells)
     console.print(table)
-    _print_legend(console, view)
+    in_colour = console.color_system is not None and not console.no_color
+    colours = f"; a colour for each {view.stage_axis}" if in_colour else ""
+    say(console, f"Each rank with its {','.join(view.axis_names)}{colours}.")
 
 
-def _print_coordinates(console: Console, view: LayoutView, name_width: int, coordinate: int) -> bool:
-    """Print a line of coordinates for each host with its range of ranks; return False if they do not fit."""
+def _coordinates(view: LayoutView, name_width: int, coordinate: int, width: int) -> Table | None:
+    """Return a line of coordinates for each host with its range of ranks; None if they do not fit."""
     rows, stages, known = view.rows, view.stages, view.host_map is not None
-    ranges = [fold_numbers(ranks) for _, ranks in rows]
+    ranges = [placements.fold_numbers(ranks) for _, ranks in rows]
     widest_row = max(len(ranks) for _, ranks in rows)
     cell = max(coordinate, len(f"slot {widest_row - 1}") if view.has_first_slots else 0)
     names = name_width + (max(map(len, ranges)) + 2 if known else 0)
-    gap = 2 if names + widest_row * (cell + 2) <= console.width else 1
+    gap = 2 if names + widest_row * (cell + 2) <= width else 1
     are_ranges = all("," not in numbers for numbers in ranges)
-    if not are_ranges or names + widest_row * (cell + gap) > console.width:
-        return False
+    if not are_ranges or names + widest_row * (cell + gap) > width:
+        return None
     slots = [f"slot {slot}" if view.has_first_slots else "" for slot in range(widest_row)]
     table = table_of(*(("host", "ranks") if known else ("ranks",)), *slots)
     table.padding = (0, gap, 0, 0)
     for (name, ranks), numbers in zip(rows, ranges, strict=True):
         cells = [Text(view.coordinate(rank), style=_stage_style(stages[rank])) for rank in ranks]
         table.add_row(*((name, numbers) if known else (name,)), *cells)
-    console.print(table)
-    _print_legend(console, view)
-    return True
-
-
-def _print_legend(console: Console, view: LayoutView) -> None:
-    axes = ",".join(view.axis_names)
-    in_colour = console.color_system is not None and not console.no_color
-    say(console, f"Each rank with its {axes}{f'; a colour for each {view.stage_axis}' if in_colour else ''}.")
+    return table
 
 
 def _print_runs(console: Console, view: LayoutView) -> None:
     names, ranks = zip(*view.rows, strict=True)
-    runs = list(enumerate(host_runs(view.topology, names, ranks)))
+    runs = list(enumerate(placements.host_runs(view.topology, names, ranks)))
     left_out = len(runs) - 6 if len(runs) > MOST_ROWS else 0
     shown = [*runs[:4], *runs[-2:]] if left_out else runs
     known = view.host_map is not None
@@ -382,7 +393,7 @@ def _print_runs(console: Console, view: LayoutView) -> None:
     outermost = next((name for name, size in degrees.items() if size > 1), view.axis_names[0])
     say(console, f"Each line: neighboring {'hosts' if known else 'rows of ranks'} with one index of {outermost}.")
     if known:
-        for count, pattern in host_patterns(view.topology, ranks)[:4]:
+        for count, pattern in placements.host_patterns(view.topology, ranks)[:4]:
             held = ", ".join(
                 f"{number} of {size} {name}" for number, (name, size) in zip(pattern, degrees.items(), strict=True)
             )

@@ -13,43 +13,34 @@ from pathlib import Path
 from typing import Any
 
 from ds_topo.cli.shared_options import (
-    add_command,
     add_host_options,
     check_ending,
     given_options,
     host_map_of,
     option_of,
+    refuse_both,
     refuse_without_effect,
 )
 from ds_topo.cli.terminal import counted, write_file
 from ds_topo.errors import LaunchError, TopologyError, WorldSizeError
+from ds_topo.planner import hardware
 from ds_topo.planner.config_writer import CONFIGURED, deepspeed_config, how_to_train
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
-from ds_topo.planner.hardware import (
-    ACCELERATORS,
-    CONTEXT_BYTES,
-    GIGA,
-    TERA,
-    Accelerator,
-    Cluster,
-    Efficiency,
-    Link,
-    Machine,
-    accelerator_of,
-    cluster_of,
-    read_machine,
-    usable_bytes,
-)
+from ds_topo.planner.hardware import GIGA, TERA, Accelerator, Cluster, Machine
 from ds_topo.planner.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute, precision_of, software_of
 from ds_topo.planner.model import Model, read_model, transformer
 from ds_topo.planner.published_runs import judge_rows, read_rows
 from ds_topo.planner.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
 from ds_topo.topology.axes import EXPERT
-from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import MAX_DEGREE, leaves_out_a_degree, parse_spec
+from ds_topo.topology.spec import MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
 
+SUMMARY = "choose degrees, order, ZeRO stage and micro-batch; predict memory and seconds"
+DESCRIPTION = (
+    "Choose degrees, their order, ZeRO stage and micro-batch for a model on a cluster, and predict the memory of a "
+    "rank and the seconds of a step. Needs no GPU."
+)
 EXAMPLES = """examples:
   ds-topo plan --model llama-3-70b --hosts 8 --accelerator H100 --batch 128
   ds-topo plan --layers 32 --hidden 4096 --heads 32 --vocab 50257 \\
@@ -77,23 +68,12 @@ NOT_OF_A_PLAN = ("command", "run", "local_rank", "calibrate", "runs", "within", 
 """What the arguments hold besides the options of a plan."""
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the options of ``plan``."""
-    parser = add_command(
-        subparsers,
-        "plan",
-        "choose degrees, order, ZeRO stage and micro-batch; predict memory and seconds",
-        "Choose degrees, their order, ZeRO stage and micro-batch for a model on a cluster, and predict the memory of a "
-        "rank and the seconds of a step. Needs no GPU.",
-        EXAMPLES,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     switch = argparse.BooleanOptionalAction
     add = parser.add_argument_group("model: a config file, or numbers by hand").add_argument
-    add(
-        "--model",
-        metavar="FILE",
-        help="config.json of Hugging Face, or its folder: GPT-2, Llama, Mixtral, Qwen, DeepSeek",
-    )
+    config = "config.json of Hugging Face, or its folder: GPT-2, Llama, Mixtral, Qwen, DeepSeek"
+    add("--model", metavar="FILE", help=config)
     add("--layers", metavar="N", type=int, help="transformer layers")
     add("--hidden", metavar="N", type=int, help="width of the activations between layers")
     add("--heads", metavar="N", type=int, help="attention heads")
@@ -103,35 +83,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--sequence", metavar="N", type=int, help="positions of a sequence; default: the longest of --model")
     add("--experts", metavar="N", type=int, help="experts in every layer; default: none")
     add("--top-k", metavar="N", type=int, help="experts that a token goes through; needed with --experts")
-    add(
-        "--gated",
-        action=switch,
-        default=None,
-        help="Llama's layers (SwiGLU), or GPT-2's; default: Llama's with fewer --kv-heads, a narrow --ffn or --experts",
-    )
+    gated = "Llama's layers (SwiGLU), or GPT-2's; default: Llama's with fewer --kv-heads, a narrow --ffn or --experts"
+    add("--gated", action=switch, default=None, help=gated)
     add_host_options(parser)
     add = parser.add_argument_group("cluster").add_argument
-    add("--accelerator", metavar="NAME", help=", ".join(ACCELERATORS))
-    add(
-        "--peak-tflops",
-        metavar="X",
-        type=float,
-        help="TFLOP/s of matrix products, for an accelerator that is not in the table",
-    )
+    add("--accelerator", metavar="NAME", help=", ".join(hardware.ACCELERATORS))
+    peak = "TFLOP/s of matrix products, for an accelerator that is not in the table"
+    add("--peak-tflops", metavar="X", type=float, help=peak)
     add("--memory-gb", metavar="X", type=float, help="memory of a device; default: the accelerator's")
     add("--memory-gbps", metavar="X", type=float, help="GB/s of its memory; default: the accelerator's")
-    add(
-        "--link-inside-gbps",
-        metavar="X",
-        type=float,
-        help="GB/s and direction between ranks of a host; default: the accelerator's",
-    )
-    add(
-        "--link-across-gbps",
-        metavar="X",
-        type=float,
-        help="GB/s and direction of a rank's share of the network; default: the accelerator's",
-    )
+    inside = "GB/s and direction between ranks of a host; default: the accelerator's"
+    add("--link-inside-gbps", metavar="X", type=float, help=inside)
+    across = "GB/s and direction of a rank's share of the network; default: the accelerator's"
+    add("--link-across-gbps", metavar="X", type=float, help=across)
     add("--machine", metavar="FILE", help="measurements of --calibrate FILE or of ds-topo check --json FILE")
     add = parser.add_argument_group("job, and decisions that are made already (default: all are tried)").add_argument
     add("--batch", metavar="N", type=int, help="sequences per step, over all ranks; always needed")
@@ -155,16 +119,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--picture", metavar="FILE", help="draw seconds and memory as stacked bars, into FILE.png, .svg or .pdf")
     add("--write", metavar="FILE", help="write the best plan as a DeepSpeed config")
     add = parser.add_argument_group("measurements").add_argument
-    add(
-        "--calibrate",
-        nargs="?",
-        const="",
-        metavar="FILE",
-        help="measure products and links of this machine first (under a launcher: of all ranks); save them in FILE",
-    )
+    calibrate = "measure products and links of this machine first (under a launcher: of all ranks); save them in FILE"
+    add("--calibrate", nargs="?", const="", metavar="FILE", help=calibrate)
     add("--runs", metavar="FILE", help="compare predictions of published runs with their reports, row by row")
     add("--within", metavar="SHARE", help="bound of --runs for the error of every row; default: 15%%")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -184,9 +142,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _judge(arguments)
     refuse_without_effect(given_options(arguments, "within"), "it is the bound of --runs FILE")
     check_ending("--picture", arguments.picture, (".png", ".svg", ".pdf"))
-    if arguments.calibrate is not None and arguments.machine:
-        raise TopologyError("--calibrate and --machine both say how fast this machine is: give one of them")
-    machine = read_machine(arguments.machine) if arguments.machine else None
+    refuse_both(given_options(arguments, "calibrate", "machine"), "say how fast this machine is")
+    machine = hardware.read_machine(arguments.machine) if arguments.machine else None
     if arguments.calibrate is not None:
         machine, is_first = _calibrated(arguments.calibrate)
         if not is_first:
@@ -241,9 +198,8 @@ def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
 
 def _model(arguments: argparse.Namespace) -> Model:
     if arguments.model:
-        by_hand = given_options(arguments, *(name for name in (*NUMBERS, *OTHER_NUMBERS) if name != "sequence"))
-        if by_hand:
-            raise TopologyError(f"--model and {by_hand[0]} both describe the model: give one of them")
+        by_hand = [name for name in (*NUMBERS, *OTHER_NUMBERS) if name != "sequence"]
+        refuse_both(given_options(arguments, "model", *by_hand), "describe the model")
         return read_model(arguments.model)
     missing = [f"--{name}" for name in NUMBERS if getattr(arguments, name) is None]
     if missing:
@@ -265,40 +221,37 @@ def _model(arguments: argparse.Namespace) -> Model:
 def _cluster(arguments: argparse.Namespace, machine: Machine | None) -> Cluster:
     """Return hosts, slots, accelerator and links, with measurements in place of a table's values."""
     accelerator = _accelerator(arguments, machine)
-    cluster = cluster_of(accelerator, *_hosts_and_slots(arguments, accelerator, machine))
+    cluster = hardware.cluster_of(accelerator, *_hosts_and_slots(arguments, accelerator, machine))
     if arguments.memory_gb is not None:
-        limit = usable_bytes(arguments.memory_gb * GIGA)
+        limit = hardware.usable_bytes(arguments.memory_gb * GIGA)
         if limit <= 0:
             raise TopologyError(
-                f"--memory-gb {arguments.memory_gb}: {CONTEXT_BYTES / GIGA:g} GB of it are not available for tensors; "
-                "give the whole memory of a device"
+                f"--memory-gb {arguments.memory_gb}: {hardware.CONTEXT_BYTES / GIGA:g} GB of it are not available for "
+                "tensors; give the whole memory of a device"
             )
         cluster = replace(cluster, memory_limit=limit)
     if machine is not None:
         cluster = machine.applied_to(cluster)
     inside, across = arguments.link_inside_gbps, arguments.link_across_gbps
     if inside:
-        cluster = replace(cluster, inside=Link(inside * GIGA, cluster.inside.latency))
+        cluster = replace(cluster, inside=hardware.Link(inside * GIGA, cluster.inside.latency))
     if across:
-        cluster = replace(cluster, across=Link(across * GIGA * cluster.slots, cluster.across.latency))
+        cluster = replace(cluster, across=hardware.Link(across * GIGA * cluster.slots, cluster.across.latency))
     return cluster
 
 
 def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Accelerator:
     if machine is not None and machine.speeds is not None:
         stated = given_options(arguments, "accelerator", "peak_tflops", "memory_gb", "memory_gbps")
-        if stated:
-            raise TopologyError(f"{stated[0]} and measured speeds both say what a rank has: give one of them")
+        refuse_both([*stated[:1], "measured speeds"], "say what a rank has")
         return machine.speeds.accelerator()
     if arguments.accelerator:
-        stated = given_options(arguments, "peak_tflops", "memory_gbps")
-        if stated:
-            raise TopologyError(f"--accelerator and {stated[0]} both say how fast it is: give one of them")
-        return accelerator_of(arguments.accelerator)
+        refuse_both(given_options(arguments, "accelerator", "peak_tflops", "memory_gbps"), "say how fast it is")
+        return hardware.accelerator_of(arguments.accelerator)
     if len(given_options(arguments, "peak_tflops", "memory_gb", "memory_gbps")) < 3:
         raise TopologyError(
-            f"--accelerator NAME is missing (one of {', '.join(ACCELERATORS)}); for another one give --peak-tflops, "
-            "--memory-gb and --memory-gbps, for the machine at hand --calibrate"
+            f"--accelerator NAME is missing (one of {', '.join(hardware.ACCELERATORS)}); for another one give "
+            "--peak-tflops, --memory-gb and --memory-gbps, for the machine at hand --calibrate"
         )
     peaks = dict.fromkeys(("bf16", "fp16", "fp32"), arguments.peak_tflops * TERA)
     return Accelerator(
@@ -308,7 +261,7 @@ def _accelerator(arguments: argparse.Namespace, machine: Machine | None) -> Acce
         arguments.memory_gbps * GIGA,
         (arguments.link_inside_gbps or 25.0) * GIGA,
         (arguments.link_across_gbps or 12.5) * GIGA,
-        Efficiency(dict.fromkeys(peaks, 0.6), processors=100),
+        hardware.Efficiency(dict.fromkeys(peaks, 0.6), processors=100),
     )
 
 
@@ -335,8 +288,7 @@ def _hosts_and_slots(
 
 def wanted_of(arguments: argparse.Namespace, job: Job) -> Wanted:
     """Return the decisions that the options make."""
-    if arguments.topology and arguments.fix:
-        raise TopologyError("--topology and --fix both decide degrees: give one of them")
+    refuse_both(given_options(arguments, "topology", "fix"), "decide degrees")
     return Wanted(
         topology=_topology("topology", arguments.topology, job) if arguments.topology else None,
         degrees=_fixed_degrees(arguments.fix, job) if arguments.fix else (),

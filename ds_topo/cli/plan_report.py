@@ -12,18 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 
 from ds_topo.errors import TopologyError
+from ds_topo.planner import explain
 from ds_topo.planner.costs import Costs
-from ds_topo.planner.explain import (
-    Term,
-    bytes_text,
-    differences,
-    explain_axes,
-    explain_memory,
-    explain_time,
-    needs,
-    reason,
-    rejections,
-)
 from ds_topo.planner.published_runs import Judgement
 from ds_topo.planner.search import Found, Plan, orders_of
 
@@ -87,8 +77,8 @@ def print_found(found: Found, compared: Plan | str | None, spec: str | None, *, 
     console.print(header, style="bold", soft_wrap=True)
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
-    console.print(f"\nfirst because {reason(found)}", markup=False)
-    if needed := needs(found):
+    console.print(f"\nfirst because {explain.reason(found)}", markup=False)
+    if needed := explain.needs(found):
         console.print("; ".join(needed), markup=False)
     if explained:
         _print_explained(console, found)
@@ -124,10 +114,13 @@ def _plan_lines(found: Found, width: int) -> list[str]:
             ]
         )
     most = 8 if any(row[-1] for row in rows) else 7
-    for shown in range(most, 5, -1):
+    for shown in (*range(most, 5, -1), 6):
         lines = _aligned([row[:shown] for row in (header, *rows)], right={1, 2, 3, 4, 6})
         if max(map(len, lines)) <= width:
             break
+        if shown == 6:  # name the largest term alone
+            for row in rows:
+                row[5] = row[5].split(", ")[0]
     if shown < 8:
         below = [f"  with {row[-1]}" if row[-1] else "" for row in rows]
         lines = [lines[0], *(line for pair in zip(lines[1:], below, strict=True) for line in pair if line)]
@@ -153,24 +146,24 @@ def _gigabytes(size: float) -> str:
 def _print_explained(console: Console, found: Found) -> None:
     costs, best = Costs(found.job), found.best
     console.print(f"\n[bold]seconds of {best.layout}[/bold]", soft_wrap=True)
-    console.print(_terms_table(explain_time(costs, best), best.seconds, "s", 1.0))
+    console.print(_terms_table(explain.explain_time(costs, best), best.seconds, "s", 1.0))
     console.print(f"\n[bold]bytes of the fullest rank[/bold], limit {found.job.cluster.memory_limit / 1e9:.1f} GB")
-    console.print(_terms_table(explain_memory(costs, best), best.memory.total, "GB", 1e-9))
+    console.print(_terms_table(explain.explain_memory(costs, best), best.memory.total, "GB", 1e-9))
     console.print("\n[bold]axes on hosts[/bold]")
     table = _table("axis", ">ranks", ">hosts", "~link", ">leave a host per step")
-    for use in explain_axes(costs, best.layout):
-        sent = bytes_text(use.bytes_per_host) if use.bytes_per_host else "-"
+    for use in explain.explain_axes(costs, best.layout):
+        sent = explain.bytes_text(use.bytes_per_host) if use.bytes_per_host else "-"
         table.add_row(use.axis, str(use.ranks), str(use.hosts), use.link, sent)
     console.print(table)
     console.print("\n[bold]the same degrees in other orders[/bold]")
     for plan in orders_of(found.job, best)[:SHOWN_ORDERS]:
         console.print(f"  {plan.layout.topology.spec:40} {plan.seconds:.4g} s  {plan.seconds / best.seconds - 1:+.1%}")
     console.print("\n[bold]the rest[/bold]")
-    for line in rejections(found.tally):
+    for line in explain.rejections(found.tally):
         console.print(Padding(line, (0, 0, 0, 2)))
 
 
-def _terms_table(terms: list[Term], whole: float, unit: str, scale: float) -> Table:
+def _terms_table(terms: list[explain.Term], whole: float, unit: str, scale: float) -> Table:
     table = _table("term", f">{unit}", ">share", "~")
     for term in terms:
         table.add_row(term.name, f"{term.value * scale:.4g}", f"{term.value / whole:.1%}", term.text)
@@ -185,7 +178,7 @@ def _print_compared(console: Console, best: Plan, compared: Plan) -> None:
         f"{compared.seconds:.4g} s per step, {lost:+.1%}; {_gigabytes(compared.memory.total)} GB against "
         f"{_gigabytes(best.memory.total)}"
     )
-    for term in sorted(differences(best, compared), key=lambda term: -abs(term.value)):
+    for term in sorted(explain.differences(best, compared), key=lambda term: -abs(term.value)):
         if abs(term.value) > 0.001 * best.seconds:
             console.print(f"  {term.name:12} {1e3 * term.value:+10.2f} ms  ({term.text})")
 
@@ -214,7 +207,7 @@ def print_judgement(judgement: Judgement) -> None:
     largest = max(abs(verdict.error) for verdict in judgement.verdicts)
     console.print(
         f"{len(judgement.verdicts)} rows: median error {judgement.median_error:.1%}, largest {largest:.1%}; "
-        f"{len(judgement.beyond)} beyond {judgement.within:.0%}",
+        f"{len(judgement.beyond)} beyond {judgement.within:.0%}"
     )
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
-import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,42 +20,20 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)")
 _FILTERS = ("include", "exclude", "num_nodes", "num_gpus")
 
 
-def add_command(
-    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    summary: str,
-    description: str,
-    examples: str,
-) -> argparse.ArgumentParser:
-    """Add a command whose help has a wrapped description, and examples as they are written."""
-    width = max(40, shutil.get_terminal_size().columns - 2)
-    return subparsers.add_parser(
-        name,
-        help=summary,
-        description=textwrap.fill(description, width),
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
 def add_host_options(parser: argparse.ArgumentParser) -> None:
     """Add options for a hostfile, a number of hosts, a node list or Slurm, and filters of hosts."""
-    group = parser.add_argument_group("hosts (ranks are numbered host by host, one in each slot)")
-    group.add_argument("--hostfile", "-H", metavar="FILE", help='deepspeed hostfile with lines "NAME slots=N"')
-    group.add_argument("--hosts", metavar="N|NAMES", help='number of hosts, or names such as "n[01-16],gpu-a"')
-    group.add_argument("--slots", metavar="M", type=int, help="ranks on each host, with --hosts")
-    group.add_argument("--slurm", action="store_true", default=None, help="use the hosts of the Slurm job or step")
-    group.add_argument(
-        "--include", "-i", metavar="FILTER", help='use only these, "NAME[:SLOT,SLOT]@NAME..."; default: all'
-    )
-    group.add_argument("--exclude", "-e", metavar="FILTER", help="use all but these; default: all")
-    group.add_argument(
-        "--num-nodes", "--num_nodes", metavar="N", type=int, help="use only the first N hosts; default: all"
-    )
-    group.add_argument(
-        "--num-gpus", "--num_gpus", metavar="N", type=int, help="use only the first N slots of each host; default: all"
-    )
-    group.add_argument("--resolve", action="store_true", default=None, help="fail if a name has no address")
+    title = "hosts (ranks are numbered host by host, one in each slot)"
+    add = parser.add_argument_group(title).add_argument
+    add("--hostfile", "-H", metavar="FILE", help='deepspeed hostfile with lines "NAME slots=N"')
+    add("--hosts", metavar="N|NAMES", help='number of hosts, or names such as "n[01-16],gpu-a"')
+    add("--slots", metavar="M", type=int, help="ranks on each host, with --hosts")
+    add("--slurm", action="store_true", default=None, help="use the hosts of the Slurm job or step")
+    add("--include", "-i", metavar="FILTER", help='use only these, "NAME[:SLOT,SLOT]@NAME..."; default: all')
+    add("--exclude", "-e", metavar="FILTER", help="use all but these; default: all")
+    add("--num-nodes", "--num_nodes", metavar="N", type=int, help="use only the first N hosts; default: all")
+    slots = "use only the first N slots of each host; default: all"
+    add("--num-gpus", "--num_gpus", metavar="N", type=int, help=slots)
+    add("--resolve", action="store_true", default=None, help="fail if a name has no address")
 
 
 def check_ending(option: str, path: str | Path | None, endings: Iterable[str]) -> None:
@@ -94,6 +70,16 @@ def refuse_without_effect(given: list[str], reason: str) -> None:
         raise TopologyError(f"{given[0]} has no effect: {reason}")
 
 
+def refuse_both(given: list[str], what: str, error: type[TopologyError] = TopologyError) -> None:
+    """Refuse two options, or sources of facts, that both do one thing.
+
+    Raises:
+        TopologyError: more than one is given.
+    """
+    if len(given) > 1:
+        raise error(f"{given[0]} and {given[1]} both {what}: give one of them")
+
+
 def check_topology(option: str, spec: str) -> None:
     """Refuse a spec that is malformed, leaves out a degree, or has an axis without a meaning.
 
@@ -114,8 +100,7 @@ def host_map_of(arguments: argparse.Namespace) -> HostMap | None:
     """
     given = given_options(arguments, "hostfile", "hosts", "slurm")
     filters = given_options(arguments, *_FILTERS)
-    if len(given) > 1:
-        raise HostError(f"{given[0]} and {given[1]} both say which hosts there are: give one of them")
+    refuse_both(given, "say which hosts there are", HostError)
     if not given:
         extra = filters + given_options(arguments, "slots", "resolve")
         if extra:
@@ -149,8 +134,7 @@ def _named_hosts(arguments: argparse.Namespace) -> Hosts:
 def _filtered(hosts: Hosts, arguments: argparse.Namespace) -> Hosts:
     by_name = given_options(arguments, "include", "exclude")
     by_number = given_options(arguments, "num_nodes", "num_gpus")
-    if len(by_name) == 2:
-        raise HostError("--include and --exclude both filter hosts: give one of them")
+    refuse_both(by_name, "filter hosts", HostError)
     if by_name and by_number:
         raise HostError("--num-nodes and --num-gpus do not go with --include or --exclude: give one kind of filter")
     if arguments.include is not None:

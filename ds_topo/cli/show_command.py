@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_topo.cli.shared_options import (
-    add_command,
     add_host_options,
     check_ending,
     given_options,
@@ -17,12 +16,15 @@ from ds_topo.cli.shared_options import (
     refuse_without_effect,
 )
 from ds_topo.errors import TopologyError
-from ds_topo.hosts.placement import changed_ranks, shards_to_other_hosts
+from ds_topo.hosts.placement import changed_ranks, gradients_across_hosts, shards_to_other_hosts
+from ds_topo.topology.axes import SHARD
 
 if TYPE_CHECKING:
     from ds_topo.cli.layout_view import LayoutView
 
-_EXAMPLES = """examples:
+SUMMARY = "show a layout, or compare two"
+DESCRIPTION = "Show the coordinate and the host of every rank, its groups, and what crosses hosts."
+EXAMPLES = """examples:
   ds-topo show "pipe=2,tensor=2,data=4" --groups
   ds-topo show "pipe=2,data=-1" --hostfile hosts --rank 5
   ds-topo show "pipe=16,data=128,model=8" \\
@@ -31,34 +33,19 @@ _EXAMPLES = """examples:
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command and its options."""
-    parser = add_command(
-        subparsers,
-        "show",
-        "show a layout, or compare two",
-        "Show the coordinate and the host of every rank, its groups, and what crosses hosts.",
-        _EXAMPLES,
-    )
-    parser.add_argument(
-        "specs",
-        metavar="SPEC",
-        nargs="+",
-        help='axes, outermost first: "pipe=2,data=-1,model=2", or a DeepSpeed config with a topology; two are compared',
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    specs = 'axes, outermost first: "pipe=2,data=-1,model=2", or a DeepSpeed config with a topology; two are compared'
+    parser.add_argument("specs", metavar="SPEC", nargs="+", help=specs)
     add_host_options(parser)
-    output = parser.add_argument_group("output")
-    output.add_argument("--groups", action="store_true", help="list the ranks of every group")
-    output.add_argument("--rank", metavar="R", type=int, help="show one rank's groups and neighbors; default: all")
-    output.add_argument("--json", action="store_true", help="print everything as JSON; with --groups, groups too")
-    output.add_argument("--svg", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.svg")
-    output.add_argument("--png", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.png")
-    output.add_argument(
-        "--links",
-        metavar="AXIS",
-        help="axis whose links --svg and --png draw; default: the first that crosses hosts",
-    )
-    parser.set_defaults(run=run)
+    add = parser.add_argument_group("output").add_argument
+    add("--groups", action="store_true", help="list the ranks of every group")
+    add("--rank", metavar="R", type=int, help="show one rank's groups and neighbors; default: all")
+    add("--json", action="store_true", help="print everything as JSON; with --groups, groups too")
+    add("--svg", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.svg")
+    add("--png", metavar="FILE", type=Path, help="draw hosts and ranks into FILE.png")
+    links = "axis whose links --svg and --png draw; default: the first that crosses hosts"
+    add("--links", metavar="AXIS", help=links)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -144,7 +131,16 @@ def layout_as_json(view: LayoutView, *, groups: bool) -> dict[str, Any]:
         "hosts": hosts,
         "groups": view.kinds(ranks=groups),
         "ranks": ranks,
+        **_traffic(view),
     }
+
+
+def _traffic(view: LayoutView) -> dict[str, Any]:
+    """Return what a host sends to others for ZeRO over ``shard``, in units of the bytes of a rank's gradients."""
+    if view.placement is None or SHARD not in view.topology.axes:
+        return {}
+    per_step, per_exchange = gradients_across_hosts(view.placement)
+    return {"gradients_across_hosts": {"per_step": per_step, "per_exchange": per_exchange}}
 
 
 def comparison_as_json(views: list[LayoutView], content: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,3 +1,1 @@
 """The only importers of DeepSpeed."""
-
-from __future__ import annotations

@@ -13,19 +13,7 @@ from textwrap import fill
 
 from ds_topo import torch_names
 from ds_topo.ledger import ONE_CALL, Patch, Reliance
-from ds_topo.mpu import patches
-from ds_topo.mpu.releases import (
-    INSTALLED,
-    changed,
-    fingerprint,
-    fingerprints,
-    is_missing,
-    record,
-    recorded,
-    release_to_compare,
-    sources,
-    without_source,
-)
+from ds_topo.mpu import patches, releases
 
 ROWS: tuple[Patch | Reliance, ...] = (
     *patches.ROWS,
@@ -47,7 +35,7 @@ print(json.dumps([INSTALLED, sources(ROWS)]))
 
 def page(rows: Sequence[Patch | Reliance] = ROWS) -> str:
     """Return all patches, in sections by scope, then all reliances. Missing names are marked."""
-    parts = [", ".join(f"{library} {release}" for library, release in INSTALLED.items())]
+    parts = [", ".join(f"{library} {release}" for library, release in releases.INSTALLED.items())]
     for section in (_OF_PROCESS, _OF_USE, _OF_CALLS, _OF_OBJECTS):
         found = [row for row in rows if isinstance(row, Patch) and _section_of(row) == section]
         parts += ["", f"{section}: {len(found)}"]
@@ -59,7 +47,7 @@ def page(rows: Sequence[Patch | Reliance] = ROWS) -> str:
     parts += ["", f"Private names that ds_topo relies on: {len(relied_on)}", ""]
     for reliance in relied_on:
         parts += [_title(reliance), _line("use", reliance.use)]
-    missing = [str(row) for row in rows if is_missing(row)]
+    missing = [str(row) for row in rows if releases.is_missing(row)]
     return "\n".join([*parts, "", f"missing here: {', '.join(missing) or 'none'}"])
 
 
@@ -71,7 +59,7 @@ def _section_of(patch: Patch) -> str:
 
 def _title(row: Patch | Reliance) -> str:
     limits = "" if row.releases == "all" else f"  ({row.releases})"
-    return f"{row}{limits}{'  MISSING' if is_missing(row) else ''}"
+    return f"{row}{limits}{'  MISSING' if releases.is_missing(row) else ''}"
 
 
 def _line(label: str, text: str) -> str:
@@ -80,17 +68,17 @@ def _line(label: str, text: str) -> str:
 
 def comparison(rows: Sequence[Patch | Reliance] = ROWS) -> str:
     """List the functions that differ from the recorded release that is nearest to the installed one."""
-    known, parts = recorded(), []
-    for release, now in fingerprints(rows).items():
+    known, parts = releases.recorded(), []
+    for release, now in releases.fingerprints(rows).items():
         library = release.partition(" ")[0]
-        other = release_to_compare(library, known)
-        names = changed(now, known[other]) if other else list(now)
+        other = releases.release_to_compare(library, known)
+        names = releases.changed(now, known[other]) if other else list(now)
         parts += [f"\n{len(names)} of {len(now)} functions and classes of {release} differ from {other}"]
         parts += [f"    {name}" for name in names]
         if names and other:
             install = f"pip install --no-deps --target FOLDER {other.replace(' ', '==')}"
             parts += [f"    To see the differences: {install}; python -m ds_topo.engine --against FOLDER"]
-    skipped = without_source(rows)
+    skipped = releases.without_source(rows)
     parts += [f"\n{len(skipped)} names are values, or functions written in C, and have no fingerprint"]
     return "\n".join([*parts, *(f"    {name}" for name in skipped)])
 
@@ -109,12 +97,12 @@ def differences(folder: str, rows: Sequence[Patch | Reliance] = ROWS) -> Iterato
             f"--against {folder}: ds_topo cannot be imported with the libraries of this folder. Give a folder that "
             f"pip install --no-deps --target FOLDER has filled with a supported release.\n{result.stderr}"
         )
-    releases, before = json.loads(result.stdout.splitlines()[-1])
-    for name, source in sources(rows).items():
+    versions, before = json.loads(result.stdout.splitlines()[-1])
+    for name, source in releases.sources(rows).items():
         library = name.partition(".")[0]
         old = before.get(name, "")
-        if not old or fingerprint(old) != fingerprint(source):
-            labels = f"{name} ({library} {releases[library]})", f"{name} ({library} {INSTALLED[library]})"
+        if not old or releases.fingerprint(old) != releases.fingerprint(source):
+            labels = f"{name} ({library} {versions[library]})", f"{name} ({library} {releases.INSTALLED[library]})"
             yield from difflib.unified_diff(old.splitlines(), source.splitlines(), *labels, lineterm="")
 
 
@@ -134,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(differences(options.against)))
         return
     if options.update:
-        record(ROWS)
+        releases.record(ROWS)
     print(page())
     print(comparison())
 

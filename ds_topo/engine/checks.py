@@ -23,13 +23,17 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.config import DeepSpeedConfig, HybridEngineConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import dualpipev
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
+from ds_topo.engine import autoep, autotp
+from ds_topo.engine.autosp import check_autosp, uses_autosp
 from ds_topo.engine.experts import create_expert_groups
+from ds_topo.engine.hybrid_sharding import check_sharding
 from ds_topo.engine.one_layout import check_programs, in_use
 from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged, listed
 from ds_topo.mpu.expert_registry import registry
@@ -50,8 +54,13 @@ def with_checks(do_sanity_check: Any) -> Any:
     def checked(engine: DeepSpeedEngine) -> None:
         failure: Exception | None = None
         try:
-            check_engine(engine._config, engine.mpu)
+            autotp.complete_size(engine._config, engine.mpu)
+            autoep.complete_size(engine._config, engine.mpu)
+            check_engine(engine._config, engine.mpu, isinstance(engine, PipelineEngine))
+            check_stage_of_pipeline(engine)
             check_engine_inputs(engine, engine.mpu)
+            if isinstance(engine, dualpipev.DualPipeVEngine):
+                check_dualpipe(engine, engine.mpu)
             do_sanity_check(engine)
         except Exception as error:
             failure = error
@@ -60,29 +69,49 @@ def with_checks(do_sanity_check: Any) -> Any:
     return checked
 
 
-def check_engine(config: DeepSpeedConfig, grid: MpuGrid) -> None:
+def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = False) -> None:
     """Raise if an option of a ``DeepSpeedConfig`` would use other groups than the grid's.
 
     Raises:
         EngineOptionError: the message names the option, what DeepSpeed would do, and what to do instead.
     """
     _warn_of_unknown_keys(config._param_dict)
+    check_sharding(config, grid)
     if config.zero_config.zero_quantized_gradients:
         check_exchange_between_all_ranks("zero_quantized_gradients", grid)
     if config.zero_config.zenflow is not None and config.zero_config.stage < 3:  # it broadcasts by numbers in the group
         check_exchange_between_all_ranks("zero_optimization.zenflow at stage 1 or 2", grid)
-    if config.expert_parallel_config.enabled:
-        check_exchange_between_all_ranks("expert_parallel (AutoEP)", grid)
     if config.zero_config.zero_hpz_partition_size > 1:
         _check_second_partition(config.zero_config.zero_hpz_partition_size, grid)
-    if config.tensor_parallel_config.autotp_size > 1:
-        _check_neighbors("tensor_parallel.autotp_size (AutoTP)", MODEL, config.tensor_parallel_config.autotp_size, grid)
-    if "autosp" in (getattr(config.compile_config, "passes", None) or []):
-        size = config._param_dict.get("sequence_parallel_size", 1)
-        _check_neighbors("sequence_parallel_size (AutoSP)", SEQ, size, grid)
+    autotp.check_size(config, grid)
+    autoep.check(config, grid)
+    if uses_autosp(config):
+        check_autosp(config, grid, is_pipeline)
     _check_device_mesh(grid)
     _check_long_sequence_training(grid)
     _check_hybrid_engine(config.hybrid_engine, grid)
+    if config.hybrid_engine.enabled and config.tensor_parallel_config.autotp_size > 1:
+        raise EngineOptionError(
+            "hybrid_engine with tensor_parallel (AutoTP): both would slice the same layers. Leave tensor_parallel out, "
+            "and give the hybrid engine a model of your own slices, with inference_tp_size the degree of 'model'"
+        )
+
+
+def check_stage_of_pipeline(engine: DeepSpeedEngine) -> None:
+    """Refuse ZeRO 2 and 3 in a pipeline.
+
+    ZeRO 2 saves memory by reducing gradients in every micro-batch. A pipeline sums those of all micro-batches first, so
+    they are whole on every rank until the last backward. After it only the partition stays, at stage 1, too.
+
+    Raises:
+        EngineOptionError: the message names stage 1.
+    """
+    stage = int(engine.zero_optimization_stage())
+    if isinstance(engine, PipelineEngine) and stage > 1:
+        raise EngineOptionError(
+            f"ZeRO stage {stage} in a pipeline: gradients are summed over its micro-batches before they are reduced, "
+            "so every rank holds all of them until then, and stage 2 would hold as much as stage 1; use stage 1"
+        )
 
 
 TOPOLOGY_SECTION = "topology"
@@ -354,6 +383,8 @@ def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
             f'config section "{REDUCER_SECTION}" is not read by deepspeed.initialize itself: call '
             "ds_topo.initialize, or call ds_topo.use(grid) first"
         )
+    if _wants_reducer(engine._config):
+        autoep.check_reducer(engine._config)
     section = engine._config._param_dict.get(TOPOLOGY_SECTION)
     if section is not None:
         wanted = ProcessTopology.from_spec(section, world_size=grid.world_size)
@@ -367,6 +398,28 @@ def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
 def _wants_reducer(config: DeepSpeedConfig) -> bool:
     section = config._param_dict.get(REDUCER_SECTION, False)
     return bool(section.get("enabled", True) if isinstance(section, Mapping) else section)
+
+
+def check_dualpipe(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
+    """Refuse options that the DualPipeV schedule does not support, before anything is built.
+
+    Raises:
+        EngineOptionError: the message names the option and what to do.
+    """
+    needed, given = 2 * grid.get_axis_size(PIPE), engine._config.gradient_accumulation_steps
+    if given < needed:
+        raise EngineOptionError(
+            f"gradient_accumulation_steps {given} with DualPipeV on {grid.topology().spec!r}: its schedule needs at "
+            f"least 2 micro-batches for each stage; set gradient_accumulation_steps to {needed} or more, or use "
+            "PipelineModule"
+        )
+    options = [name for name in ("pipe_partitioned", "grad_partitioned") if engine._config.pipeline[name]]
+    if options and grid.get_axis_size(MODEL) > 1:
+        raise EngineOptionError(
+            f'config section "pipeline": {listed(options)} (true by default) with DualPipeV on '
+            f"{grid.topology().spec!r}: slices would send parts of activations, which its schedule does not support; "
+            'set "pipe_partitioned" and "grad_partitioned" to false'
+        )
 
 
 def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> None:
@@ -444,7 +497,7 @@ def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
         f"{name} {list(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
         for name, p in model.named_parameters()
     ]
-    if isinstance(model, DeepSpeedPipelineModule) and model.stage_id == model.num_stages - 1:
+    if isinstance(model, DeepSpeedPipelineModule) and model.stage_id == _loss_stage(model):
         lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
     replicas, is_pipeline = gradient_axes(grid.topology()), isinstance(model, DeepSpeedPipelineModule)
     everyone = [axis for axis in grid.topology().axes if axis != PIPE or is_pipeline]
@@ -464,6 +517,10 @@ def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
         raise failure
 
 
+def _loss_stage(model: DeepSpeedPipelineModule) -> int:
+    return 0 if isinstance(model, dualpipev.DualPipeVModule) else int(model.num_stages) - 1
+
+
 def _agree(lines: Sequence[str], members: Sequence[int], subject: str, failure: Exception | None) -> None:
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     text = f"{len(lines)} lines of digest {digest}"
@@ -478,7 +535,10 @@ def _settings(engine: DeepSpeedEngine) -> list[str]:
         *(f"{name}={getattr(config, name)}" for name in _COMPARED_SETTINGS if hasattr(config, name)),
         f"optimizer={optimizer}",
         f"zero stage={config.zero_config.stage}",
+        f"autotp_size={config.tensor_parallel_config.autotp_size}",
+        f"autoep_size={config.expert_parallel_config.autoep_size}",
         f"engine={type(engine).__name__}",
+        f"correct norms={engine.mpu.correct_norms}",
         f"micro batches of={getattr(module, 'micro_batches', None)}",
         f"torch {torch.__version__}",
         f"deepspeed {deepspeed.__version__}",
@@ -487,14 +547,8 @@ def _settings(engine: DeepSpeedEngine) -> list[str]:
 
 
 _COMPARED_SETTINGS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "gradient_predivide_factor",
-    "prescale_gradients",
-    "communication_data_type",
-    "optimizer_params",
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("gradient_predivide_factor", "prescale_gradients", "communication_data_type", "optimizer_params"),
     "scheduler_name",
 )
 """Attributes of ``DeepSpeedConfig`` that must be equal on all ranks."""

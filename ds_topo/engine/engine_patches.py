@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakMethod
 
 from deepspeed.moe.layer import MoE
@@ -26,7 +26,7 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.checkpoint.loading import loaded_whole
 from ds_topo.checkpoint.saving import saved_as_a_whole
-from ds_topo.engine import checks, experts, norms, parameter_gathers
+from ds_topo.engine import autoep, autosp, autotp, checks, experts, hybrid_sharding, norms, parameter_gathers
 from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
 from ds_topo.engine.replicas import warn_of_unequal_slices
 from ds_topo.errors import ExpertGroupError
@@ -41,7 +41,7 @@ STEPS_BETWEEN = 100
 """The number of steps between two comparisons of the ranks' progress, while a watch is on."""
 _RELEASES = "ds_topo_patches"
 """The attribute with the releases of a patched object. The object owns them, so that no patch keeps it alive."""
-_before_backward: WeakKeyDictionary[DeepSpeedEngine, tuple[Any, int]] = WeakKeyDictionary()
+_before_backward: WeakKeyDictionary[DeepSpeedEngine, _Current] = WeakKeyDictionary()
 """The engines in a backward pass, oldest first, and for all of them what was current before the first one began."""
 
 
@@ -59,23 +59,30 @@ def patching_engines(construct: Any) -> Any:
         with ExitStack() as undo:
             undo.callback(_restore_current, before)
             if isinstance(mpu, MpuGrid):
-                with bind_methods(_OF_CONSTRUCTION, engine):
+                with bind_methods(_OF_CONSTRUCTION, engine), autoep.tables_of_grid(given.get("config_class"), mpu):
                     construct(engine, *args, **options)
             else:
                 checks.check_engine_without_grid(model, mpu, given.get("config_class"))
                 construct(engine, *args, **options)
-            if not isinstance(engine.mpu, MpuGrid):  # also if AutoTP has replaced it
+            if not isinstance(engine.mpu, MpuGrid):
                 undo.pop_all()
                 return
             is_pipeline = isinstance(engine, PipelineEngine)
             rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
-            if is_pipeline:
+            rows += hybrid_sharding.rows_of_optimizers(engine.mpu)
+            hybrid_sharding.save_each_partition_once(engine)
+            corrects = engine.mpu.settle_norms()
+            if is_pipeline and corrects:
                 norms.log_clipping(engine)
+            elif autosp.uses_autosp(engine._config):
+                autosp.average_over_seq(engine)
             if registry.of(mpu):
                 experts.check_engine_with_experts(engine)
-                rows += _WITH_EXPERTS
-            elif is_pipeline:
+                rows += _WITH_EXPERTS + (norms.WITH_EXPERTS if corrects else ())
+            elif is_pipeline and corrects:
                 rows += norms.OF_PIPELINES
+            if corrects:
+                rows += norms.OF_OPTIMIZERS
             for target in (engine, engine.optimizer):
                 _patch(target, rows, engine.mpu)
             undo.pop_all()
@@ -118,16 +125,31 @@ def _check_names_of_experts(model: Any, mpu: Any) -> None:
 # -- the current mpu of the process -----------------------------------------------------------------------------------
 
 
-def _set_current(mpu: Any) -> tuple[Any, int]:
-    """Set the mpu that DeepSpeed's functions query, and the degree of slicing of experts; return the former values."""
-    before = deepspeed_groups.mpu, deepspeed_groups.expert_tensor_parallel_world_size
-    concerns_a_grid = isinstance(mpu, MpuGrid) or isinstance(before[0], MpuGrid)
-    _restore_current((mpu, experts.slices_of_experts(mpu) if concerns_a_grid else before[1]))
+class _Current(NamedTuple):
+    """The values that DeepSpeed's functions look up in their modules, for one mpu."""
+
+    mpu: Any
+    slices_of_experts: int
+    tensor_parallel: autotp.TensorParallelGroups
+
+
+def _set_current(mpu: Any) -> _Current:
+    """Set the mpu that DeepSpeed's functions query, and what goes with it; return the former values."""
+    before = _Current(
+        deepspeed_groups.mpu,
+        deepspeed_groups.expert_tensor_parallel_world_size,
+        autotp.TensorParallelGroups.in_force(),
+    )
+    if isinstance(mpu, MpuGrid) or isinstance(before.mpu, MpuGrid):
+        _restore_current(_Current(mpu, experts.slices_of_experts(mpu), autotp.TensorParallelGroups.of(mpu)))
+    else:
+        deepspeed_groups.mpu = mpu
     return before
 
 
-def _restore_current(before: tuple[Any, int]) -> None:
-    deepspeed_groups.mpu, deepspeed_groups.expert_tensor_parallel_world_size = before
+def _restore_current(before: _Current) -> None:
+    deepspeed_groups.mpu, deepspeed_groups.expert_tensor_parallel_world_size, tensor_parallel = before
+    tensor_parallel.put_in_force()
 
 
 def _has_engine_without_grid(current: Any) -> bool:
@@ -226,9 +248,6 @@ def _comparing_steps(step: Any) -> Any:
 def _configured(configure: Any) -> Any:
     @wraps(configure)
     def configure_distributed_model(engine: DeepSpeedEngine, model: Any) -> None:
-        if not isinstance(engine.mpu, MpuGrid):  # AutoTP has replaced it
-            configure(engine, model)
-            return
         checks.check_model(engine, model, engine.mpu)
         checks.agree_on_model(model, engine.mpu)
         checks.create_missing_expert_groups(engine, model, engine.mpu)
@@ -241,26 +260,27 @@ def _configured(configure: Any) -> Any:
 
 _OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = (
     (patches.SANITY_CHECK, checks.with_checks),
+    (patches.EXPERT_PARALLEL, autoep.over_groups_of_grid),
+    (patches.TENSOR_PARALLEL_STATES, autotp.keeping_grid),
     (patches.CONFIGURE_MODEL, _configured),
+    *hybrid_sharding.OF_CONSTRUCTION,
 )
 _OF_PLAIN_ENGINES: tuple[tuple[Patch, Make], ...] = (
     (patches.FORWARD_ON_GRID, lambda forward: _with_own_mpu(with_same_samples(forward))),
     (patches.BACKWARD_ON_GRID, _with_own_mpu),
     (patches.BACKWARD_PROLOGUE, _with_own_mpu_from_here),
     (patches.BACKWARD_EPILOGUE, _with_own_mpu_until_here),
+    (patches.AUTOSP_BACKEND, autosp.with_groups_of_grid),
     (patches.STEP_ON_GRID, lambda step: _with_own_mpu(_comparing_steps(step))),
 )
 _OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (
     (patches.SAVE_CHECKPOINT, lambda save: _with_own_mpu(saved_as_a_whole(save))),
     (patches.LOAD_CHECKPOINT, lambda load: _with_own_mpu(loaded_whole(load))),
+    (patches.SAVE_16_BIT, autotp.saving_whole_weights),
     (patches.NEXT_BATCH, remember_samples),
     (patches.TRAIN_BATCH_ON_GRID, lambda train: _with_own_mpu(with_same_batches(with_enough_micro_batches(train)))),
     (patches.EVAL_BATCH_ON_GRID, lambda evaluate: _with_own_mpu(with_enough_micro_batches(evaluate))),
     (patches.AVERAGE_AND_SCATTER, checks.with_sum_over_seq),
-    *norms.OF_OPTIMIZERS,
     *parameter_gathers.OF_OPTIMIZERS,
 )
-_WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = (
-    (patches.SAVE_EXPERTS, experts.saved_by_slice),
-    *norms.WITH_EXPERTS,
-)
+_WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = ((patches.SAVE_EXPERTS, experts.saved_by_slice),)

@@ -13,13 +13,13 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine.norms import check_norm
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
-from ds_topo.ledger import ledger
+from ds_topo.ledger import always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.expert_registry import ExpertGroups, registry
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import EXPERT
-from ds_topo.topology.expert_tables import ExpertPlan, zero_partition_ranks
+from ds_topo.topology.expert_tables import ExpertPlan, name_of_size, zero_partition_ranks
 from ds_topo.topology.rank_tables import RankGroup
 
 # -- groups and tokens ------------------------------------------------------------------------------------------------
@@ -102,6 +102,14 @@ def saved_by_slice(save: Any) -> Any:
     @wraps(save)
     def save_moe_checkpoint(engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
         _check_optimizer_files(engine)
+        automatic = engine._config.expert_parallel_config
+        if automatic.enabled:
+            own = registry.find(name_of_size(automatic.autoep_size))
+            is_folded = engine.autotp_size() > 1 and not engine.zero_optimization_partition_weights()
+            if not is_folded or own is None or own.writes_checkpoint:
+                return save(engine, *args, **options)
+            with ledger.bound(patches.WRITER_OF_FOLDED_EXPERTS, always(dist.get_world_size)):
+                return save(engine, *args, **options)
         with ledger.bound(patches.WRITER_OF_EXPERTS, _first_writes):
             return save(engine, *args, **options)
 

@@ -1,4 +1,4 @@
-"""Correct the norms of gradients on a grid, for each of DeepSpeed's optimizers.
+"""Clip gradients by their norm over a grid, and correct that norm for each of DeepSpeed's optimizers.
 
 The norm of a model must count every parameter once: one replica of each, all slices of a tensor-parallel parameter, one
 slice of any other, a tied layer on one of its stages, and every expert. DeepSpeed's optimizers deviate from that:
@@ -6,7 +6,7 @@ slice of any other, a tied layer on one of its stages, and every expert. DeepSpe
     fp32 without ZeRO        ``clip_grad_norm_`` counts parameters marked ``model_parallel``, and all parameters on
                              model parallel rank 0. In a pipeline, ``count_each_parameter_once`` sets these marks. The
                              engine of a pipeline does not keep the norm, and with experts it averages the norms of
-                             ranks that hold different experts. ``clip_gradients`` replaces it in both.
+                             ranks that hold different experts. ``clip_grad_norm_`` replaces it in both.
     ZeRO 1 and 2             The norm omits the experts of all slices but the first. It reduces once per parameter
                              group, which hangs if stages have different numbers of groups. ``zero_gradient_norm``
                              replaces it.
@@ -19,9 +19,11 @@ slice of any other, a tied layer on one of its stages, and every expert. DeepSpe
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from functools import wraps
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,12 +40,18 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from deepspeed.utils import log_dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ds_topo.errors import ExpertGroupError
-from ds_topo.ledger import Make, Patch
+from ds_topo.errors import ExpertGroupError, abridged, listed
+from ds_topo.ledger import Make, Patch, always
 from ds_topo.mpu import patches
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.process_groups.process_grid import ProcessGrid
+from ds_topo.reducer.parameters import expert_group_name, owners
+from ds_topo.topology.axes import MODEL
+from ds_topo.topology.rank_tables import gradient_axes, model_parallel_axes
 
 # -- marks ------------------------------------------------------------------------------------------------------------
 
@@ -89,6 +97,8 @@ def count_each_parameter_once(module: nn.Module, grid: MpuGrid) -> None:
     count once over pipe x model: a tensor-parallel shard on each slice, a replicated parameter on slice 0, and a tied
     one on its first stage.
     """
+    if not grid.settle_norms():
+        return
     first_slice = grid.get_slice_parallel_rank() == 0
     for parameter in module.parameters():
         counts = not is_copy_of_tied(parameter) and (first_slice or bool(is_model_parallel_parameter(parameter)))
@@ -127,26 +137,141 @@ OF_OPTIMIZERS: tuple[tuple[Patch, Make], ...] = (
 )
 
 
-# -- norms with experts -----------------------------------------------------------------------------------------------
+# -- clipping ---------------------------------------------------------------------------------------------------------
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, grid: MpuGrid) -> torch.Tensor:
-    """Scale whole, reduced gradients so that their norm over the grid is at most ``limit``; return the norm, ``[]``.
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    grid: ProcessGrid,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm over the whole model is at most ``max_norm``; return the norm.
 
-    Collective over the grid. For fp32 without ZeRO, where DeepSpeed uses ``deepspeed.runtime.utils.clip_grad_norm_``.
+    It is ``torch.nn.utils.clip_grad_norm_`` for training loops on a grid, with or without FSDP2 or a
+    ``GradientReducer``. The norm spans all ranks of the grid, and every parameter counts once: one replica of each,
+    every slice of a parameter that is marked ``tensor_model_parallel`` or ``model_parallel``, one slice of any other,
+    every expert, and every shard of a DTensor. Call it after gradients are reduced; it waits for them. Collective over
+    the grid.
+
+    Args:
+        parameters: this rank's parameters, or one of them. Those without a gradient count as zero.
+        max_norm: the limit.
+        grid: the grid of the program; also a ``ProcessGrid``.
+        norm_type: 2, any other positive number, or ``inf`` for the largest absolute value.
+        error_if_nonfinite: raise if the norm is nan or inf; otherwise scale by it, as torch does.
+        foreach: as in torch.
+
+    Raises:
+        TypeError, ValueError: the grid, the limit or the type of norm is something else; or a DTensor's mesh covers a
+            part of an axis.
+        RuntimeError: gradients are not reduced, or are inside an optimizer of ZeRO; or the norm is not finite. If this
+            happens on some ranks only, all others raise, too.
+
+    >>> import torch, torch.distributed as dist
+    >>> from ds_topo import ProcessGrid
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> with ProcessGrid("data=1") as grid:
+    ...     weight = torch.nn.Parameter(torch.zeros(2))
+    ...     weight.grad = torch.tensor([3.0, 4.0])
+    ...     clip_grad_norm_([weight], 1.0, grid), weight.grad
+    (tensor(5.), tensor([0.6000, 0.8000]))
+    >>> dist.destroy_process_group()
     """
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    norms = [
-        _norm_of(parameter.grad)
-        for parameter in trained
-        if _counts_on_this_slice(parameter, grid) and _replica(parameter, grid) == 0
-    ]
-    norm = _norm_over_grid(norms, grid)
-    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    for parameter in trained:
-        assert parameter.grad is not None
-        parameter.grad.mul_(scale)
+    kind, limit = _checked_arguments(max_norm, grid, norm_type)
+    given: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    trained = [parameter for parameter in given if parameter.grad is not None]
+    local = [_local_gradient(parameter) for parameter in trained]
+    own, failure = torch.tensor(0.0), None
+    try:
+        _require_reduced(given)
+        pairs = zip(trained, local, strict=True)
+        counted = [gradient for parameter, gradient in pairs if _counts_here(parameter, grid)]
+        if counted:
+            own = get_total_norm(counted, kind, foreach=foreach)
+    except Exception as error:  # of any kind, because the other ranks must raise, too
+        failure = error
+    device = given[0].device if given else get_accelerator().current_device_name()
+    norm, failed = _norm_over_grid(own.to(device), grid, kind, failed=failure is not None)
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RuntimeError("clip_grad_norm_() failed on other ranks of the grid; their own errors say why")
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the total norm of order {kind} of the gradients on all ranks is {float(norm)}, so they cannot be "
+            "clipped: skip this step, or pass error_if_nonfinite=False to scale by it anyway"
+        )
+    scaled: list[Any] = [SimpleNamespace(grad=gradient) for gradient in local]  # the shards of DTensors
+    clip_grads_with_norm_(scaled, limit, norm, foreach)
     return norm
+
+
+def _checked_arguments(max_norm: float, grid: object, norm_type: float) -> tuple[float, float]:
+    """Return the type of norm and the limit as numbers."""
+    if not isinstance(grid, ProcessGrid):
+        raise TypeError(f"grid={abridged(grid)}: pass a live grid, such as ProcessGrid('data=2,model=2')")
+    numbers = []
+    for name, value in (("norm_type", norm_type), ("max_norm", max_norm)):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if isinstance(value, bool) or not number > 0:
+            raise ValueError(f"{name}={abridged(value)}: give a positive number, or inf")
+        numbers.append(number)
+    return numbers[0], numbers[1]
+
+
+def _require_reduced(parameters: list[nn.Parameter]) -> None:
+    """Refuse gradients that are not reduced yet, and those that an optimizer of DeepSpeed keeps."""
+    for parameter in parameters:
+        reducer: Any = owners[parameter]() if parameter in owners else None
+        if reducer is not None:
+            reducer.require_reduced([parameter], "clip_grad_norm_()")
+        if hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping"):
+            raise RuntimeError(
+                "clip_grad_norm_() on parameters of an engine with ZeRO or bf16, whose optimizer keeps the gradients: "
+                'set "gradient_clipping" in the config; engine.get_global_grad_norm() returns the norm'
+            )
+
+
+def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return this rank's part of the gradient, which shares its memory; summed over the ranks of a partial DTensor."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor):
+        wanted = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        if tuple(wanted) != gradient.placements:
+            gradient = parameter.grad = gradient.redistribute(placements=wanted)
+        return gradient.to_local().detach()
+    return gradient.detach()
+
+
+def _counts_here(parameter: nn.Parameter, grid: ProcessGrid) -> bool:
+    """Tell whether this rank adds its part of the gradient to the norm."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return _counts_on_this_slice(parameter, grid) and _replica(parameter, grid) == 0
+    mesh, axes = gradient.device_mesh, grid.topology().axes
+    ranks = set(mesh.mesh.flatten().tolist())
+    covered = [axis for axis in axes if grid.get_axis_size(axis) > 1 and ranks.issuperset(grid.get_ranks(axis))]
+    if sorted(ranks) != (grid.get_ranks(covered) if covered else [grid.global_rank]):
+        raise ValueError(
+            f"a DTensor on the mesh of ranks {listed(sorted(ranks))}: they are not all ranks of this rank along any "
+            f"axes of {grid.topology().spec!r}; build the mesh by grid.device_mesh()"
+        )
+    place = mesh.get_coordinate()
+    copies = zip(place or (), gradient.placements, strict=True)
+    is_first_copy = all(index == 0 for index, placement in copies if placement.is_replicate())
+    others = [axis for axis in gradient_axes(grid.topology()) if axis not in covered]
+    is_first_replica = all(grid.get_axis_rank(axis) == 0 for axis in others)
+    return is_first_copy and is_first_replica and (MODEL in covered or _counts_on_this_slice(parameter, grid))
+
+
+# -- norms with experts -----------------------------------------------------------------------------------------------
 
 
 def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torch.Tensor:
@@ -155,7 +280,10 @@ def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torc
     Collective over the grid. It replaces ``DeepSpeedZeroOptimizer.scaled_global_norm``.
     """
     norms: list[torch.Tensor] = []
+    is_copy = grid.get_copy_rank() > 0
     for group, parameters in enumerate(optimizer.params_in_partition):
+        if is_copy and not any(map(is_moe_param, parameters)):
+            continue  # the first copy counts it
         if optimizer.cpu_offload:
             known = optimizer.norm_for_param_grads
             pairs = [(known.get(optimizer.get_param_id(parameter)), parameter) for parameter in parameters]
@@ -167,32 +295,23 @@ def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torc
             for gradient, parameter in zip(gradients, parameters, strict=False)
             if _counts_on_this_slice(parameter, grid)
         ]
-    norm = _norm_over_grid(norms, grid)
+    device = get_accelerator().current_device_name()
+    own = torch.linalg.vector_norm(torch.stack(norms).to(device)) if norms else torch.zeros((), device=device)
+    norm, _ = _norm_over_grid(own, grid)
     return torch.where(norm.isfinite(), norm, -1.0).to(optimizer.device)
 
 
-def _clipped(clip: Any) -> Any:
-    @wraps(clip)
-    def clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
-        limit = engine.gradient_clipping()
-        engine._global_grad_norm = clip_gradients(engine.module.parameters(), limit, engine.mpu)
-
-    return clip_fp32_gradients
+def _clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
+    parameters, limit = engine.module.parameters(), engine.gradient_clipping()
+    engine._global_grad_norm = clip_grad_norm_(parameters, limit, engine.mpu)
 
 
-def _normed(norm: Any) -> Any:
-    @wraps(norm)
-    def scaled_global_norm(optimizer: DeepSpeedZeroOptimizer, norm_type: int = 2) -> Any:
-        return zero_gradient_norm(optimizer, optimizer.mpu)
-
-    return scaled_global_norm
+def _scaled_global_norm(optimizer: DeepSpeedZeroOptimizer, norm_type: int = 2) -> torch.Tensor:
+    return zero_gradient_norm(optimizer, optimizer.mpu)
 
 
-OF_PIPELINES: tuple[tuple[Patch, Make], ...] = ((patches.CLIP_FP32, _clipped),)
-WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = (
-    (patches.CLIP_FP32, _clipped),
-    (patches.ZERO_NORM, _normed),
-)
+OF_PIPELINES: tuple[tuple[Patch, Make], ...] = ((patches.CLIP_FP32, always(_clip_fp32_gradients)),)
+WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = (*OF_PIPELINES, (patches.ZERO_NORM, always(_scaled_global_norm)))
 
 
 def log_clipping(engine: DeepSpeedEngine) -> None:
@@ -204,7 +323,7 @@ def log_clipping(engine: DeepSpeedEngine) -> None:
             f"ds_topo: gradient_clipping={limit} (DeepSpeed's default is {GRADIENT_CLIPPING_DEFAULT}) clips by the "
             f"norm of all {stages} pipeline stages. DeepSpeed's own pipeline without ZeRO counts the first stage "
             "alone, so losses differ from those of earlier runs after the first step that is clipped. "
-            "engine.get_global_grad_norm() returns the norm; compare runs with gradient_clipping 0",
+            "engine.get_global_grad_norm() returns the norm; to compare runs, set grid.correct_norms = False",
             ranks=[0],
             level=logging.WARNING,
         )
@@ -262,7 +381,7 @@ def is_copy_of_tied(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
-def _counts_on_this_slice(parameter: nn.Parameter, grid: MpuGrid) -> bool:
+def _counts_on_this_slice(parameter: nn.Parameter, grid: ProcessGrid) -> bool:
     """Tell whether this rank's slice counts the parameter.
 
     Parameters of experts are shards on every slice unless marked ``tensor_model_parallel = False`` (Megatron's mark of
@@ -270,18 +389,32 @@ def _counts_on_this_slice(parameter: nn.Parameter, grid: MpuGrid) -> bool:
     """
     if is_copy_of_tied(parameter):
         return False
+    is_first_slice = grid.get_axis_rank(MODEL) == 0
     if not is_moe_param(parameter):
-        return bool(is_model_parallel_parameter(parameter)) or grid.get_model_parallel_rank() == 0
+        return bool(is_model_parallel_parameter(parameter)) or is_first_slice
     replicated = getattr(parameter, "tensor_model_parallel", None) is False
     sliced = any(groups.plan.expert_tensor_parallel for groups in registry.of(grid))
-    return grid.get_slice_parallel_rank() == 0 if sliced and replicated else True
+    return is_first_slice if sliced and replicated else True
 
 
-def _replica(parameter: nn.Parameter, grid: MpuGrid) -> int:
-    """Return the index of this rank among the replicas of the parameter."""
-    if is_moe_param(parameter):
-        return int(deepspeed_groups._get_expert_data_parallel_rank(parameter.group_name))  # type: ignore[attr-defined]
-    return dist.get_rank(grid.get_data_parallel_group())
+def _replica(parameter: nn.Parameter, grid: ProcessGrid) -> int:
+    """Return the index of this rank among the replicas of the parameter.
+
+    Raises:
+        ExpertGroupError: it is an expert whose groups neither DeepSpeed nor its reducer knows.
+    """
+    name = expert_group_name(parameter)
+    if name is None:
+        return dist.get_rank(grid.get_data_parallel_group())
+    reducer: Any = owners[parameter]() if parameter in owners else None
+    group = reducer.options.expert_groups.get(name) if reducer is not None else None
+    group = group or deepspeed_groups._get_expert_data_parallel_group_dict().get(name)
+    if group is None:
+        raise ExpertGroupError(
+            f"a parameter is an expert of group {name!r}, which does not exist: call "
+            "groups.create_expert_groups(grid), or pass expert_groups= to its GradientReducer"
+        )
+    return dist.get_rank(group)
 
 
 def _norm_of(gradient: torch.Tensor | None) -> torch.Tensor:
@@ -290,10 +423,22 @@ def _norm_of(gradient: torch.Tensor | None) -> torch.Tensor:
     return norm
 
 
-def _norm_over_grid(norms: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
-    """Return the root of the sum of squares over all ranks, reduced over the model and then the data parallel group."""
-    device = get_accelerator().current_device_name()
-    total = torch.stack(norms).to(device).square().sum() if norms else torch.zeros((), device=device)
-    dist.all_reduce(total, group=grid.get_model_parallel_group())
-    dist.all_reduce(total, group=grid.get_data_parallel_group())
-    return total.sqrt()
+def _norm_over_grid(
+    own: torch.Tensor, grid: ProcessGrid, kind: float = 2.0, failed: bool = False
+) -> tuple[torch.Tensor, bool]:
+    """Combine the norms of all ranks, ``[]``, over the model and then the data parallel group.
+
+    Returns:
+        The norm of order ``kind``, and whether any rank has failed.
+    """
+    if grid.world_size == 1:
+        return own, failed
+    own, is_largest = own.float(), math.isinf(kind)
+    # The largest of some numbers and nan may be either.
+    notes = [own.isnan().float(), torch.full_like(own, failed)]
+    values = torch.stack([own if is_largest else own**kind, *notes])
+    for axes in (model_parallel_axes(grid.topology()), gradient_axes(grid.topology())):
+        dist.all_reduce(values, dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM, group=grid.get_group(axes))
+    total, nans, failures = values.unbind()
+    total = total if is_largest else total ** (1 / kind)
+    return torch.where(nans > 0, torch.nan, total), bool(failures)

@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.engine import parameter_gathers
+from ds_topo.engine.hybrid_sharding import copies_of, reduced_elsewhere
 from ds_topo.engine.parameter_gathers import PartitionedParameters
 from ds_topo.engine.zero_optimizer import PartitionedOptimizer, partitioned
 from ds_topo.ledger import Patch, always, ledger
@@ -98,6 +99,7 @@ class Zero1Gradients(OptimizerGradients):
 
     def bind(self, bindings: ExitStack) -> None:
         """Limit its hooks to counting backward passes, and its epilogue to collecting the partition."""
+        _keep_sums(self.optimizer, bindings)
         for patch, value in (
             (patches.ZERO_OVERLAP, False),
             (patches.ZERO_PROCESS, lambda parameter, group: None),
@@ -120,10 +122,7 @@ class ZeroPartitions(OptimizerGradients):
         self.parameters = in_our_layout.parameters
         self.reduces_always = int(engine.zero_optimization_stage()) == 2
         if not isinstance(self.optimizer, BF16_Optimizer):
-            self.reduction = (
-                self.optimizer,
-                patches.ZERO_EPILOGUE if self.reduces_always else patches.REDUCE_ZERO,
-            )
+            self.reduction = (self.optimizer, patches.ZERO_EPILOGUE if self.reduces_always else patches.REDUCE_ZERO)
 
     def bind(self, bindings: ExitStack) -> None:
         """Move the optimizer to our layout and keep its own hooks from gradients; collective, and so is its end."""
@@ -131,6 +130,7 @@ class ZeroPartitions(OptimizerGradients):
         if isinstance(self.optimizer, BF16_Optimizer):
             _keep_hooks_off(self.optimizer, bindings)
         else:
+            _keep_sums(self.optimizer, bindings)
             rows = [(patches.ZERO_PROCESS, lambda parameter, group: None), (patches.OFFLOAD_STATES, _refuse_offload)]
             for row, value in rows:
                 bindings.callback(ledger.bind(row, always(value), self.optimizer))
@@ -161,6 +161,12 @@ class ZeroPartitions(OptimizerGradients):
                     dist.all_reduce(partition.place_of(weight), group=group)
 
 
+def _keep_sums(optimizer: DeepSpeedZeroOptimizer, bindings: ExitStack) -> None:
+    """Keep the optimizer's step from summing gradients over the copies of its partition a second time."""
+    reduced_elsewhere.add(optimizer)
+    bindings.callback(reduced_elsewhere.discard, optimizer)
+
+
 def _refuse_offload(*_: object, **__: object) -> None:
     raise RuntimeError(
         "offload_states() with a GradientReducer attached: detach() it first; its layout of the partition differs"
@@ -185,7 +191,7 @@ def gradients_of(engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes]) -> O
     tied: set[nn.Parameter] = set()  # their stages sum gradients, and own different parts of them
     if isinstance(engine, PipelineEngine):
         tied = {weight for weight, _ in engine.module.get_tied_weights_and_groups()}
-    in_our_layout = partitioned(optimizer, sizes, tied)
+    in_our_layout = partitioned(optimizer, sizes, tied, copies_of(engine.mpu), engine.is_gradient_accumulation_boundary)
     if in_our_layout is not None:
         return ZeroPartitions(engine, in_our_layout)
     return BF16Gradients(engine) if isinstance(optimizer, BF16_Optimizer) else Zero1Gradients(engine)

@@ -31,7 +31,12 @@ from ds_topo.zero.partitions import Fragment, PartitionedGradients, PartitionLay
 
 
 def balanced_layout(
-    parameters: Sequence[nn.Parameter], itemsize: int, size: int, sizes: BucketSizes, whole: Collection[nn.Parameter]
+    parameters: Sequence[nn.Parameter],
+    itemsize: int,
+    size: int,
+    sizes: BucketSizes,
+    whole: Collection[nn.Parameter],
+    copies: int = 1,
 ) -> tuple[PartitionLayout, set[int]]:
     """Lay parameters out in regions of about a bucket; return also the indices of the regions that are needed whole.
 
@@ -42,7 +47,7 @@ def balanced_layout(
     kinds = [parameter in whole for parameter in parameters]
     backward = range(len(parameters) - 1, -1, -1)
     buckets = plan_buckets([numel * itemsize for numel in numels], kinds, backward, sizes) if parameters else []
-    layout = PartitionLayout.balanced(numels, [members[::-1] for members in reversed(buckets)], size)
+    layout = PartitionLayout.balanced(numels, [members[::-1] for members in reversed(buckets)], size, copies)
     return layout, {region.index for region in layout.regions if kinds[region.members[0]]}
 
 
@@ -171,12 +176,8 @@ class PartitionedParameters(list[torch.Tensor]):
             self._warn(f"{part} may read parameters without waiting for them")
             return
         order = {parameter: place for place, parameter in enumerate(module.parameters())}
-
-        def first_use(entry: tuple[FlatGroup, Region]) -> int:
-            group, region = entry
-            return min(order.get(group.parameters[member], 0) for member in region.members)
-
-        self._regions.sort(key=first_use)
+        # regions in the order of their first use
+        self._regions.sort(key=lambda entry: min(order.get(entry[0].parameters[one], 0) for one in entry[1].members))
         self._memory = SharedMemory(self)
 
     def renew(self) -> None:
@@ -212,9 +213,6 @@ class PartitionedParameters(list[torch.Tensor]):
 
 
 def _in_slices(gather: Any) -> Any:
-    def has_messages(flat: torch.Tensor, group: ProcessGroup) -> bool:
-        return traits_of(group, flat.device).tagged_messages
-
     @wraps(gather)
     def all_gather_dp_groups(
         groups_flat: Sequence[torch.Tensor],
@@ -223,11 +221,12 @@ def _in_slices(gather: Any) -> Any:
         *arguments: Any,
         **options: Any,
     ) -> None:
+        pairs = list(zip(groups_flat, dp_process_group, strict=False))
         if isinstance(groups_flat, PartitionedParameters):
             groups_flat.gather()
-        elif all(has_messages(flat, dp_process_group[index]) for index, flat in enumerate(groups_flat)):
-            for index, flat in enumerate(groups_flat):
-                exchange_of(dp_process_group[index], flat.device).gather_now(flat)
+        elif all(traits_of(group, flat.device).tagged_messages for flat, group in pairs):
+            for flat, group in pairs:
+                exchange_of(group, flat.device).gather_now(flat)
         else:
             gather(groups_flat, partitioned_param_groups, dp_process_group, *arguments, **options)
 

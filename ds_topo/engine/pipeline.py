@@ -14,6 +14,7 @@ from typing import Any, cast
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import DualPipeVModule as DeepSpeedDualPipeVModule
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from torch import nn
@@ -34,7 +35,7 @@ from ds_topo.topology.axes import DATA, PIPE
 from ds_topo.topology.rank_tables import RankGroup
 from ds_topo.topology.spec import Spec, read_config
 
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
+__all__ = ["DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
 
 _building: list[PipelineEngineGrid] = []
@@ -105,6 +106,9 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         DisagreementError: ranks pass different topologies, or some rank does not build the pipeline.
     """
 
+    parts_of_a_rank = 1
+    """The number of parts of the model that each rank of the pipeline holds."""
+
     def __init__(
         self,
         layers: Iterable[Any],
@@ -133,7 +137,7 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
             is_given = topology is not None or config is not None
             require_topology_in_use(cast(Any, layout) if is_given else None, num_stages, used)
             layout = grid = used
-        _check_stages(num_stages, layout, len(layers))
+        _check_stages(num_stages, layout, len(layers), self.parts_of_a_rank)
         if isinstance(layout, MpuGrid):
             engine_grid = PipelineEngineGrid.over(layout)
         else:
@@ -169,6 +173,31 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
 
     def _index_tied_modules(self) -> dict[str, dict[str, Any]]:
         return index_tied_modules(self)
+
+
+class DualPipeVModule(PipelineModule, DeepSpeedDualPipeVModule):  # type: ignore[misc]
+    """DeepSpeed's ``DualPipeVModule`` on a grid of any topology: a pipeline with the DualPipeV schedule of DeepSeek-V3.
+
+    Rank ``r`` of ``n`` along ``pipe`` holds parts ``r`` and ``2n - 1 - r`` of the model. Micro-batches pass through the
+    first parts towards the last rank, and back to rank 0, which also computes the loss. A step needs at least ``2n``
+    micro-batches. Arguments and errors are those of :class:`PipelineModule`.
+    """
+
+    parts_of_a_rank = 2
+    phase_bounds: list[tuple[int, int]]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        if options.get("dynamic_shape"):
+            raise ValueError(
+                "dynamic_shape=True with DualPipeV, whose stages exchange the shapes of activations once: pad samples "
+                "to one length, or use PipelineModule"
+            )
+        super().__init__(*args, **options)
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        super()._partition_layers(method)
+        # as in with_plain_bounds(); DeepSpeed switches between these bounds without _set_bounds()
+        self.phase_bounds = [(int(start), int(stop)) for start, stop in self.phase_bounds]
 
 
 def with_plain_bounds(set_bounds: Any) -> Any:
@@ -282,8 +311,8 @@ def _layout_of(
     return used
 
 
-def _check_stages(num_stages: object, layout: MpuGrid | ProcessTopology | Spec, layers: int) -> None:
-    """Refuse a ``num_stages`` that differs from the topology's, and fewer layers than stages.
+def _check_stages(num_stages: object, layout: MpuGrid | ProcessTopology | Spec, layers: int, parts: int) -> None:
+    """Refuse a ``num_stages`` that differs from the topology's, and fewer layers than parts on all stages.
 
     Raises:
         TopologyError: the message has both numbers.
@@ -295,7 +324,8 @@ def _check_stages(num_stages: object, layout: MpuGrid | ProcessTopology | Spec, 
     stages = max(1, topology.get_dim(PIPE))
     if num_stages is not None and num_stages != stages and TOPOLOGY_OVERRIDE not in os.environ:
         raise TopologyError(f"num_stages={abridged(num_stages)}, but {topology.spec!r} has {stages}: give only one")
-    if layers < stages:
+    if layers < stages * parts:
         raise TopologyError(
-            f"{layers} layers for the {stages} stages of {topology.spec!r}: give every stage at least one"
+            f"{layers} layers for the {stages} stages of {topology.spec!r}: give every stage at least "
+            + ("one" if parts == 1 else f"{parts} (DualPipeV)")
         )

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,14 +19,16 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 from typing_extensions import Self, Unpack
 
+from ds_topo.engine import autoep
 from ds_topo.engine.optimizer_gradients import gradients_of
 from ds_topo.errors import listed
-from ds_topo.ledger import Patch, ledger
+from ds_topo.ledger import Patch, after, ledger
 from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer import BucketReducer
@@ -103,7 +105,11 @@ class GradientReducer(BucketReducer):
             raise TypeError(f"GradientReducer.attach: {type(engine).__name__} is not what deepspeed.initialize returns")
         if given := [name for name in ("module", "grid", "process_group", "driver") if name in options]:
             raise TypeError(f"GradientReducer.attach: omit {listed(given)}, which the engine provides")
-        driver = (PipelineDriver if isinstance(engine, PipelineEngine) else EngineDriver)(engine, options)
+        autoep.check_reducer(engine._config)
+        kind: type[EngineDriver] = EngineDriver
+        if isinstance(engine, PipelineEngine):
+            kind = DualPipeVDriver if isinstance(engine, DualPipeVEngine) else PipelineDriver
+        driver = kind(engine, options)
         reducer = cls(engine.module, process_group=driver.group, driver=driver, **options)
         try:
             driver.bind(reducer, reducer.options)
@@ -181,17 +187,17 @@ class EngineDriver(StepDriver):
                 )
 
         self._replace(reduction, lambda _: self._reduce_with(reducer), owner)
-        self._replace(patches.DESTROY_ENGINE, partial(_after, end_with_engine))
+        self._replace(patches.DESTROY_ENGINE, after(end_with_engine))
         self._replace(patches.COALESCE, lambda _: _refuse_coalescing)
-        self._replace(patches.TAKE_STEP, partial(_after, require_reduced))
+        self._replace(patches.TAKE_STEP, after(require_reduced))
         for row in patches.ZERO_GRADS:
             for thrower in (self.engine, self.engine.optimizer):
                 if isinstance(row.owner, type) and isinstance(thrower, row.owner):
-                    self._replace(row, partial(_after, reducer.forget_unreduced), thrower)
+                    self._replace(row, after(reducer.forget_unreduced), thrower)
         self._watch_for_exceptions(reducer)
         if options.overlap_parameters and self._gradients.parameters is not None:
             self._gradients.parameters.start_overlapping(self.engine.module)
-            self._replace(patches.COMPILE, partial(_after, self._gather_in_step))
+            self._replace(patches.COMPILE, after(self._gather_in_step))
 
     # -- the reducer's questions
 
@@ -205,6 +211,19 @@ class EngineDriver(StepDriver):
         if engine.inside_no_sync_ctxt or not is_own:
             return False
         return self._gradients.reduces_always or bool(engine.is_gradient_accumulation_boundary())
+
+    def remedy_for_unfrozen(self) -> str:
+        """Return what to do about unfrozen parameters: only an optimizer of torch itself can train them later."""
+        engine = self.engine
+        if engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled():
+            return (
+                f"DeepSpeed's {type(engine.optimizer).__name__} trains only what required gradients in "
+                "deepspeed.initialize, with or without a reducer; unfreeze before that call, and give parameters that "
+                "are to begin later a learning rate of 0"
+            )
+        return (
+            "call detach() on the reducer and GradientReducer.attach(engine) on all ranks; the optimizer must hold them"
+        )
 
     def steps_taken(self) -> int:
         """Return the engine's count of steps."""
@@ -246,9 +265,9 @@ class EngineDriver(StepDriver):
             end_backward()
             reducer.give_up_unfinished()
 
-        self._replace(patches.OWN_BACKWARD, partial(_after, begin_backward))
-        self._replace(patches.OWN_STEP, partial(_after, end_backward))
-        self._replace(patches.FORWARD, partial(_after, begin_forward))
+        self._replace(patches.OWN_BACKWARD, after(begin_backward))
+        self._replace(patches.OWN_STEP, after(end_backward))
+        self._replace(patches.FORWARD, after(begin_forward))
 
     def _samples(self, replicas: int) -> int:
         """Return the number of replicas that work on different samples."""
@@ -289,8 +308,10 @@ class PipelineDriver(EngineDriver):
 
     def __init__(self, engine: PipelineEngine, options: ReductionArguments) -> None:
         super().__init__(engine, options)
-        self._passes = 0
-        """The number of backward passes in this step so far."""
+        self._passes = [0, 0]
+        """The number of backward passes in this step so far, in each phase of the schedule."""
+        self._phase = 0
+        """The phase of the last backward pass; always 0, except with DualPipeV."""
         self.backward_ns = 0
         """The duration of the last backward pass."""
 
@@ -308,14 +329,15 @@ class PipelineDriver(EngineDriver):
             backward, reduce_tied = instructions[schedule.BackwardPass], instructions[schedule.ReduceTiedGrads]
 
             def backward_pass(engine: PipelineEngine, **arguments: Any) -> None:
-                self._passes += 1
+                self._phase = arguments.get("phase", 0)
+                self._passes[self._phase] += 1
                 started = time.perf_counter_ns()
                 backward(engine, **arguments)
                 self.backward_ns = time.perf_counter_ns() - started
                 reducer.launch_deferred()
 
             def reduce_tied_gradients(engine: PipelineEngine, **arguments: Any) -> None:
-                self._passes = 0
+                self._passes = [0, 0]
                 reducer.complete()
                 self._gradients.reduce_tied(partial(reduce_tied, engine, **arguments))
 
@@ -325,8 +347,8 @@ class PipelineDriver(EngineDriver):
         self._replace(patches.INSTRUCTIONS, with_ours)
 
     def is_last_backward(self) -> bool:
-        """Tell whether this is the last backward pass of the schedule."""
-        return bool(self._passes == self.engine.micro_batches)
+        """Tell whether this is the last backward pass of the schedule, or of a phase of it."""
+        return bool(self._passes[self._phase] == self.engine.micro_batches)
 
     def prefers_to_defer(self, timings: Iterable[StepTiming]) -> bool:
         """Tell whether the wait for earlier stages is longer than the reduction, so that overlap gains nothing.
@@ -343,24 +365,25 @@ class PipelineDriver(EngineDriver):
 
     def _watch_for_exceptions(self, reducer: BucketReducer) -> None:
         def start_anew() -> None:
-            self._passes = 0
+            self._passes = [0, 0]
             reducer.give_up_unfinished()
 
-        self._replace(patches.EXECUTE_SCHEDULE, partial(_after, start_anew))
+        self._replace(patches.EXECUTE_SCHEDULE, after(start_anew))
 
     def _samples(self, replicas: int) -> int:
         return replicas
 
 
-def _after(before: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method so that it runs after ``before()``."""
+class DualPipeVDriver(PipelineDriver):
+    """The driver of a DualPipeV engine. The parameters of each phase are reduced from the last backward of that phase.
 
-    @wraps(method)
-    def called_after(*args: Any, **options: Any) -> Any:
-        before()
-        return method(*args, **options)
+    Phase 1 ends earlier, which starts the step. Its reductions overlap with the rest of phase 0. Those passes are
+    equally many in each step, so the reducer learns how many gradients a parameter gets in them (``static_graph``).
+    """
 
-    return called_after
+    def prefers_to_defer(self, timings: Iterable[StepTiming]) -> bool:
+        """Never defer: no stage waits for the ends of all others."""
+        return False
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from torch import nn
 
 from ds_topo.backends import device_in_use
 from ds_topo.errors import ReplicaError, listed
-from ds_topo.ledger import ledger
+from ds_topo.ledger import after, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.agreement import agree
@@ -131,7 +131,7 @@ class ReplicaCheck:
         self.now()
         if every:
             self._bindings.callback(ledger.bind(row, self._comparing, engine))
-            self._bindings.callback(ledger.bind(patches.DESTROY_ENGINE, self._before_destroy, engine))
+            self._bindings.callback(ledger.bind(patches.DESTROY_ENGINE, after(self.remove), engine))
 
     def now(self) -> None:
         """Compare; collective over the engine's ranks."""
@@ -163,14 +163,6 @@ class ReplicaCheck:
 
         step.compares_replicas = True  # type: ignore[attr-defined]
         return step
-
-    def _before_destroy(self, destroy: Any) -> Any:
-        @wraps(destroy)
-        def destroy_engine(*arguments: Any, **options: Any) -> None:
-            self.remove()
-            destroy(*arguments, **options)
-
-        return destroy_engine
 
 
 # -- tensors that must be alike ---------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import importlib.util
 import inspect
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import cache, wraps
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 from typing_extensions import Self
 
+from ds_topo.engine import autotp
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
 from ds_topo.engine.pipeline import PipelineModule, building_on, check_built_on, index_tied_modules, with_plain_bounds
@@ -53,6 +54,7 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
       parameters that are marked as a slice.
     - accelerate, and so Trainer, distributes samples over the ranks that work on different samples
       (:meth:`~ds_topo.ProcessGrid.get_sample_rank`), and counts these ranks in schedules and batch sizes.
+    - ``deepspeed.init_inference`` with ``tensor_parallel`` splits the model along the axis ``model``.
     - With a ``seq`` axis, DeepSpeed's long sequence training (``UlyssesSPAttentionHF``) uses the grid's groups.
 
     The function only patches names (``python -m ds_topo.engine`` lists them) and does not communicate. Calls for the
@@ -188,7 +190,7 @@ def _partitioned_over_replicas(construct: Any) -> Any:
         grid = grid_in_use()
         has_group = arguments.get("data_parallel_group") or arguments.get("sequence_data_parallel_group")
         if grid is not None and not has_group:
-            arguments["data_parallel_group"] = grid.get_data_parallel_group()
+            arguments["data_parallel_group"] = grid.get_partition_group()
             if arguments.get("mpu") is None:
                 arguments["mpu"] = grid
             for name in {"config_dict_or_path", "config"} & arguments.keys():
@@ -213,8 +215,10 @@ def _modified_by_one(end: Any) -> Any:
     @wraps(end)
     def send_to_slices(context: Any, *exception: Any) -> Any:
         grid, rank = grid_in_use(), getattr(context, "ds_topo_modifier_rank", None)
+        if context.enabled and grid is not None and rank is not None:
+            _send_to_copies(context.params, grid)
         if context.enabled and grid is not None and rank is not None and grid.get_axis_size(MODEL) > 1:
-            replicas = grid.get_data_parallel_group()
+            replicas = grid.get_partition_group()
             group = grid.get_group([axis for axis in grid.topology().axes if axis != PIPE])
             for parameter in context.params:
                 if parameter.ds_process_group == replicas and not _may_differ_on_slices(parameter):
@@ -222,6 +226,15 @@ def _modified_by_one(end: Any) -> Any:
         return end(context, *exception)
 
     return send_to_slices
+
+
+def _send_to_copies(parameters: Iterable[Any], grid: MpuGrid) -> None:
+    """Give the ranks along ``shard`` that a modifier does not reach, because they share another copy, its values."""
+    copies = grid.get_copy_group()
+    if dist.get_world_size(copies) > 1:
+        for parameter in parameters:
+            if parameter.ds_process_group == grid.get_partition_group():
+                dist.broadcast(parameter.data.view(torch.uint8), dist.get_global_rank(copies, 0), group=copies)
 
 
 def _may_differ_on_slices(parameter: torch.Tensor) -> bool:
@@ -433,6 +446,7 @@ WHILE_A_GRID_IS_IN_USE: tuple[tuple[Patch, Make], ...] = (
     (patches.TIED_MODULES, always(index_tied_modules)),
     (patches.SET_BOUNDS, with_plain_bounds),
     (patches.ZERO_INIT, _partitioned_over_replicas),
+    (patches.INFERENCE_GROUP, autotp.with_group_of_grid_in_use),
     (patches.MODIFIED, _with_modifier_kept),
     (patches.MODIFIED_BY_ONE, _modified_by_one),
     *zip(

@@ -34,6 +34,7 @@ from ds_topo.mpu import patches
 from ds_topo.process_groups.agreement import agree
 from ds_topo.reducer.options import BucketSizes
 from ds_topo.torch_names import job_timeout
+from ds_topo.zero.exchange import Copies
 from ds_topo.zero.partitions import PartitionedGradients, PartitionLayout, moved
 
 
@@ -67,14 +68,23 @@ class PartitionedOptimizer(ABC):
         optimizer: DeepSpeed's optimizer.
         sizes: the sizes of the regions.
         whole: parameters that every rank needs whole.
+        copies: the ranks that hold copies of the partitions of dense parameters, if there are any.
+        ends_step: returns True in the last micro-batch of a step.
     """
 
     _rows_of_methods: ClassVar[tuple[Patch, ...]]
     """The rows for saving, loading and refreshing."""
 
-    def __init__(self, optimizer: Any, sizes: BucketSizes, whole: Collection[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        sizes: BucketSizes,
+        whole: Collection[nn.Parameter],
+        copies: Copies | None,
+        ends_step: Callable[[], bool],
+    ) -> None:
         self.optimizer = optimizer
-        self._sizes, self._whole = sizes, whole
+        self._sizes, self._whole, self._copies, self._ends_step = sizes, whole, copies, ends_step
         self.groups = self._flat_groups()
         self.parameters = PartitionedParameters(self.groups)
         self._bindings = ExitStack()
@@ -135,10 +145,20 @@ class PartitionedOptimizer(ABC):
     ) -> FlatGroup:
         process_group = self.optimizer.real_dp_process_group[index]
         size = dist.get_world_size(process_group)
-        ours, needed_whole = balanced_layout(parameters, dtype.itemsize, size, self._sizes, self._whole)
+        copies = None if any(map(is_moe_param, parameters)) else self._copies
+        number = 1 if copies is None else copies.number
+        ours, needed_whole = balanced_layout(parameters, dtype.itemsize, size, self._sizes, self._whole, number)
         memory = None if flat_gradients is None else lengthened(flat_gradients, ours.numel)
         gradients = PartitionedGradients(
-            parameters, ours, process_group, dtype, keeps=keeps, whole=needed_whole, memory=memory
+            parameters,
+            ours,
+            process_group,
+            dtype,
+            keeps=keeps,
+            whole=needed_whole,
+            memory=memory,
+            copies=copies,
+            ends_step=self._ends_step,
         )
         return FlatGroup(index, parameters, flat, master, theirs, gradients)
 
@@ -382,7 +402,11 @@ class PartitionedBF16(PartitionedOptimizer):
 
 
 def partitioned(
-    optimizer: Any, sizes: Callable[[], BucketSizes], whole: Collection[nn.Parameter]
+    optimizer: Any,
+    sizes: Callable[[], BucketSizes],
+    whole: Collection[nn.Parameter],
+    copies: Copies | None,
+    ends_step: Callable[[], bool],
 ) -> PartitionedOptimizer | None:
     """Wrap the optimizer for our layout; return None if its arithmetic depends on DeepSpeed's."""
     if getattr(optimizer, "autoep_folding_tp_group", None) is not None:
@@ -390,10 +414,10 @@ def partitioned(
     if not is_element_by_element(optimizer.optimizer):
         return None
     if isinstance(optimizer, BF16_Optimizer):
-        return None if optimizer._uses_muon else PartitionedBF16(optimizer, sizes(), whole)
+        return None if optimizer._uses_muon else PartitionedBF16(optimizer, sizes(), whole, copies, ends_step)
     if any(optimizer._is_muon_group(parameters) for parameters in optimizer.bit16_groups):
         return None
-    return PartitionedZero(optimizer, sizes(), whole)
+    return PartitionedZero(optimizer, sizes(), whole, copies, ends_step)
 
 
 def _put(inner: torch.optim.Optimizer, master: torch.Tensor, data: torch.Tensor, states: dict[str, Any]) -> None:

@@ -4,8 +4,6 @@ Hostfiles, numbers and Slurm variables give a ``HostMap``; ``Placement`` combine
 ``hosts``.
 """
 
-from __future__ import annotations
-
 from ds_topo.hosts.hosts import Host, HostMap, Hosts
 from ds_topo.hosts.placement import Placement
 

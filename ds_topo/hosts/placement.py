@@ -2,88 +2,42 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from ds_topo.errors import TopologyError, WorldSizeError
 from ds_topo.hosts.hosts import HostMap, Hosts
 from ds_topo.hosts.slurm import fold_node_list
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.rank_tables import axes_of, grid_groups
+from ds_topo.topology.rank_tables import axes_of, copy_axes, degree, grid_groups, partition_axes
 from ds_topo.topology.spec import Spec
-
-
-@dataclass(frozen=True)
-class GroupSpan:
-    """One group of ranks on hosts.
-
-    Args:
-        ranks: the ranks of the group, ascending.
-        hosts: the number of each host of the group, ascending.
-        crossing_pairs: the pairs of ranks on different hosts, between which an all-to-all sends.
-        crossing_links: the links between hosts in the ring rank -> next rank -> ... -> first rank, over which an
-            all-reduce or a pipeline sends.
-    """
-
-    ranks: tuple[int, ...]
-    hosts: tuple[int, ...]
-    crossing_pairs: int
-    crossing_links: int
-
-    @property
-    def pairs(self) -> int:
-        """The number of all pairs of ranks."""
-        return len(self.ranks) * (len(self.ranks) - 1) // 2
-
-    @property
-    def links(self) -> int:
-        """The number of all links of the ring; two ranks have one."""
-        return len(self.ranks) if len(self.ranks) > 2 else len(self.ranks) - 1
 
 
 @dataclass(frozen=True)
 class AxisSpan:
     """All groups over one axis or several on hosts.
 
-    >>> Placement.of("pipe=2,data=4", Hosts.uniform(2, slots=4)).span("pipe").crossing_pairs
+    Args:
+        hosts_per_group: the fewest and the most hosts of a group.
+        groups_across_hosts: the number of groups on more than one host.
+        pairs: the number of pairs of ranks in all groups, between which an all-to-all sends.
+        pairs_across_hosts: the number of pairs on different hosts.
+        ring_links: the number of links in the rings rank -> next rank -> ... -> first rank of all groups, over which an
+            all-reduce or a pipeline sends; two ranks have one.
+        ring_links_across_hosts: the number of links between hosts.
+
+    >>> Placement.of("pipe=2,data=4", Hosts.uniform(2, slots=4)).span("pipe").pairs_across_hosts
     4
     """
 
-    axes: tuple[str, ...]
-    groups: tuple[GroupSpan, ...]
-
-    @property
-    def hosts_per_group(self) -> tuple[int, int]:
-        """The fewest and the most hosts of a group."""
-        numbers = [len(group.hosts) for group in self.groups]
-        return min(numbers), max(numbers)
-
-    @property
-    def crossing_groups(self) -> int:
-        """The number of groups on more than one host."""
-        return sum(len(group.hosts) > 1 for group in self.groups)
-
-    @property
-    def pairs(self) -> int:
-        """The number of pairs of ranks in all groups."""
-        return sum(group.pairs for group in self.groups)
-
-    @property
-    def crossing_pairs(self) -> int:
-        """The number of pairs on different hosts."""
-        return sum(group.crossing_pairs for group in self.groups)
-
-    @property
-    def links(self) -> int:
-        """The number of links in the rings of all groups."""
-        return sum(group.links for group in self.groups)
-
-    @property
-    def crossing_links(self) -> int:
-        """The number of links between hosts."""
-        return sum(group.crossing_links for group in self.groups)
+    hosts_per_group: tuple[int, int]
+    groups_across_hosts: int
+    pairs: int
+    pairs_across_hosts: int
+    ring_links: int
+    ring_links_across_hosts: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +52,7 @@ class Placement:
         WorldSizeError: the numbers of ranks differ. The message gives the nearest topology that fits.
 
     >>> placement = Placement.of("pipe=2,data=-1", Hosts.uniform(2, slots=4))
-    >>> placement.topology, placement.span("data").crossing_groups
+    >>> placement.topology, placement.span("data").groups_across_hosts
     (ProcessTopology('pipe=2,data=4'), 0)
     """
 
@@ -120,27 +74,54 @@ class Placement:
         return cls(fit(spec, host_map), host_map)
 
     def span(self, axes: str | tuple[str, ...]) -> AxisSpan:
-        """Return all groups over one axis or several, with their hosts."""
-        names = axes_of(self.topology, axes)
-        return AxisSpan(names, tuple(self._group_span(ranks) for ranks in self.topology.get_axis_comm_lists(names)))
+        """Count the hosts of all groups over one axis or several, and what crosses hosts in them."""
+        tables = self.topology.get_axis_comm_lists(axes_of(self.topology, axes))
+        groups = [[self.host_map.host_indices[rank] for rank in ranks] for ranks in tables]
+        hosts = [len(set(group)) for group in groups]
+        pairs = sum(len(group) * (len(group) - 1) // 2 for group in groups)
+        inside = sum(count * (count - 1) // 2 for group in groups for count in Counter(group).values())
+        links = [link for group in groups for link in pairwise([*group, group[0]] if len(group) > 2 else group)]
+        return AxisSpan(
+            hosts_per_group=(min(hosts, default=0), max(hosts, default=0)),
+            groups_across_hosts=sum(number > 1 for number in hosts),
+            pairs=pairs,
+            pairs_across_hosts=pairs - inside,
+            ring_links=len(links),
+            ring_links_across_hosts=sum(here != there for here, there in links),
+        )
 
     def hosts_of(self, ranks: Iterable[int]) -> list[str]:
         """Return the names of the hosts of these ranks, each once, in the order of the hosts."""
         names = self.host_map.hosts.names
         return [names[index] for index in sorted({self.host_map.host_index(rank) for rank in ranks})]
 
-    def _group_span(self, ranks: list[int]) -> GroupSpan:
-        host_indices = self.host_map.host_indices
-        hosts = [host_indices[rank] for rank in ranks]
-        counts = Counter(hosts)
-        same_host = sum(count * (count - 1) // 2 for count in counts.values())
-        neighbors = zip(hosts, [*hosts[1:], hosts[0]] if len(hosts) > 2 else hosts[1:], strict=False)
-        return GroupSpan(
-            tuple(ranks),
-            tuple(sorted(counts)),
-            len(ranks) * (len(ranks) - 1) // 2 - same_host,
-            sum(here != there for here, there in neighbors),
-        )
+
+def gradients_across_hosts(placement: Placement) -> tuple[float, float]:
+    """Return what the busiest host sends to others for ZeRO, in units of the bytes of one rank's gradients.
+
+    The first number is per step: the sums over the copies of partitions, of which each of ``h`` hosts sends
+    ``2 (h - 1) / h`` of each partition. The second is per reduction to, or gathering from, the owners of partitions.
+
+    >>> hosts = Hosts.uniform(2, slots=4)
+    >>> [gradients_across_hosts(Placement.of(spec, hosts)) for spec in ("data=2,shard=4", "shard=2,data=4", "data=8")]
+    [(1.0, 0.0), (0.0, 2.0), (0.0, 0.5)]
+    """
+    topology = placement.topology
+    copies, partitions = copy_axes(topology), partition_axes(topology)
+    return (
+        2 * _most_sent(placement, copies) / degree(topology, partitions) if copies else 0.0,
+        _most_sent(placement, partitions) if partitions else 0.0,
+    )
+
+
+def _most_sent(placement: Placement, axes: tuple[str, ...]) -> float:
+    """Return the most that a host sends if each host of a group sends all but its own share to the others, once."""
+    sent: dict[int, float] = defaultdict(float)
+    for ranks in placement.topology.get_axis_comm_lists(axes):
+        hosts = {placement.host_map.host_indices[rank] for rank in ranks}
+        for host in hosts:
+            sent[host] += (len(hosts) - 1) / len(hosts)
+    return max(sent.values())
 
 
 def group_axes(topology: ProcessTopology) -> list[tuple[str, ...]]:

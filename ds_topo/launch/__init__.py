@@ -5,8 +5,6 @@
 ``ds_topo.launch.joining.join()`` does the same with torch alone.
 """
 
-from __future__ import annotations
-
 from ds_topo.launch.launchers import Launch, RankFilter, detect_launch, export_coordinates, rank_name
 
 __all__ = ["Launch", "RankFilter", "detect_launch", "export_coordinates", "rank_name"]

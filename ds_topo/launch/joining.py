@@ -17,19 +17,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    PrefixStore,
-    Store,
-    TCPStore,
-)  # mypy finds them only here
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy finds them only here
 
 from ds_topo.backends import check_backend, default_backend, device_served_by
-from ds_topo.errors import DisagreementError, HostError, LaunchError, abridged, unanswered
+from ds_topo.errors import DisagreementError, HostError, LaunchError, unanswered
 from ds_topo.hosts.hosts import address_of, is_loopback
 from ds_topo.hosts.placement import fold_numbers
 from ds_topo.launch import lifeline
 from ds_topo.launch.launchers import Launch, detect_launch, is_own_address
-from ds_topo.torch_names import get_several, inherit_timeout, job_timeout
+from ds_topo.torch_names import get_several, inherit_timeout, job_timeout, timeout_of
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _ANYWHERE = "192.0.2.1"
@@ -78,15 +74,14 @@ def choose_interface(launch: Launch, master: str) -> str | None:
     Raises:
         LaunchError: no interface can be found out. The message names the variable to set.
     """
-    if GLOO_INTERFACE in os.environ or launch.is_on_one_host or (launch.node is None and is_loopback(master)):
+    is_on_one_host = launch.local_world_size == launch.world_size or (launch.node is None and is_loopback(master))
+    if GLOO_INTERFACE in os.environ or is_on_one_host:
         return None
     name, own = socket.gethostname(), "unknown"
-    try:
+    with suppress(HostError):
         own = address_of(name)
         if not is_loopback(own):
             return None
-    except HostError:
-        pass
     others = [name for name, address in _interfaces() if not is_loopback(address)]
     interface = interface_towards(master) or interface_towards(_ANYWHERE) or (others[0] if len(others) == 1 else None)
     if interface is None:
@@ -186,16 +181,7 @@ def as_timeout(timeout: float | timedelta | None) -> timedelta:
         if not (minutes.isascii() and minutes.isdecimal()) or not int(minutes):
             raise ValueError(f"DEEPSPEED_TIMEOUT={minutes!r} is not a number of minutes >= 1")
         return timedelta(minutes=int(minutes))
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float, timedelta)):
-        backend = " (a backend is given by name: backend='gloo')" if isinstance(timeout, str) else ""
-        raise TypeError(f"timeout={abridged(timeout)}: give seconds, or a timedelta, above 0{backend}")
-    try:
-        limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    except (OverflowError, ValueError) as error:
-        raise ValueError(f"timeout={timeout}: {error}; give seconds, or a timedelta, above 0") from None
-    if limit <= timedelta():
-        raise ValueError(f"timeout={timeout}: give seconds, or a timedelta, above 0")
-    return limit
+    return timeout_of(timeout)
 
 
 def prepare(*, end_with_launcher: bool = True) -> Launch:
@@ -344,8 +330,7 @@ def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str)
 def _joined_already(timeout: timedelta | None) -> Launch:
     if timeout is not None and timeout != job_timeout():
         warnings.warn(
-            f"the job was joined before with timeout {job_timeout()}, so timeout={timeout} has no effect",
-            stacklevel=3,
+            f"the job was joined before with timeout {job_timeout()}, so timeout={timeout} has no effect", stacklevel=3
         )
     try:
         launch = detect_launch()

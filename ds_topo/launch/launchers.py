@@ -98,11 +98,6 @@ class Launch:
         return f"{ranks}{here}, {by}, master {self.master_addr}:{self.master_port}"
 
     @property
-    def is_on_one_host(self) -> bool | None:
-        """Return whether all ranks are on this host; None if unknown."""
-        return None if self.local_world_size is None else self.local_world_size == self.world_size
-
-    @property
     def variables(self) -> dict[str, str]:
         """The variables that torch and DeepSpeed read, as DeepSpeed's own launcher sets them."""
         variables = {

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
@@ -141,13 +142,11 @@ def end_with_launcher(launch: Launch) -> None:
 def ancestors_of(pid: int) -> list[Ancestor]:
     """Return the ancestors of ``pid``, its parent first; none on other systems than Linux."""
     ancestors: list[Ancestor] = []
-    try:
+    with suppress(OSError, ValueError):  # one has just ended, or there is no /proc
         # the name of the command, in parentheses, may contain anything
         while (pid := int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])) > 0:
             argv = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
             ancestors.append(Ancestor(pid, kind_of(argv)))
-    except (OSError, ValueError):  # one has just ended, or there is no /proc
-        pass
     return ancestors
 
 
@@ -181,9 +180,8 @@ def _wait_for_the_end_of(pid: int) -> None:
 
 def _exists(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
+        with suppress(PermissionError):
+            os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        pass
     return True

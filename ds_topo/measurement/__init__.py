@@ -1,3 +1,1 @@
 """Measure what the planner needs with torch: the machine at hand (``calibrate``), a live module (``live_module``)."""
-
-from __future__ import annotations

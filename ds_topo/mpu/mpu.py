@@ -1,8 +1,8 @@
 """Define the queries that DeepSpeed and Megatron make on an ``mpu``, as a protocol and as methods of a grid.
 
 *Data parallel* groups join the replicas of a parameter: all ranks that share stage and slice. An axis that DeepSpeed
-does not know (``seq``, ``expert``, any other) therefore counts as data, for gradients. *Model parallel* is pipe x
-model, *slice* the ``model`` axis alone.
+does not know (``seq``, ``expert``, ``shard``, any other) therefore counts as data, for gradients. *Model parallel* is
+pipe x model, *slice* the ``model`` axis alone. ZeRO *partitions* over ``shard``, or over all of data without that axis.
 """
 
 from __future__ import annotations
@@ -13,16 +13,9 @@ from typing import Any, Protocol, runtime_checkable
 from ds_topo.errors import abridged
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import ProcessGrid
-from ds_topo.topology import ProcessTopology
+from ds_topo.topology import ProcessTopology, rank_tables
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
-from ds_topo.topology.rank_tables import (
-    RankGroup,
-    degree,
-    fold_extra_axes,
-    gradient_axes,
-    model_parallel_axes,
-    p2p_pairs,
-)
+from ds_topo.topology.rank_tables import RankGroup
 
 
 @runtime_checkable
@@ -67,7 +60,32 @@ class MpuGrid(ProcessGrid):
     @cached_property
     def _topo(self) -> ProcessTopology:
         """The topology of pipe, data and model that DeepSpeed knows; extra axes are folded into data."""
-        return fold_extra_axes(self.topology())
+        return rank_tables.fold_extra_axes(self.topology())
+
+    @property
+    def correct_norms(self) -> bool:
+        """True if engines clip by the norm that counts every parameter once. That is the default.
+
+        False leaves DeepSpeed's own norms as they are, so that losses can be compared with those of an earlier job bit
+        by bit. Set it on all ranks before a pipeline or an engine is built.
+        """
+        return self._core.correct_norms
+
+    @correct_norms.setter
+    def correct_norms(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"correct_norms={abridged(value)}: give True or False")
+        if self._core.has_modules:
+            raise RuntimeError(
+                f"correct_norms={value} would not change the pipelines and engines that this grid has already: set it "
+                "right after the grid is created"
+            )
+        self._core.correct_norms = value
+
+    def settle_norms(self) -> bool:
+        """Return ``correct_norms``, which can no longer change."""
+        self._core.has_modules = True
+        return self._core.correct_norms
 
     # -- attributes of DeepSpeed's grid -------------------------------------------------------------------------------
 
@@ -97,11 +115,6 @@ class MpuGrid(ProcessGrid):
         return self.get_axis_size(MODEL)
 
     @cached_property
-    def model_parallel_size(self) -> int:
-        """An alias of ``slice_parallel_size``."""
-        return self.slice_parallel_size
-
-    @cached_property
     def data_parallel_size(self) -> int:
         """The number of ranks that work on distinct samples."""
         return self.get_sample_world_size()
@@ -114,7 +127,7 @@ class MpuGrid(ProcessGrid):
     @cached_property
     def ds_model_world_size(self) -> int:
         """The number of stages times the number of slices."""
-        return degree(self.topology(), model_parallel_axes(self.topology()))
+        return rank_tables.degree(self.topology(), rank_tables.model_parallel_axes(self.topology()))
 
     @cached_property
     def ds_model_rank(self) -> int:
@@ -124,7 +137,7 @@ class MpuGrid(ProcessGrid):
     @cached_property
     def dp_group(self) -> list[int]:
         """The ranks of the data parallel group."""
-        return self.get_ranks(gradient_axes(self.topology()))
+        return self.get_ranks(rank_tables.gradient_axes(self.topology()))
 
     @cached_property
     def pp_group(self) -> list[int]:
@@ -135,31 +148,6 @@ class MpuGrid(ProcessGrid):
     def slice_group(self) -> list[int]:
         """The ranks of the slice parallel group."""
         return self.get_ranks(MODEL)
-
-    @cached_property
-    def mp_group(self) -> list[int]:
-        """An alias of ``slice_group``."""
-        return self.slice_group
-
-    @property
-    def dp_proc_group(self) -> ProcessGroup:
-        """The data parallel group."""
-        return self.get_data_parallel_group()
-
-    @property
-    def pp_proc_group(self) -> ProcessGroup:
-        """The pipe parallel group."""
-        return self.get_group(PIPE)
-
-    @property
-    def slice_proc_group(self) -> ProcessGroup:
-        """The slice parallel group."""
-        return self.get_group(MODEL)
-
-    @property
-    def ds_model_proc_group(self) -> ProcessGroup:
-        """The model parallel group, pipe x model."""
-        return self.get_group(model_parallel_axes(self.topology()))
 
     @cached_property
     def dp_groups(self) -> list[list[int]]:
@@ -179,7 +167,7 @@ class MpuGrid(ProcessGrid):
     @cached_property
     def p2p_groups(self) -> list[list[int]]:
         """The pairs ``[rank, rank of its next stage]`` of the job; the first stage follows the last."""
-        return self._all_to_global(p2p_pairs(self._topo))
+        return self._all_to_global(rank_tables.p2p_pairs(self._topo))
 
     # -- queries ---------------------------------------------------------------------------------------------------
 
@@ -211,6 +199,18 @@ class MpuGrid(ProcessGrid):
         """Return the global ranks of the data parallel group, ascending."""
         return list(self.dp_group)
 
+    def get_partition_group(self) -> ProcessGroup:
+        """Return the group over which ZeRO partitions: ``shard``, or the data parallel group without that axis."""
+        return self.get_group(rank_tables.partition_axes(self.topology()))
+
+    def get_copy_group(self) -> ProcessGroup:
+        """Return the group of the ranks that hold this rank's partition, which is this rank alone without ``shard``."""
+        return self.get_group(rank_tables.copy_axes(self.topology()))
+
+    def get_copy_rank(self) -> int:
+        """Return the index of this rank among those that hold copies of its partition."""
+        return self.topology().get_axis_index(rank_tables.copy_axes(self.topology()), self.grid_rank)
+
     def get_model_parallel_rank(self) -> int:
         """Return the rank ``stage * slices + slice``, for every order of the axes."""
         return self.ds_model_rank
@@ -221,7 +221,7 @@ class MpuGrid(ProcessGrid):
 
     def get_model_parallel_group(self) -> ProcessGroup:
         """Return the group of all ranks of this rank's replica of the model (pipe x model)."""
-        return self.ds_model_proc_group
+        return self.get_group(rank_tables.model_parallel_axes(self.topology()))
 
     def get_slice_parallel_rank(self) -> int:
         """Return this rank's index along ``model``."""
@@ -237,6 +237,12 @@ class MpuGrid(ProcessGrid):
 
     get_pipe_parallel_rank = get_stage_id
     get_data_parallel_id = get_data_parallel_rank
+    dp_proc_group = property(ProcessGrid.get_data_parallel_group)
+    pp_proc_group = property(get_pipe_parallel_group)
+    slice_proc_group = property(get_slice_parallel_group)
+    ds_model_proc_group = property(get_model_parallel_group)
+    mp_group = property(lambda self: self.slice_group)
+    model_parallel_size = property(get_slice_parallel_world_size)
 
     def stage_to_global(self, stage_id: int, **axes: int) -> int:
         """Return the global rank at a stage. Other coordinates are this rank's own, or given by ``axes``.

@@ -11,6 +11,8 @@ from types import ModuleType
 
 import deepspeed
 import torch
+from deepspeed.inference.engine import InferenceEngine
+from deepspeed.module_inject import auto_ep_folding
 from deepspeed.moe import mappings
 from deepspeed.moe.sharded_moe import TopKGate
 from deepspeed.runtime import bf16_optimizer
@@ -67,19 +69,36 @@ CONSTRUCT_ENGINE = Patch(
     process_wide="deepspeed.initialize builds the engine itself, so there is no object to patch before the constructor "
     "runs.",
 )
-SANITY_CHECK, CONFIGURE_MODEL = _patches(
+SANITY_CHECK, EXPERT_PARALLEL, TENSOR_PARALLEL_STATES, CONFIGURE_MODEL = _patches(
     DeepSpeedEngine,
     A_CONSTRUCTOR,
     (
         "_do_sanity_check",
         "The same after checks of options and inputs. All ranks compare the results.",
-        "hpZ, qgZ, AutoTP, AutoSP, AutoEP, ALST and the hybrid engine join neighboring ranks, whatever the mpu is.",
+        "hpZ, qgZ, AutoSP, ALST and the hybrid engine join neighboring ranks, whatever the mpu is.",
+    ),
+    (
+        "_configure_expert_parallel",
+        "The same after the expert groups of the grid were created.",
+        "AutoEP would create groups of neighboring ranks, and refuses an mpu with slices even if AutoTP makes them.",
+    ),
+    (
+        "_configure_tensor_parallel_states",
+        "The same. The engine then has its grid as its mpu again.",
+        "AutoTP makes the module deepspeed.utils.groups the mpu of the engine.",
     ),
     (
         "_configure_distributed_model",
         "The same after replicas have compared their models, and after expert groups exist on all stages.",
         "DeepSpeed broadcasts parameters here, which hides replicas that were built differently.",
     ),
+)
+FOLDING_TABLES = Patch(
+    auto_ep_folding,
+    "expected_folding_group_tables",
+    instead="A function that returns the tables of the grid.",
+    why="AutoEP with AutoTP compares its groups with tables of neighboring ranks.",
+    during=A_CONSTRUCTOR,
 )
 FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID = (
     Patch(DeepSpeedEngine, name, instead=f"The same with the engine's own mpu{more}.", why=_OWN_MPU, during=THE_GRID)
@@ -99,6 +118,13 @@ BACKWARD_PROLOGUE, BACKWARD_EPILOGUE = (
     )
     for name, when in (("_backward_prologue", "is current from here"), ("_backward_epilogue", "is current until here"))
 )
+AUTOSP_BACKEND = Patch(
+    DeepSpeedEngine,
+    "get_autosp_backend",
+    instead="The same, whose graphs use the groups along seq and the index along seq.",
+    why="AutoSP joins neighboring ranks, whatever the mpu is.",
+    during=THE_GRID,
+)
 SAVE_CHECKPOINT, LOAD_CHECKPOINT = (
     Patch(
         DeepSpeedEngine,
@@ -110,6 +136,13 @@ SAVE_CHECKPOINT, LOAD_CHECKPOINT = (
     for verb, why in (
         ("save", "DeepSpeed writes 'latest' when rank 0 has written its own files; other ranks' files may be missing."),
         ("load", "DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains."),
+    )
+)
+SAVE_16_BIT, MODULE_STATES = (
+    Patch(DeepSpeedEngine, name, instead, why="With AutoTP, DeepSpeed writes the slice of rank 0 alone.", during=during)
+    for name, instead, during in (
+        ("save_16bit_model", "The same with whole weights where AutoTP has split them.", THE_GRID),
+        ("module_state_dict", "The same with whole weights.", f"{ONE_CALL} of save_16bit_model()"),
     )
 )
 TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID = (
@@ -135,6 +168,29 @@ AVERAGE_AND_SCATTER = Patch(
     instead="The same times the degree of the axis seq.",
     why="ZeRO-3 averages gradients over seq here. Every other path of DeepSpeed sums them.",
     during=THE_GRID,
+)
+_OF_SHARD = "DeepSpeed partitions over all replicas, or without their sum over those that hold the same partition."
+CONFIGURE_PARTITIONS = _patches(
+    DeepSpeedEngine,
+    A_CONSTRUCTOR,
+    ("_configure_zero_optimizer", "The same with the group along the axis shard.", _OF_SHARD),
+    ("_configure_bf16_optimizer", "The same with the group along the axis shard.", _OF_SHARD),
+)
+STEP_ON_SUMS, OVERFLOW_OF_COPIES = _patches(
+    DeepSpeedZeroOptimizer,
+    THE_GRID,
+    ("step", "With an axis shard, the same after a sum over the copies of the partition.", _OF_SHARD),
+    ("has_overflow", "With an axis shard, the same over all replicas.", "Experts may overflow on any replica."),
+)
+PARTITION_GRADIENTS, END_OF_REDUCTION = _patches(
+    DeepSpeedZeroOptimizer_Stage3,
+    THE_GRID,
+    (
+        "partition_grads",
+        "With an axis shard, the same. In the last micro-batch it starts the sum over the copies of the partition.",
+        _OF_SHARD,
+    ),
+    ("independent_gradient_partition_epilogue", "With an axis shard, the same and a wait for these sums.", _OF_SHARD),
 )
 UNFUSED_STEP = Patch(
     FP16_UnfusedOptimizer,
@@ -307,6 +363,14 @@ MODIFIED, MODIFIED_BY_ONE = _patches(
     ),
     process_wide=_OF_USE,
 )
+INFERENCE_GROUP = Patch(
+    InferenceEngine,
+    "_create_model_parallel_group",
+    instead="A method that sets the group along model of the grid in use.",
+    why="DeepSpeed joins the first ranks of the job; other ranks are in no group.",
+    during=USE,
+    process_wide=_OF_USE,
+)
 LONG_SEQUENCES = tuple(
     Patch(
         parallel_state_sp,
@@ -351,10 +415,17 @@ WRITER_OF_EXPERTS = Patch(
     why="In DeepSpeed only expert data parallel rank 0 writes.",
     during=f"{ONE_CALL} of _save_moe_checkpoint()",
 )
+WRITER_OF_FOLDED_EXPERTS = Patch(
+    deepspeed_groups,
+    "_get_data_parallel_rank",
+    instead="The same on the writer of each slice of experts, and a number above all ranks on others.",
+    why="With AutoEP and AutoTP, several replicas of an expert would write the same file.",
+    during=f"{ONE_CALL} of _save_moe_checkpoint()",
+)
 CLIP_FP32 = Patch(
     DeepSpeedEngine,
     "clip_fp32_gradients",
-    instead="ds_topo.engine.norms.clip_gradients.",
+    instead="ds_topo.clip_grad_norm_.",
     why="Without ZeRO, DeepSpeed does not keep the norm of a pipeline, and averages the norms of ranks that hold "
     "different experts.",
     during=THE_GRID,
@@ -573,6 +644,9 @@ _RELIANCES: dict[type | ModuleType, dict[str, str]] = {
     deepspeed_groups: {
         "mpu": "is set to the mpu of the engine that is running",
         "expert_tensor_parallel_world_size": "is set to the degree of slicing of that engine's experts",
+        "_TENSOR_MODEL_PARALLEL_GROUP": "is set to the group along model of that engine's grid, for AutoTP",
+        "_MODEL_PARALLEL_GROUP": "is set to the same group",
+        "_DATA_PARALLEL_GROUP": "is set to the data parallel group of that engine's grid",
         "_WORLD_GROUP": "exists if there has been an engine without an mpu",
         "_EXPERT_PARALLEL_GROUP": "gets an entry per name, which MoE layers look up",
         "_EXPERT_PARALLEL_GROUP_RANKS": "gets an entry per name",
@@ -588,6 +662,7 @@ _RELIANCES: dict[type | ModuleType, dict[str, str]] = {
     },
     DeepSpeedEngine: {
         "_config": "holds the engine's options",
+        "_consolidated_16bit_state_dict": "gathers what AutoTP has split",
         "_get_ckpt_name": "returns the path that load_checkpoint() returns",
         "_global_grad_norm": "is what get_global_grad_norm() returns",
         "inside_no_sync_ctxt": "tells which backward pass is the last one",
@@ -608,6 +683,7 @@ _RELIANCES: dict[type | ModuleType, dict[str, str]] = {
     DeepSpeedZeroOptimizer_Stage3: {
         "_z3_optimizer": "tells whether a partitioned parameter belongs to an engine",
         "_reassign_or_swap_out_partitioned_parameters": "copies master weights to a group's parameters",
+        "_finalize_offload_gradient_accumulation": "hands gradients to an offloaded optimizer after their sum",
     },
     BF16_Optimizer: _OF_OPTIMIZERS
     | {

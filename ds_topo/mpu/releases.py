@@ -40,20 +40,14 @@ _OF_ONE_VERSION = {"ctx", "kind", "type_comment", "type_params"}
 """Fields of syntax trees that some versions of Python lack, or that say nothing about the code."""
 
 
-class Defect(NamedTuple):
-    """A defect of all releases of a library before ``fixed_in``."""
-
-    fixed_in: Version
-    what: str
-
-
 class Supported(NamedTuple):
     """The releases of a library from the oldest to the newest that all tests were run with."""
 
     name: str
     oldest: Version
     newest: Version
-    defects: tuple[Defect, ...]
+    defects: Mapping[str, str]
+    """Known defects, by the releases that have them."""
 
     def defects_of(self, release: str) -> list[str]:
         """Return the known defects of a release that concern this package.
@@ -63,7 +57,7 @@ class Supported(NamedTuple):
         >>> DEEPSPEED.defects_of("0.19.7")
         ['crashes in activation checkpointing on a CPU']
         """
-        return [defect.what for defect in self.defects if _number(release) < defect.fixed_in]
+        return [defect for releases, defect in self.defects.items() if _number(release) in SpecifierSet(releases)]
 
     def doubts_about(self, release: str) -> str:
         """Return a warning about a release; empty for one between the oldest and the newest.
@@ -91,21 +85,18 @@ DEEPSPEED = Supported(
     "DeepSpeed",
     oldest=Version("0.19.8"),
     newest=Version("0.19.8"),
-    defects=(
+    defects={
         # reproduced on 0.14.5, 0.15.4, 0.16.9, 0.17.6, 0.18.9 and 0.19.0
-        Defect(Version("0.16"), "cannot load its own checkpoints on torch >= 2.6"),
-        Defect(Version("0.19.8"), "crashes in activation checkpointing on a CPU"),  # seen on 0.19.7
-        Defect(Version("0.19.3"), "scales pipeline gradients wrongly when gradient accumulation is greater than 1"),
-    ),
+        "<0.16": "cannot load its own checkpoints on torch >= 2.6",
+        "<0.19.8": "crashes in activation checkpointing on a CPU",  # seen on 0.19.7
+        "<0.19.3": "scales pipeline gradients wrongly when gradient accumulation is greater than 1",
+    },
 )
 TORCH = Supported(
     "torch",
     oldest=Version("2.8"),
     newest=Version("2.13"),
-    defects=(
-        # seen on 2.6.0, not on 2.8.0
-        Defect(Version("2.8"), "may hang when a gloo group is destroyed"),
-    ),
+    defects={"<2.8": "may hang when a gloo group is destroyed"},  # seen on 2.6.0, not on 2.8.0
 )
 
 

@@ -15,13 +15,13 @@ from math import ceil, gcd, log2, prod
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.layout import Factors
 from ds_topo.topology.process_topology import ProcessTopology
 
-EXPERT, EXPERT_DATA, GRADIENTS, ENDS = "expert", "expert data", "gradients", "ends"
+EXPERT, EXPERT_DATA, GRADIENTS, ENDS, COPIES = "expert", "expert data", "gradients", "ends", "copies"
 """Groups that are no axis: the ranks over which a layer's experts are distributed, the replicas of an expert, the
-replicas of a parameter, and the first and last stage."""
+replicas of a parameter, the first and last stage, and the ranks that hold one partition of ZeRO."""
 PASS_AXES = (MODEL, SEQ, EXPERT)
 """Axes whose messages a stage waits for within a pass."""
 TO_OWNERS, FROM_OWNERS = "sum_to_owners", "gather_from_owners"
@@ -59,10 +59,14 @@ class Span:
 def layout_spans(costs: Costs, layout: Layout) -> dict[str, Span]:
     """Return the span of every group of the layout, by axis or group."""
     topology, slots, world = layout.topology, costs.job.cluster.slots, costs.job.cluster.ranks
-    factors = {axis: factors_of(topology, [axis]) for axis in (PIPE, DATA, SEQ, MODEL)}
+    factors = {axis: factors_of(topology, [axis]) for axis in (PIPE, SEQ, MODEL)}
+    factors[DATA] = factors_of(topology, [DATA, SHARD])
     spans = {axis: span_of(factors[axis], world, slots) for axis in factors}
-    replicas = factors_of(topology, [DATA, SEQ])
+    replicas = factors_of(topology, [DATA, SHARD, SEQ])
     spans[GRADIENTS] = span_of(replicas, world, slots)
+    if SHARD in topology.axes:
+        spans[SHARD] = span_of(factors_of(topology, [SHARD]), world, slots)
+        spans[COPIES] = span_of(factors_of(topology, [DATA, SEQ]), world, slots)
     if costs.job.model.tied:
         spans[ENDS] = ends_span(factors[PIPE], world, slots)
     if costs.job.model.expert_count:

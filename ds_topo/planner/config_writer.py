@@ -9,14 +9,14 @@ from typing import Any
 from ds_topo.errors import TopologyError
 from ds_topo.planner.communication import GRADIENTS, layout_spans
 from ds_topo.planner.costs import Costs
-from ds_topo.planner.job import DEEPSPEED, DEEPSPEED_PIPELINE, Job, Layout, Recompute
+from ds_topo.planner.job import DEEPSPEED, DEEPSPEED_PIPELINE, DUALPIPEV, Job, Layout, Recompute
 from ds_topo.planner.memory import BUCKET_PARAMETERS
 from ds_topo.planner.model import transformer
 from ds_topo.planner.search import Plan
 from ds_topo.planner.step_time import two_level_pays
-from ds_topo.topology.axes import DATA
+from ds_topo.topology.axes import DATA, SHARD
 
-CONFIGURED = (DEEPSPEED.name, DEEPSPEED_PIPELINE.name)
+CONFIGURED = (DEEPSPEED.name, DEEPSPEED_PIPELINE.name, DUALPIPEV.name)
 """The training programs that read a DeepSpeed config."""
 LEARNING_RATE = 3e-3
 EXAMPLE_VOCABULARY = 256
@@ -62,6 +62,8 @@ def deepspeed_config(job: Job, plan: Plan) -> dict[str, Any]:
     if layout.recompute is Recompute.FULL:
         # the reentrant kind loses the gradients of a first layer whose inputs are token ids
         config["pipeline"] = {"activation_checkpoint_interval": 1, "use_reentrant": False}
+    if job.software.mirrors:  # its schedule cannot send parts of activations
+        config.setdefault("pipeline", {}).update(pipe_partitioned=False, grad_partitioned=False)
     return config
 
 
@@ -73,7 +75,7 @@ def _reducer(costs: Costs, layout: Layout) -> dict[str, Any] | bool:
     if layout.zero > 1 or layout.replicas == 1:
         return False
     spans = layout_spans(costs, layout)
-    if 1 < spans[GRADIENTS].hosts < spans[GRADIENTS].size:
+    if 1 < spans[GRADIENTS].hosts < spans[GRADIENTS].size and SHARD not in layout.topology.axes:
         return {"two_level": two_level_pays(costs, layout, spans)}
     return {"enabled": True}
 
@@ -99,6 +101,8 @@ def _example_problem(job: Job, layout: Layout) -> str | None:
     The examples are GPTs over bytes in a ``PipelineModule``. One has a mixture of experts in every block, and each
     token goes through one expert.
     """
+    if job.software.mirrors:
+        return "the examples have no DualPipeVModule"
     model, for_them = job.model, f"--software {DEEPSPEED_PIPELINE.name} plans for them"
     if layout.zero > 1:
         return f"the examples are pipelines, which have no ZeRO {layout.zero}; {for_them}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from math import inf
 from typing import TypeAlias
 
 from ds_topo.planner.hardware import Accelerator
 from ds_topo.planner.job import Job, Layout, Recompute, Share
-from ds_topo.planner.model import AnyBlock, Block, MeasuredLayer, Model, count_by_kind
+from ds_topo.planner.model import AnyBlock, Block, MeasuredLayer, Model
 from ds_topo.planner.work import Cover, Pass, Work, block_work, embedding_work, head_work, measured_work, pass_seconds
 
 
@@ -219,10 +219,14 @@ class Costs:
         if key not in self._kinds:
             by_parameters = self.job.software.balances_parameters and virtual == 1
             model = self.job.model
-            stages = parameter_stages(model, pipe) if by_parameters else even_stages(model, pipe, virtual)
+            parts = 2 * pipe if self.job.software.mirrors and pipe > 1 else pipe
+            stages = parameter_stages(model, parts) if by_parameters else even_stages(model, parts, virtual)
+            if parts > pipe:
+                pairs = zip(stages[:pipe], reversed(stages[pipe:]), strict=True)
+                stages = [Stage(one.blocks + other.blocks, one.has_embedding, other.has_head) for one, other in pairs]
             kinds: dict[tuple[object, ...], StageKind] = {}
             for number, stage in enumerate(stages):
-                blocks = tuple(count_by_kind(stage.blocks))
+                blocks = tuple((len(list(run)), block) for block, run in groupby(stage.blocks))
                 same = (tuple((count, id(block)) for count, block in blocks), stage.has_embedding, stage.has_head)
                 before = kinds[same].stages if same in kinds else ()
                 kinds[same] = StageKind((*before, number), blocks, stage.has_embedding, stage.has_head)

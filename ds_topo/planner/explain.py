@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ds_topo.planner import step_time
 from ds_topo.planner.communication import (
+    COPIES,
     EXPERT,
     EXPERT_DATA,
     FROM_OWNERS,
@@ -22,17 +24,9 @@ from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout, Recompute
 from ds_topo.planner.memory import chunks_in_flight, stage_memory
 from ds_topo.planner.search import TIE, Found, Plan, Tally
-from ds_topo.planner.step_time import (
-    activation_bytes,
-    gradient_messages,
-    shared_spans,
-    stage_pass,
-    tied_bytes,
-    two_level_pays,
-)
-from ds_topo.topology.axes import MODEL, PIPE, SEQ
+from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.expert_tables import ExpertPlan
-from ds_topo.topology.rank_tables import gradient_axes
+from ds_topo.topology.rank_tables import copy_axes, gradient_axes
 
 COUNTED_HOSTS = 64
 """``host_traffic`` counts at most so many hosts."""
@@ -73,12 +67,12 @@ class AxisUse:
 def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     """Return every term of the step's seconds."""
     layout, job = plan.layout, costs.job
-    spans, _ = shared_spans(costs, layout)
+    spans, _ = step_time.shared_spans(costs, layout)
     micro_batches = layout.micro_batches(job.batch)
-    passes = [(stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
+    passes = [(step_time.stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
     slowest, kind = max(passes, key=lambda one: one[0].total)
     blocks = sum(count for count, _ in kind.blocks)
-    updated = max(held.total for held in costs.all_parameters(layout)) / (layout.replicas if layout.zero else 1)
+    updated = max(held.total for held in costs.all_parameters(layout)) / (layout.partitions if layout.zero else 1)
     texts = {
         "compute": f"{micro_batches} micro-batches x ({_ms(slowest.compute_forward)} forward + "
         f"{_ms(slowest.compute_backward)} backward) in stage {kind.first} ({blocks} layers"
@@ -88,12 +82,13 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         f"{_where(spans[MODEL])}",
         "seq": f"{micro_batches} x {_ms(slowest.messages[SEQ])} that attention does not hide, {_where(spans[SEQ])}",
         "expert": f"{micro_batches} x {_ms(slowest.messages[EXPERT])} of tokens sent to experts and back",
-        "pipe": f"{micro_batches} x 2 sends of {bytes_text(activation_bytes(costs, layout) / layout.model)} per stage, "
-        f"{_where(spans[PIPE])}",
+        "pipe": f"{micro_batches} x 2 sends of {bytes_text(step_time.activation_bytes(costs, layout) / layout.model)} "
+        f"per stage, {_where(spans[PIPE])}",
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
-        "are equal",
+        "are equal"
+        + (f", x {step_time.mirrored_bubble(layout.pipe, slowest):.2f} by DualPipeV" if job.software.mirrors else ""),
         "gradients": _gradients_text(costs, layout, spans),
-        "parameters": f"ZeRO {layout.zero} gathers what is sharded over {layout.replicas} ranks",
+        "parameters": f"ZeRO {layout.zero} gathers what is sharded over {layout.partitions} ranks",
         "optimizer": f"Adam on {updated / 1e6:,.1f} M parameters, bound by memory",
         "agreement": f"{job.software.agreements} small collectives about losses, norms and overflows",
         "program": f"what {job.software.name} itself does in a step and {micro_batches} x in a micro-batch",
@@ -106,7 +101,7 @@ def _gradients_text(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> 
     kind = max(costs.stage_kinds(layout), key=lambda one: costs.parameters(one, layout).dense)
     span, cluster = spans[GRADIENTS], costs.job.cluster
     texts = []
-    for operation, size, group, times in gradient_messages(costs, layout, kind):
+    for operation, size, group, times in step_time.gradient_messages(costs, layout, kind):
         if group == GRADIENTS and operation not in ("all_gather", FROM_OWNERS):
             leaving = bytes_leaving(operation, size, span, cluster)
             texts.append(
@@ -115,7 +110,7 @@ def _gradients_text(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> 
                 + f", {_ms(collective_seconds(operation, size, span, cluster))}"
                 + (f" x {times:g}" if times > 1 else "")
             )
-    if two_level_pays(costs, layout, spans):
+    if step_time.two_level_pays(costs, layout, spans):
         texts.append("in two levels")
     hidden = "behind backward as far as it goes" if costs.job.software.overlaps_gradients else "after backward"
     return ", ".join([*texts, hidden])
@@ -126,8 +121,12 @@ def explain_memory(costs: Costs, plan: Plan) -> list[Term]:
     layout, job = plan.layout, costs.job
     kind = max(costs.stage_kinds(layout), key=lambda one: stage_memory(costs, one, layout).total)
     parameters = costs.parameters(kind, layout)
-    chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, layout.micro_batches(job.batch))
-    shards = f" / {layout.replicas} replicas"
+    micro_batches = layout.micro_batches(job.batch)
+    chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, micro_batches, job.software.mirrors)
+    if layout.partitions < layout.replicas:
+        shards = f" / {layout.partitions} partitions"
+    else:
+        shards = f" / {layout.replicas} replicas"
     experts = f" + {parameters.experts / 1e6:,.1f} M of experts" if parameters.experts else ""
     held = f"{parameters.dense / 1e6:,.1f} M{experts} parameters of stage {kind.first}"
     whole = layout.recompute is Recompute.NONE
@@ -175,8 +174,9 @@ def reason(found: Found) -> str:
 def needs(found: Found) -> list[str]:
     """Return what a program needs for the axes of the plans, as sentences."""
     layouts, software = [plan.layout for plan in found.plans], found.job.software
+    module = "DualPipeVModule" if software.mirrors else "PipelineModule"
     texts = {
-        PIPE: "a PipelineModule" if software.eager else "a schedule of micro-batches",
+        PIPE: f"a {module}" if software.eager else "a schedule of micro-batches",
         SEQ: "ring attention" if software.seq_exchange == "ring" else "Ulysses attention",
         MODEL: "layers that split their weights",
     }
@@ -243,7 +243,7 @@ def host_traffic(costs: Costs, layout: Layout) -> list[dict[str, float]]:
     hosts = -(-world // slots)
     counted = range(hosts) if hosts <= COUNTED_HOSTS else [*range(COUNTED_HOSTS - 1), hosts - 1]
     kinds = {stage: kind for kind in costs.stage_kinds(layout) for stage in kind.stages}
-    two_level = two_level_pays(costs, layout, layout_spans(costs, layout))
+    two_level = step_time.two_level_pays(costs, layout, layout_spans(costs, layout))
     traffic: list[dict[str, float]] = []
     for host in counted:
         traffic.append({})
@@ -272,6 +272,8 @@ def _messages(costs: Costs, layout: Layout, kinds: Mapping[int, StageKind], rank
     stage = topology.layout.index_of(rank, topology.axes.index(PIPE)) if PIPE in topology.axes else 0
     ranks = {axis: topology.get_axis_ranks(axis, rank) for axis in (MODEL, SEQ)}
     ranks[GRADIENTS] = topology.get_axis_ranks(gradient_axes(topology), rank)
+    if SHARD in topology.axes:
+        ranks[SHARD], ranks[COPIES] = (topology.get_axis_ranks(axes, rank) for axes in (SHARD, copy_axes(topology)))
     if job.model.expert_count:
         plan = ExpertPlan(topology, layout.expert_parallel, expert_tensor_parallel=True)
         ranks[EXPERT], ranks[EXPERT_DATA] = plan.expert_ranks(rank), plan.expert_data_ranks(rank)
@@ -281,12 +283,12 @@ def _messages(costs: Costs, layout: Layout, kinds: Mapping[int, StageKind], rank
             for item in one.transfers:
                 times = count * item.count * micro_batches
                 yield _Message(item.axis, item.operation, item.size, times, ranks[item.axis])
-    for operation, size, group, times in gradient_messages(costs, layout, kinds[stage]):
+    for operation, size, group, times in step_time.gradient_messages(costs, layout, kinds[stage]):
         yield _Message(group, operation, size, times, ranks[group])
     if layout.pipe == 1:
         return
     # activations go to the next stage, gradients to the one before; chunks wrap around; peers along model send a part
-    line, size = topology.get_axis_ranks(PIPE, rank), activation_bytes(costs, layout)
+    line, size = topology.get_axis_ranks(PIPE, rank), step_time.activation_bytes(costs, layout)
     before, after = (layout.virtual_stages - (stage == end) for end in (0, layout.pipe - 1))
     yield _Message(PIPE, "send", size / layout.model, after * micro_batches, (rank, line[(stage + 1) % len(line)]))
     yield _Message(PIPE, "send", size / layout.model, before * micro_batches, (rank, line[stage - 1]))
@@ -294,7 +296,7 @@ def _messages(costs: Costs, layout: Layout, kinds: Mapping[int, StageKind], rank
         # peers along model gather the parts that each received; DeepSpeed gathers activations again before backward
         gathers = before + after + (after if job.software.eager else 0)
         yield _Message(MODEL, "all_gather", size, gathers * micro_batches, ranks[MODEL])
-    if stage in (0, layout.pipe - 1) and (tied := tied_bytes(costs, layout)):
+    if stage in (0, layout.pipe - 1) and (tied := step_time.tied_bytes(costs, layout)):
         yield _Message(GRADIENTS, "send", tied, 1.0, (rank, line[-1] if stage == 0 else line[0]))  # each sends its own
 
 

@@ -15,11 +15,11 @@ from functools import cached_property
 from ds_topo.errors import TopologyError
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.model import Model
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
-from ds_topo.topology.expert_tables import divisors
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.spec import divisors
 
-AXES = (PIPE, DATA, SEQ, MODEL)
+AXES = (PIPE, DATA, SHARD, SEQ, MODEL)
 """The axes that a plan can have, in the order that is tried first: ``model`` peers are neighbors."""
 
 ADAM_MOMENTS_BYTES = 8
@@ -105,6 +105,7 @@ class Software:
         sends_to_owners: ZeRO stages whose gradients are sent to the owners of their slices, and whose parameters come
             from them, as this package's reducer does.
         two_level: an all_reduce may be split into one inside hosts and one across hosts.
+        shards: ZeRO can partition over an axis ``shard``, with copies of each partition on other ranks.
         eager: it has the buffers of DeepSpeed's engines: an fp32 copy of what ZeRO updates, outputs of micro-batches in
             flight, fp32 gradients for the update, and a number of parameters that stay gathered.
         overlaps_gradients: gradients are reduced during backward.
@@ -117,6 +118,7 @@ class Software:
         own_starts: the program's own work per step, per micro-batch of a stage, and per collective of its layers, in
             kernel launches. It delays processors that also compute the model; a GPU's work hides it.
         balances_parameters: stages get layers by their parameters (DeepSpeed's default), not by their number.
+        mirrors: each stage holds two parts of the model, a part and its mirror (DeepSeek-V3's DualPipeV).
         choice: how the degrees of its published runs were chosen.
     """
 
@@ -132,6 +134,7 @@ class Software:
     reduction_bytes: int = 4
     sends_to_owners: tuple[int, ...] = ()
     two_level: bool = False
+    shards: bool = False
     eager: bool = False
     overlaps_gradients: bool = True
     overlaps_update: bool = True
@@ -142,6 +145,7 @@ class Software:
     agreements: int = 3
     own_starts: tuple[int, int, int] = (0, 0, 0)
     balances_parameters: bool = False
+    mirrors: bool = False
     choice: str = "the source does not say how degrees were chosen"
 
     def zero_stages(self, pipe: int, precision: Precision) -> tuple[int, ...]:
@@ -168,6 +172,7 @@ DEEPSPEED = Software(
     reduction_bytes=2,
     sends_to_owners=(1, 2),
     two_level=True,
+    shards=True,
     eager=True,
     overlaps_update=False,
     overlaps_pipe=False,
@@ -182,6 +187,9 @@ pipelines shard the optimizer without ZeRO, too; stage 1 is the same with fewer 
 
 DEEPSPEED_PIPELINE = replace(DEEPSPEED, name="deepspeed-pipeline", zero=((0, 1), (0, 1), (1,)), seq=(False, False))
 """A program whose model is a ``PipelineModule`` in every topology, as in the examples."""
+
+DUALPIPEV = replace(DEEPSPEED_PIPELINE, name="deepspeed-dualpipev", mirrors=True)
+"""The same with a ``DualPipeVModule``."""
 
 MEGATRON = Software(
     "megatron", zero=((0, 1, 3), (0, 1), (0, 1)), accumulation_bytes=2, reduction_bytes=2, overlaps_model=True
@@ -213,7 +221,8 @@ MEGATRON_2021 = replace(
 """Megatron-LM of Narayanan et al.; their runs, too, have up to 3 virtual stages (scripts of table 1)."""
 
 SOFTWARE = {
-    software.name: software for software in (DEEPSPEED, DEEPSPEED_PIPELINE, MEGATRON, MEGATRON_2022, MEGATRON_2021)
+    software.name: software
+    for software in (DEEPSPEED, DEEPSPEED_PIPELINE, DUALPIPEV, MEGATRON, MEGATRON_2022, MEGATRON_2021)
 }
 
 
@@ -296,7 +305,7 @@ class Layout:
     """A layout of a job.
 
     Args:
-        topology: the axes among ``pipe``, ``data``, ``seq``, ``model``, outermost first.
+        topology: the axes among ``pipe``, ``data``, ``shard``, ``seq``, ``model``, outermost first.
         micro_batch: sequences of one replica that are computed at a time.
         zero: the stage of sharded states (Rajbhandari et al., arXiv:1910.02054).
         recompute: what backward computes again.
@@ -320,8 +329,8 @@ class Layout:
 
     @cached_property
     def data(self) -> int:
-        """The replicas with samples of their own."""
-        return max(1, self.topology.get_dim(DATA))
+        """The replicas with samples of their own, along ``data`` and ``shard``."""
+        return max(1, self.topology.get_dim(DATA)) * max(1, self.topology.get_dim(SHARD))
 
     @cached_property
     def model(self) -> int:
@@ -335,8 +344,13 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """The ranks with the same parameters, along ``data`` and ``seq``. Gradients are summed over them."""
+        """The ranks with the same parameters, along ``data``, ``shard`` and ``seq``. Gradients are summed over them."""
         return self.data * self.seq
+
+    @property
+    def partitions(self) -> int:
+        """The ranks over which ZeRO partitions: those along ``shard``, or all replicas without that axis."""
+        return self.topology.get_dim(SHARD) if SHARD in self.topology.axes else self.replicas
 
     def micro_batches(self, batch: int) -> int:
         """Return the micro-batches of a replica in one step."""
@@ -401,9 +415,7 @@ def layout_problem(job: Job, layout: Layout) -> str | None:
     if layout.topology.world_size() != job.cluster.ranks:
         return f"its degrees make {layout.topology.world_size()} ranks, the cluster has {job.cluster.ranks}"
     problem = degrees_problem(job, layout.pipe, data, layout.seq, layout.model)
-    if problem:
-        return problem
-    problem = _software_problem(job.software, job.precision, layout)
+    problem = problem or _software_problem(job.software, job.precision, layout)
     if problem:
         return problem
     if layout.pipe * layout.virtual_stages > model.layers + 2:
@@ -419,6 +431,9 @@ def layout_problem(job: Job, layout: Layout) -> str | None:
         return f"the model has {model.positions} positions, fewer than the sequence's {job.sequence}"
     if layout.virtual_stages > 1 and layout.micro_batches(batch) % layout.pipe:
         return f"virtual stages need a multiple of pipe={layout.pipe} micro-batches, not {layout.micro_batches(batch)}"
+    parts, count = 2 * layout.pipe, layout.micro_batches(batch)
+    if job.software.mirrors and layout.pipe > 1 and parts > min(count, model.layers + 2):
+        return f"DualPipeV on pipe={layout.pipe} needs {parts} micro-batches and layers, not {count} and {model.layers}"
     return _experts_problem(model, layout)
 
 
@@ -454,6 +469,8 @@ def _software_problem(software: Software, precision: Precision, layout: Layout) 
         return f"{virtual} virtual stages need a pipeline, pipe=2 or more"
     if layout.sequence_parallel and not software.sequence_parallel:
         return f"{name} has no sequence parallelism ({_programs(lambda other: other.sequence_parallel)})"
+    if SHARD in layout.topology.axes and not software.shards:
+        return f"{name} has no axis 'shard' ({_programs(lambda other: other.shards)})"
     if layout.sequence_parallel and layout.model == 1:
         return "sequence parallelism needs a model axis, model=2 or more"
     if software.eager and zero == 3 and layout.expert_parallel > 1:

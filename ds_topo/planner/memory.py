@@ -35,14 +35,15 @@ def state_bytes(parameters: StageParameters, layout: Layout, precision: Precisio
     al., section 3). In fp32 they are ``(4 + 4 + 8)``, and DeepSpeed keeps a copy of what a rank updates, 4 more from
     stage 1 on.
 
-    Experts are divided by the replicas of an expert alone. Programs that accumulate gradients in fp32 have 4 for the
+    Experts are divided by the replicas of an expert alone, and other parameters by the degree of ``shard``, if the
+    layout has that axis. Programs that accumulate gradients in fp32 have 4 for the
     second term.
     """
     weight, gradient = precision.activation_bytes, software.accumulated_bytes(precision)
     optimizer = ADAM_MOMENTS_BYTES + precision.master_bytes
     if software.eager and layout.zero and not precision.is_mixed:
         optimizer += 4
-    shares = ((parameters.dense, layout.replicas), (parameters.experts, layout.replicas // layout.expert_parallel))
+    shares = ((parameters.dense, layout.partitions), (parameters.experts, layout.replicas // layout.expert_parallel))
     weights = gradients = optimizers = 0.0
     for count, replicas in shares:
         step = ALIGNMENT * replicas if layout.zero and software.eager else 1
@@ -53,15 +54,20 @@ def state_bytes(parameters: StageParameters, layout: Layout, precision: Precisio
     return MemoryUse(weights, gradients, optimizers)
 
 
-def chunks_in_flight(stage: int, pipe: int, virtual: int, micro_batches: int) -> int:
+def chunks_in_flight(stage: int, pipe: int, virtual: int, micro_batches: int, mirrors: bool = False) -> float:
     """Return the most forward passes of chunks that a stage has done without their backward.
 
     With one stage per rank: ``pipe - stage`` (1F1B, Narayanan et al., section 2.2.1). With several:
-    ``2 (pipe - stage - 1) + (virtual - 1) pipe + 1``, the warm-up of the interleaved schedule.
+    ``2 (pipe - stage - 1) + (virtual - 1) pipe + 1``, the warm-up of the interleaved schedule. With DualPipeV every
+    stage keeps ``2 pipe + 1`` halves of a chunk.
 
     >>> chunks_in_flight(0, pipe=4, virtual=1, micro_batches=8), chunks_in_flight(0, 4, 2, 8)
     (4, 11)
+    >>> chunks_in_flight(3, pipe=4, virtual=1, micro_batches=8, mirrors=True)
+    4.5
     """
+    if mirrors and pipe > 1:
+        return min(micro_batches, pipe + 0.5)
     if virtual == 1:
         return min(micro_batches, pipe - stage)
     return min(micro_batches * virtual, 2 * (pipe - stage - 1) + (virtual - 1) * pipe + 1)
@@ -78,7 +84,8 @@ def largest_states(costs: Costs, layout: Layout) -> float:
 
     They are the same for all micro-batches and schedules, and never more than the total of ``memory_use``.
     """
-    key = (layout.pipe, layout.virtual_stages, layout.replicas, layout.model, layout.expert_parallel, layout.zero)
+    sharing = layout.replicas, layout.partitions, layout.model, layout.expert_parallel
+    key = (layout.pipe, layout.virtual_stages, *sharing, layout.zero)
     if key not in costs.states:
         job = costs.job
         states = (state_bytes(held, layout, job.precision, job.software) for held in costs.all_parameters(layout))
@@ -115,7 +122,7 @@ def _activation_bytes(costs: Costs, kind: StageKind, layout: Layout) -> tuple[fl
         again = max(again, cost.work.kept.none - cost.work.kept.under(recompute))
         output = cost.work.output
     micro_batches = layout.micro_batches(job.batch)
-    chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, micro_batches)
+    chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, micro_batches, job.software.mirrors)
     activations = kept * chunks / layout.virtual_stages
     if job.software.eager and layout.pipe > 1:
         # DeepSpeed's pipeline has at least two buffers, each with an input and an output
@@ -137,7 +144,7 @@ def _update_bytes(parameters: StageParameters, layout: Layout, job: Job, bucket:
     """
     if not job.software.eager:
         return 0.0
-    owned = parameters.total // (layout.replicas if layout.zero else 1)
+    owned = parameters.total // (layout.partitions if layout.zero else 1)
     copies = 4.0 * owned if job.precision.is_mixed else 0.0
     return copies + bucket * (2 if layout.pipe > 1 else 1)
 

@@ -7,11 +7,10 @@ axis.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from itertools import groupby
 from math import gcd
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -251,16 +250,6 @@ class MeasuredLayer:
 
 
 AnyBlock: TypeAlias = "Block | MeasuredLayer"
-
-
-def count_by_kind(blocks: Iterable[AnyBlock]) -> list[tuple[int, AnyBlock]]:
-    """Return a block of each run of equal blocks, with the length of the run.
-
-    >>> model = transformer(layers=3, hidden=64, heads=4, vocabulary=256, sequence=16)
-    >>> [(count, block.hidden) for count, block in count_by_kind(model.blocks)]
-    [(3, 64)]
-    """
-    return [(len(list(run)), block) for block, run in groupby(blocks)]
 
 
 @dataclass(frozen=True)

@@ -16,26 +16,18 @@ from statistics import median
 from typing import Any
 
 from ds_topo.errors import TopologyError, abridged
+from ds_topo.planner import job as jobs
 from ds_topo.planner import read_json, what_it_is
 from ds_topo.planner.costs import Costs
 from ds_topo.planner.hardware import TERA, Accelerator, accelerator_of, cluster_of_ranks
-from ds_topo.planner.job import (
-    Job,
-    Layout,
-    Recompute,
-    Software,
-    layout_problem,
-    precision_of,
-    software_of,
-    software_of_year,
-)
+from ds_topo.planner.job import Job, Layout, Recompute, Software
 from ds_topo.planner.memory import memory_use
 from ds_topo.planner.model import Model, transformer
 from ds_topo.planner.search import LARGEST_MICRO_BATCH, Plan, Wanted, search
 from ds_topo.planner.step_time import step_time
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
-from ds_topo.topology.expert_tables import divisors
 from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.spec import divisors
 
 MAY_BE_ZERO = ("tensor", "pipe", "context", "virtual_stages", "micro_batch", "experts", "top_k")
 """The fields of a row that may be 0."""
@@ -215,9 +207,11 @@ def row_job(row: Row, accelerator: Accelerator | None = None) -> Job:
         gated=row.content.get("gated"),
         name=row.name,
     )
-    software = software_of(row.text("software")) if row.text("software") else software_of_year(row.text("source"))
+    software = (
+        jobs.software_of(row.text("software")) if row.text("software") else jobs.software_of_year(row.text("source"))
+    )
     cluster = cluster_of_ranks(accelerator or accelerator_of(row.text("accelerator")), row.whole("gpus"))
-    precision = precision_of(row.text("precision", "bf16"))
+    precision = jobs.precision_of(row.text("precision", "bf16"))
     return Job(model, cluster, row.whole("global_batch"), sequence, precision, software)
 
 
@@ -316,7 +310,7 @@ def _planned(row: Row, job: Job) -> tuple[Plan, bool]:
     costs, problem = Costs(job), ""
     candidates: list[tuple[bool, float, Plan]] = []
     for layout in row_layouts(row, job):
-        found = layout_problem(job, layout)
+        found = jobs.layout_problem(job, layout)
         if found:
             problem = problem or found
             continue

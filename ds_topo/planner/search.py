@@ -26,12 +26,13 @@ from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import AXES, Job, Layout, Recompute, degrees_problem, layout_problem
 from ds_topo.planner.memory import MemoryUse, largest_states, memory_use
 from ds_topo.planner.step_time import StepTime, schedule_bound, step_time
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
-from ds_topo.topology.expert_tables import divisors
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.spec import divisors
 
 Degrees: TypeAlias = tuple[int, int, int, int]
 """The degrees of pipe, data, seq, model."""
+_DEGREES = (PIPE, DATA, SEQ, MODEL)
 
 LARGEST_MICRO_BATCH = 64
 """The search does not try micro-batches of more sequences."""
@@ -65,8 +66,12 @@ class Wanted:
     def degree(self, axis: str) -> int | None:
         """Return the degree that an axis must have, or None."""
         if self.topology is not None:
-            return max(1, self.topology.get_dim(axis))
-        return dict(self.degrees).get(axis)
+            shard = self.topology.get_dim(SHARD) if axis == DATA else 1
+            return max(1, self.topology.get_dim(axis)) * max(1, shard)
+        decided = dict(self.degrees)
+        if axis == DATA and DATA in decided:
+            return decided[DATA] * decided.get(SHARD, 1)
+        return decided.get(axis)
 
     def decisions(self) -> list[str]:
         """Return the decisions in words.
@@ -209,7 +214,7 @@ def possible_degrees(job: Job, wanted: Wanted, problems: Counter[str]) -> Iterat
 
 def first_order(degrees: Degrees) -> ProcessTopology:
     """Return the axes of more than one rank in the order that is tried first."""
-    named = [(axis, degree) for axis, degree in zip(AXES, degrees, strict=True) if degree > 1] or [(DATA, 1)]
+    named = [(axis, degree) for axis, degree in zip(_DEGREES, degrees, strict=True) if degree > 1] or [(DATA, 1)]
     return ProcessTopology([axis for axis, _ in named], [degree for _, degree in named])
 
 
@@ -331,8 +336,7 @@ def _with_states_that_fit(costs: Costs, layout: Layout, wanted: Wanted) -> Itera
 def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally, best: Plan | None) -> Plan | None:
     """Return the better of ``best`` and the fastest fitting layout of this schedule over ZeRO stages and orders."""
     job = costs.job
-    for zero in zero_stages(job, layout, wanted):
-        candidate = replace(layout, zero=zero)
+    for candidate in _partitioned(job, layout, wanted):
         problem = layout_problem(job, candidate)
         if problem:
             tally.layout_problems[problem] += 1
@@ -353,6 +357,23 @@ def _best_of_schedule(costs: Costs, layout: Layout, wanted: Wanted, tally: Tally
             if best is None or time.total < best.seconds * (1 - 1e-9):
                 best = Plan(placed, time, memory)
     return best
+
+
+def _partitioned(job: Job, layout: Layout, wanted: Wanted) -> Iterator[Layout]:
+    """Yield the layout in each ZeRO stage, partitioned over all replicas, and over those of a host alone."""
+    topology, decided = layout.topology, dict(wanted.degrees).get(SHARD)
+    degrees = dict(zip(topology.axes, topology.dims, strict=True))
+    data, slots = degrees.get(DATA, 1), job.cluster.slots // (layout.model * layout.seq)
+    inside = decided or max((size for size in divisors(data) if size <= slots), default=1)
+    may_split = wanted.topology is None and data % inside == 0 and inside > 1 and (inside < data or bool(decided))
+    may_split = may_split and job.software.shards and not job.model.expert_count and job.cluster.hosts > 1
+    split = {**degrees, DATA: data // inside, SHARD: inside}
+    axes = [axis for axis in AXES if axis in split]
+    for zero in zero_stages(job, layout, wanted):
+        if not decided or decided == 1:
+            yield replace(layout, zero=zero)
+        if zero and may_split:
+            yield replace(layout, zero=zero, topology=ProcessTopology(axes, [split[axis] for axis in axes]))
 
 
 def _placements(costs: Costs, layout: Layout, wanted: Wanted) -> dict[tuple[Span, ...], Layout]:

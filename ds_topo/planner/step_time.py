@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ds_topo.planner.communication import (
+    COPIES,
     ENDS,
     EXPERT,
     EXPERT_DATA,
@@ -29,7 +30,7 @@ from ds_topo.planner.costs import Costs, Messages, PassCost, PieceCost, StageKin
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
 from ds_topo.planner.work import Cover
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
 
 PIPE_BARE = 0.25
 """The share of a send's time that a stage still waits if the send runs beside another chunk's computing."""
@@ -116,6 +117,8 @@ def step_time(costs: Costs, layout: Layout) -> StepTime:
         in_bubble = [stage_pass(costs, kind, layout, spans_in_bubble) for kind in kinds] if shared else passes
         others = sum(kind.count * one.total for kind, one in zip(kinds, in_bubble, strict=True))
         others -= in_bubble[place].total
+        if job.software.mirrors:
+            others *= mirrored_bubble(layout.pipe, slowest)
         bubble = others / layout.virtual_stages + 2 * (layout.pipe - 1) * _send_seconds(costs, layout, spans_in_bubble)
     reduced, gathered = _replica_seconds(costs, layout, spans, passes)
     update = _optimizer_seconds(costs, layout)
@@ -156,11 +159,24 @@ def schedule_bound(costs: Costs, layout: Layout, *, even: bool = False) -> float
     every = sum(kind.count * total for kind, total in zip(kinds, totals, strict=True))
     micro_batches = layout.micro_batches(job.batch)
     if even:
-        stages = min(job.software.virtual_stages, -(-job.model.layers // layout.pipe))
+        stages = 2 if job.software.mirrors else min(job.software.virtual_stages, -(-job.model.layers // layout.pipe))
         bubble = every / layout.micro_batch * (layout.pipe - 1) / layout.pipe / stages
         return micro_batches * every / layout.pipe + bubble
     slowest = max(totals)
-    return micro_batches * slowest + (every - slowest) / layout.virtual_stages
+    return micro_batches * slowest + (every - slowest) / (2 if job.software.mirrors else layout.virtual_stages)
+
+
+def mirrored_bubble(pipe: int, one: PassTime) -> float:
+    """Return the bubble of DeepSpeed's DualPipeV schedule relative to that of 1F1B, which is never less than a half.
+
+    With f and b for forward and backward of a half stage and ``b >= 2 f``, the bubble is ``(2b + f) p - 2 (b + f)``
+    instead of ``2 (p - 1) (b + f)``. The tests run the schedule on paper.
+    """
+    forward, backward = one.forward, max(one.backward, 2 * one.forward)
+    if pipe == 1:
+        return 1.0
+    both = forward + backward
+    return ((2 * backward + forward) * pipe - 2 * both) / (2 * (pipe - 1) * both)
 
 
 def stage_pass(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str, Span]) -> PassTime:
@@ -245,7 +261,7 @@ def _pipe_waits(layout: Layout, software: Software) -> float:
     stages have two sends for each chunk.
     """
     if layout.virtual_stages == 1:
-        return 2 * (layout.pipe - 1) / layout.pipe
+        return (4 if software.mirrors else 2) * (layout.pipe - 1) / layout.pipe
     return 2 * layout.virtual_stages * (PIPE_BARE if software.overlaps_pipe else 1.0)
 
 
@@ -285,19 +301,21 @@ def _replica_seconds(
     micro_batches = layout.micro_batches(job.batch)
     reduced = gathered = 0.0
     for kind, one in zip(costs.stage_kinds(layout), passes, strict=True):
-        reduce, gather = _replica_collectives(costs, layout, spans, kind)
+        reduce, gather, of_copies = _replica_collectives(costs, layout, spans, kind)
         last_layer = 1 / max(1, sum(count for count, _ in kind.blocks))
         if layout.zero == 3:
             exposed = max(0.0, gather - one.forward) + max(0.0, gather + reduce - one.backward)
             felt = COVERED_FELT * (2 * gather + reduce - exposed)
-            gathered = max(gathered, micro_batches * (exposed + felt + 2 * gather * last_layer))
+            last = max(0.0, gather + reduce + of_copies - one.backward) - max(0.0, gather + reduce - one.backward)
+            gathered = max(gathered, micro_batches * (exposed + felt + 2 * gather * last_layer) + last)
             continue
         cover = one.backward * (1 - last_layer) if software.overlaps_gradients else 0.0
         held = costs.parameters(kind, layout)
         size = held.total * software.reduced_bytes(job.precision)
         # the last bucket is ready when backward ends
         after_each = max(reduce - cover, reduce * min(1.0, LAST_BUCKET_BYTES / max(1, size)))
-        after_last = max(0.0, after_each - kind.first * one.backward / layout.virtual_stages)
+        last = max(reduce + of_copies - cover, (reduce + of_copies) * min(1.0, LAST_BUCKET_BYTES / max(1, size)))
+        after_last = max(0.0, last - kind.first * one.backward / layout.virtual_stages)
         times = micro_batches if layout.zero == 2 else 1
         reduced = max(reduced, (times - 1) * after_each + after_last)
         cover = one.forward * (1 - last_layer) if software.overlaps_update else 0.0
@@ -309,28 +327,34 @@ def _replica_seconds(
 
 def _replica_collectives(
     costs: Costs, layout: Layout, spans: Mapping[str, Span], kind: StageKind
-) -> tuple[float, float]:
-    """Return the seconds of one reduction of all gradients of a stage, and of one gathering of its parameters."""
+) -> tuple[float, float, float]:
+    """Return the seconds of one reduction of a stage's gradients, one gathering of its parameters, and one sum.
+
+    The sum is that of a partition's gradients over its copies, in the last micro-batch.
+    """
     cluster = costs.job.cluster
-    reduce = gather = 0.0
+    reduce = gather = of_copies = 0.0
     calls = max(1, sum(layers for layers, _ in kind.blocks))  # about one for each layer
     levels = two_level_pays(costs, layout, spans)
     for operation, size, group, _ in gradient_messages(costs, layout, kind):
         seconds = collective_seconds(operation, size, spans[group], cluster, calls)
         if operation in ("all_gather", FROM_OWNERS):
             gather += seconds
+        elif group == COPIES:
+            of_copies += seconds
         elif levels and group == GRADIENTS and operation == "all_reduce":
             reduce += _two_level_seconds(size, spans[group], cluster)
         else:
             reduce += seconds
-    return reduce, gather
+    return reduce, gather, of_copies
 
 
 def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[tuple[str, float, str, float]]:
     """Return ``(operation, bytes, group, times)`` of a step's reductions of gradients and gatherings of parameters.
 
     ZeRO 2 reduces after every micro-batch; ZeRO 3 gathers in forward and in backward of each, too. The gradient of a
-    tied embedding, which first and last stage sum, goes to all replicas, not to its owners alone.
+    tied embedding, which first and last stage sum, goes to all replicas, not to its owners alone. With an axis
+    ``shard``, partitions are reduced and gathered along it, and once per step summed over their copies.
     """
     job, parameters = costs.job, costs.parameters(kind, layout)
     owners = layout.zero in job.software.sends_to_owners
@@ -345,7 +369,11 @@ def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[tup
         tied = tied_bytes(costs, layout) if owners and is_end and group == GRADIENTS else 0.0
         if tied:
             messages.append(("all_reduce", tied, group, reductions))
-        messages.append((operation, count * job.software.reduced_bytes(job.precision) - tied, group, reductions))
+        size = count * job.software.reduced_bytes(job.precision) - tied
+        if layout.zero and group == GRADIENTS and SHARD in layout.topology.axes:
+            group = SHARD
+            messages.append(("all_reduce", size / layout.partitions, COPIES, 1.0))
+        messages.append((operation, size, group, reductions))
         if layout.zero:
             gathers = 2 * micro_batches if layout.zero == 3 else 1
             gather = FROM_OWNERS if owners else "all_gather"
@@ -356,7 +384,7 @@ def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[tup
 def tied_bytes(costs: Costs, layout: Layout) -> float:
     """Return the bytes of a tied embedding's gradient on a rank if two stages have it, else 0."""
     job = costs.job
-    if not job.model.tied or layout.pipe == 1:
+    if not job.model.tied or layout.pipe == 1 or job.software.mirrors:  # DualPipeV has both ends on one rank
         return 0.0
     return job.model.vocabulary * job.model.hidden / layout.model * job.software.reduced_bytes(job.precision)
 
@@ -391,7 +419,7 @@ def _optimizer_seconds(costs: Costs, layout: Layout) -> float:
     moved: float = 2 * (precision.master_bytes + ADAM_MOMENTS_BYTES) + 2 * gradient + precision.activation_bytes
     if accelerator.efficiency.update_bytes is not None:
         moved = accelerator.efficiency.update_bytes
-    shards = layout.replicas if layout.zero else 1
+    shards = layout.partitions if layout.zero else 1
     sparse_shards = layout.replicas // layout.expert_parallel if layout.zero else 1
     largest = max(
         (held.dense / shards + held.experts / sparse_shards) * moved + held.total * gradient

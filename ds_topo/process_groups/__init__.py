@@ -1,3 +1,1 @@
 """Live process groups: the ranks agree on tables of ranks, then each creates the groups that it belongs to."""
-
-from __future__ import annotations

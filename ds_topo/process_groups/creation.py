@@ -15,20 +15,10 @@ from typing import TypeAlias, cast
 
 import torch.distributed as dist
 
+from ds_topo import torch_names
 from ds_topo.errors import GroupCreationError, StoreTimeoutError, listed
 from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, leave, within
 from ds_topo.topology.rank_tables import RankGroup
-from ds_topo.torch_names import (
-    DESCRIPTION,
-    calls_of,
-    default_store,
-    destroy_group,
-    is_known,
-    job_timeout,
-    key_of_address,
-    next_group_named,
-    without_store,
-)
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
 _LONGEST_WAIT = timedelta(seconds=10)
@@ -65,7 +55,7 @@ class ProcessGroups:
     def __init__(
         self, description: str, groups: Sequence[RankGroup], members: Sequence[int], timeout: timedelta | None = None
     ) -> None:
-        self.timeout = timeout or job_timeout()
+        self.timeout = timeout or torch_names.job_timeout()
         self._token = agree(description, members, self.timeout)
         self._by_axes: dict[tuple[str, ...], ProcessGroup] = {}
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
@@ -125,12 +115,12 @@ class ProcessGroups:
             self._await_connections()
             while self._created:
                 group = self._created.pop()
-                if is_known(group):  # torch forgets all groups with the world's own
-                    key, members = key_of_address(group), dist.get_process_group_ranks(group)
-                    destroy_group(group)
+                if torch_names.is_known(group):  # torch forgets all groups with the world's own
+                    key, members = torch_names.key_of_address(group), dist.get_process_group_ranks(group)
+                    torch_names.destroy_group(group)
                     if key is not None:  # members may still be reading it
                         counter = [self._counter(members)] if dist.get_rank() == members[0] else []
-                        leave(default_store(), dist.get_rank(), members, [key, *counter])
+                        leave(torch_names.default_store(), dist.get_rank(), members, [key, *counter])
             self._connecting.clear()
 
     def on_destroy(self, callback: Callable[[], None]) -> None:
@@ -140,7 +130,7 @@ class ProcessGroups:
     @property
     def has_its_world(self) -> bool:
         """Return whether the world in which these groups were created still exists."""
-        return self._default_group is not None and is_known(self._default_group)
+        return self._default_group is not None and torch_names.is_known(self._default_group)
 
     @property
     def is_alive(self) -> bool:
@@ -166,11 +156,11 @@ class ProcessGroups:
         waiting = {
             counter: dist.get_world_size(group)
             for group, counter in self._connecting.items()
-            if is_known(group) and not calls_of(group)
+            if torch_names.is_known(group) and not torch_names.calls_of(group)
         }
         if not waiting:
             return
-        store, ended = default_store(), threading.Event()
+        store, ended = torch_names.default_store(), threading.Event()
 
         def wait() -> None:
             for counter, size in waiting.items():
@@ -200,12 +190,18 @@ class ProcessGroups:
 
         def new_group() -> ProcessGroup:
             created: ProcessGroup = dist.new_group(
-                list(ranks), timeout=self.timeout, use_local_synchronization=True, group_desc=f"{DESCRIPTION}{name}"
+                list(ranks),
+                timeout=self.timeout,
+                use_local_synchronization=True,
+                group_desc=f"{torch_names.DESCRIPTION}{name}",
             )
             return created
 
         try:
-            with next_group_named(self._name(ranks)), without_store() if len(ranks) == 1 else nullcontext():
+            with (
+                torch_names.next_group_named(self._name(ranks)),
+                torch_names.without_store() if len(ranks) == 1 else nullcontext(),
+            ):
                 created = within(self.timeout * UNANSWERED_AFTER, f"creation of the group {name!r}", new_group)
         except StoreTimeoutError:
             raise
@@ -216,9 +212,9 @@ class ProcessGroups:
                 f"Its own output says more. Here: {error}"
             ) from error
         self._created.append(created)
-        if len(ranks) > 1 and is_known(created) and key_of_address(created) is not None:
+        if len(ranks) > 1 and torch_names.is_known(created) and torch_names.key_of_address(created) is not None:
             with suppress(RuntimeError):  # the store is gone since
-                if default_store().add(self._counter(ranks), 1) < len(ranks):
+                if torch_names.default_store().add(self._counter(ranks), 1) < len(ranks):
                     self._connecting[created] = self._counter(ranks)
         return created
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -15,22 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import Self
 
+from ds_topo.backends import accelerator
 from ds_topo.errors import abridged
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
-from ds_topo.topology import ProcessTopology
+from ds_topo.topology import ProcessTopology, rank_tables
 from ds_topo.topology.axes import canonical_axis, check_meanings
-from ds_topo.topology.rank_tables import (
-    RankGroup,
-    axes_of,
-    degree,
-    factorized_topology,
-    gradient_axes,
-    grid_groups,
-    neighbor,
-    sample_axes,
-)
+from ds_topo.topology.rank_tables import RankGroup
 from ds_topo.topology.spec import Spec
 from ds_topo.torch_names import devices_of, job_timeout, timeout_of
 
@@ -56,9 +47,12 @@ class _Core:
     rank: int
     """This process's rank in the topology."""
     groups: ProcessGroups
-    meshes: dict[tuple[str | None, tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
-    """Meshes by the requested device type (None: the default) and the names of the dimensions."""
+    meshes: dict[tuple[str, tuple[str, ...]], DeviceMesh] = field(default_factory=dict)
+    """Meshes by the type of device and the names of the dimensions."""
     check_samples: bool = True
+    correct_norms: bool = True
+    has_modules: bool = False
+    """True once a pipeline or an engine has been built, so that ``correct_norms`` can no longer change."""
 
 
 class ProcessGrid:
@@ -67,7 +61,8 @@ class ProcessGrid:
     Construction is collective: all ranks compare the groups that they are about to create, and raise together if they
     differ. A rank joins only the groups that it belongs to, each distinct set of ranks once. These are one group per
     axis, data parallel (the replicas of a parameter: all axes but ``pipe`` and ``model``) and model parallel (``pipe``
-    x ``model``).
+    x ``model``). With an axis ``shard``, over which ZeRO partitions, a rank also belongs to the group of the copies of
+    its partition.
 
     A grid of the whole job exports this rank's coordinate as environment variables, ``DS_TOPO_PIPE=1``, ..., until
     ``destroy()``.
@@ -81,8 +76,8 @@ class ProcessGrid:
         timeout: the timeout of the agreement and of every group, in seconds or as a ``timedelta``; the job's own
             (``init_process_group(timeout=)``) by default. A group of all ranks is the world's own group and keeps the
             job's timeout.
-        extra_axes: names of axes in the topology, besides ``pipe``, ``data``, ``model``, ``seq`` and ``expert``, along
-            which ranks are replicas. ``"+name=2"`` in a spec has the same effect.
+        extra_axes: names of axes in the topology, besides ``pipe``, ``data``, ``model``, ``seq``, ``expert`` and
+            ``shard``, along which ranks are replicas. ``"+name=2"`` in a spec has the same effect.
 
     Raises:
         RuntimeError: ``torch.distributed`` is not initialised.
@@ -126,7 +121,7 @@ class ProcessGrid:
         rank = members.index(dist.get_rank())
         groups = [
             RankGroup(group.axes, tuple(members[rank] for rank in group.ranks))
-            for group in grid_groups(agreed, rank)
+            for group in rank_tables.grid_groups(agreed, rank)
             if len(group.ranks) > 1  # a group of one rank is created when that rank first requests it
         ]
         created = ProcessGroups(f"grid {agreed.spec}, {given}", groups, members, limit)
@@ -179,7 +174,7 @@ class ProcessGrid:
             UnknownAxisError: an axis is not in the topology. ``pipe``, ``data`` and ``model`` have degree 1 then.
         """
         topology = self._core.topology
-        return list(self.to_global(topology.get_axis_ranks(axes_of(topology, axes), self._core.rank)))
+        return list(self.to_global(topology.get_axis_ranks(rank_tables.axes_of(topology, axes), self._core.rank)))
 
     def get_group(self, axes: str | Iterable[str]) -> ProcessGroup:
         """Return this rank's process group over one axis or several.
@@ -193,18 +188,18 @@ class ProcessGrid:
             DisagreementError: the group is new, and some of its ranks did not call this within the timeout.
             RuntimeError: the grid was destroyed.
         """
-        span = axes_of(self._core.topology, axes)
+        span = rank_tables.axes_of(self._core.topology, axes)
         group = self._core.groups.get(span)
         return self.create_group(RankGroup(span, tuple(self.get_ranks(span)))) if group is None else group
 
     def get_axis_rank(self, axis: str) -> int:
         """Return this rank's index along one axis, which is its rank in ``get_group(axis)``."""
         topology = self._core.topology
-        return topology.get_axis_index(axes_of(topology, axis), self._core.rank)
+        return topology.get_axis_index(rank_tables.axes_of(topology, axis), self._core.rank)
 
     def get_axis_size(self, axis: str) -> int:
         """Return the degree of one axis."""
-        return degree(self._core.topology, axes_of(self._core.topology, axis))
+        return rank_tables.degree(self._core.topology, rank_tables.axes_of(self._core.topology, axis))
 
     def get_next_rank(self, axis: str) -> int:
         """Return the global rank of the next peer along ``axis``; the last rank's next peer is the first."""
@@ -218,7 +213,7 @@ class ProcessGrid:
 
     def get_data_parallel_group(self) -> ProcessGroup:
         """Return the group of all replicas of this rank's parameters: ranks with the same stage and slice."""
-        return self.get_group(gradient_axes(self._core.topology))
+        return self.get_group(rank_tables.gradient_axes(self._core.topology))
 
     def get_data_parallel_world_size(self) -> int:
         """Refuse a grid for torch alone that was passed as ``mpu=``, of which DeepSpeed asks this first.
@@ -233,11 +228,11 @@ class ProcessGrid:
     def get_sample_rank(self) -> int:
         """Return the index of this rank's share of each step's samples; pipe, model and seq peers have the same."""
         topology = self._core.topology
-        return topology.get_axis_index(sample_axes(topology), self._core.rank)
+        return topology.get_axis_index(rank_tables.sample_axes(topology), self._core.rank)
 
     def get_sample_world_size(self) -> int:
         """Return the number of shares into which each step's samples are divided."""
-        return degree(self._core.topology, sample_axes(self._core.topology))
+        return rank_tables.degree(self._core.topology, rank_tables.sample_axes(self._core.topology))
 
     def sampler(
         self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
@@ -370,28 +365,24 @@ class ProcessGrid:
         if names is not None and not isinstance(names, Mapping):
             raise TypeError(f"names={abridged(names)}: give a mapping of axes to names, such as {{'model': 'tp'}}")
         names = {canonical_axis(axis): name for axis, name in (names or {}).items()}
-        axes_of(topology, names)
+        rank_tables.axes_of(topology, names)
         dimensions = tuple(names.get(axis, axis) for axis in topology.axes)
         if len(set(dimensions)) < len(dimensions) or not all(isinstance(name, str) for name in dimensions):
             raise ValueError(f"names={abridged(names)} name the dimensions {dimensions}: give each another text")
         if device_type is not None and not _is_device_type(device_type):
             raise ValueError(f"device_type={abridged(device_type)}: give a type of device, such as 'cpu' or 'cuda'")
+        groups = [self.get_group(axis) for axis in topology.axes]
+        if device_type is None:
+            device = accelerator()
+            device_type = device.type if device is not None and device.type in devices_of(groups[0]) else "cpu"
         if (device_type, dimensions) not in meshes:
-            groups = [self.get_group(axis) for axis in topology.axes]
-            wanted = device_type
-            if wanted is None:
-                accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-                serves = accelerator is not None and accelerator.type in devices_of(groups[0])
-                wanted = accelerator.type if accelerator is not None and serves else "cpu"
-            if (wanted, dimensions) not in meshes:
+            if len(groups) == 1:  # torch accepts no list here
+                made = DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=dimensions)
+            else:
                 ranks = torch.tensor(self.to_global(topology.layout.offsets(range(len(groups)))), dtype=torch.int)
-                if len(groups) == 1:  # torch accepts no list here
-                    made = DeviceMesh.from_group(groups[0], wanted, mesh_dim_names=dimensions)
-                else:
-                    mesh = ranks.view(topology.dims)
-                    made = DeviceMesh.from_group(groups, wanted, mesh=mesh, mesh_dim_names=dimensions)
-                meshes[wanted, dimensions] = made
-            meshes[device_type, dimensions] = meshes[wanted, dimensions]
+                mesh = ranks.view(topology.dims)
+                made = DeviceMesh.from_group(groups, device_type, mesh=mesh, mesh_dim_names=dimensions)
+            meshes[device_type, dimensions] = made
         return meshes[device_type, dimensions]
 
     # -- life cycle --------------------------------------------------------------------------------------------------
@@ -421,9 +412,7 @@ class ProcessGrid:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.destroy()
 
     def __repr__(self) -> str:
@@ -433,8 +422,8 @@ class ProcessGrid:
 
     def _neighbor(self, axis: str, step: int) -> int:
         topology = self._core.topology
-        axes_of(topology, axis)
-        return self._core.members[neighbor(topology, axis, self._core.rank, step)]
+        rank_tables.axes_of(topology, axis)
+        return self._core.members[rank_tables.neighbor(topology, axis, self._core.rank, step)]
 
 
 def _is_device_type(name: object) -> bool:
@@ -481,7 +470,7 @@ def as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopolog
     if (override := os.environ.get(TOPOLOGY_OVERRIDE)) and dist.is_initialized() and world_size == dist.get_world_size():
         return ProcessTopology.from_spec(override, world_size)
     if topology is None:
-        return factorized_topology(world_size)
+        return rank_tables.factorized_topology(world_size)
     if isinstance(topology, ProcessTopology):
         return topology
     if hasattr(topology, "axes") and hasattr(topology, "dims") and not isinstance(topology, type):

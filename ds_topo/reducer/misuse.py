@@ -64,12 +64,12 @@ def unexpected_gradient(state: ParameterState) -> RuntimeError:
     )
 
 
-def unreduced_gradients(name: str) -> RuntimeError:
-    """Return the error for an optimizer that would use gradients of this rank alone."""
+def unreduced_gradients(name: str, call: str) -> RuntimeError:
+    """Return the error for a call that would use gradients of this rank alone."""
     return RuntimeError(
-        f"optimizer.step() on parameter {name!r} and others, whose gradients are not reduced: it would step on this "
-        "rank's own gradients before finish(); call finish() first, reset() to give the step up, or step inside "
-        "no_sync() if local steps are intended"
+        f"{call} on parameter {name!r} and others, whose gradients are not reduced: it would use this rank's own "
+        "gradients before finish(); call finish() first, reset() to give the step up, or step inside no_sync() if "
+        "local steps are intended"
     )
 
 
@@ -127,6 +127,7 @@ class Changes:
         hooks: their hooks.
         ignored: identities of the ignored parameters.
         may_miss: True if parameters may have no gradient, and so may be frozen for a while.
+        remedy: what to do about parameters that were unfrozen.
     """
 
     def __init__(
@@ -136,8 +137,10 @@ class Changes:
         hooks: GradientHooks,
         ignored: Collection[int],
         may_miss: bool,
+        remedy: str,
     ) -> None:
         self._module, self._states, self._hooks, self._may_miss = module, states, hooks, may_miss
+        self._remedy = remedy
         self._ignored = ignored
         self._parameters = [state.parameter for state in states]
         self._are_plain = not any(state.is_sparse or state.is_apart for state in states)
@@ -203,7 +206,7 @@ class Changes:
         if frozen and not self._may_miss:
             return _changed(frozen, "frozen")
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
-        return _changed(unfrozen, "unfrozen") if unfrozen else None
+        return _changed(unfrozen, "unfrozen", self._remedy) if unfrozen else None
 
     def _replaced_gradients(self) -> str | None:
         gradients, views = map(_GRADIENT, self._parameters), map(_VIEW, self._states)
@@ -225,5 +228,8 @@ class Changes:
         )
 
 
-def _changed(names: Sequence[str], how: str) -> str:
-    return f"parameters {listed(names)} were {how} after construction: detach() and build a new GradientReducer"
+REBUILD = "detach() and build a new GradientReducer"
+
+
+def _changed(names: Sequence[str], how: str, remedy: str = REBUILD) -> str:
+    return f"parameters {listed(names)} were {how} after construction: {remedy}"

@@ -46,6 +46,7 @@ from ds_topo.reducer.buckets import (
 )
 from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go, watch
 from ds_topo.reducer.misuse import (
+    REBUILD,
     Changes,
     changed_in_flight,
     check_module,
@@ -141,6 +142,10 @@ class StepDriver:
             timings: those of the last steps, and of the one that ends now, whose ``ended_ns`` is 0.
         """
         return False
+
+    def remedy_for_unfrozen(self) -> str:
+        """Return what to do about parameters that were unfrozen after construction."""
+        return REBUILD
 
     def steps_taken(self) -> int:
         """Return the number of optimizer steps; equal on all ranks, unless one has skipped a step."""
@@ -244,7 +249,9 @@ class BucketReducer:
             owners[state.parameter] = own
             self._hooks.add(state.parameter, self._hook(state))
         ignored = ignored_identities(module, self.options)
-        self._changes = Changes(module, self._states, self._hooks, ignored, self._may_miss)
+        self._changes = Changes(
+            module, self._states, self._hooks, ignored, self._may_miss, self.driver.remedy_for_unfrozen()
+        )
         self._stop_watching = watch.enter(self)
         keep_alive(module, self)
 
@@ -512,11 +519,20 @@ class BucketReducer:
             self._is_unreduced = False
 
     def before_optimizer_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Refuse an optimizer step on gradients that are not reduced."""
-        if self._state is REDUCING or (self._is_unreduced and self._state is IDLE):
+        """Refuse an optimizer step on gradients that are not reduced, except inside ``no_sync()``."""
+        if self._state is not ACCUMULATING:
+            self.require_reduced(parameters, "optimizer.step()")
+
+    def require_reduced(self, parameters: Iterable[torch.Tensor], call: str) -> None:
+        """Refuse a call that would use gradients which are not reduced.
+
+        Raises:
+            RuntimeError: one of the parameters has such a gradient.
+        """
+        if self._state is REDUCING or (self._is_unreduced and self._state in (IDLE, ACCUMULATING)):
             for parameter in parameters:
                 if parameter in self._by_parameter:
-                    raise unreduced_gradients(self._by_parameter[parameter].name)
+                    raise unreduced_gradients(self._by_parameter[parameter].name, call)
 
     @property
     def _may_miss(self) -> bool:

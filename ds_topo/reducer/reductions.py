@@ -42,7 +42,8 @@ def assign_routes(
     dtype = options.communication_dtype
     bucket_bytes = _bucket_bytes(options, group, device)
     two_level = None if options.two_level is False else _chosen_two_level(states, options, group, device, bucket_bytes)
-    scale = scaling(options, size, group, device, two_level is None)
+    in_one_sum = two_level is None and not any(partition.copies for partition in options.partitions)
+    scale = scaling(options, size, group, device, in_one_sum)
     dense = Route("data", group, traits_of(group, device), *scale, dtype, bucket_bytes, two_level)
     used = {expert_group_name(state.parameter) for state in states}
     experts = {
@@ -231,7 +232,9 @@ class _ReduceScatter(Reduction):
         super().__init__(bucket)
         self._region = region
         self._payload = _payload(bucket)
-        self._pending: Pending | None = region.gradients.exchange.reduce_scatter(self._payload, self.route.op)
+        self._pending: Pending | None = region.gradients.start_sum(
+            region.region, self._payload, self.route.op, self.route.after
+        )
         region.gradients.note(self)
 
     def is_done(self) -> bool:

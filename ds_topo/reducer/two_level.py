@@ -23,11 +23,11 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from ds_topo.backends import SideStream, order_after, synchronize, traits_of
+from ds_topo.backends import SideStream, synchronize, traits_of
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups
 from ds_topo.reducer.options import MIB
 from ds_topo.topology.rank_tables import RankGroup, two_level_ranks
-from ds_topo.zero.exchange import Pending, end_thread, hosts_in_order
+from ds_topo.zero.exchange import Pending, Queued, end_thread, hosts_in_order
 
 
 class TwoLevelReduction:
@@ -104,23 +104,7 @@ class TwoLevelReduction:
             dist.reduce_scatter_tensor(share, tensor, group=self._inner)
             dist.all_reduce(share, group=self._outer)
             dist.all_gather_into_tensor(tensor, share, group=self._inner)
-        return _Queued(stream.mark(), self._device)
-
-
-@dataclass(frozen=True)
-class _Queued:
-    """A sum that was queued on a side stream."""
-
-    end: torch.Event | None
-    """The end of the sum; None on a CPU, where it has ended already."""
-    device: torch.device
-
-    def is_done(self) -> bool:
-        return self.end is None or self.end.query()
-
-    def wait(self) -> int:
-        order_after(self.end, self.device)
-        return time.perf_counter_ns()
+        return Queued(stream.mark(), self._device)
 
 
 @dataclass(eq=False)

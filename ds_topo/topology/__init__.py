@@ -4,8 +4,6 @@ Start with ``process_topology``, the public class. ``spec`` and ``axes`` parse a
 and ``rank_tables`` and ``expert_tables`` derive groups.
 """
 
-from __future__ import annotations
-
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 
 __all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]

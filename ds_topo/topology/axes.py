@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 
 from ds_topo.errors import TopologyError, UnknownAxisError, abridged
 
-PIPE, DATA, MODEL, SEQ, EXPERT = "pipe", "data", "model", "seq", "expert"
+PIPE, DATA, MODEL, SEQ, EXPERT, SHARD = "pipe", "data", "model", "seq", "expert", "shard"
 DEEPSPEED_AXES = (PIPE, DATA, MODEL)
 """The axes that DeepSpeed knows; a topology without one of them has degree 1 there."""
 MAX_NAME = 64
@@ -20,6 +20,7 @@ MEANINGS = {
     MODEL: "slices of every layer (tensor parallel)",
     SEQ: "parts of every sequence",
     EXPERT: "replicas that hold different experts",
+    SHARD: "replicas that share ZeRO's partitions",
 }
 """The meaning of each axis: what differs between ranks along it."""
 SYNONYMS = {"tensor": MODEL, **dict.fromkeys(("context", "cp", "sp"), SEQ)}
@@ -88,8 +89,8 @@ def check_meanings(axes: Iterable[str], extra_axes: Iterable[str]) -> None:
     Traceback (most recent call last):
     ds_topo.errors.UnknownAxisError: axis 'pip' has no meaning here: did you mean 'pipe'? Axes are pipe (pipeline
     stages), data (replicas with other samples), model (slices of every layer (tensor parallel)), seq (parts of every
-    sequence), expert (replicas that hold different experts); ranks along any other are replicas, which must be
-    declared: extra_axes=['pip'], or '+pip=...' in a spec
+    sequence), expert (replicas that hold different experts), shard (replicas that share ZeRO's partitions); ranks along
+    any other are replicas, which must be declared: extra_axes=['pip'], or '+pip=...' in a spec
 
     Raises:
         UnknownAxisError: an axis has no meaning and is not declared.
@@ -100,8 +101,10 @@ def check_meanings(axes: Iterable[str], extra_axes: Iterable[str]) -> None:
     for axis in axes:
         if axis not in MEANINGS and axis not in declared:
             known = ", ".join(f"{name} ({meaning})" for name, meaning in MEANINGS.items())
+            near = difflib.get_close_matches(axis.lower()[:20], [*MEANINGS, *SPEC_SYNONYMS], n=1, cutoff=0.5)
+            meant = f": did you mean {axis_in_spec(near[0])!r}?" if near else "."
             raise UnknownAxisError(
-                f"axis {abridged(axis)} has no meaning here{_meant(axis)} Axes are {known}; ranks along any other are "
+                f"axis {abridged(axis)} has no meaning here{meant} Axes are {known}; ranks along any other are "
                 f"replicas, which must be declared: extra_axes=[{abridged(axis)}], or '+{axis:.40}=...' in a spec"
             )
 
@@ -116,9 +119,3 @@ def warn_of_misspelling(axis: object, axes: Iterable[str]) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-def _meant(axis: str) -> str:
-    """Return a question that suggests a similar name with a meaning, if there is one."""
-    near = difflib.get_close_matches(axis.lower()[:20], [*MEANINGS, *SPEC_SYNONYMS], n=1, cutoff=0.5)
-    return f": did you mean {axis_in_spec(near[0])!r}?" if near else "."

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import isqrt
 
 from ds_topo.errors import ExpertSizeError
 from ds_topo.topology.axes import DATA, EXPERT, MODEL, PIPE
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import gradient_axes
+from ds_topo.topology.spec import divisors
 
 
 @dataclass(frozen=True)
@@ -139,16 +139,6 @@ def name_of_size(expert_parallel_size: int) -> str:
     'ep_size_2'
     """
     return f"ep_size_{expert_parallel_size}"
-
-
-def divisors(number: int) -> list[int]:
-    """Return divisors, ascending, in time of the number's square root.
-
-    >>> divisors(12), divisors(9), divisors(1), len(divisors(2**40))
-    ([1, 2, 3, 4, 6, 12], [1, 3, 9], [1], 41)
-    """
-    small = [candidate for candidate in range(1, isqrt(max(0, number)) + 1) if number % candidate == 0]
-    return small + [number // candidate for candidate in reversed(small) if candidate * candidate != number]
 
 
 def expert_parallel_ranks(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ds_topo.errors import TopologyError, UnknownAxisError
-from ds_topo.topology.axes import DATA, DEEPSPEED_AXES, MODEL, PIPE, SEQ, canonical_axis
+from ds_topo.topology.axes import DATA, DEEPSPEED_AXES, MODEL, PIPE, SEQ, SHARD, canonical_axis
 from ds_topo.topology.process_topology import PipeDataParallelTopology, ProcessTopology
 
 
@@ -65,6 +65,25 @@ def sample_axes(topology: ProcessTopology) -> tuple[str, ...]:
     return tuple(axis for axis in gradient_axes(topology) if axis != SEQ)
 
 
+def partition_axes(topology: ProcessTopology) -> tuple[str, ...]:
+    """Return the axes over which ZeRO partitions: ``shard`` if the topology has it, else all gradient axes.
+
+    >>> partition_axes(ProcessTopology.from_spec("data=2,shard=4")), partition_axes(ProcessTopology.from_spec("data=8"))
+    (('shard',), ('data',))
+    """
+    return (SHARD,) if SHARD in topology.axes else gradient_axes(topology)
+
+
+def copy_axes(topology: ProcessTopology) -> tuple[str, ...]:
+    """Return the axes along which ranks hold copies of one partition: the gradient axes beside ``shard``.
+
+    >>> copy_axes(ProcessTopology.from_spec("data=2,shard=4")), copy_axes(ProcessTopology.from_spec("data=8"))
+    (('data',), ())
+    """
+    shared = partition_axes(topology)
+    return tuple(axis for axis in gradient_axes(topology) if axis not in shared)
+
+
 def model_parallel_axes(topology: ProcessTopology) -> tuple[str, ...]:
     """Return the axes that split one replica of the model: ``pipe`` and ``model``."""
     return tuple(axis for axis in topology.axes if axis in (PIPE, MODEL))
@@ -102,11 +121,14 @@ def fold_extra_axes(topology: ProcessTopology) -> ProcessTopology:
 def grid_groups(topology: ProcessTopology, rank: int) -> list[RankGroup]:
     """Return the groups of a grid that ``rank`` belongs to: each axis, gradient replicas, model parallel.
 
+    With an axis ``shard``, also the ranks with copies of one partition.
+
     >>> [(group.name, group.ranks) for group in grid_groups(ProcessTopology.from_spec("pipe=2,data=2,model=2"), 5)]
     [('pipe', (1, 5)), ('data', (5, 7)), ('model', (4, 5)), ('pipe+model', (0, 1, 4, 5))]
     """
     spans: list[tuple[str, ...]] = [(axis,) for axis in topology.axes]
     spans += [gradient_axes(topology), model_parallel_axes(topology)]
+    spans += [copy_axes(topology)] if SHARD in topology.axes else []
     return [RankGroup(span, tuple(topology.get_axis_ranks(span, rank))) for span in dict.fromkeys(spans)]
 
 

@@ -184,24 +184,14 @@ def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...], froze
     return list(names), tuple(layouts), _marked(given, names)
 
 
-def spec_text(axes: Sequence[str], degrees: Sequence[int], extra_axes: Collection[str] = ()) -> str:
-    """Write a spec that ``parse_spec`` parses.
+def spec_text(axes: Sequence[str], degrees: Iterable[object], extra_axes: Collection[str] = ()) -> str:
+    """Write a spec that ``parse_spec`` parses, or ``parse_strided_spec`` where degrees are texts with strides.
 
     >>> spec_text(["pipe", "copy"], [2, 4], extra_axes={"copy"})
     'pipe=2,+copy=4'
     """
-    return _joined(axes, map(str, degrees), extra_axes)
-
-
-def strided_text(axes: Sequence[str], layouts: Sequence[Factors], extra_axes: Collection[str] = ()) -> str:
-    """Write a spec that ``parse_strided_spec`` parses."""
-    texts = ["*".join(f"{size}:{stride}" for size, stride in factors) or "1" for factors in layouts]
-    return _joined(axes, texts, extra_axes)
-
-
-def _joined(axes: Sequence[str], values: Iterable[str], extra_axes: Collection[str]) -> str:
     marks = [EXTRA_MARK if axis in extra_axes else "" for axis in axes]
-    return ",".join(f"{mark}{axis}={value}" for mark, axis, value in zip(marks, axes, values, strict=True))
+    return ",".join(f"{mark}{axis}={degree}" for mark, axis, degree in zip(marks, axes, degrees, strict=True))
 
 
 def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> None:
@@ -300,17 +290,17 @@ def _rounded_down(degrees: Sequence[int], order: Sequence[int], world_size: int)
     nearest = list(degrees)
     remaining = world_size
     for axis in order[1:]:
-        nearest[axis] = _largest_divisor(remaining, degrees[axis])
+        nearest[axis] = max(size for size in divisors(remaining) if size <= degrees[axis])
         remaining //= nearest[axis]
     nearest[order[0]] = remaining
     return nearest
 
 
-def _largest_divisor(number: int, at_most: int) -> int:
-    """Return the largest divisor of a number up to a limit, in time of the number's square root.
+def divisors(number: int) -> list[int]:
+    """Return divisors, ascending, in time of the number's square root.
 
-    >>> _largest_divisor(48, 13), _largest_divisor(7, 6), _largest_divisor(4, 10**9)
-    (12, 1, 4)
+    >>> divisors(12), divisors(9), divisors(1), len(divisors(2**40))
+    ([1, 2, 3, 4, 6, 12], [1, 3, 9], [1], 41)
     """
-    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
-    return max(size for divisor in small for size in (divisor, number // divisor) if size <= at_most)
+    small = [candidate for candidate in range(1, isqrt(max(0, number)) + 1) if number % candidate == 0]
+    return small + [number // candidate for candidate in reversed(small) if candidate * candidate != number]

@@ -5,8 +5,6 @@ store, ``activity`` infers what a rank is doing, ``progress`` decides whether a 
 ``connections`` ends gloo's blocked collectives, and ``witness`` answers for a rank that cannot.
 """
 
-from __future__ import annotations
-
 from ds_topo.watch.watch import Watch, job_watch, watch_limit
 
 __all__ = ["Watch", "job_watch", "watch_limit"]

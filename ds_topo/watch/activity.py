@@ -10,7 +10,7 @@ import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import count
 from types import CodeType, FrameType, TracebackType
@@ -139,13 +139,9 @@ class Activity:
         words += [f"handling {self.handling}{lasting(self.handled)}"] if self.handling else []
         return ", ".join(words)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Activity:
-        """Invert ``to_json``."""
+        """Invert ``dataclasses.asdict``."""
         wait = fields.pop("wait")
         return cls(wait=Wait(**{**wait, "ranks": tuple(wait["ranks"])}) if wait else None, **fields)
 

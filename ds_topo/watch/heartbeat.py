@@ -17,6 +17,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from ds_topo.errors import listed
 from ds_topo.launch.launchers import COORDINATE
@@ -175,7 +176,7 @@ class Beat:
 
     def to_text(self) -> str:
         """Return the beat as JSON."""
-        return json.dumps({**vars(self), "doing": self.doing.to_json()})
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -251,9 +252,8 @@ class Heartbeat:
         self._warned: set[str] = set()
         """Groups for which different steps were reported."""
         # written by other threads
-        self._steps: queue.SimpleQueue[Steps] = queue.SimpleQueue()
-        self._to_report: queue.SimpleQueue[tuple[Finding, Sequence[int]]] = queue.SimpleQueue()
-        self._moved: queue.SimpleQueue[tuple[str, Address]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Calls that the thread makes at its next beat, since it alone uses the store."""
         self._wake, self._stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="ds_topo watch: beats", daemon=True)
 
@@ -290,16 +290,16 @@ class Heartbeat:
 
     def report(self, finding: Finding, suspects: Sequence[int] = ()) -> None:
         """Report a finding to the other ranks at once, and any of the suspects that has ended."""
-        self._to_report.put((finding, suspects))
+        self._requests.put(partial(self._tell, finding, suspects))
         self._wake.set()
 
     def move_witness(self, host: str, address: Address) -> None:
         """Publish another witness of this rank, at the next beat."""
-        self._moved.put((host, address))
+        self._requests.put(partial(self._publish, host, address))
 
     def note(self, steps: Steps) -> None:
         """Compare this rank's steps with those of other ranks of the group, at a later beat."""
-        self._steps.put(steps)
+        self._requests.put(partial(self._compare_steps, steps))
 
     # -- beats ---------------------------------------------------------------------------------------------------------
 
@@ -327,12 +327,8 @@ class Heartbeat:
         self.asked_since = now = time.monotonic()
         awake, self._beat_at = min(now - self._beat_at, 2 * ring.interval), now
         self._store.set(ring.key("beat", ring.rank), self._own(doing).to_text())
-        while not self._moved.empty():
-            self._publish(*self._moved.get())
-        while not self._to_report.empty():
-            self._tell(*self._to_report.get())
-        while not self._steps.empty():
-            self._compare_steps(self._steps.get())
+        while not self._requests.empty():
+            self._requests.get()()
         keys = [ring.key("beat", self._neighbor), ring.key("beat", 0), ring.key("alarm"), ring.key("verdict")]
         neighbor, first, alarm, verdict = get_several(self._store, keys)
         self.first_rank = Beat.read(first)

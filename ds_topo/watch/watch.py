@@ -34,22 +34,10 @@ from ds_topo.launch.launchers import COORDINATE
 from ds_topo.process_groups.agreement import agree, within
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.torch_names import abort_nccl, clone, default_store, flight_record, job_timeout, served_at
+from ds_topo.watch import heartbeat
 from ds_topo.watch.activity import OTHERWISE, SAVES, Activity, Observer, StepCounts, first_line
 from ds_topo.watch.connections import bytes_moved, ports_towards, shut_down
-from ds_topo.watch.heartbeat import (
-    ASK_AT,
-    FAILED,
-    HAS_ENDED,
-    HAS_FAILED,
-    TRANSPORT,
-    WITNESS_SECONDS,
-    Finding,
-    Heartbeat,
-    Ring,
-    Verdict,
-    Who,
-    headline,
-)
+from ds_topo.watch.heartbeat import Finding, Heartbeat, Ring, Verdict, Who
 from ds_topo.watch.progress import GRACE, STILL, Progress
 from ds_topo.watch.witness import State, Witness, address_towards, ask
 
@@ -254,7 +242,7 @@ class Watch:
             since = self._heart.asked_since
             unanswered = unanswered + awake if since is not None and since == asked_since else 0.0
             asked_since = since
-            if self.verdict is None and unanswered >= ASK_AT * self.limit:
+            if self.verdict is None and unanswered >= heartbeat.ASK_AT * self.limit:
                 self._judge_store(f"has not answered for {unanswered:.0f} s")
                 unanswered = 0.0
             elif self.verdict is None and self._heart.lost is not None and self._needs_the_store(awake):
@@ -280,15 +268,16 @@ class Watch:
         if doing.wait is not None or (doing.still >= STILL and doing.phase not in (SAVES, OTHERWISE)):
             return True
         first = self._heart.first_rank
-        has_ended = first is not None and first.state == HAS_ENDED
-        return not has_ended and self._progress.is_stuck(doing) and self._progress.seconds >= ASK_AT * self.limit
+        has_ended = first is not None and first.state == heartbeat.HAS_ENDED
+        waits_long = self._progress.seconds >= heartbeat.ASK_AT * self.limit
+        return not has_ended and self._progress.is_stuck(doing) and waits_long
 
     def _judge_store(self, what: str) -> None:
         """Decide on this rank alone, without the store, whether the process that serves the store is at fault."""
         host, port = self._server_place
         lines = [f"the store of the job at {host}:{port} {what}."]
         if self._is_served_by_rank_0:
-            state, last = ask(self._first_witness, WITNESS_SECONDS), self._heart.first_rank
+            state, last = ask(self._first_witness, heartbeat.WITNESS_SECONDS), self._heart.first_rank
             if state is State.ALIVE and self._heart.lost is None:
                 return
             first = Who(0, self._heart.first_host, last.coordinate if last else "")
@@ -296,7 +285,7 @@ class Watch:
             lines += [f"  It was last seen {last.doing}."] if last else []
         else:
             lines.append("The launcher on that host serves it: it has ended or stopped, or its host is cut off.")
-        self._local = Verdict("\n".join([headline(self._ring.world_size), *lines]), self._rank)
+        self._local = Verdict("\n".join([heartbeat.headline(self._ring.world_size), *lines]), self._rank)
 
     def _end_what_is_blocked(self) -> None:
         """Shut down connections while the main thread waits; end the process if it makes no progress."""
@@ -359,9 +348,9 @@ class Watch:
         with self._looking:
             self._last_doing = doing = self._observer.read_traceback(trace)
         is_consequence = self.verdict is not None or _is_of_transport(error)
-        self._heart.state = HAS_FAILED
+        self._heart.state = heartbeat.HAS_FAILED
         if self.verdict is None:
-            kind = TRANSPORT if is_consequence else FAILED
+            kind = heartbeat.TRANSPORT if is_consequence else heartbeat.FAILED
             what = f"{'could not reach others' if is_consequence else 'has failed'}: {first_line(error)}"
             suspects = doing.wait.ranks if doing.wait and is_consequence else ()
             self._heart.report(Finding(kind, self._who, what, f"was {doing}", self._who, str(doing)), suspects)

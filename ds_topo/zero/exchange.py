@@ -3,6 +3,9 @@
 On gloo the ranks exchange slices point to point, in place and without a copy: gloo's own reduce_scatter is an
 all_reduce and a copy, and its all_gather sends in one direction at a time. Other backends use torch's collectives,
 which the caller's own thread starts.
+
+With an axis ``shard``, several ranks hold copies of one partition (:class:`Copies`). A slice is then reduced inside
+``shard`` and summed over its copies, in one exchange; a gather stays inside ``shard``.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from ds_topo.backends import traits_of
+from ds_topo.backends import SideStream, order_after, traits_of
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.rank_tables import has_two_levels, two_level_ranks
 from ds_topo.torch_names import ReduceOp
@@ -39,7 +42,9 @@ _RECEIVED_BYTES = 1 << 24
 _SECONDS_TO_END = 10
 _FIRST_TAG = 1 << 30
 """The first message tag; the program's own messages use lower tags."""
-_TAGS = 1 << 29
+_TAGS = 1 << 26
+"""The number of tags of one exchange."""
+_LANES = 8
 
 
 class Pending(Protocol):
@@ -65,8 +70,16 @@ class Exchange(ABC):
     """
 
     @abstractmethod
-    def reduce_scatter(self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM) -> Pending:
-        """Reduce this rank's slice over all ranks, in place. The contents of the other slices become undefined."""
+    def reduce_scatter(
+        self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM, *, over_copies: bool = True
+    ) -> Pending:
+        """Reduce this rank's slice over all ranks, in place. The contents of the other slices become undefined.
+
+        Args:
+            flat: the slices of all ranks; with copies, ``numel`` is a multiple of their number.
+            op: the operation; with copies, a sum.
+            over_copies: also sum the slice over the ranks that hold copies of it; no-op without such ranks.
+        """
 
     @abstractmethod
     def gather(self, flat: torch.Tensor) -> Pending:
@@ -80,15 +93,40 @@ class Exchange(ABC):
         """Stop background work until the next exchange begins. Idempotent."""
 
 
-def exchange_of(group: ProcessGroup, device: torch.device) -> Exchange:
-    """Return the fastest exchange for tensors on a device; the first call is collective over ``group``."""
-    if dist.get_world_size(group) == 1:
+@dataclass(frozen=True)
+class Copies:
+    """The groups of a rank whose partition other ranks hold, too."""
+
+    group: ProcessGroup
+    """The ranks that hold this rank's partition."""
+    whole: ProcessGroup
+    """All ranks that hold the parameters: those that share the partitions, times the copies of each."""
+
+    @property
+    def number(self) -> int:
+        """The number of copies."""
+        return dist.get_world_size(self.group)
+
+
+def exchange_of(group: ProcessGroup, device: torch.device, copies: Copies | None = None) -> Exchange:
+    """Return the fastest exchange for tensors on a device; the first call is collective.
+
+    Args:
+        group: the ranks that share the partitions.
+        device: the device of the tensors.
+        copies: the ranks that hold copies of the partitions, if there are any.
+    """
+    everyone = group if copies is None else copies.whole
+    if dist.get_world_size(everyone) == 1:
         return SingleRankExchange()
-    if not traits_of(group, device).tagged_messages:
-        return CollectiveExchange(group)
-    if group not in _by_group:
-        _by_group[group] = PeerExchange(group, hosts_in_order(group))
-    return _by_group[group]
+    if not traits_of(everyone, device).tagged_messages:
+        return CollectiveExchange(group, None if copies is None else copies.group, device)
+    known = _by_group.setdefault(everyone, {})
+    key = () if copies is None else tuple(dist.get_process_group_ranks(copies.group))
+    if key not in known:
+        place = dist.get_rank(group), 0 if copies is None else dist.get_rank(copies.group)
+        known[key] = PeerExchange(everyone, places_in_order(everyone, place), lane=len(known))
+    return known[key]
 
 
 def hosts_in_order(group: ProcessGroup) -> list[str]:
@@ -96,6 +134,18 @@ def hosts_in_order(group: ProcessGroup) -> list[str]:
     hosts: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     return hosts
+
+
+def places_in_order(group: ProcessGroup, place: tuple[int, int]) -> list[Place]:
+    """Return the place of every rank of a group, in the order of its ranks; collective.
+
+    Args:
+        group: the ranks.
+        place: the index of this rank's partition, and of this rank among those that hold the partition.
+    """
+    places: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(places, (socket.gethostname(), *place), group=group)
+    return [Place(*found) for found in places]
 
 
 class _Done:
@@ -109,7 +159,9 @@ class _Done:
 class SingleRankExchange(Exchange):
     """The exchange of a group with a single rank, which already holds every slice."""
 
-    def reduce_scatter(self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM) -> Pending:
+    def reduce_scatter(
+        self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM, *, over_copies: bool = True
+    ) -> Pending:
         return _Done()
 
     def gather(self, flat: torch.Tensor) -> Pending:
@@ -129,15 +181,72 @@ class _Collective:
         return time.perf_counter_ns()
 
 
+@dataclass(frozen=True)
+class Queued:
+    """An exchange that was queued on a side stream."""
+
+    end: torch.Event | None
+    """The end of the exchange; None on a CPU, where it has ended already."""
+    device: torch.device
+
+    def is_done(self) -> bool:
+        """Return True if the device has reached the end."""
+        return self.end is None or self.end.query()
+
+    def wait(self) -> int:
+        """Order the current stream after the end."""
+        order_after(self.end, self.device)
+        return time.perf_counter_ns()
+
+
+@dataclass(eq=False)
+class _ThenSummed:
+    """A reduce-scatter, and a sum over copies that ``wait()`` starts, so that all ranks start it in one order."""
+
+    work: dist.Work | None
+    own: torch.Tensor
+    copies: ProcessGroup
+
+    def is_done(self) -> bool:
+        return self.work is None
+
+    def wait(self) -> int:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+            dist.all_reduce(self.own, group=self.copies)
+        return time.perf_counter_ns()
+
+
 class CollectiveExchange(Exchange):
-    """The exchange by torch's collectives, which on NCCL work in place and know the machine's links."""
+    """The exchange by torch's collectives, which on NCCL work in place and know the machine's links.
 
-    def __init__(self, group: ProcessGroup) -> None:
+    Args:
+        group: the ranks that share the partitions.
+        copies: the ranks that hold this rank's partition, if there are others.
+        device: the device of the tensors.
+    """
+
+    def __init__(self, group: ProcessGroup, copies: ProcessGroup | None, device: torch.device) -> None:
         self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._copies, self._device = copies, device
+        has_streams = copies is not None and traits_of(copies, device).ordered_by_stream
+        self._stream = SideStream(device) if has_streams else None
 
-    def reduce_scatter(self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM) -> Pending:
+    def reduce_scatter(
+        self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM, *, over_copies: bool = True
+    ) -> Pending:
         flat = torch.view_as_real(flat) if flat.is_complex() else flat
-        return _Collective(dist.reduce_scatter_tensor(self._own(flat), flat, op, group=self._group, async_op=True))
+        own = self._own(flat)
+        if self._copies is None or not over_copies:
+            return _Collective(dist.reduce_scatter_tensor(own, flat, op, group=self._group, async_op=True))
+        if self._stream is None:
+            work = dist.reduce_scatter_tensor(own, flat, op, group=self._group, async_op=True)
+            return _ThenSummed(work, own, self._copies)
+        with self._stream.after_current(flat):
+            dist.reduce_scatter_tensor(own, flat, op, group=self._group)
+            dist.all_reduce(own, group=self._copies)
+        return Queued(self._stream.mark(), self._device)
 
     def gather(self, flat: torch.Tensor) -> Pending:
         flat = torch.view_as_real(flat) if flat.is_complex() else flat
@@ -147,6 +256,17 @@ class CollectiveExchange(Exchange):
 
     def _own(self, flat: torch.Tensor) -> torch.Tensor:
         return flat.view(self._size, -1, *flat.shape[1:])[self._rank]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of one rank in an exchange."""
+
+    host: str
+    partition: int
+    """The index of its partition."""
+    copy: int = 0
+    """Its index among the ranks that hold this partition."""
 
 
 @dataclass(frozen=True)
@@ -193,14 +313,55 @@ def rounds_of(rank: int, hosts: Sequence[str]) -> list[list[Peer]]:
     return [inside, across]
 
 
+def rounds_over_copies(rank: int, places: Sequence[Place]) -> tuple[list[list[Peer]], list[list[Peer]]]:
+    """Return the rounds of a reduce-scatter for one rank, among the partitions and among the copies of its own.
+
+    A partition is cut into one slice per copy, and slice ``partition * copies + copy`` belongs to one rank. After the
+    first rounds a rank is responsible for the slices of its partition, after the last for its own slice. The last
+    rounds backwards, with sending and receiving exchanged, give all copies the sums of the whole partition. If each of
+    ``h`` hosts holds one copy of ``B`` bytes, it sends ``B (h - 1) / h`` there and as much back.
+
+    Args:
+        rank: the rank within the group.
+        places: the place of every rank of the group.
+
+    >>> places = [Place("a", 0, 0), Place("a", 1, 0), Place("b", 0, 1), Place("b", 1, 1)]
+    >>> inside, across = rounds_over_copies(0, places)
+    >>> inside, across
+    ([[Peer(rank=1, theirs=(2, 3), mine=(0, 1))]], [[Peer(rank=2, theirs=(1,), mine=(0,))]])
+    >>> rounds_over_copies(0, [Place("a", 0), Place("a", 1)])
+    ([[Peer(rank=1, theirs=(1,), mine=(0,))]], [])
+    """
+    own, copies = places[rank], 1 + max(place.copy for place in places)
+
+    def among(ranks: Sequence[int], slices: Sequence[Sequence[int]]) -> list[list[Peer]]:
+        if len(ranks) == 1:
+            return []
+
+        def of(indices: Sequence[int]) -> tuple[int, ...]:
+            return tuple(part for index in indices for part in slices[index])
+
+        rounds = rounds_of(ranks.index(rank), [places[other].host for other in ranks])
+        return [[Peer(ranks[peer.rank], of(peer.theirs), of(peer.mine)) for peer in peers] for peers in rounds]
+
+    ranks = range(len(places))
+    partners = sorted((r for r in ranks if places[r].copy == own.copy), key=lambda r: places[r].partition)
+    twins = sorted((r for r in ranks if places[r].partition == own.partition), key=lambda r: places[r].copy)
+    partitions = [range(index * copies, (index + 1) * copies) for index in range(len(partners))]
+    return among(partners, partitions), among(twins, [(part,) for part in partitions[own.partition]])
+
+
 def _others_from_next(ranks: Sequence[int], rank: int) -> list[int]:
     """Return the other ranks, starting with the next one, so that the ranks do not all begin with the same peer."""
     place = list(ranks).index(rank)
     return [*ranks[place + 1 :], *ranks[:place]]
 
 
-_by_group: WeakKeyDictionary[ProcessGroup, PeerExchange] = WeakKeyDictionary()
-"""One exchange for each group, because its ranks number the messages alike. It is freed with the group."""
+_by_group: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], PeerExchange]] = WeakKeyDictionary()
+"""The exchanges of each group, because its ranks number the messages alike: one for each set of copies, ``()`` if none.
+
+They are freed with the group.
+"""
 _Messages: TypeAlias = Generator[list[dist.Work], None, None]
 """The messages of one piece, round by round; advance it when those of the last round have arrived."""
 
@@ -212,26 +373,34 @@ class PeerExchange(Exchange):
 
     Args:
         group: a gloo group.
-        hosts: the hosts of its ranks; between several hosts with several ranks each, slices travel in two rounds.
+        places: the places of its ranks; between several hosts with several ranks each, slices travel in two rounds.
+        lane: the number of other exchanges of the same group, whose messages have other tags.
     """
 
-    def __init__(self, group: ProcessGroup, hosts: list[str]) -> None:
-        self._peers = _Peers(group, rounds_of(dist.get_rank(group), hosts))
+    def __init__(self, group: ProcessGroup, places: Sequence[Place], lane: int = 0) -> None:
+        inside, across = rounds_over_copies(dist.get_rank(group), places)
+        self._inside = [_Round(peers, sums=True) for peers in inside]
+        """The rounds of a reduce-scatter among the partitions."""
+        self._across = [_Round(peers, sums=True) for peers in across]
+        """Those among the copies of this rank's partition."""
+        self._peers = _Peers(group, lane)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._worker = _Worker(self._jobs, self._peers)
+        self._worker = _Worker(self._jobs, self._peers, in_order=bool(across))
         self._end_thread: Callable[[], object] | None = None
         """Set while the thread exists."""
 
-    def reduce_scatter(self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM) -> Pending:
+    def reduce_scatter(
+        self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM, *, over_copies: bool = True
+    ) -> Pending:
         assert op == dist.ReduceOp.SUM, "a backend with tagged messages does not average by itself"
-        return self._submit(flat, sums=True)
+        return self._submit(flat, [*self._inside, *self._across, *_back(self._across)] if over_copies else self._inside)
 
     def gather(self, flat: torch.Tensor) -> Pending:
-        return self._submit(flat, sums=False)
+        return self._submit(flat, _back(self._inside))
 
     def gather_now(self, flat: torch.Tensor) -> None:
         if self._end_thread is None:
-            job = _Job(flat.detach(), sums=False, peers=self._peers)
+            job = _Job(flat.detach(), _back(self._inside))
             self._worker.do(job)
             job.wait()
         else:
@@ -242,8 +411,8 @@ class PeerExchange(Exchange):
             self._end_thread()
             self._end_thread = None
 
-    def _submit(self, flat: torch.Tensor, *, sums: bool) -> Pending:
-        job = _Job(flat.detach(), sums, self._peers)
+    def _submit(self, flat: torch.Tensor, rounds: Sequence[_Round]) -> Pending:
+        job = _Job(flat.detach(), rounds)
         if self._end_thread is None:
             thread = threading.Thread(target=self._worker.run, name="ds_topo exchange of slices", daemon=True)
             thread.start()
@@ -265,11 +434,25 @@ def _end_exchange(thread: threading.Thread, tell: Callable[[], None]) -> None:
     gloo_threads.end_yielding()
 
 
+@dataclass(frozen=True)
+class _Round:
+    """Messages that can be in flight together."""
+
+    peers: list[Peer]
+    sums: bool
+    """True if slices are summed by those who are responsible for them, False if these send the sums back."""
+
+
+def _back(rounds: Sequence[_Round]) -> list[_Round]:
+    """Return the rounds of a gather: those of a reduce-scatter backwards."""
+    return [_Round(one.peers, sums=False) for one in reversed(rounds)]
+
+
 class _Job:
     """One tensor to exchange."""
 
-    def __init__(self, flat: torch.Tensor, sums: bool, peers: _Peers) -> None:
-        self.flat, self.sums, self.peers = flat, sums, peers
+    def __init__(self, flat: torch.Tensor, rounds: Sequence[_Round]) -> None:
+        self.flat, self.rounds = flat, rounds
         self.pieces_left = 0
         self.done: Future[int] = Future()
 
@@ -283,8 +466,9 @@ class _Job:
 class _Peers:
     """Sends and receives pieces of slices."""
 
-    def __init__(self, group: ProcessGroup, rounds: list[list[Peer]]) -> None:
-        self._group, self._rounds, self._size = weakref.ref(group), rounds, dist.get_world_size(group)
+    def __init__(self, group: ProcessGroup, lane: int) -> None:
+        self._group, self._size = weakref.ref(group), dist.get_world_size(group)
+        self._first_tag = _FIRST_TAG + lane % _LANES * _TAGS
         self._spare: list[torch.Tensor] = []
         """Receive buffers that are not in use, as bytes."""
         under_way = _PIECES_UNDER_WAY * max(1, self._size - 1)
@@ -299,25 +483,25 @@ class _Peers:
         for start in range(0, slices.shape[1], numel):
             piece = slices[:, start : start + numel]
             self._pieces += 1
-            yield self._sum(piece, self._pieces) if job.sums else self._gather(piece, self._pieces)
+            yield self._messages(piece, self._pieces, job.rounds)
 
-    def _sum(self, piece: torch.Tensor, number: int) -> _Messages:
-        for peers in self._rounds:
-            received = [(index, self._receive_buffer(piece[index]), peer.rank) for peer in peers for index in peer.mine]
-            works = [
-                self._receive(_like(piece[index], buffer), rank, number, index) for index, buffer, rank in received
-            ]
-            works += [self._send(piece[index], peer.rank, number, index) for peer in peers for index in peer.theirs]
-            yield works
-            for index, buffer, _ in sorted(received, key=lambda entry: entry[2]):
-                piece[index].add_(_like(piece[index], buffer))
-                self._spare.append(buffer)
+    def _messages(self, piece: torch.Tensor, number: int, rounds: Sequence[_Round]) -> _Messages:
+        for one in rounds:
+            yield from (self._sum if one.sums else self._gather)(piece, number, one.peers)
 
-    def _gather(self, piece: torch.Tensor, number: int) -> _Messages:
-        for peers in reversed(self._rounds):
-            works = [self._receive(piece[index], peer.rank, number, index) for peer in peers for index in peer.theirs]
-            works += [self._send(piece[index], peer.rank, number, index) for peer in peers for index in peer.mine]
-            yield works
+    def _sum(self, piece: torch.Tensor, number: int, peers: Sequence[Peer]) -> _Messages:
+        received = [(index, self._receive_buffer(piece[index]), peer.rank) for peer in peers for index in peer.mine]
+        works = [self._receive(_like(piece[index], buffer), rank, number, index) for index, buffer, rank in received]
+        works += [self._send(piece[index], peer.rank, number, index) for peer in peers for index in peer.theirs]
+        yield works
+        for index, buffer, _ in sorted(received, key=lambda entry: entry[2]):
+            piece[index].add_(_like(piece[index], buffer))
+            self._spare.append(buffer)
+
+    def _gather(self, piece: torch.Tensor, number: int, peers: Sequence[Peer]) -> _Messages:
+        works = [self._receive(piece[index], peer.rank, number, index) for peer in peers for index in peer.theirs]
+        works += [self._send(piece[index], peer.rank, number, index) for peer in peers for index in peer.mine]
+        yield works
 
     def _receive_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Return a buffer of at least ``like.nbytes`` bytes, a spare one if possible."""
@@ -349,7 +533,7 @@ class _Peers:
         return group
 
     def _tag(self, number: int, index: int) -> int:
-        return _FIRST_TAG + (number * self._size + index) % _TAGS
+        return self._first_tag + (number * self._size + index) % _TAGS
 
 
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
@@ -361,11 +545,19 @@ class _Worker:
     """The work of the thread; it does not keep the exchange alive.
 
     A few pieces are in flight at a time. They take turns, so that one travels inside hosts while another crosses them.
-    Every rank posts the rounds in the order of the pieces, so the ranks cannot deadlock.
+    Every rank posts the rounds in the order of the pieces, so the ranks cannot deadlock. That holds for two rounds, of
+    which the last one is posted before a rank waits for another piece. With more rounds, a rank that already knows the
+    next piece would wait for its first round, and a rank that does not know it yet for the third round of this one.
+
+    Args:
+        jobs: the tensors to exchange; None ends the thread.
+        peers: sends and receives.
+        in_order: end each piece before waiting for the next one, whose first round is in flight: for more than two
+            rounds.
     """
 
-    def __init__(self, jobs: queue.SimpleQueue[_Job | None], peers: _Peers) -> None:
-        self._jobs, self._peers = jobs, peers
+    def __init__(self, jobs: queue.SimpleQueue[_Job | None], peers: _Peers, in_order: bool) -> None:
+        self._jobs, self._peers, self._in_order = jobs, peers, in_order
         self._under_way: deque[_Piece] = deque()
         self._failure: BaseException | None = None
         """The first error. Ranks may get it at different pieces, so every later job fails with it, too."""
@@ -422,7 +614,8 @@ class _Worker:
             self._under_way.append(piece)
             raise
         if works is not None:
-            self._under_way.append(_Piece(piece.job, piece.messages, works))
+            put_back = self._under_way.appendleft if self._in_order else self._under_way.append
+            put_back(_Piece(piece.job, piece.messages, works))
             return
         piece.job.pieces_left -= 1
         if not piece.job.pieces_left:

@@ -9,7 +9,7 @@ arrive first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -20,7 +20,8 @@ from torch import nn
 from typing_extensions import Self
 
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.zero.exchange import Exchange, exchange_of
+from ds_topo.torch_names import ReduceOp
+from ds_topo.zero.exchange import Copies, Exchange, Pending, exchange_of
 
 ALIGNMENT = 2
 """The number of elements that slices are a multiple of, as DeepSpeed's partitions."""
@@ -77,13 +78,14 @@ class PartitionLayout:
     """The regions, in the order of the flat tensor."""
 
     @classmethod
-    def balanced(cls, numels: Sequence[int], groups: Sequence[Sequence[int]], size: int) -> Self:
+    def balanced(cls, numels: Sequence[int], groups: Sequence[Sequence[int]], size: int, copies: int = 1) -> Self:
         """Lay out one region for every group of parameters.
 
         Args:
             numels: the number of elements of each parameter.
             groups: indices of parameters, each in exactly one group, in the order of the flat tensor.
             size: the number of ranks that share the tensor.
+            copies: the number of ranks that hold each slice; the slice is cut evenly over them while it is summed.
 
         >>> layout = PartitionLayout.balanced([3, 2, 4], [(0, 1), (2,)], size=2)
         >>> layout.offsets, layout.numel, layout.partition_numel
@@ -101,7 +103,8 @@ class PartitionLayout:
             for member in members:
                 offsets[member] = end
                 end += numels[member]
-            slice_numel = -(-(end - start) // (ALIGNMENT * size)) * ALIGNMENT
+            aligned = ALIGNMENT * copies
+            slice_numel = -(-(end - start) // (aligned * size)) * aligned
             regions.append(Region(len(regions), start, tuple(members), slice_numel, size))
             start += slice_numel * size
         return cls(tuple(numels), tuple(offsets), tuple(regions))
@@ -241,6 +244,9 @@ class PartitionedGradients:
             If False, every micro-batch's gradients are exchanged, and only this rank's partition accumulates (ZeRO 2).
         whole: indices of regions that every rank needs whole, such as those of tied layers.
         memory: lasting memory of all gradients.
+        copies: the ranks that hold copies of the partitions, if there are any; sums include them.
+        ends_step: returns True if the gradients that are exchanged now are of the step's last micro-batch. Without
+            ``keeps``, sums of earlier ones do not include the copies, and the last exchange adds those.
     """
 
     def __init__(
@@ -253,8 +259,11 @@ class PartitionedGradients:
         keeps: bool,
         whole: Collection[int] = (),
         memory: torch.Tensor | None = None,
+        copies: Copies | None = None,
+        ends_step: Callable[[], bool] = lambda: True,
     ) -> None:
         self.layout, self.group, self.keeps, self.whole = layout, group, keeps, frozenset(whole)
+        self.copies, self._ends_step = copies, ends_step
         self.rank = dist.get_rank(group)
         self.dtype, self._device = dtype, parameters[0].device if parameters else torch.device("cpu")
         self._memory = memory
@@ -277,7 +286,26 @@ class PartitionedGradients:
     @cached_property
     def exchange(self) -> Exchange:
         """The exchange of slices; the first access is collective over the group."""
-        return exchange_of(self.group, self._device)
+        return exchange_of(self.group, self._device, self.copies)
+
+    def start_sum(self, region: Region, flat: torch.Tensor, op: ReduceOp, unit: float) -> Pending:
+        """Start to sum this rank's slice of a region, over all ranks that hold the parameters.
+
+        If the slice has copies and earlier micro-batches were not summed over these, their sums are added first.
+
+        Args:
+            region: the region.
+            flat: its gradients, ``[region.numel]``.
+            op: the operation.
+            unit: the sum that has been collected for 1.0 in ``flat``.
+        """
+        if self.copies is None or self.keeps:
+            return self.exchange.reduce_scatter(flat, op)
+        over_copies = self._ends_step()
+        if over_copies and region.index in self._collected:
+            self._collected.remove(region.index)
+            flat.view(region.size, -1)[self.rank].add_(self._place_in_partition(region), alpha=1 / unit)
+        return self.exchange.reduce_scatter(flat, op, over_copies=over_copies)
 
     @property
     def lasts(self) -> bool:
@@ -350,6 +378,8 @@ class PartitionedGradients:
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Add a late sum of a whole parameter to the sums that have been collected."""
         region, offset = self.regions[parameter].region, self.offsets[parameter]
+        if self.copies is not None and not self.keeps and not self._ends_step():
+            gradient = gradient / self.copies.number  # the last exchange of the step sums it over the copies
         if self._memory is not None or region.index in self.whole:
             self.place_of(parameter).add_(gradient.reshape(-1))
             return

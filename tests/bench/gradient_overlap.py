@@ -66,7 +66,12 @@ def measure(rounds: int, samples: int) -> tuple[Times, str, dict[str, Any]]:
         "ddp": lambda: wrapped(*data).backward(),
         "deepspeed": lambda: engine.backward(engine(*data)),
     }
-    times = alternate(sides, rounds, lambda: [model.zero_grad() for model in models], warmup=2)
+
+    def clear() -> None:
+        for model in models:
+            model.zero_grad()
+
+    times = alternate(sides, rounds, clear, warmup=2)
     report = reducer.report()
     return times, report.table(), report.chrome_trace()
 

@@ -17,11 +17,15 @@ Times = dict[str, list[float]]
 def alternate(
     sides: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], object], warmup: int
 ) -> Times:
-    """Return the slowest rank's seconds in every round after the warm-up; ``before`` is called before each round."""
+    """Return the slowest rank's seconds in every round after the warm-up; ``before`` is called before each round.
+
+    Every round begins with the next side, so that none always follows the same other one.
+    """
     times: Times = {side: [] for side in sides}
-    for _ in range(warmup + rounds):
+    for number in range(warmup + rounds):
         before()
-        for side, step in sides.items():
+        first = number % len(sides)
+        for side, step in [*sides.items()][first:] + [*sides.items()][:first]:
             dist.barrier()
             started = time.perf_counter()
             step()

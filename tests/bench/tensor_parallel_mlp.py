@@ -8,9 +8,7 @@ Both sides run alternately in the same two processes; the output has medians, qu
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,21 +17,19 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ds_topo import PipelineParallelGrid
+from ds_topo.layers import ParallelLinear
 from tests.support.counted_collectives import forward_and_backward
 from tests.support.ranks import run_ranks
-
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
-from parallel_layers import ColumnParallelLinear, Parallel, RowParallelLinear
 
 WIDTH, ROUNDS = 256, 60
 SHAPES = {"small, [4, 16, 256]": (4, 16), "large, [8, 128, 256]": (8, 128)}
 
 
 class OurMLP(nn.Module):
-    def __init__(self, parallel: Parallel) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.expand = ColumnParallelLinear(WIDTH, 4 * WIDTH, parallel)
-        self.contract = RowParallelLinear(4 * WIDTH, WIDTH, parallel)
+        self.expand = ParallelLinear(WIDTH, 4 * WIDTH, dim=-1, group=group)
+        self.contract = ParallelLinear(4 * WIDTH, WIDTH, dim=0, group=group)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.contract(F.gelu(self.expand(hidden)))
@@ -42,7 +38,7 @@ class OurMLP(nn.Module):
 
 def _measure() -> list[str]:
     grid = PipelineParallelGrid("model=2")
-    ours = OurMLP(Parallel(grid.get_group("model")))
+    ours = OurMLP(grid.get_group("model"))
     torchs = parallelize_module(
         nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)),
         grid.device_mesh(),

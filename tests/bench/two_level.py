@@ -28,16 +28,17 @@ def _reduce_flat(buckets: list[torch.Tensor]) -> None:
 
 
 def _reduce_in_two_levels(buckets: list[torch.Tensor], levels: TwoLevelReduction) -> None:
-    done = [levels.submit(bucket) for bucket in buckets]
+    pending = [levels.submit(bucket) for bucket in buckets]
     levels.flush()
-    for future in done:
-        future.result()
+    for reduction in pending:
+        reduction.wait()
 
 
 def _setting() -> tuple[list[torch.Tensor], TwoLevelReduction]:
     group = dist.group.WORLD
     assert group is not None
-    return [torch.ones(BUCKET_BYTES // 4) for _ in range(BUCKETS)], TwoLevelReduction(hosts_of(group))
+    buckets = [torch.ones(BUCKET_BYTES // 4) for _ in range(BUCKETS)]
+    return buckets, TwoLevelReduction(hosts_of(group), buckets[0].device)
 
 
 def measure(rounds: int) -> Times:

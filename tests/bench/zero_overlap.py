@@ -105,7 +105,8 @@ def measure(rounds: int, samples: int, wanted: str) -> tuple[Times, str, dict[st
         model = PlainGPT(parallel, MODEL)
         for part in model.blocks:
             fully_shard(part, mesh=grid.device_mesh()["data"], reshard_after_forward=False)
-        return fully_shard(model, mesh=grid.device_mesh()["data"], reshard_after_forward=False)
+        fully_shard(model, mesh=grid.device_mesh()["data"], reshard_after_forward=False)
+        return model
 
     builders: dict[str, Callable[[], tuple[Any, tuple[Step, Step]]]] = {
         "ours, stage 0": lambda: engine(0, ours={}),
@@ -124,7 +125,7 @@ def measure(rounds: int, samples: int, wanted: str) -> tuple[Times, str, dict[st
     weights = [f"{name:28} {sent[name]:8.2f} MB sent" for name in sides]
     reducers = {name: getattr(owner, "gradient_reducer", None) for name, (owner, _) in built.items()}
     reports = {name: reducer.report() for name, reducer in reducers.items() if reducer is not None}
-    trace = next((report.chrome_trace() for report in reports.values()), {})
+    trace: dict[str, Any] = next((report.chrome_trace() for report in reports.values()), {})
     texts = ["\n".join(weights), *(f"{name}\n{report}" for name, report in reports.items())]
     return times, "\n\n".join(texts), trace
 

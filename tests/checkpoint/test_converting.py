@@ -21,13 +21,11 @@ from torch import nn
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
 from ds_topo.checkpoint import conversion, file_filling
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.conversion import Conversion, convert, to_single_file
+from ds_topo.checkpoint.conversion import convert, to_single_file
 from ds_topo.checkpoint.deepspeed_reader import Source
 from ds_topo.checkpoint.deepspeed_writer import Writer
 from ds_topo.checkpoint.manifest import Place, SavedSplit
-from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.shards import Slice, elements_of_slice
-from ds_topo.checkpoint.target import target_of
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError, TopologyError
 from tests.checkpoint.conversions.layouts import AFTER, BEFORE, TAG, TOLERANCE, Layout, go_on, greatest_difference, save
 from tests.checkpoint.handmade import slice_of
@@ -137,20 +135,6 @@ def test_zero_0_with_bf16_optimizer_converts_to_zero_1(saved: Saved, tmp_path: P
         )
     with pytest.raises(CheckpointLayoutError, match="ZeRO 0 in bf16"):
         convert(found, tmp_path / "no", "data=4")
-
-
-def test_several_workers_write_the_same_as_one(saved: Saved, tmp_path: Path) -> None:
-    found, _ = saved(PLAIN)
-    convert(found, tmp_path / "one", "data=4", zero=3)
-    assert found.manifest is not None
-    target = target_of(model_of(found.manifest), "data=4", 3)
-    workers = [Conversion(found, target, tmp_path / "three", TAG) for _ in range(3)]
-    with workers[0].begin(3):
-        for number, worker in enumerate(workers):
-            worker.make_room(number, 3)
-        files = [file for number, worker in enumerate(workers) for file in worker.fill(number, 3)]
-        workers[0].commit(files)
-    _same_checkpoint(tmp_path / "one" / TAG, tmp_path / "three" / TAG)
 
 
 @pytest.mark.parametrize("split", [SavedSplit(0), SavedSplit(1), SavedSplit(0, stride=3), SavedSplit(1, stride=2)])
@@ -299,7 +283,9 @@ def _various(zero: int, folder: Path, options: dict[str, Any] | None) -> list[fl
 def test_groups_frozen_and_tied_parameters_and_buffers_are_converted(world: Worlds, tmp_path: Path) -> None:
     expected = world(2).run(_various, 1, tmp_path / "saved", None)[0]
     found = checkpoint.look_at(tmp_path / "saved", TAG)
-    for number, (spec, zero) in enumerate((("data=3", 3), ("data=4", 2), ("data=2", 3))):
+    for number, (spec, zero) in enumerate(
+        (("data=3", 3), ("data=4", 2), ("data=2", 3), ("data=2,shard=3", 3), ("shard=2,data=2", 2))
+    ):
         there, back = tmp_path / f"there{number}", tmp_path / f"back{number}"
         convert(found, there, spec, zero=zero)
         convert(checkpoint.look_at(there, TAG), back, "data=2", zero=1)
@@ -309,8 +295,32 @@ def test_groups_frozen_and_tied_parameters_and_buffers_are_converted(world: Worl
     weights = torch.load(to_single_file(found, tmp_path / "weights.pt"), weights_only=True)
     assert weights.keys() == Various().state_dict().keys()
     assert torch.equal(weights["head.weight"], weights["embedding.weight"])
-    with pytest.raises(CheckpointLayoutError, match=r"frozen.weight.* are not trained"):
-        convert(found, tmp_path / "no", "data=2", zero=0)
+    convert(found, tmp_path / "without", "data=2", zero=0)
+    convert(checkpoint.look_at(tmp_path / "without", TAG), tmp_path / "with", "data=2", zero=1)
+    _same_checkpoint(found.path, tmp_path / "with" / TAG, ("clip_grad",))
+    assert world(2).run(_various, 0, found.path.parent, {"convert": True})[0] == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("order", ["data=2,shard=2", "shard=2,data=2"])
+def test_job_with_another_degree_of_shard_continues_with_the_same_losses(
+    world: Worlds, saved: Saved, order: str, zero: int
+) -> None:
+    for before, after in ((order, "data=2"), ("data=4", order), (order, "shard=4"), (order, "data=2,shard=1")):
+        found, expected = saved(Layout(before, zero, is_pipeline=False))
+        now = Layout(after, zero, is_pipeline=False)
+        losses = world(now.ranks).run(go_on, now, found.path.parent, {"convert": True, "verify": "digests"})[0]
+        assert greatest_difference(losses, expected) < TOLERANCE
+
+
+def test_each_partition_is_saved_once(saved: Saved) -> None:
+    def bytes_of(spec: str) -> dict[str, int]:
+        found, _ = saved(Layout(spec, 3, is_pipeline=False))
+        return {file.path: file.bytes for file in found.manifest.files if "random" not in file.path}
+
+    assert bytes_of("data=2,shard=2").keys() == bytes_of("data=2").keys()
+    assert sum(bytes_of("data=2,shard=2").values()) < 1.01 * sum(bytes_of("data=2").values())
 
 
 @pytest.mark.parametrize(

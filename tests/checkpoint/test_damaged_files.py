@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import threading
+import time
 import uuid
 import warnings
 import zipfile
@@ -19,11 +20,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.state_dict_factory import SDLoaderFactory
 
 from ds_topo import checkpoint
-from ds_topo.checkpoint import disk
+from ds_topo.checkpoint import disk, rank_zero
 from ds_topo.checkpoint.conversion import readable
 from ds_topo.checkpoint.folder import look_at, named_latest
+from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import allowed_types, reading_checkpoint, unreadable
 from ds_topo.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from ds_topo.torch_names import default_store
@@ -173,6 +177,24 @@ def test_files_of_the_checkpoint_are_restricted_on_every_thread(tmp_path: Path) 
     assert read(inside)["own"].value == 3
 
 
+def test_deepspeeds_loader_reads_its_first_file_once(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{number}.pt") for number in range(2)]
+    for path in paths:
+        torch.save({"module": {"weight": torch.ones(2)}, "mp_world_size": 1}, path)
+    load = mock.Mock(wraps=torch.load)
+    with mock.patch.object(torch, "load", load), reading_checkpoint(tmp_path):
+        loader = SDLoaderFactory.get_sd_loader(paths[:1], TorchCheckpointEngine())
+        _, content, _ = loader.load(1, 0)
+        assert load.call_count == 1
+        torch.load(paths[0])["module"]["weight"].zero_()
+        assert load.call_count == 2, "anything else gets tensors of its own"
+        assert content["module"]["weight"].tolist() == [1, 1]
+        SDLoaderFactory.get_sd_loader(paths[:1], TorchCheckpointEngine())
+        torch.load(paths[1])  # content of other files is not kept
+        loader.load(1, 0)
+        assert load.call_count == 5
+
+
 def test_types_that_the_program_allows_stay_allowed() -> None:
     with torch.serialization.safe_globals([uuid.UUID, Own]):
         with allowed_types():
@@ -187,6 +209,35 @@ def test_types_that_the_program_allows_stay_allowed() -> None:
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
+
+
+class _CountingStore:
+    """The job's store, with the number of calls."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.calls = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += 1
+        return getattr(self._store, name)
+
+
+def _calls_of_the_store(rows: int, late: float) -> int:
+    """Count this rank's calls in a meeting in which all ranks post so many rows, and the last comes late."""
+    store = _CountingStore(default_store())
+    meeting = Meeting.begin("a test", "")
+    with mock.patch.object(rank_zero, "default_store", return_value=store):
+        meeting.post("rows", [{"name": f"layers.{row}.weight"} for row in range(rows)])
+        meeting.all_or_none("posted", None)
+        if dist.get_rank():
+            time.sleep(late)
+        assert meeting.decided("number", lambda: sum(map(len, meeting.posted("rows")))) == rows * dist.get_world_size()
+    return store.calls
+
+
+def test_calls_of_the_store_depend_neither_on_parameters_nor_on_late_ranks(world: Worlds) -> None:
+    few = world(2).run(_calls_of_the_store, 1, 0.0)
+    assert few == world(2).run(_calls_of_the_store, 5000, 0.0) == world(2).run(_calls_of_the_store, 1, 0.1)
 
 
 def _keys() -> int:

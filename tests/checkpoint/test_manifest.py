@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import json
 import subprocess
@@ -29,6 +30,7 @@ from ds_topo.checkpoint.manifest import (
     SavedSplit,
     SavedStructure,
     from_text,
+    merged,
     to_text,
     why_unreachable,
 )
@@ -43,6 +45,32 @@ def test_manifest_round_trip(tmp_path: Path) -> None:
     manifest = make(tmp_path, "last", 7)
     assert from_text((tmp_path / "last/manifest.json").read_text(), "manifest.json") == manifest
     assert (manifest.bytes, manifest.numel()) == (16, 12)
+
+
+def _calls(number: int) -> int:
+    """Count the calls, of Python and of C, that merge, write and read the rows of so many parameters."""
+    rows = [SavedParameter(f"layers.{index}.weight", (4, 2), "float32", (0,)) for index in range(number)]
+    count = 0
+
+    def called(_: object, event: str, __: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    gc.disable()  # it may call finalizers of other tests' objects
+    sys.setprofile(called)
+    try:
+        from_text(to_text(Manifest("a", 0, "", LAYOUT, (), merged(rows))), "")
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+def test_a_parameter_takes_as_many_calls_in_any_number_of_them() -> None:
+    _calls(1)  # fills caches
+    few, more, most = map(_calls, (100, 200, 400))
+    assert most - more == 2 * (more - few)
+    assert (more - few) / 100 < 70
 
 
 @settings(deadline=None)

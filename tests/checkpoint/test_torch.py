@@ -65,6 +65,7 @@ FP32 = [
     *_layouts((0, 1, 2, 3), "data=2", "model=2", "data=2,model=2", "model=2,data=2", "data=3"),
     *_layouts((0, 1), "pipe=2", "data=2,pipe=2", "pipe=2,model=2", "model=2,data=1,pipe=2", is_pipeline=True),
 ]
+OVER_SHARD = _layouts((1, 2, 3), "data=3,shard=2", "shard=2,data=3")
 IN_BF16 = [
     *_layouts((0, 1, 2, 3), "data=2", "data=2,model=2", settings=BF16),
     *_layouts((1,), "data=2,pipe=2", is_pipeline=True, settings=BF16),
@@ -278,7 +279,7 @@ def test_engine_continues_from_fsdp2(world: Worlds, saved: Saved, layout: Layout
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("fsdp2")
-@pytest.mark.parametrize("layout", FP32, ids=str)
+@pytest.mark.parametrize("layout", [*FP32, *OVER_SHARD], ids=str)
 @pytest.mark.parametrize("form", ["app", "titan"])
 def test_every_layout_continues_to_and_from_fsdp2(world: Worlds, saved: Saved, layout: Layout, form: str) -> None:
     folder, expected = saved(layout, form)

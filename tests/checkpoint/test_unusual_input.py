@@ -265,14 +265,15 @@ def test_other_order_of_parameters_is_refused_and_converted(world: Worlds, tmp_p
 
 def _load_half_precision(folder: Path) -> str:
     with job(Kind("data=2", zero=1, bf16=True)) as here, pytest.raises(CheckpointLayoutError) as caught:
-        checkpoint.load(here.engine, folder, convert=True)
+        checkpoint.load(here.engine, folder)
     return str(caught.value)
 
 
-def test_other_precision_is_refused(world: Worlds, tmp_path: Path) -> None:
+def test_other_precision_is_refused_without_conversion(world: Worlds, tmp_path: Path) -> None:
     world(2).run(_save_step, KIND, tmp_path)
     for said in world(2).run(_load_half_precision, tmp_path):
-        assert "fp32 became bf16" in said
+        assert "fp32 became bf16" in said or "DeepSpeedZeroOptimizer" in said
+        assert "convert=True" in said
 
 
 # -- warnings and omissions --------------------------------------------------------------------------------------------

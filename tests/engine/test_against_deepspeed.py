@@ -70,6 +70,7 @@ class Row:
     expert_parallel_size: int = 2
     offload: bool = False
     clip: float = 0.3
+    spec: str = "data=4"
 
 
 @dataclass
@@ -185,7 +186,7 @@ def train(rows: tuple[Row, ...], side: str) -> list[Record | str]:
     deepspeed.init_distributed(verbose=False)
     found: list[Record | str] = []
     for row in rows:
-        grid = None if side == "stock" else PipelineParallelGrid("data=4")
+        grid = None if side == "stock" else PipelineParallelGrid(row.spec)
         module: Any = Layers(row)
         if row.situation == "torch.compile":
             module = torch.compile(module, backend="aot_eager")

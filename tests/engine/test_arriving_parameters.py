@@ -55,9 +55,9 @@ def _held() -> Iterator[threading.Event]:
     """Hold every gather back until the event is set, or for 0.03 s; a reader that does not wait reads old values."""
     gather, go_on = exchange._Peers._gather, threading.Event()
 
-    def late(self: Any, piece: torch.Tensor, number: int) -> Any:
+    def late(self: Any, *arguments: Any) -> Any:
         go_on.wait(0.03)
-        return gather(self, piece, number)
+        return gather(self, *arguments)
 
     with mock.patch.object(exchange._Peers, "_gather", late):
         yield go_on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
-from ds_topo import PipelineParallelGrid, groups, mark_tensor_parallel_gradients
+from ds_topo import PipelineParallelGrid, ProcessGrid, clip_grad_norm_, groups, mark_tensor_parallel_gradients
 from ds_topo.engine import norms
 from ds_topo.errors import ExpertGroupError
 from ds_topo.mpu import patches
@@ -23,6 +24,9 @@ from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
+
+ORDERS = (2.0, 1, 3.0, "inf")
 
 
 def parameter(value: float, **marks: Any) -> nn.Parameter:
@@ -53,18 +57,19 @@ def _parameters(grid: PipelineParallelGrid, name: str, sliced: bool) -> list[nn.
     return made
 
 
-def _expected(stages: int, slices: int, places: int, sliced: bool) -> float:
-    total = 50.0**2
+def _values(stages: int, slices: int, places: int, sliced: bool) -> list[float]:
+    """Return the norm of the gradient of every parameter of the whole model."""
+    values = [50.0]
     for stage in range(stages):
-        total += (1.0 + stage) ** 2
-        total += sum((3.0 + 2 * stage + slice_rank) ** 2 for slice_rank in range(slices))
+        values.append(1.0 + stage)
+        values += [3.0 + 2 * stage + slice_rank for slice_rank in range(slices)]
         for place in range(places):
             if sliced:
-                total += sum((10.0 + 4 * stage + 2 * place + slice_rank) ** 2 for slice_rank in range(slices))
-                total += (20.0 + 2 * stage + place) ** 2
+                values += [10.0 + 4 * stage + 2 * place + slice_rank for slice_rank in range(slices)]
+                values.append(20.0 + 2 * stage + place)
             else:
-                total += (10.0 + 4 * stage + 2 * place) ** 2
-    return float(total**0.5)
+                values.append(10.0 + 4 * stage + 2 * place)
+    return values
 
 
 def _norm(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
@@ -74,9 +79,14 @@ def _norm(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
         made = _parameters(grid, name, sliced)
         if grid.pipe_parallel_size > 1:
             norms.count_each_parameter_once(nn.ParameterList(made[:3]), grid)
-        expected = _expected(grid.pipe_parallel_size, grid.slice_parallel_size, size, sliced)
+        whole = [parameter(v) for v in _values(grid.pipe_parallel_size, grid.slice_parallel_size, size, sliced)]
+        expected = float(nn.utils.get_total_norm([one.grad for one in whole]))
         if not partitioned:
-            norm = norms.clip_gradients(made, expected / 4, grid)
+            for order in ORDERS[1:]:
+                of_one_process = float(nn.utils.clip_grad_norm_(whole, math.inf, order))
+                norm = clip_grad_norm_(made, math.inf, grid, order, foreach=False)
+                assert float(norm) == pytest.approx(of_one_process, rel=1e-6)
+            norm = clip_grad_norm_(made, expected / 4, grid)
             assert float(norm) == pytest.approx(expected, rel=1e-6)
             assert float(made[1].grad.norm()) == pytest.approx(
                 float(3.0 + 2 * grid.stage_id + grid.get_axis_rank("model")) / 4, rel=1e-5
@@ -191,24 +201,55 @@ def test_an_unfused_optimizer_gets_gradients_with_their_parameters_marks() -> No
 def test_norm_without_gradients_is_zero_and_small_gradients_are_not_clipped() -> None:
     with fake_world(0, 2), PipelineParallelGrid("data=2") as grid:
         frozen = nn.Parameter(torch.zeros(4))
-        assert torch.equal(norms.clip_gradients([frozen], 1.0, grid), torch.tensor(0.0))
+        assert torch.equal(clip_grad_norm_([frozen], 1.0, grid), torch.tensor(0.0))
         tiny = parameter(1e-8)
-        norms.clip_gradients([tiny], 1.0, grid)
+        clip_grad_norm_([tiny], 1.0, grid)
         assert float(tiny.grad.sum()) == pytest.approx(2e-8)
         small, zero = parameter(3.0), parameter(0.0)
-        assert float(norms.clip_gradients(iter([small, zero, frozen]), 3.5, grid)) == pytest.approx(3.0)
+        assert float(clip_grad_norm_(iter([small, zero, frozen]), 3.5, grid)) == pytest.approx(3.0)
         assert float(small.grad.norm()) == 3.0
         assert float(zero.grad.norm()) == 0.0
-        assert float(norms.clip_gradients([zero], 0.5, grid)) == 0.0
+        assert float(clip_grad_norm_([zero], 0.5, grid)) == 0.0
         assert float(zero.grad.norm()) == 0.0
+
+
+@pytest.mark.parametrize("foreach", [None, False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_one_rank_clips_as_torch_does(order: Any, foreach: bool | None) -> None:
+    def gradients() -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        made = [nn.Parameter(torch.zeros(size)) for size in (7, 100, 3)]
+        for one in made[:2]:
+            one.grad = torch.randn(one.shape)
+        return made
+
+    ours, theirs = gradients(), gradients()
+    with fake_world(0, 1), ProcessGrid("data=1") as grid:
+        norm = clip_grad_norm_(iter(ours), 0.5, grid, order, foreach=foreach)
+        assert torch.equal(norm, nn.utils.clip_grad_norm_(theirs, 0.5, order, foreach=foreach))
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours[:2], theirs[:2], strict=True))
+        ours[0].grad[3] = torch.nan
+        with pytest.raises(RuntimeError, match=r"total norm of order .* is nan, so they cannot be clipped: skip"):
+            clip_grad_norm_(ours, 0.5, grid, order, error_if_nonfinite=True)
+        assert torch.isnan(clip_grad_norm_(ours[0], 0.5, grid, order))
+
+
+def _one_rank_has_nan() -> None:
+    with ProcessGrid("data=2,model=2") as grid:
+        broken = parameter(float("nan") if grid.global_rank == 1 else 1.0, tensor_model_parallel=True)
+        for order in (2, math.inf):
+            assert clip_grad_norm_(broken, 1.0, grid, order).isnan()
+
+
+def test_nan_of_one_rank_reaches_all(world: Worlds) -> None:
+    world(4).run(_one_rank_has_nan)
 
 
 def test_single_slice_counts_replicated_parameters_of_experts() -> None:
     with fake_world(0, 1), PipelineParallelGrid("data=1") as grid:
         name = groups.create_expert_groups(grid, 1, True).plan.name
         bias = parameter(3.0, allreduce=False, group_name=name, tensor_model_parallel=False)
-        with mock.patch.object(norms.deepspeed_groups, "_get_expert_data_parallel_rank", return_value=0):
-            assert float(norms.clip_gradients([bias], 5.0, grid)) == pytest.approx(3.0)
+        assert float(clip_grad_norm_([bias], 5.0, grid)) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("cpu_offload", [False, True])

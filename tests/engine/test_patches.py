@@ -144,8 +144,8 @@ def _settings(**more: Any) -> dict[str, Any]:
     }
 
 
-def plain(**settings: Any) -> None:
-    with PipelineParallelGrid("data=2,model=2") as grid:
+def plain(spec: str = "data=2,model=2", **settings: Any) -> None:
+    with PipelineParallelGrid(spec) as grid:
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         config = _settings(**{"gradient_reducer": True, **settings})
         engine, *_ = initialize(model=module, mpu=grid, config=config)
@@ -212,11 +212,11 @@ def mixture(**case: Any) -> None:
     assert hooks_of(module) == 0
 
 
-def zero_3_over_seq() -> None:
-    with PipelineParallelGrid("data=2,seq=2") as grid:
-        config = _settings(zero_optimization={"stage": 3}, gradient_accumulation_steps=1)
+def zero_3(spec: str, name: str, **zero: Any) -> None:
+    with PipelineParallelGrid(spec) as grid:
+        config = _settings(zero_optimization={"stage": 3, **zero}, gradient_accumulation_steps=1)
         engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), mpu=grid, config=config)
-        assert patches.AVERAGE_AND_SCATTER.name in vars(engine.optimizer)
+        assert name in vars(engine.optimizer)
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 4)).sum())
             engine.step()
@@ -252,6 +252,23 @@ def grid_in_use() -> None:
     grid.destroy()
 
 
+def auto_tensor(folder: str) -> None:
+    """Split a model by AutoTP, and save its weights."""
+    layers = [
+        {"patterns": [r".*0\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*1\.weight$"], "partition_type": "row"},
+    ]
+    section = {"partition_config": {"use_default_specs": False, "layer_specs": layers}}
+    with PipelineParallelGrid("model=2,data=2") as grid:
+        config = _settings(gradient_accumulation_steps=1, tensor_parallel=section)
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        engine, *_ = initialize(model=module, mpu=grid, config=config)
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        engine.save_16bit_model(folder)
+        engine.destroy()
+
+
 def two_levels() -> None:
     with mock.patch("socket.gethostname", return_value=f"host{dist.get_rank() // 2}"):
         module = nn.Linear(4, 4)
@@ -268,6 +285,8 @@ def two_levels() -> None:
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP32_GRADIENTS = {**BF16, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+OVER_SEQ = {"spec": "data=2,seq=2", "name": patches.AVERAGE_AND_SCATTER.name}
+OVER_SHARD = {"spec": "data=2,shard=2", "name": patches.PARTITION_GRADIENTS.name}
 SCENES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "plain, ZeRO 0": (plain, {}),
     "plain, ZeRO 1": (plain, {"zero_optimization": {"stage": 1}}),
@@ -288,13 +307,14 @@ SCENES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
         mixture,
         {"topology": "model=2,data=2", "sizes": (0, 2), "zero": 2, "tensor_parallel": True},
     ),
-    "ZeRO 3 over seq": (zero_3_over_seq, {}),
+    "ZeRO 3 over seq": (zero_3, OVER_SEQ),
+    "ZeRO 3 over shard": (zero_3, OVER_SHARD),
     "two levels": (two_levels, {}),
     "a grid in use": (grid_in_use, {}),
 }
 
 
-KEPT_BY_DEEPSPEED = {name for name in SCENES if name.startswith("pipeline")} | {"ZeRO 3 over seq", "a grid in use"}
+KEPT_BY_DEEPSPEED = {name for name in SCENES if name.startswith(("pipeline", "ZeRO 3"))} | {"a grid in use"}
 """DeepSpeed itself never frees the engine of a last stage or of ZeRO-3, and so never closes their sockets."""
 
 
@@ -351,9 +371,13 @@ CALLED_BY_PROGRAMS = {
     patches.INITIALIZE,
     patches.NAME_OF_PIPELINES,
     patches.MODIFIED,
+    patches.AUTOSP_BACKEND,
     patches.MODIFIED_BY_ONE,
     patches.STEP,
     patches.TRAIN_BATCH,
+    patches.INFERENCE_GROUP,
+    patches.FOLDING_TABLES,
+    patches.WRITER_OF_FOLDED_EXPERTS,
     *patches.NAMES_OF_TOPOLOGIES,
     patches.GATHERING_METHODS[1],
 }
@@ -403,11 +427,15 @@ def _calls_of_a_job(folder: str) -> set[tuple[str, str]]:
             plain(zero_optimization={"stage": 1}, optimizer=muon)
         plain(**BF16)
         pipeline(**BF16, zero_optimization={"stage": 1}, data_types={"grad_accum_dtype": "fp32"})
-        zero_3_over_seq()
+        zero_3(**OVER_SEQ)
+        zero_3(**OVER_SHARD)
+        half = {"enabled": True, "initial_scale_power": 4}
+        plain("shard=2,data=2", gradient_reducer=False, zero_optimization={"stage": 1}, fp16=half)
         grid_in_use()
         save_and_load(folder, {"zero_optimization": {"stage": 1}})
         save_and_load(folder, FP32_GRADIENTS)
         load_weights_alone(folder)
+        auto_tensor(folder)
         for zero in (0, 1):
             trainer = Trainer(Case("data=2,model=2", (0, 2), zero, pipeline=False, clip=0.1))
             trainer.train(range(2))

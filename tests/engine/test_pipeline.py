@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid
@@ -22,7 +23,8 @@ from ds_topo.errors import DisagreementError, TopologyError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.gpt_training import train_pipeline
 from tests.support.process_groups import number_of_groups
-from tests.support.training import Reference, Run, assert_trained_alike, engine_config
+from tests.support.small_engines import settings, start
+from tests.support.training import Reference, Run, assert_trained_alike, destroy_engine, engine_config
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -181,3 +183,58 @@ def test_pipeline_that_clips_as_deepspeeds_own_logs_nothing(
     world: Worlds, topology: str, settings: dict[str, Any]
 ) -> None:
     assert [lines for lines, _ in world(4).run(_clip, topology, settings)] == [[]] * 4
+
+
+def _clipped_pipeline(corrects: bool | None) -> tuple[list[float], list[torch.Tensor], bool]:
+    """Train a pipeline that clips, on DeepSpeed's own grid (``None``) or ours; say whether it reports a norm."""
+    start()
+    layers = [LayerSpec(nn.Linear, 8, 8) for _ in range(4)]
+    options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "partition_method": "uniform"}
+    if corrects is None:
+        grid = None
+        module: Any = DeepSpeedPipelineModule(layers, num_stages=2, **options)
+    else:
+        grid = PipelineParallelGrid("pipe=2,data=2")
+        grid.correct_norms = corrects
+        module = PipelineModule(layers, grid=grid, **options)
+        with pytest.raises(RuntimeError, match="set it right after the grid is created"):
+            grid.correct_norms = True
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    config = {name: value for name, value in settings(gradient_clipping=0.1).items() if name != "optimizer"}
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    losses = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank() % 2)
+        micro_batches = [(torch.randn(2, 8, generator=generator), torch.ones(2, 8)) for _ in range(2)]
+        losses.append(float(engine.train_batch(iter(micro_batches))))
+    found = losses, [parameter.detach().clone() for parameter in module.parameters()]
+    has_norm = engine.get_global_grad_norm() is not None
+    destroy_engine(engine)
+    if grid is not None:
+        grid.destroy()
+    return *found, has_norm
+
+
+def _compare_with_deepspeeds_norm() -> None:
+    stock, as_stock, corrected = map(_clipped_pipeline, (None, False, True))
+    assert as_stock[0] == stock[0]
+    assert all(map(torch.equal, as_stock[1], stock[1]))
+    assert corrected[0] != stock[0]
+    assert [run[2] for run in (stock, as_stock, corrected)] == [False, False, True]
+
+
+def test_pipeline_without_corrected_norms_trains_bit_for_bit_as_deepspeeds_own(world: Worlds) -> None:
+    world(4).run(_compare_with_deepspeeds_norm)
+
+
+def _differ_in_norms() -> None:
+    with PipelineParallelGrid("data=2") as grid:
+        grid.correct_norms = dist.get_rank() == 0
+        with pytest.raises(DisagreementError, match=r"(?s)correct norms=True.*correct norms=False"):
+            deepspeed.initialize(model=nn.Linear(2, 2), mpu=grid, config=settings())
+        with pytest.raises(TypeError, match="correct_norms=1: give True or False"):
+            grid.correct_norms = 1  # type: ignore[assignment]
+
+
+def test_ranks_with_other_norms_raise(world: Worlds) -> None:
+    world(2).run(_differ_in_norms)

@@ -9,9 +9,10 @@ import copy
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any
 
 import deepspeed
@@ -267,13 +268,24 @@ def train(engine: Engine, reduced: bool) -> dict[str, Any]:
 
 
 def both_ways(engine: Engine) -> str:
-    """Return the reason why our reducer refused to train; None if it trained."""
+    """Return the reason why our reducer refused to train; None if it trained.
+
+    With an axis ``shard``, DeepSpeed's reduction is compared on both topologies: over ``shard``, and over all replicas.
+    """
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
-    theirs, ours = train(copy.deepcopy(engine), False), train(engine, True)
+    everywhere = replace(engine, topology=engine.topology.replace("shard", "+rows"))
+    theirs, ours = train(copy.deepcopy(everywhere), False), train(engine, True)
     assert "refused" not in theirs
+    if "shard" in engine.topology:
+        _compare(engine, train(copy.deepcopy(engine), False), theirs)
     if "refused" in ours:
         return str(ours["refused"])
+    _compare(engine, ours, theirs)
+    return ""
+
+
+def _compare(engine: Engine, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     tolerance = 3e-2 if engine.bf16 else 1e-4
     if engine.wide_sums and "twice" in engine.layers:
         tolerance *= 2  # DeepSpeed sums repeated gradients in bf16 before it widens them
@@ -286,17 +298,24 @@ def both_ways(engine: Engine) -> str:
             atol=tolerance,
             msg=lambda text, name=name: f"{name}: {text}",
         )
-    return ""
+
+
+OF_FOUR = ["data=4", "data=2,model=2", "model=2,data=2", "data=2,seq=2", "pipe=2,data=2", "data=2,pipe=2", "pipe=4"]
+OVER_SHARD = [
+    *("data=2,shard=2", "shard=2,data=2", "shard=4", "data=4,shard=1", "pipe=2,shard=2", "shard=2,pipe=2"),
+    *("model=2,shard=2", "shard=2,model=2", "seq=2,shard=2", "shard=2,seq=2"),
+]
+OVER_SHARD_OF_EIGHT = [
+    ",".join(f"{axis}=2" for axis in order)
+    for axis in ("pipe", "model", "seq")
+    for order in permutations(("data", "shard", axis))
+]
 
 
 @st.composite
-def engines(draw: st.DrawFn) -> Engine:
+def engines(draw: st.DrawFn, topologies: Sequence[str]) -> Engine:
     """Draw a combination that DeepSpeed itself trains."""
-    topology = draw(
-        st.sampled_from(
-            ["data=4", "data=2,model=2", "model=2,data=2", "data=2,seq=2", "pipe=2,data=2", "data=2,pipe=2", "pipe=4"]
-        )
-    )
+    topology = draw(st.sampled_from(topologies))
     is_pipeline = "pipe" in topology
     kinds = KINDS if is_pipeline else [*KINDS, "embedding"]
     layers = tuple(draw(st.lists(st.sampled_from(kinds), min_size=4 if is_pipeline else 1, max_size=7)))
@@ -327,11 +346,18 @@ def engines(draw: st.DrawFn) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("examples", "derandomize"),
-    [(5, True), pytest.param(200, False, marks=pytest.mark.exhaustive)],
-    ids=["few", "many"],
+    ("topologies", "ranks", "examples", "derandomize"),
+    [
+        (OF_FOUR, 4, 5, True),
+        pytest.param(OF_FOUR, 4, 200, False, marks=pytest.mark.exhaustive),
+        pytest.param(OVER_SHARD, 4, 60, False, marks=pytest.mark.exhaustive),
+        pytest.param(OVER_SHARD_OF_EIGHT, 8, 40, False, marks=pytest.mark.exhaustive),
+    ],
+    ids=["few", "many", "shard", "shard_of_eight"],
 )
-def test_random_engines_train_as_with_deepspeeds_reduction(world: Worlds, examples: int, derandomize: bool) -> None:
+def test_random_engines_train_as_with_deepspeeds_reduction(
+    world: Worlds, topologies: Sequence[str], ranks: int, examples: int, derandomize: bool
+) -> None:
     @settings(
         max_examples=examples,
         deadline=None,
@@ -339,9 +365,9 @@ def test_random_engines_train_as_with_deepspeeds_reduction(world: Worlds, exampl
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],
     )
-    @given(engines())
+    @given(engines(topologies))
     def trains_alike(engine: Engine) -> None:
-        refusals.append(world(4).run(both_ways, engine)[0])
+        refusals.append(world(ranks).run(both_ways, engine)[0])
 
     refusals: list[str] = []
     trains_alike()

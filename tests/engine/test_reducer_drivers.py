@@ -295,3 +295,48 @@ def test_a_skipped_step_is_reported_at_the_next_step(world: Worlds) -> None:
     [message] = {message for [message] in world(4).run(_leaves_out_a_step, 0)}
     assert "rank 2 on " in message
     assert "has taken 1; the others have taken 2" in message
+
+
+def _unfreeze(stage: int, has_reducer: bool) -> tuple[list[float], str]:
+    """Unfreeze a layer after a step, with the remedy that the error names; return the losses and the error."""
+    start()
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    module[0].requires_grad_(False)
+    config = settings(zero_optimization={"stage": stage}, gradient_accumulation_steps=1, gradient_reducer=has_reducer)
+    losses, message = [], ""
+    with PipelineParallelGrid("data=2") as grid:
+        engine, *_ = initialize(model=module, model_parameters=[*module.parameters()], mpu=grid, config=config)
+        for step in range(4):
+            if step == 1:
+                module[0].requires_grad_(True)
+            inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            loss = (engine(inputs) - 1).square().mean()
+            try:
+                engine.backward(loss)
+            except RuntimeError as error:
+                message = str(error)
+                if stage:
+                    break
+                engine.zero_grad()
+                engine.gradient_reducer.detach()
+                GradientReducer.attach(engine)
+                loss = (engine(inputs) - 1).square().mean()
+                engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        destroy_engine(engine)
+    return losses, message
+
+
+def _compare_unfreezing() -> None:
+    expected, _ = _unfreeze(0, False)
+    losses, message = _unfreeze(0, True)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert "['0.weight', '0.bias'] were unfrozen" in message
+    assert "GradientReducer.attach(engine) on all ranks" in message
+    _, message = _unfreeze(1, True)
+    assert "DeepSpeedZeroOptimizer trains only what required gradients in deepspeed.initialize" in message
+
+
+def test_unfrozen_parameters_are_refused_with_what_deepspeeds_optimizer_can_do(world: Worlds) -> None:
+    world(2).run(_compare_unfreezing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
+from itertools import permutations
 from typing import Any
 
 import deepspeed
@@ -119,7 +120,31 @@ def _train_and_compare(topology: str, options: dict[str, Any], alone: Run) -> No
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(
-    "topology", ["data=2,seq=2", pytest.param("seq=2,data=2", marks=pytest.mark.exhaustive), "seq=4"]
+    "topology",
+    [
+        "data=2,seq=2",
+        "seq=4",
+        *(
+            pytest.param(spec, marks=pytest.mark.exhaustive)
+            for spec in ("seq=2,data=2", "seq=2,model=2", "model=2,seq=2")
+        ),
+    ],
 )
 def test_attention_over_seq_equals_one_process(world: Worlds, topology: str, options: dict[str, Any]) -> None:
     world(4).run(_train_and_compare, topology, options, _train_alone())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("order", list(permutations(("data", "shard", "seq"))), ids="-".join)
+def test_attention_over_seq_and_shard_equals_one_process(
+    world: Worlds, order: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    world(8).run(_train_and_compare, ",".join(f"{axis}=2" for axis in order), options, _train_alone())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("topology", ["data=2,seq=2,model=2", "seq=2,model=2,data=2", "model=2,data=2,seq=2"])
+@pytest.mark.parametrize("options", ["zero1", "zero3"])
+def test_attention_over_seq_with_data_and_model_equals_one_process(world: Worlds, topology: str, options: str) -> None:
+    world(8).run(_train_and_compare, topology, OPTIONS[options], _train_alone())

@@ -16,15 +16,18 @@ from ds_topo.errors import HostError, TopologyError, UnknownAxisError, WorldSize
 from ds_topo.hosts import Host, HostMap, Hosts, Placement
 from ds_topo.hosts.hosts import address_of, check_addresses
 from ds_topo.hosts.placement import (
+    AxisSpan,
     changed_ranks,
     few_ranks,
     fold_numbers,
+    gradients_across_hosts,
     group_axes,
     host_patterns,
     host_runs,
     shards_to_other_hosts,
 )
 from ds_topo.hosts.slurm import slurm_map
+from ds_topo.topology.rank_tables import copy_axes, created_groups, partition_axes
 
 
 @st.composite
@@ -48,16 +51,20 @@ def placements(draw: st.DrawFn) -> Placement:
 def test_pairs_and_links_across_hosts_match_a_count_one_by_one(placement: Placement) -> None:
     host = placement.host_map.host_of
     for axes in group_axes(placement.topology):
-        span = placement.span(axes)
-        assert [list(group.ranks) for group in span.groups] == placement.topology.get_axis_comm_lists(axes)
-        for group in span.groups:
-            pairs = list(combinations(group.ranks, 2))
-            ring = list(pairwise([*group.ranks, group.ranks[0]])) if len(pairs) > 1 else pairs
-            assert (group.pairs, group.links) == (len(pairs), len(ring))
-            assert group.crossing_pairs == sum(host(a) != host(b) for a, b in pairs)
-            assert group.crossing_links == sum(host(a) != host(b) for a, b in ring)
-            assert placement.hosts_of(group.ranks) == [f"h{index}" for index in group.hosts]
-        assert span.crossing_groups == sum(len(placement.hosts_of(group.ranks)) > 1 for group in span.groups)
+        groups = placement.topology.get_axis_comm_lists(axes)
+        pairs = [pair for ranks in groups for pair in combinations(ranks, 2)]
+        rings = [pairwise([*ranks, ranks[0]] if len(ranks) > 2 else ranks) for ranks in groups]
+        links = [link for ring in rings for link in ring]
+        hosts = [len({host(rank) for rank in ranks}) for ranks in groups]
+        assert [len(placement.hosts_of(ranks)) for ranks in groups] == hosts
+        assert placement.span(axes) == AxisSpan(
+            hosts_per_group=(min(hosts), max(hosts)),
+            groups_across_hosts=sum(number > 1 for number in hosts),
+            pairs=len(pairs),
+            pairs_across_hosts=sum(host(a) != host(b) for a, b in pairs),
+            ring_links=len(links),
+            ring_links_across_hosts=sum(host(a) != host(b) for a, b in links),
+        )
 
 
 @settings(deadline=None)
@@ -269,8 +276,21 @@ def test_a_world_of_16384_ranks_is_placed_quickly(axes: Any) -> None:
     degrees = {"pipe": 16, "data": 128, "model": 8}
     placement = Placement.of([(axis, degrees[axis]) for axis in axes], Hosts.uniform(2048, 8))
     innermost = axes[-1]
-    crossing = placement.span(innermost).crossing_groups
+    crossing = placement.span(innermost).groups_across_hosts
     assert crossing == (0 if degrees[innermost] <= 8 else 16384 // degrees[innermost])
     assert isinstance(placement.topology, ProcessTopology)
     with pytest.raises(TopologyError):
         placement.host_map.host_of(16384)
+
+
+def test_every_rank_of_16384_shards_inside_its_host() -> None:
+    """Four groups besides the world's on each rank, and 2 (h - 1) / h of the gradients across its host's link."""
+    topology = ProcessTopology.from_spec("pipe=2,data=1024,shard=8")
+    for rank in range(topology.world_size()):
+        assert topology.get_axis_ranks(partition_axes(topology), rank)[0] == rank // 8 * 8
+        assert topology.get_axis_index(copy_axes(topology), rank) == rank // 8 % 1024
+    for rank in (0, 9, 8192, 16383):
+        groups = {group.name: len(group.ranks) for group in created_groups(topology, rank)}
+        assert groups == {"pipe": 2, "data": 1024, "shard": 8, "data+shard": 8192}
+    found = gradients_across_hosts(Placement(topology, HostMap.block(Hosts.uniform(2048, 8))))
+    assert found == (pytest.approx(2 * 1023 / 1024), 0.0)

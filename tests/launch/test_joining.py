@@ -92,8 +92,8 @@ def test_timeouts_must_be_positive(timeout: float | None, variable: str, monkeyp
     [
         ({"timeout": "gloo"}, TypeError, r"timeout='gloo': give seconds.*backend='gloo'"),
         ({"timeout": True}, TypeError, "timeout=True: give seconds"),
-        ({"timeout": float("nan")}, ValueError, "give seconds, or a timedelta, above 0"),
-        ({"timeout": 1e300}, ValueError, "give seconds, or a timedelta, above 0"),
+        ({"timeout": float("nan")}, ValueError, "give seconds, or a datetime.timedelta, above 0"),
+        ({"timeout": 1e300}, ValueError, "give seconds, or a datetime.timedelta, above 0"),
         ({"backend": "gllo"}, ValueError, r"no backend 'gllo', did you mean 'gloo'\?"),
         ({"backend": "cpu:gloo,cuda:nccll"}, ValueError, r"no backend 'nccll', did you mean 'nccl'\?"),
         ({"backend": "carrier pigeon"}, ValueError, "It knows fake, gloo"),

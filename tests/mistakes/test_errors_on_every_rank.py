@@ -16,6 +16,8 @@ import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import (
@@ -24,6 +26,7 @@ from ds_topo import (
     PipelineParallelGrid,
     ProcessGrid,
     ProcessTopology,
+    clip_grad_norm_,
     collectives,
     groups,
     initialize,
@@ -76,6 +79,35 @@ def _clip_before_finish() -> None:
     module(torch.ones(2, 4)).sum().backward()
     nn.utils.clip_grad_norm_(module.parameters(), 1.0)
     reducer.finish()
+
+
+def _clip(before_finish: bool = False, **options: Any) -> None:
+    module, grid = nn.Linear(4, 4), _grid("data=2,model=2")
+    if before_finish:
+        with GradientReducer(module, grid=grid).no_sync():
+            module(torch.ones(2, 4)).sum().backward()
+    clip_grad_norm_(module.parameters(), **{"max_norm": 1.0, "grid": grid, **options})
+
+
+def _clip_an_unknown_expert_on_one_rank() -> None:
+    parameter, grid = nn.Parameter(torch.ones(4)), _grid("data=2,model=2")
+    parameter.grad = torch.ones(4)
+    if dist.get_rank() == 2:
+        parameter.allreduce, parameter.group_name = False, "ep_size_7"  # type: ignore[attr-defined]
+    clip_grad_norm_(parameter, 1.0, grid)
+
+
+def _clip_on_a_part_of_an_axis() -> None:
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    whole = nn.Parameter(distribute_tensor(torch.ones(4), pairs["inner"], [Shard(0)]))
+    whole.sum().backward()
+    clip_grad_norm_(whole, 1.0, _grid("data=4"))
+
+
+def _clip_under_zero() -> None:
+    config = {**CONFIG, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    engine = _engine(mpu=_grid(), config=config)
+    clip_grad_norm_(engine.module.parameters(), 1.0, engine.mpu)
 
 
 class _Broken:
@@ -434,6 +466,28 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         RuntimeError,
         "changed between backward and finish(), while they were being reduced: call clip_grad_norm_()",
     ),
+    "a norm before finish()": (
+        lambda: _clip(before_finish=True),
+        RuntimeError,
+        "clip_grad_norm_() on parameter 'weight' and others, whose gradients are not reduced",
+    ),
+    "a norm without a grid": (lambda: _clip(grid="data=4"), TypeError, "grid='data=4': pass a live grid"),
+    "a norm of a negative order": (
+        lambda: _clip(norm_type=-2),
+        ValueError,
+        "norm_type=-2: give a positive number, or inf",
+    ),
+    "a norm of an unknown expert on rank 2": (
+        _clip_an_unknown_expert_on_one_rank,
+        Exception,
+        "an expert of group 'ep_size_7', which does not exist|clip_grad_norm_() failed on other ranks",
+    ),
+    "a norm over a part of an axis": (
+        _clip_on_a_part_of_an_axis,
+        ValueError,
+        "they are not all ranks of this rank along any axes of 'data=4'",
+    ),
+    "a norm of ZeRO's gradients": (_clip_under_zero, RuntimeError, 'set "gradient_clipping" in the config'),
     "another option on rank 1": (
         lambda: GradientReducer(nn.Linear(4, 4), keep_steps=4, bucket_bytes=_on_rank(1, 8, 4)),
         DisagreementError,

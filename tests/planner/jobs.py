@@ -13,6 +13,8 @@ from ds_topo.planner.hardware import Speeds, accelerator_of, cluster_of
 from ds_topo.planner.job import BF16, DEEPSPEED, Job, Layout, Precision, Software, layout_problem
 from ds_topo.planner.model import transformer
 from ds_topo.planner.search import Wanted, orders, possible_degrees, schedules, zero_stages
+from ds_topo.topology.axes import DATA, SHARD
+from ds_topo.topology.process_topology import ProcessTopology
 
 CPU_SPEEDS = Speeds(
     "CPU",
@@ -52,10 +54,23 @@ def every_layout(job: Job, wanted: Wanted | None = None) -> list[Layout]:
         candidate
         for degrees in possible_degrees(job, wanted, Counter())
         for layout in schedules(job, degrees, wanted)
-        for topology in orders(layout.topology)
         for zero in zero_stages(job, layout, wanted)
+        for whole in (layout.topology, *sharded(job, layout, zero))
+        for topology in orders(whole)
         if layout_problem(job, candidate := replace(layout, topology=topology, zero=zero)) is None
     ]
+
+
+def sharded(job: Job, layout: Layout, zero: int) -> list[ProcessTopology]:
+    """Return the topologies that partition over a part of the replicas, which fits into a host."""
+    degrees = dict(zip(layout.topology.axes, layout.topology.dims, strict=True))
+    data, others = degrees.pop(DATA, 1), list(degrees)
+    sizes = [
+        size for size in range(2, data) if data % size == 0 and size * layout.seq * layout.model <= job.cluster.slots
+    ]
+    if not zero or not job.software.shards or job.model.expert_count or job.cluster.hosts == 1:
+        return []
+    return [ProcessTopology([*others, DATA, SHARD], [*degrees.values(), data // size, size]) for size in sizes]
 
 
 @st.composite
@@ -74,7 +89,8 @@ def jobs_and_layouts(draw: st.DrawFn, software: Software = DEEPSPEED) -> tuple[J
     )
     degrees = draw(st.sampled_from(list(possible_degrees(made, Wanted(), Counter()))))
     layout = draw(st.sampled_from(list(schedules(made, degrees, Wanted()))))
-    topology = draw(st.sampled_from(list(orders(layout.topology))))
-    layout = replace(layout, topology=topology, zero=draw(st.sampled_from(zero_stages(made, layout, Wanted()))))
+    zero = draw(st.sampled_from(zero_stages(made, layout, Wanted())))
+    whole = draw(st.sampled_from([layout.topology, *sharded(made, layout, zero)]))
+    layout = replace(layout, topology=draw(st.sampled_from(list(orders(whole)))), zero=zero)
     assume(layout_problem(made, layout) is None)
     return made, layout

@@ -182,10 +182,10 @@ def test_written_config_with_experts_trains_the_moe_example(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--vocab", "1024"], "(the examples are GPTs (--no-gated) with a vocabulary of 256"),
-        (["--kv-heads", "2"], "(the examples are GPTs"),
-        (["--ffn", "1000"], "(the examples are GPTs"),
-        (["--gated"], "(the examples are GPTs"),
+        (["--vocab", "1024", "--zero", "1"], "(the examples are GPTs (--no-gated) with a vocabulary of 256"),
+        (["--kv-heads", "2", "--zero", "1"], "(the examples are GPTs"),
+        (["--ffn", "1000", "--zero", "1"], "(the examples are GPTs"),
+        (["--gated", "--zero", "1"], "(the examples are GPTs"),
         (["--experts", "4", "--top-k", "2", "--no-gated", "--expert-parallel", "2"], "must bring experts over 2 ranks"),
         (
             ["--experts", "4", "--top-k", "1", "--no-gated", "--fix", "model=2"],
@@ -301,7 +301,10 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
             "batch of 7 sequences (a batch of 4 or 8 would do)",
         ),
         ([*JOB, "--fix", "model=5"], "5 does not divide the 8 ranks (2 hosts x 4 slots)"),
-        ([*JOB, "--fix", "row=2"], "axes ['row'] cannot be planned; choose among ['pipe', 'data', 'seq', 'model']"),
+        (
+            [*JOB, "--fix", "row=2"],
+            "axes ['row'] cannot be planned; choose among ['pipe', 'data', 'shard', 'seq', 'model']",
+        ),
         (
             [*JOB, "--heads", "4", "--topology", "model=8"],
             "model=8 does not divide the 4 attention heads; choose one of",

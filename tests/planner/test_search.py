@@ -241,3 +241,15 @@ def test_memory_error_says_that_more_hosts_do_not_help() -> None:
     made = replace(made, cluster=replace(made.cluster, memory_limit=1e5))
     with pytest.raises(TopologyError, match="more hosts alone do not help"):
         search(made)
+
+
+def test_stage_3_is_partitioned_inside_hosts_where_that_is_faster() -> None:
+    """Gathering inside hosts beats gathering over all ranks; a fixed degree of shard is kept."""
+    made = job(software=DEEPSPEED)
+    found = search(made, Wanted(zero=3, degrees=(("pipe", 1), ("model", 1), ("seq", 1))), count=1).best
+    assert "shard" in found.layout.topology.axes
+    plain = evaluate(made, replace(found.layout, topology=ProcessTopology(["data"], [made.cluster.ranks])))
+    assert found.seconds <= plain.seconds
+    assert found.memory.total > plain.memory.total, "a rank holds a greater share"
+    fixed = search(made, Wanted(degrees=(("shard", 2),)), count=1).best.layout
+    assert (fixed.topology.get_dim("shard"), fixed.partitions) == (2, 2)

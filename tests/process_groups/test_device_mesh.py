@@ -77,7 +77,7 @@ class TorchBlock(nn.Module):
             _linear(weight, bias) for weight, bias in zip(block.qkv.weight, block.qkv.bias, strict=True)
         )
         self.projection = _linear(block.projection.weight, block.projection.bias)
-        self.expand = _linear(block.feed_forward.expand.weight[0], block.feed_forward.expand.bias[0])
+        self.expand = _linear(block.feed_forward.expand.weight, block.feed_forward.expand.bias)
         self.contract = _linear(block.feed_forward.contract.weight, block.feed_forward.contract.bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -145,12 +145,13 @@ def _module(way: str, grid: PipelineParallelGrid) -> nn.Module:
 
 
 def _losses(way: str, grid: PipelineParallelGrid) -> Run:
-    """Train with replicas on different samples if FSDP2 averages their gradients, and on all samples otherwise."""
+    """Train with clipped gradients, and with replicas on different samples if FSDP2 averages their gradients."""
     module = _module(way, grid)
     batches: Iterable[Batch] = map(batch, range(5))
     if "fsdp2" in way:
         batches = (own_samples(whole, grid) for whole in batches)
-    run = train_by_hand(module, optimizer_of(module.parameters()), batches, loss_of, clip=None)
+    optimizer = optimizer_of(module.parameters())
+    run = train_by_hand(module, optimizer, batches, loss_of, clip=1.0, grid=None if way == "alone" else grid)
     if "fsdp2" in way:
         mean = torch.tensor(run.losses)
         dist.all_reduce(mean, group=grid.get_data_parallel_group())
@@ -168,7 +169,7 @@ def _train_both(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_torchs_parallelism_gives_the_same_losses(world: Worlds, way: str) -> None:
+def test_torchs_parallelism_gives_the_same_losses_and_norms(world: Worlds, way: str) -> None:
     if "tensor_parallelism" in way and not way.startswith("our") and hasattr(api, "_validate_tp_mesh_dim"):
         pytest.skip("this torch needs tensor parallelism on the last axis")
     world(4).run(_train_both, way)

@@ -10,12 +10,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import pytest
 import torch
+import torch.distributed.nn
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
 from ds_topo import PipelineParallelGrid, use
 from ds_topo.engine.batches import digest
@@ -42,11 +46,18 @@ class Case:
     accumulation: int = 1
     resume: tuple[int, int] | None = None
     """The epoch and the batch, or for Trainer the step, after which the program saves and a second one resumes."""
+    seq: int = 1
+    """The number of ranks that share a sequence (DeepSpeed's long sequence training).
+
+    Not at ZeRO 3, where stock DeepSpeed divides gradients by this number once more than at stages 0 to 2, and not with
+    a resume, where accelerate itself fails on DeepSpeed's loader of long sequences.
+    """
 
     def __str__(self) -> str:
         """Return a name for ``pytest -k``."""
         words = [self.schedule, f"samples{self.samples}", f"zero{self.zero}", f"steps{self.accumulation}"]
-        return "-".join([*words, "resumed"] if self.resume else words)
+        words += ["resumed"] if self.resume else []
+        return "-".join([*words, "seq"] if self.seq > 1 else words)
 
 
 ACCELERATE = [
@@ -62,6 +73,10 @@ ACCELERATE = [
     Case("linear", resume=(0, 2)),
     Case("linear", samples=23, accumulation=2, resume=(1, 1)),
     Case("WarmupDecayLR", zero=3, resume=(0, 1)),
+    Case("linear", seq=2),
+    Case("cosine", samples=13, accumulation=2, seq=2),
+    Case("WarmupDecayLR", zero=0, seq=2),
+    Case("linear", zero=2, seq=2),
 ]
 TRAINER = [
     Case("linear", samples=13, zero=2, accumulation=2),
@@ -74,6 +89,9 @@ TRAINER = [
     Case("linear", resume=(0, 3)),
     Case("linear", samples=23, accumulation=2, resume=(0, 2)),
     Case("cosine", zero=3, resume=(0, 5)),
+    Case("linear", seq=2),
+    Case("cosine", samples=13, zero=2, accumulation=2, seq=2),
+    Case("reduce_lr_on_plateau", zero=0, seq=2),
 ]
 
 
@@ -95,9 +113,31 @@ def config_of(case: Case) -> dict[str, Any]:
     return config
 
 
+class _Gather(torch.autograd.Function):
+    """The ``all_gather`` of ``torch.distributed.nn``, whose backward fails on gloo in groups without rank 0."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        parts = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(parts, tensor.contiguous(), group=group)
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = torch.stack(gradients)
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total[torch.distributed.get_rank(ctx.group)], None
+
+
+def _gather(tensor: torch.Tensor, group: Any) -> Any:
+    return _Gather.apply(tensor, group)
+
+
 @contextmanager
-def layout(spec: str) -> Iterator[tuple[int, int]]:
-    """Use a grid, except for ``stock``; yield the index of this rank's samples and the number of shares."""
+def layout(spec: str, case: Case) -> Iterator[int]:
+    """Use a grid, except for ``stock``; yield the index of this rank's share of the samples."""
+    import accelerate.accelerator
     from accelerate.state import AcceleratorState, GradientState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -106,10 +146,56 @@ def layout(spec: str) -> Iterator[tuple[int, int]]:
     with PipelineParallelGrid("data=-1" if spec == "stock" else spec) as grid, ExitStack() as using:
         if spec != "stock":
             using.enter_context(use(grid))
-        yield grid.get_sample_rank(), grid.get_sample_world_size()
+        elif case.seq > 1:  # on a CPU accelerate assumes one process, and would give every rank all samples
+            prepare = partial(accelerate.accelerator.prepare_data_loader, num_processes=grid.world_size)
+            prepare.keywords["process_index"] = grid.grid_rank
+            using.enter_context(patch.object(accelerate.accelerator, "prepare_data_loader", prepare))
+        if case.seq > 1:
+            using.enter_context(patch.object(torch.distributed.nn.functional, "all_gather", _gather))
+            for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP"):
+                using.callback(setattr, parallel_state_sp, name, None)
+        is_sharded = case.seq > 1 and spec != "stock"
+        yield grid.get_sample_rank() * case.seq + grid.get_axis_rank("seq") if is_sharded else grid.get_sample_rank()
     unset_hf_deepspeed_config()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def _parallelism(case: Case) -> Any:
+    """Return accelerate's layout for sequences that several ranks share; None for others."""
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+
+    if case.seq == 1:
+        return None
+    sequences = DeepSpeedSequenceParallelConfig(
+        sp_seq_length=LENGTH, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+    )
+    replicas = torch.distributed.get_world_size() // case.seq
+    return ParallelismConfig(sp_backend="deepspeed", sp_size=case.seq, dp_replicate_size=replicas, sp_handler=sequences)
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, attn_implementation="sdpa", **shape))
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random sequences."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, 64, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(LENGTH)}
+
+
+LENGTH = 8
 
 
 # -- accelerate's own loop -------------------------------------------------------------------------------------------
@@ -138,8 +224,10 @@ def _prepared(case: Case) -> list[Any]:
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config_of(case), gradient_accumulation_steps=case.accumulation),
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+        parallelism_config=_parallelism(case),
     )
-    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    layers = (torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    model = torch.nn.Sequential(*layers) if case.seq == 1 else _llama()
     if case.schedule in DEEPSPEEDS:
         optimizer: Any = DummyOptim(model.parameters(), lr=1e-2)
         schedule: Any = DummyScheduler(optimizer, total_num_steps=24, warmup_num_steps=4)
@@ -147,7 +235,9 @@ def _prepared(case: Case) -> list[Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         schedule = _schedule(case, optimizer)
     inputs = torch.randn(case.samples, 4)
-    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+    data: Any = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True).sin())
+    if case.seq > 1:
+        data = Tokens(case.samples)
     loaders = (torch.utils.data.DataLoader(data, batch_size=2, shuffle=shuffles) for shuffles in (True, False))
     return [accelerator, *accelerator.prepare(model, optimizer, *loaders, schedule)]
 
@@ -156,11 +246,12 @@ def _epochs(prepared: list[Any], case: Case, first: int, skipped: int, folder: s
     accelerator, engine, optimizer, loader, _, schedule = prepared
     found: list[Any] = [(len(loader), engine.train_batch_size())]
     for epoch in range(first, 2):
-        loader.set_epoch(epoch)
+        if case.seq == 1:  # the loader of long sequences has no epochs
+            loader.set_epoch(epoch)
         batches = accelerator.skip_first_batches(loader, skipped) if epoch == first and skipped else loader
-        for number, (inputs, targets) in enumerate(batches):
+        for number, batch in enumerate(batches):
             with accelerator.accumulate(engine):
-                loss = (engine(inputs) - targets).square().mean()
+                inputs, loss = _loss(engine, batch)
                 accelerator.backward(loss)
                 optimizer.step()
                 schedule.step(float(epoch)) if case.schedule == "plateau" else schedule.step()
@@ -172,18 +263,34 @@ def _epochs(prepared: list[Any], case: Case, first: int, skipped: int, folder: s
     return found
 
 
+def _loss(engine: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs of a batch, and its mean loss on this rank."""
+    if isinstance(batch, dict):
+        logits = engine(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.flatten(0, 1)
+        labels = batch["shift_labels"].flatten()
+        return batch["input_ids"], torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100)
+    inputs, targets = batch
+    return inputs, (engine(inputs) - targets).square().mean()
+
+
 def _accelerated(spec: str, case: Case, folder: str) -> tuple[int, list[Any]]:
     """Return this rank's share of the samples, and what it did."""
-    with layout(spec) as (share, _):
+    with layout(spec, case) as share:
         prepared = _prepared(case)
         found = _epochs(prepared, case, 0, 0, folder)
         accelerator, engine, _, _, evaluated, _ = prepared
         engine.eval()
-        for inputs, targets in evaluated:
+        for batch in evaluated:
+            if case.seq > 1:
+                with torch.no_grad():
+                    inputs, loss = _loss(engine, batch)
+                found.append((digest(inputs), float(loss)))
+                continue
+            inputs, targets = batch
             found.append(tuple(accelerator.gather_for_metrics((engine(inputs) - targets).detach()).flatten().tolist()))
             found.append(accelerator.gather_for_metrics([f"{digest(sample)}" for sample in inputs]))
     if case.resume is not None:
-        with layout(spec):
+        with layout(spec, case):
             prepared = _prepared(case)
             prepared[0].load_state(folder)
             found += _epochs(prepared, case, case.resume[0], case.resume[1] + 1, None)
@@ -193,26 +300,11 @@ def _accelerated(spec: str, case: Case, folder: str) -> tuple[int, list[Any]]:
 # -- Trainer ---------------------------------------------------------------------------------------------------------
 
 
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random sequences of 8 tokens."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, 64, (8,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
 def _trained(case: Case, folder: str, resumes: bool) -> list[Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape))
+    model = _llama()
     options: dict[str, Any] = {"warmup_steps": 2}
     if case.schedule not in DEEPSPEEDS:
         options["lr_scheduler_type"] = case.schedule
@@ -236,6 +328,7 @@ def _trained(case: Case, folder: str, resumes: bool) -> list[Any]:
         use_cpu=True,
         disable_tqdm=True,
         log_level="error",
+        parallelism_config=_parallelism(case),
         **options,
     )
     trainer = Trainer(model, arguments, train_dataset=Tokens(case.samples), eval_dataset=Tokens(case.samples))
@@ -259,7 +352,7 @@ def _by_trainer(spec: str, case: Case, folder: str) -> tuple[int, list[Any]]:
     """Return this rank's share of the samples, and what it did."""
     found: list[Any] = []
     for resumes in (False, True) if case.resume else (False,):
-        with layout(spec) as (share, _):
+        with layout(spec, case) as share:
             found += _trained(case, folder, resumes)
     return share, found
 
@@ -274,16 +367,24 @@ def near(mine: Any, theirs: Any) -> bool:
 PROGRAMS = {"accelerate": _accelerated, "Trainer": _by_trainer}
 
 
-@pytest.mark.parametrize("spec", ["model=2,data=2", "data=2,model=2"])
+ALL = [*(("accelerate", case) for case in ACCELERATE), *(("Trainer", case) for case in TRAINER)]
+
+
 @pytest.mark.parametrize(
-    ("program", "case"),
-    [*(("accelerate", case) for case in ACCELERATE), *(("Trainer", case) for case in TRAINER)],
+    ("program", "case", "spec"),
+    [
+        (program, case, spec)
+        for program, case in ALL
+        for spec in (("seq=2,data=2", "data=2,seq=2") if case.seq > 1 else ("model=2,data=2", "data=2,model=2"))
+    ],
     ids=str,
 )
 def test_program_on_a_grid_does_what_it_does_with_stock_deepspeed(
     program: str, case: Case, spec: str, tmp_path: Path
 ) -> None:
-    stock = dict(run_ranks(2, PROGRAMS[program], "stock", case, str(tmp_path / "stock"), deadline=240))
+    ranks = 2 * case.seq
+    stock = dict(run_ranks(ranks, PROGRAMS[program], "stock", case, str(tmp_path / "stock"), deadline=240))
+    assert len(stock) == ranks
     for share, found in run_ranks(4, PROGRAMS[program], spec, case, str(tmp_path / "grid"), deadline=240):
         assert len(found) == len(stock[share])
         for mine, theirs in zip(found, stock[share], strict=True):

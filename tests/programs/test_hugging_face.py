@@ -171,8 +171,147 @@ def _prepare_for_all_ranks(prepare: Any, *args: Any, **options: Any) -> Any:
 @pytest.mark.exhaustive
 def test_long_sequences_on_a_grid_have_the_losses_without_it() -> None:
     [stock, *_] = run_ranks(4, _long_sequences, "stock", 1)
+    [in_stock_order, *_] = run_ranks(4, _long_sequences, "data=2,seq=2", 1)
     [losses, *_] = run_ranks(4, _long_sequences, "seq=2,data=2", 3)
+    assert in_stock_order == stock
     assert losses == pytest.approx(stock, rel=1e-5)
+
+
+def _exchange(ctx: Any, group: Any, received: list[torch.Tensor], *sent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Do what torch's ``_AlltoAll`` does; on gloo that takes numbers within a group for ranks of the job."""
+    ctx.group, ctx.input_tensor_size_list = group, [one.shape for one in sent]
+    for index, one in enumerate(received):
+        parts = [part.contiguous() for part in sent] if index == dist.get_rank(group) else None
+        dist.scatter(one, parts, group_src=index, group=group)
+    return tuple(received)
+
+
+def _trainer_of_sequences(spec: str, zero: int, folder: str) -> list[tuple[float, float]]:
+    """Return the losses and norms of a Trainer that splits sequences."""
+    import accelerate.accelerator
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
+    from torch.distributed.nn.functional import _AlltoAll
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    start()
+    _AlltoAll.forward = staticmethod(_exchange)
+    grid = None if spec == "stock" else PipelineParallelGrid(spec)
+    if grid is None:
+        stock_prepare = accelerate.accelerator.prepare_data_loader
+        accelerate.accelerator.prepare_data_loader = partial(_prepare_for_all_ranks, stock_prepare)
+    else:
+        use(grid)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, attn_implementation="sdpa", **shape, **heads))
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+    }
+    sequences = DeepSpeedSequenceParallelConfig(
+        sp_seq_length=LENGTH, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+    )
+    arguments = TrainingArguments(
+        folder,
+        deepspeed=config,
+        parallelism_config=ParallelismConfig(
+            sp_backend="deepspeed", sp_size=2, dp_replicate_size=2, sp_handler=sequences
+        ),
+        max_steps=STEPS,
+        per_device_train_batch_size=1,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=Sequences())
+    trainer.train()
+    assert trainer.model_wrapped.train_batch_size() == 2
+    if grid is not None:
+        assert trainer.model_wrapped.mpu is grid
+        grid.destroy()
+    return [(step["loss"], step["grad_norm"]) for step in trainer.state.log_history if "grad_norm" in step]
+
+
+@pytest.mark.exhaustive
+def test_trainer_splits_sequences_along_seq_in_any_order(tmp_path: Path) -> None:
+    stock, in_stock_order, *others = (
+        run_ranks(4, _trainer_of_sequences, spec, zero, str(tmp_path))[0]
+        for spec, zero in (("stock", 1), ("data=2,seq=2", 1), ("seq=2,data=2", 1), ("seq=2,data=2", 3))
+    )
+    assert len(stock) == STEPS
+    assert in_stock_order == stock
+    for found in others:
+        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in stock], rel=1e-6)
+        assert [norm for _, norm in found] == pytest.approx([norm for _, norm in stock], rel=1e-5)
+
+
+def _attention_of_a_grid(spec: str) -> list[float]:
+    """Return the mean loss of each step of a loop that uses DeepSpeed's long sequence training by itself."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    start()
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=64, attn_implementation="sdpa", **shape, **heads))
+    samples = [Sequences()[index] for index in range(4 * STEPS)]
+    losses = []
+    if spec == "alone":  # every step trains on the samples of two replicas
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(STEPS):
+            # the ranks of a group along seq train on each other's samples, one after the other
+            own = [samples[4 * (step // 2) + 2 * replica + step % 2] for replica in range(2)]
+            inputs = {name: torch.stack([sample[name] for sample in own]) for name in own[0]}
+            labels = F.pad(inputs.pop("labels"), (0, 1), value=-100)[:, 1:]
+            loss = F.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            loss = loss / labels.numel()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+    with PipelineParallelGrid(spec) as grid, use(grid):
+        mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 1, seq_length_is_variable=True)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,
+        }
+        engine, *_ = deepspeed.initialize(model=model, mpu=mpu, config=config, model_parameters=model.parameters())
+        assert engine.mpu is grid
+        rank = 2 * grid.get_axis_rank("data") + grid.get_axis_rank("seq")  # each rank reads samples of its own
+        loader: Any = torch.utils.data.DataLoader(samples[rank::4], batch_size=1)  # type: ignore[arg-type]
+        place, group = mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_group()
+        batches = UlyssesSPDataLoaderAdapter(loader, place, group, grid.get_axis_size("seq"), engine.device)
+        for _, batch in zip(range(STEPS), batches, strict=False):
+            labels = batch.pop("shift_labels")
+            logits = engine(**batch).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / LENGTH
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item() / 2)
+            engine.backward(loss)
+            engine.step()
+        engine.destroy()
+    return losses
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("spec", ["data=2,seq=2", "seq=2,data=2"])
+def test_attention_and_batches_of_a_grid_equal_one_process(spec: str) -> None:
+    [alone] = run_ranks(1, _attention_of_a_grid, "alone")
+    assert run_ranks(4, _attention_of_a_grid, spec)[0] == pytest.approx(alone, rel=1e-5)
 
 
 # -- accelerate's schedulers -----------------------------------------------------------------------------------------

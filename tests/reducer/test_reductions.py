@@ -28,6 +28,7 @@ from ds_topo.reducer.parameters import ParameterState, Route
 from ds_topo.reducer.reductions import Counts, Reduction, StepNotes, assign_routes, launch, scaling
 from ds_topo.reducer.two_level import TwoLevelReduction
 from ds_topo.topology.rank_tables import RankGroup
+from ds_topo.zero import exchange
 from tests.support.fake_world import fake_world
 from tests.support.reduced_model import (
     SMALL,
@@ -606,7 +607,7 @@ def test_two_levels_on_an_accelerator_use_a_side_stream() -> None:
         fake_world(0, 4),
         mock.patch.dict(backends.TRAITS, fake=replace(backends.TRAITS["nccl"], communicates=False)),
         mock.patch.object(two_level, "SideStream", return_value=stream) as made,
-        mock.patch.object(two_level, "order_after") as ordered,
+        mock.patch.object(exchange, "order_after") as ordered,
         mock.patch.object(dist, "reduce_scatter_tensor", lambda *_, group: order.append(("scatter", group))),
         mock.patch.object(dist, "all_reduce", lambda *_, group: order.append(("cross", group))),
         mock.patch.object(dist, "all_gather_into_tensor", lambda *_, group: order.append(("gather", group))),

@@ -116,13 +116,14 @@ def pipeline(
     gas: int = MICRO_BATCHES,
     sequence: bool = False,
     checkpointed: bool = False,
+    kind: type[PipelineModule] = PipelineModule,
     **more: Any,
 ) -> Iterator[tuple[Any, PipelineParallelGrid]]:
     """Yield a DeepSpeed pipeline on our grid, and the grid. ``checkpointed`` recomputes all activations."""
     _join()
     with PipelineParallelGrid(topology) as grid:
         parallel = Parallel(grid.get_group("model"), sequence)
-        module = PipelineModule(
+        module = kind(
             gpt_layers(TINY, parallel),
             grid=grid,
             seed_layers=True,
@@ -130,7 +131,7 @@ def pipeline(
             activation_checkpoint_interval=int(checkpointed),
             checkpointable_layers=["Block"],
         )
-        if sequence:
+        if sequence or kind is not PipelineModule:
             more["pipeline"] = {"pipe_partitioned": False, "grad_partitioned": False}
         yield from _engine(module, grid, gas, {"zero_optimization": {"stage": zero}, **more})
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import clip_grad_norm_ as deepspeed_clip_grad_norm_
 from torch import nn
 
-from ds_topo import PipelineParallelGrid
+from ds_topo import PipelineParallelGrid, ProcessGrid, clip_grad_norm_
 
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets."""
@@ -98,16 +98,19 @@ def train_by_hand(
     optimizer: torch.optim.Optimizer,
     batches: Iterable[Batch],
     loss_of: Loss,
-    clip: float | None = math.inf,
+    clip: float = math.inf,
+    grid: ProcessGrid | None = None,
 ) -> Run:
-    """Train with plain PyTorch; ``clip=None`` is for modules for whose parameters torch computes no norm."""
+    """Train with plain PyTorch, and clip by torch's function, or by that of ds_topo over a grid."""
     run = Run()
     for inputs, targets in batches:
         optimizer.zero_grad()
         loss = loss_of(module, inputs, targets)
         loss.backward()
-        if clip is not None:
+        if grid is None:
             run.norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), clip)))
+        else:
+            run.norms.append(float(clip_grad_norm_(module.parameters(), clip, grid)))
         optimizer.step()
         run.losses.append(loss.item())
     run.parameters = parameters_of(module)

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_waiting_rank_reports_call_group_and_duration(world: Worlds) -> None:
     assert last.quiet == last.seconds, "no byte has moved"
     assert last.where.startswith("watch/test_activity.py")
     assert seen[3][-1].wait is None, "it sleeps"
-    assert Activity.from_json(json.loads(json.dumps(last.to_json()))) == last
+    assert Activity.from_json(json.loads(json.dumps(asdict(last)))) == last
 
 
 def _trains() -> tuple[list[Activity], Activity]:

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -17,11 +17,13 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.zero.exchange import CollectiveExchange, Exchange, PeerExchange, exchange_of
+from ds_topo.process_groups.process_grid import ProcessGrid
+from ds_topo.zero.exchange import CollectiveExchange, Copies, Exchange, PeerExchange, Place, exchange_of
 from ds_topo.zero.partitions import PartitionLayout, moved
 from tests.support.ranks import run_ranks
 from tests.support.world import Worlds
 
+CPU = torch.device("cpu")
 Make = Callable[[ProcessGroup], Exchange]
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 
@@ -62,11 +64,16 @@ def _exchanges(make: Make, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
     assert not any("slices" in thread.name for thread in threading.enumerate())
 
 
+def _on_hosts(hosts: str) -> list[Place]:
+    """Return the places of ranks without copies, on hosts with names of one letter."""
+    return [Place(host, rank) for rank, host in enumerate(hosts)]
+
+
 WAYS: dict[str, Make] = {
-    "peers": lambda group: PeerExchange(group, ["a"] * dist.get_world_size(group)),
-    "peers_on_two_hosts": partial(PeerExchange, hosts=["a", "a", "b", "b"]),
-    "peers_on_hosts_in_turn": partial(PeerExchange, hosts=["a", "b", "a", "b"]),
-    "collectives": CollectiveExchange,
+    "peers": lambda group: PeerExchange(group, _on_hosts("aaaa")),
+    "peers_on_two_hosts": lambda group: PeerExchange(group, _on_hosts("aabb")),
+    "peers_on_hosts_in_turn": lambda group: PeerExchange(group, _on_hosts("abab")),
+    "collectives": lambda group: CollectiveExchange(group, None, torch.device("cpu")),
 }
 
 
@@ -78,6 +85,35 @@ def _exchange_by(way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_reduce_scatter_sums_owned_slice_and_gather_fills_all_slices(world: Worlds, way: str) -> None:
     world(4).run(_exchange_by, way)
+
+
+def _over_copies(order: Sequence[str]) -> None:
+    """Sum over partitions and copies. Some ranks know further tensors before others do."""
+    with ProcessGrid(",".join(f"{axis}=2" for axis in order)) as grid:
+        group = grid.get_group("shard")
+        copies = Copies(grid.get_group("data"), grid.get_data_parallel_group())
+        own, partners = dist.get_rank(group), sum(grid.get_ranks("shard"))
+        for exchange in (exchange_of(group, torch.device("cpu"), copies), CollectiveExchange(group, copies.group, CPU)):
+            for over_copies, expected in ((True, 6), (False, partners)):
+                flats = [torch.full((2, numel), float(dist.get_rank())) for numel in (2, 200_000, 6)]
+                under_way = []
+                for flat in flats:
+                    under_way.append(exchange.reduce_scatter(flat.view(-1), over_copies=over_copies))
+                    if dist.get_rank() in (0, 3):  # they know the next tensor only after the end of this one
+                        under_way[-1].wait()
+                for flat, pending in zip(flats, under_way, strict=True):
+                    pending.wait()
+                    assert set(flat[own].tolist()) == {expected}
+            flat = torch.full((2, 6), -1.0)
+            flat[own] = own
+            exchange.gather(flat.view(-1)).wait()
+            assert flat.tolist() == [[0.0] * 6, [1.0] * 6]
+            exchange.rest()
+
+
+@pytest.mark.parametrize("order", [("data", "shard"), ("shard", "data")])
+def test_slices_are_summed_over_their_copies(world: Worlds, order: Sequence[str]) -> None:
+    world(4).run(_over_copies, order)
 
 
 def _policies() -> dict[int, int]:
@@ -93,7 +129,7 @@ def _policies() -> dict[int, int]:
 
 def _yielding() -> None:
     assert set(_policies().values()) == {os.SCHED_OTHER}
-    first, second = (PeerExchange(_group(), ["a"] * dist.get_world_size()) for _ in range(2))
+    first, second = (PeerExchange(_group(), _on_hosts("aa")) for _ in range(2))
     first.gather_now(torch.zeros(2))
     assert set(_policies().values()) == {os.SCHED_OTHER}, "the caller waits, so no computation is interrupted"
     for exchange in (first, second):
@@ -134,7 +170,7 @@ def test_exchange_of_returns_one_object_per_group(world: Worlds) -> None:
 
 
 def _fails() -> None:
-    exchange = PeerExchange(_group(), ["a", "a"])
+    exchange = PeerExchange(_group(), _on_hosts("aa"))
     sent = mock.patch.object(dist, "isend", side_effect=RuntimeError("connection closed"))
     with sent:
         under_way = [exchange.gather(torch.zeros(4)), exchange.reduce_scatter(torch.zeros(4))]

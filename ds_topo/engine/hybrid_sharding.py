@@ -1,0 +1,328 @@
+"""Partition DeepSpeed's ZeRO over the axis ``shard`` alone, and keep the copies of each partition equal.
+
+With ``data=4,shard=8``, ZeRO 1, 2 and 3 partition over 8 ranks, and 4 ranks hold each partition. DeepSpeed's optimizers
+get the group along ``shard`` as theirs, so they gather parameters and count norms inside it. Gradients are also summed
+over the copies, once per step:
+
+    with a GradientReducer     the reduction of a region goes on over the copies (:mod:`ds_topo.zero.exchange`), during
+                               the last backward pass
+    ZeRO 1 and 2 without one   the optimizer's ``step()`` sums the partition before it reads it
+    BF16_Optimizer             the engine sums whole gradients over all replicas before the step, so nothing is missing
+    ZeRO 3                     each bucket of the last micro-batch is summed over the copies while backward goes on
+
+Experts stay partitioned over their own replicas, of which none is left out.
+
+Bytes of a rank with ``N`` parameters and a degree ``s`` of ``shard``, in bf16 with Adam, besides buckets and buffers::
+
+    ZeRO 1    2 N + 12 N / s, and 2 N of gradients until they are reduced
+    ZeRO 2    2 N + 14 N / s
+    ZeRO 3    16 N / s
+
+With ``P`` bytes of gradients and copies on ``h`` hosts, one on each, a host sends ``2 P (h - 1) / h`` per step.
+
+Sources: FSDP2's HSDP; Zhang et al., MiCS (VLDB 2022).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import log_dist
+from torch import nn
+
+from ds_topo.errors import EngineOptionError, listed
+from ds_topo.ledger import Make, Patch
+from ds_topo.mpu import patches
+from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.topology.axes import SHARD
+from ds_topo.zero.exchange import Copies, hosts_in_order
+
+
+def has_shard(grid: object) -> bool:
+    """Tell whether a grid partitions over the axis ``shard``."""
+    return isinstance(grid, MpuGrid) and SHARD in grid.topology().axes
+
+
+def copies_of(grid: object) -> Copies | None:
+    """Return the ranks with copies of this rank's partition; None if there are no others."""
+    if not isinstance(grid, MpuGrid) or not has_shard(grid):
+        return None
+    group = grid.get_copy_group()
+    return Copies(group, grid.get_data_parallel_group()) if dist.get_world_size(group) > 1 else None
+
+
+# -- construction -----------------------------------------------------------------------------------------------------
+
+
+def check_sharding(config: DeepSpeedConfig, grid: MpuGrid) -> None:
+    """Refuse options that partition or reduce in another way than over ``shard``.
+
+    Raises:
+        EngineOptionError: the message names the option, and what to do instead.
+    """
+    if not has_shard(grid):
+        return
+    zero = config.zero_config
+    offloads = zero.offload_optimizer is not None and str(getattr(zero.offload_optimizer.device, "value", "")) != "none"
+    refused = {
+        "zero_hpz_partition_size (hpZ)": zero.zero_hpz_partition_size > 1,
+        "mics_shard_size (MiCS)": getattr(zero, "mics_shard_size", -1) > 0,
+        "zero_quantized_gradients (qgZ)": zero.zero_quantized_gradients,
+        "zenflow": zero.zenflow is not None,
+        "super_offload": offloads and getattr(zero.offload_optimizer, "super_offload", False),
+        "expert_parallel (AutoEP)": config.expert_parallel_config.enabled,
+        "compile.deepcompile": getattr(config.compile_config, "deepcompile", False),
+        "managed_gradient_accumulation: false": not getattr(config, "managed_gradient_accumulation", True),
+    }
+    found = [name for name, is_on in refused.items() if is_on]
+    if found:
+        raise EngineOptionError(
+            f"{listed(found)} with {grid.topology().spec!r}: the option has groups or a reduction of its own, which "
+            f"ignore the axis {SHARD!r}: switch it off, or name that axis 'data'"
+        )
+    if offloads and zero.stage in (1, 2):
+        raise EngineOptionError(
+            f"offload_optimizer at ZeRO stage {int(zero.stage)} with {grid.topology().spec!r}: the norms of offloaded "
+            f"gradients are taken before they are summed over the copies of a partition: use stage 3, switch offload "
+            f"off, or name the axis {SHARD!r} 'data'"
+        )
+
+
+class _OverPartitions(MpuGrid):
+    """The view of a grid whose data parallel group is the one that ZeRO 3 partitions over."""
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        return self.get_partition_group()
+
+
+def partitioned_over_shard(configure: Any) -> Any:
+    """Build the replacement of the methods with which an engine builds an optimizer that partitions."""
+
+    @wraps(configure)
+    def configure_over_shard(engine: DeepSpeedEngine, optimizer: Any) -> Any:
+        grid = engine.mpu
+        if not isinstance(grid, MpuGrid) or not has_shard(grid):
+            return configure(engine, optimizer)
+        _tell_of_links(grid)
+        whole = engine.seq_data_parallel_group
+        partitions_parameters = engine.zero_optimization_partition_weights()
+        if partitions_parameters:
+            _make_copies_equal(engine.module.parameters(), grid)
+        engine.seq_data_parallel_group = grid.get_partition_group()
+        try:
+            if partitions_parameters:
+                engine.mpu = _OverPartitions.over(grid)
+            return configure(engine, optimizer)
+        finally:
+            engine.seq_data_parallel_group, engine.mpu = whole, grid
+
+    return configure_over_shard
+
+
+def save_each_partition_once(engine: DeepSpeedEngine) -> None:
+    """Let the first of the ranks that hold a partition write it, so that the bytes do not grow with the copies."""
+    if has_shard(engine.mpu) and engine.zero_optimization():
+        is_first = engine.mpu.get_copy_rank() == 0
+        engine.save_zero_checkpoint = is_first
+        if engine.zero_optimization_partition_weights():
+            engine.save_non_zero_checkpoint = is_first
+
+
+def _make_copies_equal(parameters: Iterable[nn.Parameter], grid: MpuGrid) -> None:
+    """Give all copies of a partition the values of the first: ``zero.Init`` makes those of one partition equal."""
+    expected = grid.get_ranks(SHARD)
+    copies = grid.get_copy_group()
+    for parameter in parameters:
+        if not hasattr(parameter, "ds_tensor"):
+            continue
+        found = sorted(dist.get_process_group_ranks(parameter.ds_process_group))  # type: ignore[attr-defined]
+        if found != expected:
+            raise EngineOptionError(
+                f"zero.Init partitioned a parameter over ranks {found}, but ZeRO partitions over {expected} with "
+                f"{grid.topology().spec!r}: pass data_parallel_group=grid.get_partition_group() to zero.Init, or call "
+                "ds_topo.use(grid) before it"
+            )
+        if dist.get_world_size(copies) > 1:
+            dist.broadcast(parameter.ds_tensor.data, dist.get_global_rank(copies, 0), group=copies)
+
+
+def _tell_of_links(grid: MpuGrid) -> None:
+    hosts = list(dict.fromkeys(hosts_in_order(grid.get_partition_group())))
+    if len(hosts) > 1 and grid.grid_rank == 0:
+        log_dist(
+            f"ds_topo: {SHARD} spans {len(hosts)} hosts ({listed(hosts)}) in {grid.topology().spec!r}, so parameters "
+            f"and gradients cross them in every step. To keep ZeRO inside a host, name {SHARD!r} as the last axis, "
+            "with at most as many ranks as a host has",
+            ranks=[dist.get_rank()],
+            level=logging.WARNING,
+        )
+
+
+# -- ZeRO 1 and 2 with DeepSpeed's own reduction ----------------------------------------------------------------------
+
+
+def with_sum_over_copies(copies: Copies, step: Any) -> Any:
+    """Build the replacement of ``DeepSpeedZeroOptimizer.step``: it first sums the gradients of this rank's partition.
+
+    DeepSpeed has summed them over ``shard``, and divided by the degree of that axis instead of the number of replicas.
+    """
+
+    @wraps(step)
+    def sum_and_step(optimizer: DeepSpeedZeroOptimizer, closure: object = None) -> Any:
+        if optimizer not in reduced_elsewhere:
+            for group, gradients in optimizer.averaged_gradients.items():
+                if not gradients:
+                    continue
+                scale = 1 / copies.number if optimizer.gradient_average else 1.0
+                of_experts = any(map(is_moe_param, optimizer.bit16_groups[group]))
+                _Sum(gradients, None if of_experts else copies.group, scale, gradients[0].dtype).wait()
+        return step(optimizer, closure)
+
+    return sum_and_step
+
+
+def with_overflow_of_copies(copies: Copies, has_overflow: Any) -> Any:
+    """Build the replacement of ``DeepSpeedZeroOptimizer.has_overflow``: experts may overflow on any replica."""
+
+    @wraps(has_overflow)
+    def has_overflow_anywhere(optimizer: DeepSpeedZeroOptimizer, *arguments: Any, **options: Any) -> bool:
+        found = bool(has_overflow(optimizer, *arguments, **options))
+        if not optimizer.has_moe_layers:
+            return found
+        flag = torch.tensor([found], dtype=torch.uint8, device=optimizer.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=copies.group)
+        return bool(flag.item())
+
+    return has_overflow_anywhere
+
+
+reduced_elsewhere: WeakSet[Any] = WeakSet()
+"""The optimizers whose gradients a GradientReducer sums, over the copies too."""
+
+
+class _Sum:
+    """A sum of tensors over the copies of a partition, in flight.
+
+    Args:
+        tensors: the tensors, which get the sums in :meth:`wait`.
+        group: the ranks that hold copies; None if there is nothing to sum, only to scale.
+        scale: a factor.
+        dtype: the type in which they travel.
+    """
+
+    def __init__(
+        self, tensors: list[torch.Tensor], group: ProcessGroup | None, scale: float, dtype: torch.dtype
+    ) -> None:
+        self._tensors = tensors
+        self._payload = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors]).mul_(scale)
+        self._work = None if group is None else dist.all_reduce(self._payload, group=group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait, and write the sums to the tensors."""
+        if self._work is not None:
+            self._work.wait()
+        parts = self._payload.split([tensor.numel() for tensor in self._tensors])
+        for tensor, part in zip(self._tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+# -- ZeRO 3 -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Step:
+    """The gradients of one step that are not summed over the copies yet."""
+
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Those of earlier micro-batches, by the identity of the parameter."""
+    in_flight: list[_Sum] = field(default_factory=list)
+
+
+_steps: WeakKeyDictionary[Any, _Step] = WeakKeyDictionary()
+
+
+def with_partitions_summed(copies: Copies, partition_gradients: Any) -> Any:
+    """Build the replacement of ``partition_grads``, which ZeRO 3 calls for each bucket that it has reduce-scattered.
+
+    In the last micro-batch it starts the sum over the copies. An offloaded optimizer gets the gradients after that.
+    """
+
+    @wraps(partition_gradients)
+    def partition_and_sum(
+        optimizer: DeepSpeedZeroOptimizer_Stage3, parameters: list[Any], partitions: list[torch.Tensor]
+    ) -> Any:
+        ends_step = optimizer.is_gradient_accumulation_boundary()
+        optimizer.set_gradient_accumulation_boundary(ends_step and not optimizer.offload_optimizer)
+        try:
+            buffers = partition_gradients(optimizer, parameters, partitions)
+        finally:
+            optimizer.set_gradient_accumulation_boundary(ends_step)
+        step = _steps.setdefault(optimizer, _Step())
+        rank = dist.get_rank(optimizer.dp_process_group)
+        filled = [parameter for parameter in parameters if parameter.partition_numel() * rank < parameter.ds_numel]
+        step.kept |= {id(parameter): buffer for parameter, buffer in zip(filled, buffers, strict=True)}
+        if ends_step and buffers:
+            for parameter in filled:
+                del step.kept[id(parameter)]
+            dtype = optimizer.get_param_comm_dtype(filled[0])
+            step.in_flight.append(_Sum(buffers, copies.group, 1 / copies.number, dtype))
+        return buffers
+
+    return partition_and_sum
+
+
+def with_sums_awaited(copies: Copies, end_backward: Any) -> Any:
+    """Build the replacement of ``independent_gradient_partition_epilogue``, which ends the reduction of ZeRO 3."""
+
+    @wraps(end_backward)
+    def end_and_wait(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+        end_backward(optimizer)
+        step = _steps.get(optimizer)
+        if step is None or not optimizer.is_gradient_accumulation_boundary():
+            return
+        stream = optimizer.reduce_and_partition_stream
+        with get_accelerator().stream(stream):
+            if step.kept:  # of parameters that the last micro-batch did not use
+                kept = list(step.kept.values())
+                step.in_flight.append(_Sum(kept, copies.group, 1 / copies.number, kept[0].dtype))
+            for sum_over_copies in step.in_flight:
+                sum_over_copies.wait()
+        del _steps[optimizer]
+        if not get_accelerator().resolves_data_dependency():
+            stream.synchronize()
+        if optimizer.offload_optimizer:
+            optimizer._finalize_offload_gradient_accumulation()
+
+    return end_and_wait
+
+
+OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = tuple(
+    (row, partitioned_over_shard) for row in patches.CONFIGURE_PARTITIONS
+)
+
+
+def rows_of_optimizers(grid: MpuGrid) -> list[tuple[Patch, Make]]:
+    """Return the patches of optimizers that partition over ``shard``; none if no other rank holds the partition."""
+    copies = copies_of(grid)
+    if copies is None:
+        return []
+    return [
+        (patches.STEP_ON_SUMS, partial(with_sum_over_copies, copies)),
+        (patches.OVERFLOW_OF_COPIES, partial(with_overflow_of_copies, copies)),
+        (patches.PARTITION_GRADIENTS, partial(with_partitions_summed, copies)),
+        (patches.END_OF_REDUCTION, partial(with_sums_awaited, copies)),
+    ]

@@ -1,0 +1,268 @@
+"""Engines that partition over the axis ``shard`` train as engines that partition over all replicas."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from torch import nn
+
+from ds_topo import PipelineModule, PipelineParallelGrid, initialize, use
+from tests.engine.test_against_deepspeed import (
+    PRECISIONS,
+    SITUATIONS,
+    STOCK_FAILS,
+    TOLERANCES,
+    Record,
+    Row,
+    assert_alike,
+    train,
+)
+from tests.support.gpt_training import batch, loss_of, plain_engine, train_pipeline
+from tests.support.ranks import run_ranks
+from tests.support.small_engines import start
+from tests.support.training import (
+    Reference,
+    Run,
+    assert_trained_alike,
+    destroy_engine,
+    engine_config,
+    own_samples,
+    train_engine,
+)
+from tests.support.world import Worlds
+
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
+STEPS = 4
+FP32_SUMS = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+ORDERS = ("data=2,shard=2", "shard=2,data=2")
+
+
+def compare(world: Worlds, rows: tuple[Row, ...], sides: tuple[str, ...] = ("grid", "reducer")) -> None:
+    """Train rows that differ in their topology alone, on stock DeepSpeed and on both sides of ours."""
+    expected = world(4).run(train, rows, "stock")
+    for side in sides:
+        trained = tuple(replace(row, spec=spec) for row in rows for spec in ORDERS)
+        for rank, found in enumerate(world(4).run(train, trained, side)):
+            for number, (row, ours) in enumerate(zip(trained, found, strict=True)):
+                print(side, row)
+                assert isinstance(ours, Record), ours
+                theirs = expected[rank][number // len(ORDERS)]
+                assert isinstance(theirs, Record)
+                assert_alike(ours, theirs, TOLERANCES[row.precision], norms=not row.experts)
+
+
+def test_a_shard_axis_trains_as_stock_deepspeed(world: Worlds) -> None:
+    compare(world, (Row(2, accumulation=3),))
+
+
+def test_a_shard_axis_at_stage_3_trains_as_stock_deepspeed(world: Worlds) -> None:
+    compare(world, (Row(3, accumulation=3),), ("grid",))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", range(1, 4))
+def test_a_shard_axis_trains_alike_in_each_situation(world: Worlds, stage: int, precision: str, situation: str) -> None:
+    if (stage, situation) in STOCK_FAILS:
+        pytest.skip(f"stock DeepSpeed cannot do this: {STOCK_FAILS[stage, situation][0]}")
+    rows = tuple(Row(stage, precision, accumulation, situation) for accumulation in (1, 3))
+    compare(world, rows, ("grid",) if stage == 3 else ("grid", "reducer"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_experts_train_alike_with_a_shard_axis(world: Worlds, stage: int, size: int) -> None:
+    compare(
+        world,
+        tuple(Row(stage, "fp32", count, experts="top-1", expert_parallel_size=size, clip=0.0) for count in (1, 3)),
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_offloaded_engine_trains_alike_with_a_shard_axis(world: Worlds, precision: str) -> None:
+    compare(world, tuple(Row(3, precision, accumulation, offload=True) for accumulation in (1, 3)), ("grid",))
+
+
+def _train_plain(topology: str, settings: dict[str, Any], expected: Run) -> None:
+    with plain_engine(topology, settings) as (engine, grid):
+        run = train_engine(engine, grid, (own_samples(batch(step), grid) for step in range(STEPS)), loss_of)
+    assert_trained_alike(run, expected, losses=1e-4, norms=1e-4)
+
+
+def _train_pipeline(topology: str, settings: dict[str, Any], expected: Run, tolerance: float) -> None:
+    run = train_pipeline(topology, STEPS, zero=1, **settings)
+    assert_trained_alike(run, expected, losses=tolerance, norms=tolerance)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("stage", "reduced"), [(1, False), (1, True), (2, False), (2, True), (3, False)])
+@pytest.mark.parametrize("order", list(permutations(("data", "shard", "model"))), ids="-".join)
+def test_a_sliced_model_equals_one_process(
+    world: Worlds, module_alone: Reference, order: tuple[str, ...], stage: int, reduced: bool
+) -> None:
+    settings = {"zero_optimization": {"stage": stage}, "gradient_reducer": {} if reduced else False}
+    world(8).run(_train_plain, ",".join(f"{axis}=2" for axis in order), settings, module_alone(STEPS))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}, FP32_SUMS])
+@pytest.mark.parametrize("order", list(permutations(("data", "shard", "pipe"))), ids="-".join)
+def test_a_pipeline_equals_one_process(
+    world: Worlds, layers_alone: Reference, order: tuple[str, ...], precision: dict[str, Any], reduced: bool
+) -> None:
+    settings = {"gradient_reducer": {} if reduced else False, **precision}
+    tolerance = 1e-2 if precision else 1e-4
+    world(8).run(_train_pipeline, ",".join(f"{axis}=2" for axis in order), settings, layers_alone(STEPS), tolerance)
+
+
+def _build(settings: dict[str, Any]) -> None:
+    start()
+    with PipelineParallelGrid("data=1,shard=1") as grid:
+        engine, *_ = initialize(model=nn.Linear(4, 4), mpu=grid, config=engine_config(1, **settings))
+        destroy_engine(engine)
+
+
+def _build_pipeline(settings: dict[str, Any]) -> None:
+    start()
+    with PipelineParallelGrid("pipe=1") as grid:
+        initialize(model=PipelineModule([nn.Linear(4, 4)], grid=grid), config=engine_config(1, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "hpZ"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 1}}, "mics_shard_size"),
+        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "qgZ"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "use stage 3"),
+    ],
+)
+def test_options_with_groups_of_their_own_are_refused(world: Worlds, settings: dict[str, Any], message: str) -> None:
+    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+    (error,) = world(1).run(_build, {"optimizer": optimizer, **settings}, expect_failure=True)
+    assert message in str(error)
+
+
+def test_a_pipeline_refuses_zero_2_and_says_why(world: Worlds) -> None:
+    settings = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 2}}
+    (error,) = world(1).run(_build_pipeline, settings, expect_failure=True)
+    assert "every rank holds all of them until then" in str(error)
+
+
+def _live_bytes() -> int:
+    """Return the bytes of all tensors of this process."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, nn.Parameter)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _memory(spec: str, stage: int, reduced: bool) -> list[float]:
+    """Return the bytes per parameter at the end of backward and after a step."""
+    start()
+    width, count, before = 512, 8, _live_bytes()
+    with PipelineParallelGrid(spec) as grid:
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+        sizes = {"reduce_bucket_size": 1, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+        config = {
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+            "zero_optimization": {"stage": stage, **sizes},
+            "gradient_reducer": {"bucket_bytes": 1 << 16} if reduced else False,
+        }
+        engine, *_ = initialize(model=model, mpu=grid, config=engine_config(1, **config))
+        found = []
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, width, dtype=torch.bfloat16)).sum())
+            after_backward = _live_bytes()
+            engine.step()
+            found = [after_backward - before, _live_bytes() - before]
+        destroy_engine(engine)
+    return [bytes_held / (count * width**2) for bytes_held in found]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("spec", "shards"), [("data=2,shard=2", 2), ("shard=4", 4)])
+@pytest.mark.parametrize(("stage", "reduced"), [(1, False), (1, True), (2, False), (2, True), (3, False)])
+def test_a_rank_holds_what_the_formulas_say(spec: str, shards: int, stage: int, reduced: bool) -> None:
+    """In bf16 with Adam: stages 1 and 2 keep ``2 + 12 / s`` and gradients of ``2 / s``, stage 3 ``16 / s``."""
+    states = 16 / shards if stage == 3 else 2 + 12 / shards
+    gradients = 0 if stage == 3 else 2 / shards
+    for after_backward, after_step in run_ranks(4, _memory, spec, stage, reduced):
+        print(after_backward, after_step)
+        assert states <= after_step < states + 1.2, "besides 2 MB of receive buffers"
+        assert states + gradients <= after_backward < states + gradients + 1.2
+
+
+def _fill_on_first_rank() -> None:
+    start()
+    torch.manual_seed(dist.get_rank())
+    grid = PipelineParallelGrid("data=2,shard=2")
+    config = engine_config(1, zero_optimization={"stage": 3}, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+    with use(grid):
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            module = nn.Linear(4, 4)
+        weight = module.weight
+        assert sorted(dist.get_process_group_ranks(weight.ds_process_group)) == grid.get_ranks("shard")  # type: ignore[attr-defined]
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            if dist.get_rank() == 0:
+                weight.data.fill_(3.0)
+        engine, *_ = deepspeed.initialize(model=module, config=config)
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            assert set(weight.flatten().tolist()) == {3.0}
+            biases: list[Any] = [None] * 4
+            dist.all_gather_object(biases, module.bias.tolist())
+        assert biases == [biases[0]] * 4, "zero.Init drew them on each rank; the first copy's values count"
+        destroy_engine(engine)
+    grid.destroy()
+
+
+def test_copies_of_parameters_from_zero_init_are_equal(world: Worlds) -> None:
+    world(4).run(_fill_on_first_rank)
+
+
+def _init_over_all_ranks() -> None:
+    start()
+    with PipelineParallelGrid("data=2,shard=2") as grid:
+        config = engine_config(1, zero_optimization={"stage": 3}, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+        with deepspeed.zero.Init(config_dict_or_path=config, mpu=grid):
+            module = nn.Linear(4, 4)
+        initialize(model=module, mpu=grid, config=config)
+
+
+def test_zero_init_over_other_ranks_is_refused(world: Worlds) -> None:
+    for error in world(4).run(_init_over_all_ranks, expect_failure=True):
+        assert "data_parallel_group=grid.get_partition_group()" in str(error)
+
+
+def _save_experts(folder: str) -> None:
+    start()
+    with PipelineParallelGrid("data=2,shard=2") as grid:
+        layer = MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2)
+        parameters = split_params_into_different_moe_groups_for_optimizer(
+            [{"params": list(layer.parameters()), "name": "all"}]
+        )
+        config = engine_config(1, zero_optimization={"stage": 1}, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+        engine, *_ = initialize(model=layer, model_parameters=parameters, mpu=grid, config=config)
+        engine.save_checkpoint(folder)
+
+
+def test_checkpoints_of_experts_are_refused(world: Worlds, tmp_path: Path) -> None:
+    for error in world(4).run(_save_experts, str(tmp_path), expect_failure=True):
+        assert "name that axis 'data'" in str(error)
