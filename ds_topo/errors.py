@@ -117,7 +117,7 @@ class ReplicaError(RuntimeError):
 
 
 class VerificationError(RuntimeError):
-    """Two runs of a program cannot be compared: one failed, or ended early. The message has the last lines of a rank."""
+    """Runs of a program cannot be compared: one failed, or ended early. The message has the last lines of a rank."""
 
 
 class GroupCreationError(RuntimeError):

@@ -7,6 +7,7 @@ optimizer or its module. A row that changes a class or module for longer than on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import deepspeed
@@ -604,6 +605,9 @@ DROPOUT = Patch(
     why="Ranks of another layout draw other random numbers, so results with dropout differ.",
     during="ds-topo verify --no-dropout runs a program",
     process_wide="Modules and programs call it by name.",
+)
+ATTENTION_DROPOUT = replace(
+    DROPOUT, name="scaled_dot_product_attention", instead="The same function without dropout of attention weights."
 )
 CONFIGURE = Patch(
     DeepSpeedConfig,

@@ -467,7 +467,11 @@ def as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopolog
         TopologyError: the topology or spec is malformed.
         TypeError: the argument is neither.
     """
-    if (override := os.environ.get(TOPOLOGY_OVERRIDE)) and dist.is_initialized() and world_size == dist.get_world_size():
+    if (
+        (override := os.environ.get(TOPOLOGY_OVERRIDE))
+        and dist.is_initialized()
+        and world_size == dist.get_world_size()
+    ):
         return ProcessTopology.from_spec(override, world_size)
     if topology is None:
         return rank_tables.factorized_topology(world_size)

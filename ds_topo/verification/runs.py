@@ -1,4 +1,4 @@
-"""Run a program in the wanted layout and in the reference, one after the other, on this machine (``verify``)."""
+"""Run a program in the wanted layout and in the reference, one after the other (``ds-topo verify``)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from ds_topo.launch.launchers import REFERENCE, TOPOLOGY_OVERRIDE
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import check_meanings
 from ds_topo.topology.rank_tables import degree, sample_axes
-from ds_topo.verify.comparison import Report, compare
+from ds_topo.verification.comparison import Report, compare
 
 _LINES = 12
 """The lines of a failed rank's output in an error."""
@@ -45,7 +46,7 @@ class Job:
         return ProcessTopology.from_spec(f"data={shares}")
 
 
-def verify(
+def verify_program(
     program: str | os.PathLike[str],
     *arguments: str,
     topology: str,
@@ -82,7 +83,9 @@ def verify(
     layout = ProcessTopology.from_spec(topology)
     check_meanings(layout.axes, layout.extra_axes)
     job = Job(str(program), arguments, layout, steps, has_dropout, timeout)
-    with tempfile.TemporaryDirectory(prefix="ds_topo_verify_", dir=keep) as scratch:
+    with tempfile.TemporaryDirectory(
+        prefix="ds_topo_verify_",
+    ) as scratch:
         folder = Path(scratch if keep is None else keep)
         wanted, reference, noise = (folder / name for name in ("wanted", "reference", "rounding"))
         took = time.monotonic()
@@ -117,7 +120,7 @@ def run(
         "noise": noise,
         "has_dropout": job.has_dropout,
     }
-    command = [sys.executable, "-m", "ds_topo.verify", json.dumps(options), job.program, *job.arguments]
+    command = [sys.executable, "-m", "ds_topo.verification", json.dumps(options), job.program, *job.arguments]
     common = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "SLURM_"))},
         **({REFERENCE: "1"} if weights_from is not None else {}),
@@ -144,12 +147,10 @@ def run(
             leftover.unlink(missing_ok=True)
 
 
-def _wait(
-    ranks: Sequence[subprocess.Popen[bytes]], job: Job, folder: Path, progress: Progress, what: str
-) -> None:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], job: Job, folder: Path, progress: Progress, what: str) -> None:
     deadline = time.monotonic() + job.timeout
     while True:
-        done = min(len(list(folder.glob(f"rank_{rank}/step_*.pt"))) for rank in range(len(ranks)))
+        done = _steps_in(folder, len(ranks))
         progress(what, done, job.steps)
         states = [process.poll() for process in ranks]
         failed = next((rank for rank, state in enumerate(states) if state), None)
@@ -178,7 +179,7 @@ def _steps_in(folder: Path, size: int) -> int:
 
 def _first_to_fail(folder: Path, failed: int, size: int) -> int:
     """Return a rank whose output ends with an error that is not the loss of another rank."""
-    for rank in [failed, *range(size)]:
+    for rank in sorted(range(size), key=lambda rank: rank != failed):
         text = _tail(folder / f"rank_{rank}.log")
         if "Error" in text and "Connection closed" not in text:
             return rank
@@ -192,15 +193,13 @@ def _tail(log: Path) -> str:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill the session of a rank, also what it has left behind, and wait for its end."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        found: tuple[str, int] = probe.getsockname()
+    return found[1]

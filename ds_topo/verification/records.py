@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from ds_topo.topology.axes import MODEL, SEQ
-from ds_topo.verify.recorder import Part, box_of, whole_tensors
+from ds_topo.verification.recorder import Part, box_of, whole_tensors
 
 
 class Run:
@@ -86,18 +87,35 @@ class Step:
     def before(self, rank: int, name: str) -> torch.Tensor:
         """Return a rank's gradient before reduction at its place in the whole, zeros elsewhere."""
         record = self.ranks[rank]
-        return whole_tensors([{name: record["before"][name]}])[name].float() / record["scale"]
+        whole = whole_tensors([{name: record["before"][name]}])[name].float()
+        return whole / float(record["scale"])
 
-    def unclipped(self, rank: int) -> float:
-        """Return the factor that undoes the clipping of a rank's gradients after reduction."""
+    def clipping(self, rank: int, expected: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+        """Return the factor of a rank's gradients after reduction, and what clipping explains of it.
+
+        DeepSpeed clips by the norm of scaled or of unscaled gradients, and does not report every norm. The factor is
+        the median over all parameters, so that one wrong gradient does not change it.
+        """
         record = self.ranks[rank]
-        norm, clip = record["norm"], record["clip"]
-        return (norm + 1e-6) / clip if norm and clip > 0 and norm > clip else 1.0
+        factors = []
+        for name, part in record["after"].items():
+            own, there = _square(part), _square(masked(part, expected[name])) if name in expected else 0.0
+            if own > 0 and there > 0 and math.isfinite(own):
+                factors.append(math.sqrt(own / there))
+        found = median(factors) if factors else 1.0
+        clip, scale = record["clip"], record["scale"]
+        norm = record["norm"] or math.sqrt(sum(float(one.double().square().sum()) for one in expected.values()))
+        reasons = [1.0, *(clip / (each + 1e-6) for each in {norm, norm / scale} if 0 < clip < each)]
+        return found, min(reasons, key=lambda reason: abs(math.log(found / reason)))
 
-    def after(self, rank: int, name: str) -> Part:
-        """Return a rank's part of a gradient after reduction, before clipping."""
+    def after(self, rank: int, name: str, factor: float) -> Part:
+        """Return a rank's part of a gradient after reduction, before clipping by ``factor``."""
         shape, boxes = self.ranks[rank]["after"][name]
-        return shape, [(offsets, values.float() * self.unclipped(rank)) for offsets, values in boxes]
+        return shape, [(offsets, values.float() / factor) for offsets, values in boxes]
+
+
+def _square(part: Part) -> float:
+    return sum(float(values.double().square().sum()) for _, values in part[1])
 
 
 def peers(found: Step, name: str) -> list[list[int]]:

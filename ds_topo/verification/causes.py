@@ -7,15 +7,14 @@ without the divisor, the mean of a wrong group. So the wrong tensor is fitted by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
 import torch
 
 from ds_topo.topology.axes import DATA, MODEL, PIPE
-from ds_topo.verify.recorder import box_of
-from ds_topo.verify.records import Step, distance, masked, peers, ratio, sum_of
+from ds_topo.verification.records import Step, distance, masked, peers, ratio, sum_of
 
 _CLOSE = 0.02
 """The greatest relative error of an explanation."""
@@ -107,11 +106,17 @@ def _of_gradient(name: str, bad: Sequence[int], found: Step, reference: Step) ->
 
 def _of_reduced(name: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
     rank = bad[0]
-    part = found.after(rank, name)
+    factor, explained = found.clipping(rank, reference.sums)
+    part = found.after(rank, name, explained)
     own = _flat(part)
+    clip = found.ranks[rank]["clip"]
+    if not found.ranks[rank]["norm"] and clip and abs(factor / explained - 1) > _CLOSE:
+        yield from _of_norm_value(clip / factor, found, reference)
     basis, owners = [], []
     for other in found.holders("before", name):
-        if not found.coordinates_differ(rank, other) & {MODEL} or _places(found, other, name) == _places(found, rank, name):
+        if not found.coordinates_differ(rank, other) & {MODEL} or _places(found, other, name) == _places(
+            found, rank, name
+        ):
             basis.append(_flat(masked(part, found.before(other, name))))
             owners.append(other)
     expected = _flat(masked(part, reference.sums[name]))
@@ -168,12 +173,19 @@ def _summed(values: Iterable[float], keys: Iterable[int]) -> dict[int, float]:
 
 
 def _of_norm(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
-    """Find which tensors the norm leaves out, or counts several times."""
-    norm = found.ranks[bad[0]]["norm"]
+    yield from _of_norm_value(found.ranks[bad[0]]["norm"], found, reference)
+    yield Cause("the norm: all gradients are right")
+
+
+def _of_norm_value(norm: float, found: Step, reference: Step) -> Iterator[Cause]:
+    """Find which tensors a norm leaves out, or counts several times."""
     own = norm**2
     squares = {name: float(value.double().square().sum()) for name, value in reference.sums.items()}
     total = sum(squares.values())
-    is_close = lambda value: value > 0 and abs(own - value) < _CLOSE * abs(value - total)  # noqa: E731
+
+    def is_close(square: float) -> bool:
+        return square > 0 and abs(own - square) < _CLOSE * abs(square - total)
+
     by_stage: dict[int, float] = {}
     by_slice: dict[int, float] = {}
     replicated = tied = 0.0
@@ -198,7 +210,9 @@ def _of_norm(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterat
             if is_close(total - without):
                 yield Cause(f"the norm leaves out the slices {list(left)} of parameters that are split", MODEL)
             if is_close(total - without + replicated * (slices - 1)):
-                yield Cause(f"the norm leaves out the slices {list(left)}, and counts replicated parameters on each", MODEL)
+                yield Cause(
+                    f"the norm leaves out the slices {list(left)}, and counts replicated parameters on each", MODEL
+                )
     for count in range(1, len(by_stage)):
         for left in combinations(by_stage, count):
             if is_close(total - sum(by_stage[stage] for stage in left)):
@@ -223,7 +237,6 @@ def _of_norm(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterat
             yield Cause(f"the norm leaves out {name!r}")
         elif is_close(total + square):
             yield Cause(f"counted twice in the norm: {name!r}")
-    yield Cause("the norm: all gradients are right")
 
 
 def norm_scale(found: Step) -> float:
@@ -267,12 +280,16 @@ def _factor(own: torch.Tensor, expected: torch.Tensor, found: Step, what: str) -
     factor = float(own @ expected) / square
     if abs(factor - 1) < _CLOSE or ratio(float((own - factor * expected).square().sum()), factor**2 * square) > _CLOSE:
         return
-    axes: Mapping[str, int] = {axis: found.degree(axis) for axis in found.run.coordinate(0)}
-    for axis, size in axes.items():
-        for power, text in ((1, ""), (-1, "1/"), (2, "the square of "), (-2, "1/ the square of ")):
-            if size > 1 and math.isclose(factor, float(size) ** power, rel_tol=_CLOSE):
-                yield Cause(f"it is the right value times {factor:.3g}, {text}the degree of {axis!r}: {what}", axis)
-                return
+    degrees = {axis: found.degree(axis) for axis in found.run.coordinate(0)}
+    for power, text in ((1, ""), (-1, "1/"), (2, "the square of "), (-2, "1/ the square of ")):
+        axes = [
+            axis for axis, size in degrees.items() if size > 1 and math.isclose(factor, size**power, rel_tol=_CLOSE)
+        ]
+        if axes:
+            names = " or ".join(map(repr, axes))
+            axis = axes[0] if len(axes) == 1 else None
+            yield Cause(f"it is the right value times {factor:.3g}, {text}the degree of {names}: {what}", axis)
+            return
     yield Cause(f"it is the right value times {factor:.3g}: {what}")
 
 
@@ -283,6 +300,3 @@ def _flat(part: tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]
 def _places(found: Step, rank: int, name: str) -> tuple[tuple[int, ...], ...]:
     """Return where in the whole parameter a rank's slice is."""
     return tuple(offsets for offsets, _ in found.ranks[rank]["before"].get(name, ((), []))[1])
-
-
-__all__ = ["Cause", "box_of", "explain"]

@@ -14,7 +14,7 @@ Places are those of checkpoints (:mod:`ds_topo.checkpoint.engine_state`).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -35,7 +35,6 @@ from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import MODEL
-from ds_topo.topology.rank_tables import sample_axes
 
 Part = tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]
 """The shape of a whole tensor, and this rank's boxes of it: offsets and values."""
@@ -67,8 +66,8 @@ class Finished(BaseException):
 
 
 @contextmanager
-def recording(what: Recording) -> Iterator[Recorder]:
-    """Record the first engine that trains inside the ``with`` statement, which ends with :class:`Finished`."""
+def recording(what: Recording, engine: DeepSpeedEngine | None = None) -> Iterator[Recorder]:
+    """Record an engine, or the first one that trains inside the ``with`` statement, until :class:`Finished`."""
     recorder = Recorder(what)
     with ExitStack() as undo:
         undo.callback(recorder.detach)
@@ -78,7 +77,10 @@ def recording(what: Recording) -> Iterator[Recorder]:
             (patches.RECORDED_STEP, recorder.step),
             (patches.RECORDED_BATCH, recorder.train_batch),
         ):
-            undo.callback(ledger.bind(row, partial(_around, method)))
+            if engine is None:
+                undo.callback(ledger.bind(row, partial(_around, method)))
+            elif isinstance(engine, row.owner):  # type: ignore[arg-type]
+                undo.callback(ledger.bind(row, partial(_around_bound, method, engine), engine))
         yield recorder
 
 
@@ -88,6 +90,10 @@ def _around(method: Callable[..., Any], original: Any) -> Any:
         return method(partial(original, engine), engine, *arguments, **named)
 
     return call
+
+
+def _around_bound(method: Callable[..., Any], engine: DeepSpeedEngine, original: Any) -> Any:
+    return wraps(original)(partial(method, original, engine))
 
 
 class Recorder:
@@ -115,7 +121,9 @@ class Recorder:
         try:
             return original(*inputs, **named)
         finally:
-            self._is_random |= not torch.equal(state, torch.get_rng_state())
+            # a pipeline with seed_layers seeds before each layer
+            reseeds = bool(getattr(engine.module, "seed_layers", False))
+            self._is_random |= not (reseeds or torch.equal(state, torch.get_rng_state()))
             self._micro_batch += 1
             self._is_in_forward = False
 
@@ -127,7 +135,7 @@ class Recorder:
 
     def step(self, original: Any, engine: DeepSpeedEngine, *arguments: Any, **named: Any) -> Any:
         """Record a step of a plain engine at its end."""
-        if engine is not self.engine or isinstance(engine, PipelineEngine):
+        if self.engine is None or engine is not self.engine or isinstance(engine, PipelineEngine):
             return original(*arguments, **named)
         before = engine.global_steps
         result = original(*arguments, **named)
@@ -153,25 +161,76 @@ class Recorder:
         self.engine = engine
         masters = {id(one.parameter): one for one in trained(engine)}
         self._named = [(one, masters.get(id(one.parameter))) for one in named_parameters(engine)]
-        for name, module in engine.module.named_modules():
-            if name:
-                self._hooks.callback(module.register_forward_hook(partial(self._output, name)).remove)
-        for one, _ in self._named:
-            if one.parameter.requires_grad:
-                self._hooks.callback(one.parameter.register_hook(partial(self._gradient, one.names[0])).remove)
+        self._watch(engine.module, {one.names[0]: one.parameter for one, _ in self._named})
         inner = facts.inner_optimizer(engine)
         if inner is not None:
             self._hooks.callback(inner.register_step_pre_hook(self._before_update).remove)
         self._skipped, self._scale = int(engine.skipped_steps), scale_of(engine)
         folder = self.what.folder_of(dist.get_rank())
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save({"about": about(engine), "weights": self._weights(), "replicas": self._replicas()}, folder / "start.pt")
+        torch.save(
+            {"about": about(engine), "weights": self._weights(), "replicas": self._replicas()}, folder / "start.pt"
+        )
         if self.what.weights_from is not None:
             self._load(self.what.weights_from)
-        if self.what.noise is not None:
-            device = next(engine.module.parameters()).device
-            self._generator = torch.Generator(device=device).manual_seed(self.what.noise + dist.get_rank())
         return True
+
+    def _watch(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Record outputs and gradients of a module."""
+        for name, module in model.named_modules():
+            if name:
+                self._hooks.callback(module.register_forward_hook(partial(self._output, name)).remove)
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                self._hooks.callback(parameter.register_hook(partial(self._gradient, name)).remove)
+        if self.what.noise is not None:
+            device = next(model.parameters()).device
+            self._generator = torch.Generator(device=device).manual_seed(self.what.noise + dist.get_rank())
+
+    def record_whole(
+        self,
+        model: nn.Module,
+        steps: Iterable[tuple[Mapping[str, torch.Tensor], Sequence[Any]]],
+        loss_of: Callable[..., torch.Tensor],
+        described: Mapping[str, Any],
+    ) -> None:
+        """Record a whole model without an engine: each step's weights are given, and no optimizer updates them.
+
+        Args:
+            model: the model of one process.
+            steps: for each step the whole weights by name, and the micro-batches.
+            loss_of: ``loss_of(model, *micro_batch)``.
+            described: what :func:`about` says of the rank whose samples these are.
+        """
+        parameters = dict(model.named_parameters())
+        self._watch(model, parameters)
+        folder = self.what.folder_of(int(described["share"]))
+        folder.mkdir(parents=True)
+        for number, (weights, micro_batches) in enumerate(steps):
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(weights[name])
+            if number == 0:
+                start = {name: _plain(_whole(parameter)) for name, parameter in parameters.items()}
+                torch.save({"about": dict(described), "weights": start, "replicas": []}, folder / "start.pt")
+            model.zero_grad()
+            for micro_batch in micro_batches:
+                self._is_in_forward, state = micro_batch is micro_batches[0], torch.get_rng_state()
+                loss = loss_of(model, *micro_batch)
+                self._is_random |= not torch.equal(state, torch.get_rng_state())
+                self._losses.append(float(loss.detach()))
+                (loss / len(micro_batches)).backward()
+            torch.save(
+                {
+                    **{"outputs": self._outputs, "losses": self._losses, "order": list(self._before)},
+                    "before": {name: _plain(_whole(gradient)) for name, gradient in self._before.items()},
+                    **{"arrivals": self._arrivals, "after": {}, "norm": None, "clip": 0.0, "scale": 1.0},
+                    **{"is_skipped": False, "is_random": self._is_random, "rates": []},
+                    **{"weights": {}, "states": {}, "replicas": []},
+                },
+                folder / f"step_{number}.pt",
+            )
+            self._begin_step()
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -180,17 +239,16 @@ class Recorder:
     def _load(self, folder: Path) -> None:
         """Start with the weights that another run has started with."""
         assert self.engine is not None
-        whole = whole_tensors(
-            torch.load(path, mmap=True)["weights"] for path in sorted(folder.glob("rank_*/start.pt"))
-        )
+        whole = whole_tensors(torch.load(path, mmap=True)["weights"] for path in sorted(folder.glob("rank_*/start.pt")))
         with torch.no_grad():
             for one, master in self._named:
                 value = whole.get(one.names[0])
                 if value is None:
                     warnings.warn(f"{one.names[0]} is not in the wanted layout, and keeps its own values", stacklevel=2)
                     continue
-                for held in filter(None, (self._of_master(one, master, master and master.master), self._held(one))):
-                    for offsets, memory in held.boxes.items():
+                of_master = self._of_master(one, master, None if master is None else master.master)
+                for held in (of_master, self._held(one)):
+                    for offsets, memory in ({} if held is None else held.boxes).items():
                         memory.copy_(_box(value, offsets, memory.shape))
         update_weights(self.engine, [master for _, master in self._named if master is not None])
 
@@ -259,7 +317,9 @@ class Recorder:
             "outputs": self._outputs,
             "losses": self._losses,
             "before": {
-                one.names[0]: _plain(part_of(self._before[one.names[0]], one.slice, 0, self._before[one.names[0]].numel()))
+                one.names[0]: _plain(
+                    part_of(self._before[one.names[0]], one.slice, 0, self._before[one.names[0]].numel())
+                )
                 for one, _ in self._named
                 if one.names[0] in self._before
             },
@@ -364,6 +424,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
+def _whole(tensor: torch.Tensor) -> Any:
+    return part_of(tensor.detach(), Slice(tuple(tensor.shape)), 0, tensor.numel())
+
+
 def _plain(part: Any) -> Part:
     return tuple(part.shape), [(offsets, _copied(memory)) for offsets, memory in part.boxes.items()]
 
@@ -387,6 +451,3 @@ def whole_tensors(ranks: Any) -> dict[str, torch.Tensor]:
 def box_of(whole: torch.Tensor, offsets: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
     """Return the part of a whole tensor that lies where a rank's values do."""
     return _box(whole, offsets, tuple(values.shape))
-
-
-__all__ = ["Finished", "Part", "Parts", "Recorder", "Recording", "Slice", "box_of", "recording", "whole_tensors"]
