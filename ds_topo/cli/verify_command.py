@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_topo.cli.shared_options import check_ending, check_topology
 from ds_topo.cli.terminal import cells, counted, progress_of, say, table_of, write_file
-from ds_topo.errors import TopologyError
+from ds_topo.errors import LaunchError, TopologyError
+from ds_topo.launch.launchers import detect_launch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +29,8 @@ EXAMPLES = """examples:
   ds-topo verify train.py --batch-size 16 --topology "pipe=2,data=2,model=2"
   ds-topo verify --topology "data=2,model=2" --steps 3 --png errors.png train.py
 
-Words after PROGRAM are its own arguments, except --topology SPEC.
+Words after PROGRAM are its own arguments, except --topology SPEC. Under a
+launcher, rank 0 starts all ranks on its own host, and the other ranks end.
 
 exit status: 0 equal, 1 different, 2 undecided, or arguments that are refused
 """
@@ -60,6 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.timeout < math.inf:
         raise TopologyError(f"--timeout {arguments.timeout}: give seconds above 0")
 
+    with suppress(LaunchError):  # without a launcher
+        if detect_launch().rank:
+            return 0  # rank 0 starts all ranks on its own host
     from ds_topo.verification.runs import verify_program
 
     with progress_of(shown=True, command="verify") as progress:

@@ -24,6 +24,8 @@ from ds_topo.verification.comparison import Report, compare
 
 _LINES = 12
 """The lines of a failed rank's output in an error."""
+_OF_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "CROSS_RANK")
+"""Beginnings of variables that a launcher of this process may have set, and its ranks must not see."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -122,7 +124,7 @@ def run(
     }
     command = [sys.executable, "-m", "ds_topo.verification", json.dumps(options), job.program, *job.arguments]
     common = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", "SLURM_"))},
+        **{name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)},
         **({REFERENCE: "1"} if weights_from is not None else {}),
         TOPOLOGY_OVERRIDE: topology.spec,
         "WORLD_SIZE": str(size),
