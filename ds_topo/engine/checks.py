@@ -38,7 +38,7 @@ from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, 
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.agreement import agree
-from ds_topo.process_groups.process_grid import ProcessGrid
+from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.expert_tables import zero_partition_ranks
 from ds_topo.topology.process_topology import ProcessTopology
@@ -413,7 +413,7 @@ def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
         autoep.check_reducer(engine._config)
     section = engine._config._param_dict.get(TOPOLOGY_SECTION)
     if section is not None:
-        wanted = ProcessTopology.from_spec(section, world_size=grid.world_size)
+        wanted = as_topology(section, grid.world_size)  # or what verify has set
         if wanted != grid.topology():
             raise TopologyError(
                 f'config section "{TOPOLOGY_SECTION}" is {wanted.spec!r}, but the mpu is {grid.topology().spec!r}: '

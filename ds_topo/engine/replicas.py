@@ -143,7 +143,7 @@ class ReplicaCheck:
             everyone = engine.mpu.get_group(axes)
         assert everyone is not None
         arguments = f", every={self._every}, slices={self._slices}"
-        _compare(_replicated(engine, self._slices), everyone, f"after step {engine.global_steps}", arguments)
+        _compare(replicated(engine, self._slices), everyone, f"after step {engine.global_steps}", arguments)
 
     def remove(self) -> None:
         """Stop comparing. Idempotent."""
@@ -185,7 +185,8 @@ class Replicated:
         return f"{str(self.tensor.dtype).removeprefix('torch.')} {list(self.tensor.shape)}"
 
 
-def _replicated(engine: DeepSpeedEngine, slices: bool) -> Iterator[Replicated]:
+def replicated(engine: DeepSpeedEngine, slices: bool) -> Iterator[Replicated]:
+    """Yield what must be equal on several ranks; with ``slices`` also along ``model``. Compared here and by verify."""
     is_pipeline = isinstance(engine, PipelineEngine)
     dense = engine.mpu.get_data_parallel_group() if is_pipeline else engine.seq_data_parallel_group
     named = list(engine.module.named_parameters())

@@ -33,7 +33,7 @@ from ds_topo.engine.reducer_drivers import GradientReducer
 from ds_topo.errors import EngineOptionError, abridged
 from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.launch.joining import as_timeout, join
-from ds_topo.launch.launchers import Launch
+from ds_topo.launch.launchers import REFERENCE, Launch
 from ds_topo.ledger import ledger
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.reducer.options import arguments_from_config
@@ -169,7 +169,7 @@ def initialize(
     remove_abandoned_locks()
     content = _content_of(config if config is not None else config_params, args)
     check_top_level(content)
-    reduction = _reduction_of(content)
+    reduction = None if REFERENCE in os.environ else _reduction_of(content)
     used = grid_in_use()
     if used is not None:
         mpu = mpu_in_use(mpu, model, used)

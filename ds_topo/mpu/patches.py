@@ -7,6 +7,7 @@ optimizer or its module. A row that changes a class or module for longer than on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import deepspeed
@@ -611,6 +612,41 @@ STEP, TRAIN_BATCH = (
         during="check_replicas(engine, every=N) is in force",
     )
     for engine, name in ((DeepSpeedEngine, "step"), (PipelineEngine, "train_batch"))
+)
+RECORDED_FORWARD, RECORDED_BACKWARD, RECORDED_STEP, RECORDED_BATCH = (
+    Patch(
+        engine,
+        name,
+        instead=f"The same. Of the first engine that trains, verify records {what}.",
+        why="Two runs of one program can only be compared by what they compute.",
+        during="ds-topo verify records a run",
+        process_wide="The program builds its engine itself, after its process was started for the recording.",
+    )
+    for engine, name, what in (
+        (DeepSpeedEngine, "forward", "the outputs of modules"),
+        (DeepSpeedEngine, "backward", "the loss"),
+        (DeepSpeedEngine, "step", "gradients, weights and states"),
+        (PipelineEngine, "train_batch", "the same of a pipeline"),
+    )
+)
+DROPOUT = Patch(
+    torch.nn.functional,
+    "dropout",
+    instead="The input itself.",
+    why="Ranks of another layout draw other random numbers, so results with dropout differ.",
+    during="ds-topo verify --no-dropout runs a program",
+    process_wide="Modules and programs call it by name.",
+)
+ATTENTION_DROPOUT = replace(
+    DROPOUT, name="scaled_dot_product_attention", instead="The same function without dropout of attention weights."
+)
+CONFIGURE = Patch(
+    DeepSpeedConfig,
+    "__init__",
+    instead="The same for a config without ZeRO 1 and 2.",
+    why="A reference must not depend on the partitions that it checks.",
+    during="ds-topo verify runs a reference",
+    process_wide="DeepSpeed reads the config before the engine exists.",
 )
 FORWARD, EXECUTE_SCHEDULE = (
     Patch(
