@@ -116,6 +116,10 @@ class ReplicaError(RuntimeError):
     """Ranks that must have the same values have different ones. The message names the tensor, ranks and hosts."""
 
 
+class VerificationError(RuntimeError):
+    """Runs of a program cannot be compared: one failed, or ended early. The message has the last lines of a rank."""
+
+
 class GroupCreationError(RuntimeError):
     """A process group was not created although its ranks agreed, because one of them, or the store, is gone."""
 

@@ -28,7 +28,7 @@ LAYERS: tuple[set[str], ...] = (
     {"mpu"},
     {"checkpoint"},
     {"engine"},
-    {"distributed", "groups", "parallel_state"},
+    {"distributed", "groups", "parallel_state", "verification"},
     {"cli", "layers"},
     {"__main__"},
 )
@@ -160,7 +160,7 @@ def test_only_engine_packages_import_deepspeed() -> None:
         if any(name.split(".")[0] == "deepspeed" for name in imports_of(module))
     }
     assert "engine" in importers, "the search finds importers"
-    assert importers <= {"checkpoint", "engine", "groups", "mpu"}
+    assert importers <= {"checkpoint", "engine", "groups", "mpu", "verification"}
 
 
 def test_one_module_creates_process_groups() -> None:

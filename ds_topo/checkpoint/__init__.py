@@ -19,11 +19,11 @@ from ds_topo._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from ds_topo.checkpoint.conversion import convert as convert
-    from ds_topo.checkpoint.conversion import load as load
     from ds_topo.checkpoint.conversion import to_single_file as to_single_file
     from ds_topo.checkpoint.folder import Checkpoint as Checkpoint
     from ds_topo.checkpoint.folder import checkpoints_in as checkpoints_in
     from ds_topo.checkpoint.folder import look_at as look_at
+    from ds_topo.checkpoint.loading import load as load
     from ds_topo.checkpoint.manifest import Manifest as Manifest
     from ds_topo.checkpoint.saving import BackgroundSave as BackgroundSave
     from ds_topo.checkpoint.saving import save as save
@@ -38,7 +38,7 @@ _MODULES = {
     "TorchState": "torch_format",
     "checkpoints_in": "folder",
     "convert": "conversion",
-    "load": "conversion",
+    "load": "loading",
     "load_torch": "torch_format",
     "look_at": "folder",
     "save": "saving",

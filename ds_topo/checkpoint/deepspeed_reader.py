@@ -12,7 +12,6 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +30,7 @@ from ds_topo.checkpoint.saved_model import (
     prefix_of_layer,
 )
 from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, Slice, Span, elements_of_slice, resliced, vectors_of
-from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, TopologyError, abridged
+from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, abridged
 
 FLAT_MASTERS, COPIED_MASTERS = "fp32_groups_flat", "fp32_groups"
 """Keys of the master weights of half precision without ZeRO: of ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer``."""
@@ -41,30 +40,21 @@ MASTER = "fp32"
 """Key of the master weight, on which the optimizer steps. All other keys are those of the optimizer's states."""
 
 
-@contextmanager
-def fitting_files(checkpoint: Path) -> Iterator[None]:
-    """Name the checkpoint if its files do not hold what its manifest says, in whatever way.
+def entry_of(content: Any, file: Path, *keys: Any) -> Any:
+    """Return an entry of a file, by its keys from the outside to the inside.
 
     Raises:
-        DamagedCheckpointError: in the place of an error of the code that looks for their content.
+        DamagedCheckpointError: there is none.
     """
-    try:
-        yield
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
-        if isinstance(error, TopologyError):
-            raise
-        raise DamagedCheckpointError(
-            f"{checkpoint}: its files do not fit its manifest ({type(error).__name__}: {error}). Find changed "
-            f"files by {how_to_verify(checkpoint)}"
-        ) from error
+    for key in keys:
+        is_there = key in content if isinstance(content, Mapping) else isinstance(content, (list, tuple))
+        if not is_there or (not isinstance(content, Mapping) and not 0 <= key < len(content)):
+            raise DamagedCheckpointError(
+                f"{file} has no entry {abridged(list(keys))}, so it does not fit its manifest. Find changed files by "
+                f"{how_to_verify(file.parent)}"
+            )
+        content = content[key]
+    return content
 
 
 def name_of_model_states(layout: SavedLayout, model_rank: int, replica: int = 0) -> str:
@@ -108,7 +98,7 @@ class OptimizerStates:
     """
 
     def __init__(self, source: Source, holders: tuple[Place, ...]) -> None:
-        model, layout = source.model, source.layout
+        model, layout, self._folder = source.model, source.layout, source.folder
         self._spans: dict[str, list[tuple[int, int, Span]]] = defaultdict(list)
         """The replica, the number of the vector and the span of each part of a parameter, in the order of elements."""
         self._numels: dict[int, int] = {}
@@ -121,6 +111,7 @@ class OptimizerStates:
             groups = model.structure.groups[holders[0].model_rank // model.slices]
             numels = {name: source.numel_of(name, holders[0]) for group in groups for name in group}
             numbers = [number for group in inner[0]["param_groups"] for number in group["params"]]
+            source.require(len(numbers) == len(groups if FLAT_MASTERS in saved else numels), "groups of the optimizer")
             if FLAT_MASTERS in saved:  # half precision with one vector for each group
                 self._masters = [dict(zip(numbers, saved[FLAT_MASTERS], strict=True))]
                 vectors = [FlatGroup({name: numels[name] for name in group}, 1) for group in groups]
@@ -133,24 +124,32 @@ class OptimizerStates:
                 for span in vector.spans(0):
                     self._spans[span.name].append((0, number, span))
         else:
-            files = [source.optimizer_file(place)["optimizer_state_dict"] for place in holders]
             is_stage_3 = layout.zero_stage == 3
-            inner = [file["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"] for file in files]
+            names = [name_of_partition(layout, place) for place in holders]
+            key = "optimizer_state_dict" if is_stage_3 else "base_optimizer_state"
+            inner = [source.entry(name, "optimizer_state_dict", key) for name in names]
             if not isinstance(inner[0], dict):
                 raise CheckpointLayoutError(
                     "the checkpoint was saved with zero_optimization.elastic_checkpoint, which cannot be converted. "
                     "Load it in the layout that saved it, and save it without this option, which is the default"
                 )
             key = "fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"
-            self._masters = [dict(enumerate(file[key])) for file in files]
+            self._masters = [dict(enumerate(source.entry(name, "optimizer_state_dict", key))) for name in names]
             if is_stage_3:
-                self._locate_in_sub_groups(source.model_states(holders[0].model_rank)["param_shapes"], len(holders))
+                shapes = source.entry(name_of_model_states(layout, holders[0].model_rank), "param_shapes")
+                self._locate_in_sub_groups(shapes, len(holders))
             else:
                 groups = model.structure.groups[holders[0].model_rank // model.slices]
                 self._locate_in_groups(source, holders, groups)
         self.param_groups: list[dict[str, Any]] = inner[0]["param_groups"]
         self._states: list[dict[int, dict[str, Any]]] = [one["state"] for one in inner]
         self._group_of = {number: group for group, one in enumerate(self.param_groups) for number in one["params"]}
+        unknown = sorted(self._numels.keys() - self._group_of.keys())
+        source.require(not unknown, f"vectors {unknown} of the optimizer")
+        for one in self._masters:
+            sizes = {number: vector.numel() for number, vector in one.items()}
+            short = [number for number, numel in self._numels.items() if sizes.get(number, -1) > numel]
+            source.require(not short, f"sizes of vectors {short} of the optimizer")
 
     def _locate_in_groups(self, source: Source, holders: Sequence[Place], groups: Sequence[Sequence[str]]) -> None:
         """Compute the spans: the files have ``param_slice_mappings``, which ignore ``round_robin_gradients``."""
@@ -221,7 +220,7 @@ class OptimizerStates:
             if key == MASTER:
                 vector = self._masters[replica][number]
             elif state := self._states[replica].get(number):
-                vector = state[key]
+                vector = entry_of(state, self._folder / f"the optimizer's states of {name!r}", key)
             else:
                 return None
             shift = span.offset - span.start
@@ -274,6 +273,17 @@ class Source:
                 self._open[name] = opened(self.folder / name)
             return self._open[name]
 
+    def entry(self, name: str, *keys: Any) -> Any:
+        """Return an entry of a file; see :func:`entry_of`."""
+        return entry_of(self.content(name), self.folder / name, *keys)
+
+    def require(self, is_right: bool, what: str) -> None:
+        """Raise DamagedCheckpointError unless the files hold what the manifest says."""
+        if not is_right:
+            raise DamagedCheckpointError(
+                f"{self.folder}: {what} do not fit the manifest. Find changed files by {how_to_verify(self.folder)}"
+            )
+
     def elements(self, name: str, key: str, place: int, slices: int, start: int, stop: int) -> torch.Tensor:
         """Return elements of a slice of a parameter's weight or state, flat. Nothing else is read.
 
@@ -290,15 +300,13 @@ class Source:
         if parameter.is_stacked:
             return self._of_stacked(first, parameter, key, place, slices, start, stop)
         if slices == saved or split is None:
-            with fitting_files(self.folder):
-                return self._elements(first + (place if slices == saved else 0), parameter, key, start, stop)
+            return self._elements(first + (place if slices == saved else 0), parameter, key, start, stop)
 
         def read(number: int, low: int, high: int) -> torch.Tensor:
             return self._elements(first + number, parameter, key, low, high)
 
         wanted = Slice(parameter.shape_of_slice(slices), split.dim, slices, place, split.stride)
-        with fitting_files(self.folder):
-            return elements_of_slice(read, wanted, saved, start, stop)
+        return elements_of_slice(read, wanted, saved, start, stop)
 
     def _of_stacked(
         self, model_rank: int, parameter: Parameter, key: str, place: int, parts: int, start: int, stop: int
@@ -309,8 +317,7 @@ class Source:
             return self._elements(model_rank, parameter, key, low, high, part)
 
         wanted = Slice(parameter.shape_of_slice(parts), 0, parts, place)
-        with fitting_files(self.folder):
-            return elements_of_slice(read, wanted, parameter.slices, start, stop)
+        return elements_of_slice(read, wanted, parameter.slices, start, stop)
 
     def numel_of(self, local: str, place: Place) -> int:
         """Return the number of elements of a rank's parameter, by its local name."""
@@ -383,16 +390,17 @@ class Source:
         weight: torch.Tensor
         name = parameter.name
         if (expert := expert_of(name)) is not None and parameter.experts:
-            weight = self.content(self.expert_file(model_rank, expert.head, expert.number))[name]
+            weight = self.entry(self.expert_file(model_rank, expert.head, expert.number), name)
         elif self.layout.is_pipeline:
-            number, key = self._in_layers[name]
-            weight = self.content(self.layer_files[number][model_rank % self.model.slices])[key]
+            number, key = entry_of(self._in_layers, self.folder / "layer_*", name)
+            weight = self.entry(self.layer_files[number][model_rank % self.model.slices], key)
         elif self.layout.zero_stage == 3:  # frozen
-            files = (self.model_states(model_rank, replica) for replica in range(self.layout.partitions))
-            weight = torch.cat([file["frozen_param_fragments"][name].flatten() for file in files])
-            weight = weight[: math.prod(parameter.shape)].view(parameter.shape)
+            files = [name_of_model_states(self.layout, model_rank, place) for place in range(self.layout.partitions)]
+            weight = torch.cat([self.entry(file, "frozen_param_fragments", name).flatten() for file in files])
+            weight = weight[: math.prod(parameter.shape)]
         else:
-            weight = self.model_states(model_rank)["module"][name]
+            weight = self.entry(name_of_model_states(self.layout, model_rank), "module", name)
+        self.require(torch.is_tensor(weight) and weight.numel() == math.prod(parameter.shape), f"the size of {name!r}")
         return weight
 
     def model_states(self, model_rank: int, replica: int = 0) -> dict[str, Any]:
@@ -410,8 +418,7 @@ class Source:
         else:
             parts = self.ranks.parts[max(self.ranks.parts)]
             content = self.content(self._first(name_of_optimizer(parts[one], one.model_rank) for one in holders))
-        optimizer: dict[str, Any] = content["optimizer"]
-        return optimizer
+        return dict(entry_of(content, self.folder / "the optimizer's file", "optimizer"))
 
     def expert_file(self, model_rank: int, head: str, number: int) -> str:
         """Return the name of the file with the weights of an expert, or of a slice of it."""

@@ -16,11 +16,14 @@ from typing import Any
 
 import torch
 from deepspeed import __version__ as DEEPSPEED_VERSION
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from ds_topo.checkpoint.deepspeed_reader import (
+    COPIED_MASTERS,
+    FLAT_MASTERS,
     MASTER,
     WEIGHT,
     Source,
@@ -39,6 +42,8 @@ from ds_topo.errors import CheckpointLayoutError
 from ds_topo.topology.expert_tables import name_of_size
 from ds_topo.topology.process_topology import ProcessTopology
 
+_LOSS_SCALE = {"cur_scale": 1.0, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
+"""The state of a loss scale, with the values of one that does not change."""
 Vectors = list[tuple[int, FlatGroup | PartitionedGroup]]
 """The vectors of an optimizer, each with the number of its group. Without ZeRO every parameter has its own."""
 
@@ -60,7 +65,7 @@ class Writer:
             for replica in range(layout.partitions if layout.zero_stage == 3 else 1):
                 name = name_of_model_states(layout, model_rank, replica)
                 yield FileContent(name, partial(self._model_states, Place(model_rank, replica)))
-            for replica in range(layout.partitions if layout.zero_stage else 0):
+            for replica in range(layout.files_of_partitions if layout.zero_stage else 0):
                 place = Place(model_rank, replica)
                 yield FileContent(name_of_partition(layout, place), partial(self._partition, place))
             if layout.experts:
@@ -201,13 +206,26 @@ class Writer:
 
     def _whole_optimizer(self, place: Place) -> dict[str, Any]:
         """Return the optimizer's state dict without ZeRO: states in the shape of the parameters."""
-        vectors, states = self._vectors(place), {}
+        vectors, states, part = self._vectors(place), {}, place.model_rank % self.target.slices
+        masters: list[list[Region]] = [[] for _ in self.target.origins]
+        is_flat = self.target.layout.optimizer == "FP16_Optimizer"
         for number, (group, vector) in enumerate(vectors):
             one = self.source.model.parameters[next(iter(vector.numels))]
-            shape, part = one.shape_of_slice(self.target.slices), place.model_rank % self.target.slices
+            shape = (sum(vector.numels.values()),) if is_flat else one.shape_of_slice(self.target.slices)
             if one.is_trained and (kept := self._states(group, shape, vector.spans(0), part)):
                 states[number] = kept
-        return {"state": states, "param_groups": self._param_groups(vectors)}
+            masters[group].append(Region(shape, torch.float32, MASTER, part, vector.spans(0)))
+        inner = {"state": states, "param_groups": self._param_groups(vectors)}
+        if self.target.layout.precision == "fp32":
+            return inner
+        scale = self.source.loss_scale()
+        settings = {
+            "dynamic_loss_scale": bool(scale.get("dynamic_loss_scale", scale.get("dynamic"))),
+            **{key: scale.get(key, value) for key, value in _LOSS_SCALE.items()},
+            "clip_grad": self._config().get("gradient_clipping", GRADIENT_CLIPPING_DEFAULT),
+        }
+        key, found = (FLAT_MASTERS, [one[0] for one in masters]) if is_flat else (COPIED_MASTERS, masters)
+        return {**settings, "optimizer_state_dict": inner, key: found}
 
     def _partition(self, place: Place) -> dict[str, Any]:
         """Return the file of a rank's partition of the optimizer, with ZeRO."""
@@ -217,9 +235,11 @@ class Writer:
         states: dict[int, dict[str, Any]] = {}
         masters, paddings, mappings = [], [], []
         for number, (group, vector) in enumerate(vectors):
-            replica = ranks.holders(place.model_rank, next(iter(vector.numels), "")).index(place)
+            holders = ranks.holders(place.model_rank, next(iter(vector.numels), ""))
+            is_saved_here = place in holders  # otherwise another replica saves this partition
+            replica = holders.index(place) if is_saved_here else layout.partition_of(place.replica)
             spans, numel = vector.spans(replica), vector.partition_numel
-            if kept := self._states(group, (numel,), spans, part):
+            if is_saved_here and (kept := self._states(group, (numel,), spans, part)):
                 states[number] = kept
             if isinstance(vector, FlatGroup):
                 if layout.optimizer != BF16_OPTIMIZER:
@@ -233,7 +253,8 @@ class Writer:
                     for one in spans
                 )
                 mappings.append(OrderedDict(addresses))
-            masters.append(Region((numel,), self.source.type_of_masters, MASTER, part, spans))
+            saved = ((numel,), spans) if is_saved_here else ((0,), [])
+            masters.append(Region(saved[0], self.source.type_of_masters, MASTER, part, saved[1]))
         inner = {"state": states, "param_groups": self._param_groups(vectors)}
         if layout.zero_stage == 3:
             content = {
@@ -255,7 +276,7 @@ class Writer:
             }
         return {
             "optimizer_state_dict": {**self._loss_scaling(), **content},
-            "ds_config": self.source.model_states(0).get("ds_config"),
+            "ds_config": self._config(),
             "ds_version": DEEPSPEED_VERSION,
         }
 
@@ -271,6 +292,9 @@ class Writer:
         options = self.target.structure.options or SavedOptions()
         for number, local in enumerate(self.target.structure.groups[place.model_rank // slices]):
             members = [self.source.model.parameters[ranks.whole_name(name, place)] for name in local]
+            if layout.zero_stage == 0 and layout.optimizer == "FP16_Optimizer":
+                yield number, FlatGroup({one.name: one.numel_of_slice(slices) for one in members}, 1)
+                continue
             if layout.zero_stage == 0:
                 yield from ((number, PartitionedGroup({one.name: one.numel_of_slice(slices)}, 1)) for one in members)
                 continue
@@ -302,12 +326,29 @@ class Writer:
                 found[key] = value.clone() if torch.is_tensor(value) else value
         return found
 
+    def _config(self) -> dict[str, Any]:
+        return self.source.model_states(0).get("ds_config") or {}
+
     def _loss_scaling(self) -> dict[str, Any]:
         """Return the settings of loss scaling and gradient clipping that were saved."""
         saved: dict[str, Any] = {"loss_scaler": LossScaler(scale=1.0), "dynamic_loss_scale": False, "overflow": False}
         if self.source.layout.has_partitions:
             file = self.source.optimizer_file(Place(0, 0))["optimizer_state_dict"]
             saved.update((key, file[key]) for key in (*saved, "clip_grad") if key in file)
+        elif self.target.layout.precision == "fp16":
+            scale, config = self.source.loss_scale(), self._config().get("fp16", {})
+            saved["dynamic_loss_scale"] = bool(scale.get("dynamic_loss_scale"))
+            saved["loss_scaler"] = LossScaler(scale=scale.get("cur_scale", 1.0))
+            if saved["dynamic_loss_scale"]:
+                saved["loss_scaler"] = DynamicLossScaler(
+                    scale["cur_scale"],
+                    scale["scale_window"],
+                    config.get("min_loss_scale", 1),
+                    config.get("hysteresis", 2),
+                    config.get("consecutive_hysteresis", False),
+                )
+                for key in _LOSS_SCALE:
+                    setattr(saved["loss_scaler"], key, scale[key])
         return saved
 
 

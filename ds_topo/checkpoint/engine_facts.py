@@ -40,11 +40,10 @@ from torch import nn
 from ds_topo.backends import accelerator, device_in_use
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.shards import Span, vectors_of
-from ds_topo.errors import CheckpointLayoutError
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.topology.axes import MODEL, SHARD
-from ds_topo.topology.rank_tables import copy_axes, gradient_axes
+from ds_topo.topology.axes import MODEL
+from ds_topo.topology.rank_tables import gradient_axes
 
 LOCAL_EXPERT = re.compile(r"(deepspeed_experts\.)(\d+)(?=\.)")
 """The part of a parameter's name that numbers an expert on its rank."""
@@ -58,19 +57,9 @@ def require_engine(engine: object) -> None:
 
     Raises:
         TypeError: it is something else.
-        CheckpointLayoutError: it has experts, and other parameters are partitioned over ``shard``: DeepSpeed's files
-            have one index for the partitions of both.
     """
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(f"engine: {type(engine).__name__} is not an engine: pass what deepspeed.initialize returns")
-    if engine.has_moe_layers and engine.zero_optimization() and isinstance(engine.mpu, MpuGrid):
-        topology = engine.mpu.topology()
-        if copy_axes(topology):
-            raise CheckpointLayoutError(
-                f"checkpoints of experts with {topology.spec!r}: experts are partitioned over all their replicas, "
-                f"other parameters over {SHARD!r}, and DeepSpeed's files have one number for both: name that axis "
-                "'data'"
-            )
 
 
 def layout_of(engine: DeepSpeedEngine) -> manifests.SavedLayout:
@@ -123,11 +112,18 @@ def inner_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer | None:
     return optimizer if hasattr(optimizer, "param_groups") else None
 
 
-_ELEMENT_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
+def name_of_optimizer(engine: DeepSpeedEngine) -> str | None:
+    """Return the class of the optimizer that steps; None if the engine has none."""
+    inner = inner_optimizer(engine)
+    return type(inner).__name__ if inner is not None else None
+
+
+ELEMENT_BY_ELEMENT: tuple[type[torch.optim.Optimizer], ...] = (
     *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam, torch.optim.Adamax, torch.optim.AdamW),
     *(torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD),
     *(FusedAdam, DeepSpeedCPUAdam, FusedLion, DeepSpeedCPULion, DeepSpeedCPUAdagrad),
 )
+"""The optimizers that update each element by its own gradient and states alone."""
 
 
 def is_element_by_element(inner: torch.optim.Optimizer) -> bool:
@@ -138,7 +134,7 @@ def is_element_by_element(inner: torch.optim.Optimizer) -> bool:
     """
     step = inspect.unwrap(type(inner).step)
     declared = getattr(type(inner), "is_element_by_element", None) is True
-    return declared or any(step is inspect.unwrap(known.step) for known in _ELEMENT_BY_ELEMENT)
+    return declared or any(step is inspect.unwrap(known.step) for known in ELEMENT_BY_ELEMENT)
 
 
 def bytes_of_checkpoint(engine: DeepSpeedEngine) -> int:
@@ -253,7 +249,29 @@ def difference_of_models(engine: DeepSpeedEngine, manifest: manifests.Manifest) 
             return f"parameter {name!r} is {there} in the checkpoint and {list(row.shape)} in the model"
     if extra is not None:
         return f"it has a parameter {extra.name!r} {list(extra.shape)} that the model does not have"
+    buffers = manifest.structure.buffers if manifest.structure is not None else None
+    return _difference_of_buffers(engine, buffers) if buffers is not None else ""
+
+
+def _difference_of_buffers(engine: DeepSpeedEngine, saved: Mapping[str, tuple[int, ...]]) -> str:
+    own = {name: tuple(buffer.shape) for name, buffer in saved_buffers(engine.module).items()}
+    for name, shape in own.items():
+        if name not in saved:
+            return f"it has no buffer {name!r} {list(shape)}"
+        if saved[name] != shape and stage_and_slice(engine)[1] == 0:
+            return f"buffer {name!r} is {list(saved[name])} in the checkpoint and {list(shape)} in the model"
+    layers = tuple(f"{name}." for name, _ in engine.module.named_children() if name.isdecimal())
+    is_pipeline = isinstance(engine.module, DeepSpeedPipelineModule)  # other stages have the buffers of their layers
+    for name, shape in saved.items():
+        if name not in own and (not is_pipeline or name.startswith(layers)):
+            return f"it has a buffer {name!r} {list(shape)} that the model does not have"
     return ""
+
+
+def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that checkpoints hold, except those of experts."""
+    saved = module.state_dict(keep_vars=True)
+    return {name: one for name, one in module.named_buffers() if name in saved and not LOCAL_EXPERT.search(name)}
 
 
 # -- structure ---------------------------------------------------------------------------------------------------------
@@ -279,14 +297,15 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
         if isinstance(part, Experts)
     } | {name: int(layer.ep_size) for name, layer in stacked_experts(module).items()}
     structure = manifests.SavedStructure(
-        type(inner).__name__ if inner is not None else None,
-        (_names_of_groups(engine),),
+        name_of_optimizer(engine),
+        (names_of_groups(engine),),
         splits,
         tuple(undeclared),
         aliases,
         experts=experts,
         options=zero_options_of(engine),
         is_by_element=inner is None or is_element_by_element(inner),
+        buffers={name: tuple(buffer.shape) for name, buffer in saved_buffers(module).items()},
     )
     if not isinstance(module, DeepSpeedPipelineModule):
         return structure
@@ -302,7 +321,7 @@ def _layer(layer: Any) -> manifests.SavedLayer:
     return manifests.SavedLayer(kind if isinstance(layer, nn.Module) else str(getattr(layer, "__name__", kind)))
 
 
-def _names_of_groups(engine: DeepSpeedEngine) -> tuple[tuple[str, ...], ...]:
+def names_of_groups(engine: DeepSpeedEngine) -> tuple[tuple[str, ...], ...]:
     """Return the parameters' names in each of the optimizer's groups, in the order before ZeRO reorders them."""
     optimizer: Any = engine.optimizer
     if optimizer is None:
@@ -337,7 +356,7 @@ def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) 
     saved = manifest.structure.groups if manifest.structure is not None else ()
     if engine.optimizer is None or stage >= len(saved):
         return ""
-    own = _names_of_groups(engine)
+    own = names_of_groups(engine)
     if len(own) != len(saved[stage]):
         return f"{len(saved[stage])} groups of parameters in the checkpoint are {len(own)} in this job: {_KEEP_ORDER}"
     for group, (now, before) in enumerate(zip(own, saved[stage], strict=True)):
@@ -378,9 +397,9 @@ def _difference_of_options(
 
 def digests_of_buffers(engine: DeepSpeedEngine) -> dict[str, str]:
     """Return a digest of every buffer that this rank saves and that does not declare how slices split it."""
-    saved, found = engine.module.state_dict(keep_vars=True), {}
-    for name, buffer in engine.module.named_buffers():
-        if name in saved and int(getattr(buffer, "partition_dim", -1)) < 0 and not LOCAL_EXPERT.search(name):
+    found = {}
+    for name, buffer in saved_buffers(engine.module).items():
+        if int(getattr(buffer, "partition_dim", -1)) < 0:
             content = buffer.detach().cpu().contiguous().view(-1).view(torch.uint8)
             found[name] = hashlib.sha256(content.numpy().data).hexdigest()
     return found

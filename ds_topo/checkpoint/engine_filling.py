@@ -9,14 +9,18 @@ elements. Nothing is written to the disk.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo.checkpoint import engine_facts as facts
+from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.deepspeed_reader import MASTER, WEIGHT, Source, differing
 from ds_topo.checkpoint.engine_state import (
     Named,
@@ -28,8 +32,12 @@ from ds_topo.checkpoint.engine_state import (
     update_weights,
     whole_name,
 )
-from ds_topo.checkpoint.saved_model import Parameter
-from ds_topo.errors import CheckpointLayoutError
+from ds_topo.checkpoint.manifest import SavedStructure, structure_from
+from ds_topo.checkpoint.rank_zero import Meeting
+from ds_topo.checkpoint.saved_model import Parameter, model_of
+from ds_topo.checkpoint.stock_files import layout_of_files, manifest_of_files
+from ds_topo.checkpoint.target import require_loadable
+from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError
 
 _ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam"}
 """Optimizers that keep the same states in the same way."""
@@ -255,6 +263,99 @@ class EngineFilling:
                     key for other in found for key in saved if differing({key: saved[key]}, {key: other.get(key)})
                 }
                 restore_hyperparameters(group, {key: value for key, value in saved.items() if key not in kept | differ})
+
+
+def opened_for(
+    engine: DeepSpeedEngine, meeting: Meeting, path: Path, *, has_states: bool, is_strict: bool
+) -> tuple[Source, EngineFilling]:
+    """Open a checkpoint and compare it with the engines of all ranks; nothing is changed. Collective.
+
+    Args:
+        engine: the engine.
+        meeting: the operation of all ranks.
+        path: the checkpoint's own folder.
+        has_states: whether the optimizer's states are to be loaded, too.
+        is_strict: refuse parameters and buffers that only one of them has; otherwise rank 0 warns.
+
+    Raises:
+        CheckpointLayoutError: the layout cannot be reached; the same on every rank, like the following ones.
+        CheckpointModelError: it is of another model.
+        CheckpointError: the folder is not visible here.
+    """
+    meeting.post("structure", facts.share_of_structure(engine))
+    meeting.step("described", lambda: _require_visible(path))
+    layout, (stage, _, slices) = facts.layout_of(engine), facts.stage_and_slice(engine)
+
+    def plan() -> Mapping[str, Any]:
+        structure = facts.whole_structure(meeting.posted("structure"))
+        if structure is None:
+            raise CheckpointLayoutError(
+                "no rank of this job describes the structure of its model. Convert the checkpoint by "
+                "ds-topo convert, and load the new one"
+            )
+        source = opened_source(structure)
+        require_loadable(source.model, layout, structure, slices, has_states=has_states)
+        source.require_equal_copies(slices, has_states=has_states)
+        return asdict(structure)
+
+    def opened_source(structure: SavedStructure) -> Source:
+        if (manifest := folders.manifest_of(path)) is None:
+            saved = layout_of_files(path, facts.name_of_optimizer(engine))
+            manifest = manifest_of_files(path, saved, structure)
+        return Source(model_of(manifest, structure.splits), path)
+
+    structure = structure_from(meeting.decided("plan", plan))
+    source = meeting.step("opened", lambda: opened_source(structure))
+
+    def compare() -> tuple[EngineFilling, Comparison]:
+        filling = EngineFilling(engine, source, has_states=has_states)
+        return filling, filling.compare()
+
+    filling: EngineFilling
+    filling, comparison = meeting.step("compared", compare)
+    digests = facts.digests_of_buffers(engine) if slices != source.model.slices else {}
+
+    def judge(posted: list[Any]) -> str:
+        rows = [Comparison(**row) for row, _, _ in posted]
+        names, added = {name for row in rows for name in row.names}, {}
+        for row in rows:
+            added.update(row.added)
+        there: dict[str, Any] = {**source.model.parameters, **dict(source.buffers())}
+        left_out = [
+            f"it has {name!r} {list(one.shape)}, which the model does not have"
+            for name, one in there.items()
+            if name not in names
+        ]
+        where = f"the checkpoint {path.name!r} of {path.parent}"
+        problem = next((row.problem for row in rows if row.problem), "")
+        if problem or (is_strict and (added or left_out)):
+            problem = problem or next(iter(added.values()), "") or left_out[0]
+            raise CheckpointModelError(f"{where} is of another model: {problem}")
+        if conflict := next((row.conflict for row in rows if row.conflict), ""):
+            raise CheckpointLayoutError(f"{where}: {conflict}")
+        known: dict[tuple[int, str], str] = {}
+        for _, stage, digests in posted:
+            for name, digest in digests.items():
+                if known.setdefault((stage, name), digest) != digest:
+                    raise CheckpointLayoutError(
+                        f"the buffer {name!r} differs between slices of this job, and the checkpoint of "
+                        f"model={source.model.slices} has one value for all of its slices: set partition_dim on it, "
+                        "after deepspeed.initialize, if slices split it. Register one that follows from the slice "
+                        "itself with persistent=False"
+                    )
+        return "; ".join([*added.values(), *left_out])
+
+    said = meeting.decided_from("difference", (asdict(comparison), stage, digests), judge)
+    if said and dist.get_rank() == 0:
+        warnings.warn(
+            f"the checkpoint {path.name!r} of {path.parent} was loaded although {said}", RuntimeWarning, stacklevel=4
+        )
+    return source, filling
+
+
+def _require_visible(path: Path) -> None:
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not visible here, but all ranks must share its file system")
 
 
 def _share(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:

@@ -92,7 +92,7 @@ def wrong_without_manifest(folder: Path, expected: SavedLayout | None = None) ->
 
     Args:
         folder: the checkpoint's folder.
-        expected: the layout of the job that will load it, if its degrees must be the same.
+        expected: the layout that saved it, if it is known.
     """
     found = entries_in(folder)
     names = [name for name in found if name.endswith(".pt")]
@@ -117,7 +117,7 @@ def _missing_names(names: Sequence[str], expected: SavedLayout | None) -> Iterat
         replicas = max((int(match["replica"]) for match in found if match["replica"]), default=-1) + 1
         if expected is not None:
             model_ranks = max(model_ranks, expected.model_ranks)
-            replicas = max(replicas, expected.partitions if replicas else 0)
+            replicas = max(replicas, expected.files_of_partitions if replicas else 0)
         wanted = (
             f"{found[0]['bf16'] or ''}{prefix}mp_rank_{model:02d}_{kind}_states.pt"
             for model in range(model_ranks)
@@ -326,16 +326,13 @@ def other_kind(path: Path) -> str:
     )
 
 
-def look_at(
-    folder: str | os.PathLike[str], tag: str, *, digests: bool = False, expected: SavedLayout | None = None
-) -> Checkpoint:
+def look_at(folder: str | os.PathLike[str], tag: str, *, digests: bool = False) -> Checkpoint:
     """Check one checkpoint by the sizes of its files, or with ``digests`` by all of their content.
 
     Args:
         folder: the folder of all checkpoints.
         tag: the checkpoint to check.
         digests: read every file, in this process.
-        expected: the layout of the job that will load it, to check one without a manifest.
     """
     folder = check_folder(folder)
     path = folder / (tag := text_of_tag(tag))
@@ -349,7 +346,7 @@ def look_at(
         if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError
         if (manifest := manifest_of(path)) is None:
-            problems = wrong_without_manifest(path, expected)
+            problems = wrong_without_manifest(path)
         else:
             problems = wrong_sizes(path, manifest)
             if digests and not problems:
@@ -366,21 +363,19 @@ def look_at(
     return Checkpoint(tag, path, manifest, tuple(problems), modified=modified)
 
 
-def checkpoints_in(
-    folder: str | os.PathLike[str], *, digests: bool = False, expected: SavedLayout | None = None
-) -> list[Checkpoint]:
+def checkpoints_in(folder: str | os.PathLike[str], *, digests: bool = False) -> list[Checkpoint]:
     """Check all checkpoints of a folder as :func:`look_at` does; return them newest first."""
     folder = check_folder(folder)
-    found = [look_at(folder, tag, digests=digests, expected=expected) for tag in tags_in(folder)]
+    found = [look_at(folder, tag, digests=digests) for tag in tags_in(folder)]
     return sorted(found, key=lambda checkpoint: checkpoint.age, reverse=True)
 
 
-def candidates(folder: Path, expected: SavedLayout | None = None) -> Iterator[Checkpoint]:
+def candidates(folder: Path) -> Iterator[Checkpoint]:
     """Yield the checkpoint that ``latest`` names, then all others, newest first. Damaged ones are among them."""
     latest = named_latest(folder)
     if latest is not None:
-        yield look_at(folder, latest, expected=expected)
-    others = checkpoints_in(folder, expected=expected)
+        yield look_at(folder, latest)
+    others = checkpoints_in(folder)
     yield from (checkpoint for checkpoint in others if checkpoint.tag != latest)
 
 

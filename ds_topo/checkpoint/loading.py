@@ -5,8 +5,8 @@
     all ranks   agree on tag and options
     rank 0      finds the next candidate that is complete by the sizes of its files, and readable in this layout
     all ranks   check their share of the files (digests if requested, types to build), and their parameters
-    rank 0      decides: load it, try the next one, or raise
-    all ranks   DeepSpeed loads
+    rank 0      decides: load it, convert it, try the next one, or raise
+    all ranks   DeepSpeed loads the files; or each rank copies its elements out of them, by name (``engine_filling``)
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ import shlex
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from itertools import count
 from os import PathLike
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo.checkpoint import engine_facts as facts
@@ -33,10 +31,13 @@ from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.deepspeed_reader import Source, name_of_model_states, opened
 from ds_topo.checkpoint.disk import check_folder, reason_of
-from ds_topo.checkpoint.folder import Checkpoint
-from ds_topo.checkpoint.manifest import why_unreachable
+from ds_topo.checkpoint.engine_filling import opened_for
+from ds_topo.checkpoint.engine_state import SCHEDULER, restore_progress
+from ds_topo.checkpoint.folder import Checkpoint, wrong_without_manifest
+from ds_topo.checkpoint.manifest import SavedLayout, why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
 from ds_topo.checkpoint.safe_reading import (
+    OF_DEEPSPEED,
     how_to_verify,
     reading_checkpoint,
     refused_types,
@@ -45,6 +46,7 @@ from ds_topo.checkpoint.safe_reading import (
 )
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
+from ds_topo.checkpoint.stock_files import layout_of_files, names_of_vectors
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -63,11 +65,37 @@ from ds_topo.mpu import patches
 SIZES, DIGESTS = "sizes", "digests"
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """The options of a load, which all ranks must share."""
+
+    convert: bool
+    verify: str
+    trusted: bool
+    restore_random_states: bool
+    load_module_strict: bool
+    load_optimizer_states: bool
+    load_lr_scheduler_states: bool
+    load_module_only: bool
+    has_custom_function: bool
+
+    @property
+    def has_states(self) -> bool:
+        """True if the optimizer's states are to be loaded."""
+        return self.load_optimizer_states and not self.load_module_only
+
+    @property
+    def has_scheduler(self) -> bool:
+        """True if the state of a learning-rate scheduler is to be loaded."""
+        return self.load_lr_scheduler_states and not self.load_module_only
+
+
 def load(
     engine: DeepSpeedEngine,
     folder: str | PathLike[str],
     tag: str | None = None,
     *,
+    convert: bool = False,
     verify: str = SIZES,
     trusted: bool = False,
     restore_random_states: bool = True,
@@ -77,26 +105,33 @@ def load(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., None] | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """Load a checkpoint into an engine; collective over all ranks of the job.
+    """Load a checkpoint into an engine; with ``convert=True`` it may have another layout. Collective over all ranks.
 
     Any order of the axes reads what any other order of the same degrees has saved. Without a tag, the checkpoint that
     ``latest`` names is loaded. If that one is damaged or missing, the newest complete one is loaded, and rank 0 warns
     with the reason. In checkpoints that DeepSpeed alone saved, without a manifest, only missing and truncated files
     are found.
 
+    If the files do not fit the engine's layout, and with ``convert=True``, every rank reads its own elements out of
+    them, by the names of parameters. Nothing is written to the disk.
+
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.
         folder: the folder of all checkpoints.
         tag: the only checkpoint to load. By default see above.
+        convert: convert the checkpoint if this layout cannot read its files: other degrees, stages of a pipeline,
+            stages of ZeRO, precision, groups of the optimizer, or frozen parameters. Random states are restored if the
+            numbers of stages, slices and replicas are the same.
         verify: how to check that a checkpoint is complete: by the ``"sizes"`` of its files, or by their ``"digests"``,
             which also finds changed bytes. For digests every rank reads its share of the files once more.
-        trusted: allow all types in the files, which may run any code that they contain.
+        trusted: allow all types in the files, which may run any code that they contain. Conversions refuse such types.
         restore_random_states: whether to restore random states if they were saved.
-        load_module_strict: as in ``engine.load_checkpoint``, like all following arguments.
+        load_module_strict: as in ``engine.load_checkpoint``, like all following arguments. If it is False, a conversion
+            leaves parameters that the checkpoint does not have as they are, and a warning names them.
         load_optimizer_states: see there.
         load_lr_scheduler_states: see there.
         load_module_only: see there.
-        custom_load_fn: see there.
+        custom_load_fn: see there; not possible with a conversion.
 
     Returns:
         The checkpoint's own folder, and the ``client_state`` that was saved.
@@ -107,7 +142,7 @@ def load(
         MissingCheckpointError: there is no checkpoint, or none with that tag.
         DamagedCheckpointError: the checkpoint with that tag is damaged, or all checkpoints are.
         CheckpointVersionError: a later ds_topo saved it.
-        CheckpointLayoutError: this layout cannot read its files.
+        CheckpointLayoutError: this layout cannot read its files, and with ``convert`` cannot be reached.
         CheckpointModelError: it is of another model; the message names the first parameter that differs.
         UnsafeCheckpointError: it holds types that are not allowed.
         CheckpointError: a rank failed while it loaded; the engine cannot be used then.
@@ -119,56 +154,104 @@ def load(
     except (TypeError, ValueError) as problem:
         failure = problem
     finish_what_is_unfinished()
-    options = {
-        "load_module_strict": load_module_strict,
-        "load_optimizer_states": load_optimizer_states,
-        "load_lr_scheduler_states": load_lr_scheduler_states,
-        "load_module_only": load_module_only,
-    }
-    plan = f"tag {name!r} {verify=} {trusted=} {restore_random_states=} {options}"
+    options = LoadOptions(
+        convert,
+        verify,
+        trusted,
+        restore_random_states,
+        load_module_strict,
+        load_optimizer_states,
+        load_lr_scheduler_states,
+        load_module_only,
+        custom_load_fn is not None,
+    )
     what = f"the checkpoint {name!r}" if name else "the newest checkpoint"
-    meeting = Meeting.begin(f"loading {what} of {root}", plan, failure)
-    if load_module_only and int(engine.zero_optimization_stage()) == 3:  # otherwise DeepSpeed loads nothing
-        options["load_optimizer_states"] = False
-    has_scheduler = load_lr_scheduler_states and not load_module_only and engine.lr_scheduler is not None
-    choice = _Choice(engine, root, name, load_optimizer_states and not load_module_only, has_scheduler)
-    is_strict = load_module_strict and custom_load_fn is None
+    meeting = Meeting.begin(f"loading {what} of {root}", f"tag {name!r} {options}", failure)
+    choice = _Choice(engine, root, name, options)
     for attempt in count(1):
-        chosen = meeting.decided(f"choice {attempt}", choice.next)
-        share = choice.check(root / chosen, digests=verify == DIGESTS, trusted=trusted, is_strict=is_strict)
-        if meeting.decided_from(f"check {attempt}", share, choice.accepts):
+        chosen, reason = meeting.decided(f"choice {attempt}", choice.next)
+        share = choice.check(root / chosen, reason)
+        if (is_fitting := meeting.decided_from(f"check {attempt}", share, choice.accepts)) is not None:
             break
     newest = choice.chosen if name is None else None  # on rank 0
     if newest is not None and (reason := folders.why_passed_over(root, newest, choice.damaged)):
         warnings.warn(reason, RuntimeWarning, stacklevel=2)
     if choice.chosen is not None and choice.chosen.manifest is None:
         warnings.warn(_without_manifest(root / chosen), RuntimeWarning, stacklevel=2)
-    state: dict[str, Any] = {}
-    error: Exception | None = None
+    if is_fitting:
+        state = meeting.step("loaded", lambda: _load_files(engine, root / chosen, options, custom_load_fn))
+    else:
+        state = _load_by_name(engine, meeting, root / chosen, options)
+    return str(root / chosen), state
+
+
+def _load_files(engine: DeepSpeedEngine, path: Path, options: LoadOptions, custom_load_fn: Any) -> dict[str, Any]:
+    """Let DeepSpeed load the files of a checkpoint; return the ``client_state``.
+
+    Raises:
+        CheckpointError: in the place of whatever DeepSpeed raises.
+    """
+    has_no_states = options.load_module_only and int(engine.zero_optimization_stage()) == 3
     try:
         with (
-            reading_checkpoint(root / chosen, trusted=trusted),
-            ledger.bound(patches.WEIGHTS_OF_LATEST, partial(_of_checkpoint, engine, root / chosen)),
+            reading_checkpoint(path, trusted=options.trusted),
+            ledger.bound(patches.WEIGHTS_OF_LATEST, partial(_of_checkpoint, engine, path)),
             deepspeeds_part(engine),
         ):
-            path, state = engine.load_checkpoint(str(root), tag=chosen, custom_load_fn=custom_load_fn, **options)
-            if path is None:
-                raise CheckpointError(f"DeepSpeed found no files to load in {root / chosen}")
-            states = root / chosen / facts.name_of_states(engine)
-            if restore_random_states and states.exists():
+            found, state = engine.load_checkpoint(
+                str(path.parent),
+                tag=path.name,
+                load_module_strict=options.load_module_strict,
+                load_optimizer_states=options.load_optimizer_states and not has_no_states,  # else it loads nothing
+                load_lr_scheduler_states=options.load_lr_scheduler_states,
+                load_module_only=options.load_module_only,
+                custom_load_fn=custom_load_fn,
+            )
+            if found is None:
+                raise CheckpointError(f"DeepSpeed found no files to load in {path}")
+            states = path / facts.name_of_states(engine)
+            if options.restore_random_states and states.exists():
                 facts.restore_random_states(engine, torch.load(states, map_location="cpu"))
-    except CheckpointError as raised:
-        error = raised
+    except CheckpointError:
+        raise
     except Exception as raised:  # of any class: the other ranks must receive it
-        error = CheckpointError(
-            f"DeepSpeed could not load {root / chosen}: {type(raised).__name__}: {raised}. If its files may have been "
-            f"changed, find out by {how_to_verify(root / chosen)}"
-            if (root / chosen).exists()
-            else removed_meanwhile(root / chosen)
+        raise CheckpointError(
+            f"DeepSpeed could not load {path}: {type(raised).__name__}: {raised}. If its files may have been "
+            f"changed, find out by {how_to_verify(path)}"
+            if path.exists()
+            else removed_meanwhile(path)
+        ) from raised
+    return dict(state)
+
+
+def _load_by_name(engine: DeepSpeedEngine, meeting: Meeting, path: Path, options: LoadOptions) -> dict[str, Any]:
+    """Copy the elements of a checkpoint of any layout into the engine; return the ``client_state``.
+
+    Raises:
+        CheckpointLayoutError, CheckpointModelError: it cannot be converted; nothing was changed.
+        CheckpointError: a rank failed.
+    """
+    with reading_checkpoint(path):
+        source, filling = opened_for(
+            engine, meeting, path, has_states=options.has_states, is_strict=options.load_module_strict
         )
-        error.__cause__ = raised
-    meeting.all_or_none("loaded", error, is_alone=error is not None)
-    return str(root / chosen), state
+        is_like = source.is_like(facts.layout_of(engine))
+        saved = source.model_states(int(engine.checkpoint_mp_rank) if is_like else 0)
+
+        def copy() -> None:
+            filling.copy()
+            if not options.load_module_only:
+                both_fp16 = facts.layout_of(engine).precision == source.layout.precision == "fp16"
+                progress = {**saved, **(source.loss_scale() if both_fp16 else {})}
+                left_out = () if options.has_scheduler else (SCHEDULER,)
+                restore_progress(engine, {key: value for key, value in progress.items() if key not in left_out})
+            states = path / facts.name_of_states(engine)
+            if options.restore_random_states and is_like and states.exists():
+                facts.restore_random_states(engine, opened(states))
+
+        meeting.step("copied", copy)
+        meeting.step("weights updated", filling.finish)
+        return {key: value for key, value in saved.items() if key not in OF_DEEPSPEED}
 
 
 def _of_checkpoint(engine: DeepSpeedEngine, path: Path, read: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,8 +277,8 @@ def _checked(engine: Any, folder: object, tag: object, verify: object) -> tuple[
 
 def _without_manifest(path: Path) -> str:
     return printable(
-        f"{path} has no {manifests.NAME}: DeepSpeed alone saved it, or the file is lost. Its layout, its model and its "
-        "digests were not compared, only missing and truncated files are found. The next save writes a manifest"
+        f"{path} has no {manifests.NAME}: DeepSpeed alone saved it, or the file is lost. Its model and its digests "
+        "were not compared, only missing and truncated files are found. The next save writes a manifest"
     )
 
 
@@ -206,24 +289,24 @@ class _Choice:
         engine: the engine that will load it.
         root: the folder of all checkpoints.
         tag: the requested checkpoint; None for any.
-        optimizer_states: whether the optimizer's states are to be loaded.
-        has_scheduler: whether the learning-rate scheduler's state is to be loaded.
+        options: the options of the load.
     """
 
-    def __init__(
-        self, engine: DeepSpeedEngine, root: Path, tag: str | None, optimizer_states: bool, has_scheduler: bool
-    ) -> None:
-        self._engine, self._root, self._tag, self._optimizer_states = engine, root, tag, optimizer_states
-        self._has_scheduler = has_scheduler
+    def __init__(self, engine: DeepSpeedEngine, root: Path, tag: str | None, options: LoadOptions) -> None:
+        self._engine, self._root, self._tag, self._options = engine, root, tag, options
         self._layout = facts.layout_of(engine)
         self._left = self._to_try()
         self.damaged: list[Checkpoint] = []
         """The candidates that were rejected; used on rank 0 only."""
         self.chosen: Checkpoint | None = None
         """The last proposal; used on rank 0 only."""
+        self._saved: SavedLayout | None = None
+        """Its layout, if it is known; used on rank 0 only."""
 
-    def next(self) -> str:
+    def next(self) -> tuple[str, str]:
         """Return, on rank 0, the tag of the next candidate that is complete by the sizes of its files.
+
+        The second text is why its files do not fit this layout, or empty.
 
         Raises:
             MissingCheckpointError, DamagedCheckpointError: there is none.
@@ -232,52 +315,80 @@ class _Choice:
         for checkpoint in self._left:
             if checkpoint.needs:
                 raise CheckpointVersionError(f"the checkpoint {checkpoint.tag!r}: {checkpoint.needs}")
+            self._saved = checkpoint.manifest.layout if checkpoint.manifest is not None else None
+            if checkpoint.is_whole and self._saved is None:
+                with suppress(CheckpointError):  # another check names the file
+                    self._saved = layout_of_files(checkpoint.path, facts.name_of_optimizer(self._engine))
+                if self._saved is not None and (missing := wrong_without_manifest(checkpoint.path, self._saved)):
+                    checkpoint = replace(checkpoint, problems=tuple(missing))
             if checkpoint.is_whole:
-                self._require_reach(checkpoint)
                 self.chosen = checkpoint
-                return checkpoint.tag
+                return checkpoint.tag, self._why_unreachable(checkpoint)
             self.damaged.append(checkpoint)
         raise self._nothing()
 
-    def check(self, path: Path, *, digests: bool, trusted: bool, is_strict: bool) -> dict[str, Any]:
-        """Check a share of the files, and this rank's parameters; on every rank. Return the problems found."""
-        found: dict[str, Any] = {"damaged": [], "refused": "", "model": "", "order": "", "scheduler": ""}
+    def check(self, path: Path, reason: str) -> dict[str, Any]:
+        """Check a share of the files, and this rank's parameters unless the layout differs; on every rank.
+
+        Return the problems found.
+        """
+        found: dict[str, Any] = {"damaged": [], "model": "", "order": reason, "refused": "", "scheduler": ""}
+        engine, options = self._engine, self._options
         try:
             manifest = folders.manifest_of(path)
-            if manifest is not None and digests:
+            if manifest is not None and options.verify == DIGESTS:
                 found["damaged"] = folders.wrong_digests(path, shared_out(manifest.files))
-            if manifest is not None and facts.replica_of(self._engine) == 0:
-                if is_strict and (model := facts.difference_of_models(self._engine, manifest)):
-                    found["model"] = f"{model} (model rank {int(self._engine.checkpoint_mp_rank)})"
-                elif self._optimizer_states:
-                    found["order"] = facts.difference_of_orders(self._engine, manifest)
-            if not trusted and not found["damaged"]:
+            if manifest is not None and not reason and facts.replica_of(engine) == 0:
+                is_strict = options.load_module_strict and not options.has_custom_function
+                if is_strict and (model := facts.difference_of_models(engine, manifest)):
+                    found["model"] = f"{model} (model rank {int(engine.checkpoint_mp_rank)})"
+                elif options.has_states and (order := facts.difference_of_orders(engine, manifest)):
+                    found["order"] = (
+                        f"has the optimizer's states by position, and {order}, or load by their names with "
+                        "ds_topo.checkpoint.load(..., convert=True), or load parameters alone (load_module_only=True)"
+                    )
+            if manifest is None and not reason and options.has_states and (other := self._other_stage(path)):
+                found["order"] = other
+            if not found["damaged"]:
                 names = [file.path for file in manifest.files] if manifest else sorted(os.listdir(path))
                 share = [path / name for name in shared_out(names) if name.endswith(".pt")]
                 found["damaged"] = unreadable(share)
                 refused = refused_types(share) if not found["damaged"] else []
                 found["refused"] = refused[0] if refused else ""
-            if manifest is not None and self._has_scheduler and dist.get_rank() == 0 and not trusted:
-                found["scheduler"] = self._missing_scheduler(path / name_of_model_states(manifest.layout, 0))
+            needs_scheduler = options.has_scheduler and engine.lr_scheduler is not None
+            if self._saved is not None and needs_scheduler and not found["damaged"] and not found["refused"]:
+                file = path / name_of_model_states(self._saved, 0)
+                if opened(file).get(SCHEDULER) is None:
+                    found["scheduler"] = (
+                        "has no state of a learning-rate scheduler, and this job has a "
+                        f"{type(engine.lr_scheduler).__name__}: load it with load_lr_scheduler_states=False, and set "
+                        "the scheduler's step in the program"
+                    )
         except OSError as error:
             found["damaged"].append(f"{error.filename or path}: {reason_of(error)}")
         except CheckpointError as error:
             found["damaged"].append(str(error))
         return found
 
-    def _missing_scheduler(self, file: Path) -> str:
-        """Say that the learning-rate scheduler has no state in a checkpoint; empty if it has one, or if unknown."""
-        with suppress(CheckpointError, UnpicklingError):  # of which another check informs
-            if opened(file).get("lr_scheduler") is None:
+    def _other_stage(self, path: Path) -> str:
+        """Say that DeepSpeed alone saved other layers on this rank's stage; empty if it has not, or if unknown."""
+        file = path / name_of_model_states(self._layout, int(self._engine.checkpoint_mp_rank))
+        if not (self._layout.is_pipeline and self._layout.has_partitions and file.exists()):
+            return ""
+        with suppress(CheckpointError):  # another check names the file
+            saved = [*names_of_vectors(opened(file))]
+            own = [name for names in facts.names_of_groups(self._engine) for name in names]
+            if first := next((name for name in own + saved if (name in own) != (name in saved)), ""):
                 return (
-                    f"has no state of a learning-rate scheduler, and this job has a "
-                    f"{type(self._engine.lr_scheduler).__name__}: load it with load_lr_scheduler_states=False, and set "
-                    "the scheduler's step in the program"
+                    f"has {first!r} on another stage of the pipeline. Give the pipeline the partition_method that it "
+                    "had, or convert by ds_topo.checkpoint.load(engine, folder, convert=True)"
                 )
         return ""
 
-    def accepts(self, posted: list[dict[str, Any]]) -> bool:
-        """Decide on rank 0 whether to load the proposal, from all ranks' problems. False tries the next candidate.
+    def accepts(self, posted: list[dict[str, Any]]) -> bool | None:
+        """Decide on rank 0, from all ranks' problems, whether to load the files as they are.
+
+        False converts them, and None tries the next candidate.
 
         Raises:
             CheckpointModelError, CheckpointLayoutError, UnsafeCheckpointError: no other may replace it.
@@ -286,7 +397,7 @@ class _Choice:
         if damaged := [problem for share in posted for problem in share["damaged"]]:
             self.damaged.append(replace(self.chosen, problems=tuple(damaged)))
             self.chosen = None
-            return False
+            return None
         where = f"the checkpoint {self.chosen.tag!r} of {self._root}"
         model, order, refused, scheduler = (
             next((share[kind] for share in posted if share[kind]), "")
@@ -294,54 +405,60 @@ class _Choice:
         )
         if model:
             raise CheckpointModelError(f"{where} is of another model: {model}")
-        if order:
+        if order and not self._options.convert:
+            raise CheckpointLayoutError(f"{where} {order}")
+        if order and self._options.has_custom_function:
             raise CheckpointLayoutError(
-                f"{where} has the optimizer's states by position, and {order}, or load by their names with "
-                "ds_topo.checkpoint.load(..., convert=True), or load parameters alone (load_module_only=True)"
+                f"{where} {order}. custom_load_fn gets the state dict of a file, but conversions read parameters by "
+                "name: leave it out"
             )
-        if refused:
+        if refused and (order or not self._options.trusted):
             raise UnsafeCheckpointError(f"{where}: {refused}")
         if scheduler:
             raise CheckpointError(f"{where} {scheduler}")
-        return True
+        return not order
 
     def _to_try(self) -> Iterator[Checkpoint]:
         with suppress(OSError):  # without permission to write, no job was saving there
             folders.take_back_replaced(self._root)
-        must_match = self._optimizer_states and self._layout.zero_stage  # otherwise other degrees can be read
-        expected = self._layout if must_match else None
         if self._tag is None:
-            yield from folders.candidates(self._root, expected)
+            yield from folders.candidates(self._root)
         else:
-            yield folders.look_at(self._root, self._tag, expected=expected)
+            yield folders.look_at(self._root, self._tag)
 
-    def _require_reach(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.manifest is None:
-            return
-        saved = checkpoint.manifest.layout
-        if reason := why_unreachable(saved, self._layout, optimizer_states=self._optimizer_states):
-            module_only = why_unreachable(saved, self._layout, optimizer_states=False) == ""
-            also = ", or load its parameters alone (load_module_only=True)" if module_only else ""
-            if saved.zero_stage == 3 and saved.experts:
-                raise CheckpointLayoutError(
-                    f"the checkpoint {checkpoint.tag!r} of {self._root} is of {saved}; this job is {self._layout}: "
-                    f"{reason}. Start the job with the topology of the checkpoint, or save and load in torch's format "
-                    "(ds_topo.checkpoint.TorchState), or convert it once by the command: python -m "
-                    "deepspeed.checkpoint.ds_to_universal"
-                )
-            raise CheckpointLayoutError(
-                f"the checkpoint {checkpoint.tag!r} of {self._root} is of {saved}; this job is {self._layout}: "
-                f"{reason}. Start the job with the degrees and the ZeRO stage of the checkpoint, in any order of axes, "
-                f"or convert it, by ds_topo.checkpoint.load(engine, folder, convert=True) in this job{also}, or once "
-                f"by the command: {self._command(checkpoint)}"
+    def _why_unreachable(self, checkpoint: Checkpoint) -> str:
+        """Say why the files do not fit this layout, and what to do; empty if they do."""
+        saved, bounds = self._saved, getattr(getattr(checkpoint.manifest, "structure", None), "bounds", ())
+        if saved is None:
+            return ""
+        reason = why_unreachable(saved, self._layout, optimizer_states=self._options.has_states)
+        own = tuple(map(int, getattr(self._engine.module, "parts", ())))
+        if not reason and bounds and own != bounds:
+            reason = f"stages that begin with layers {[*bounds[:-1]]} became stages that begin with {[*own[:-1]]}"
+        if not reason:
+            return ""
+        found = f"is of {saved}; this job is {self._layout}: {reason}."
+        if saved.zero_stage == 3 and saved.experts:
+            return (
+                f"{found} Start the job with the topology of the checkpoint, or save and load in torch's format "
+                "(ds_topo.checkpoint.TorchState), or convert it once by the command: python -m "
+                "deepspeed.checkpoint.ds_to_universal"
             )
+        module_only = own == bounds and why_unreachable(saved, self._layout, optimizer_states=False) == ""
+        also = ", or load its parameters alone (load_module_only=True)" if module_only else ""
+        return (
+            f"{found} Start the job with the degrees and the ZeRO stage of the checkpoint, in any order of axes, or "
+            f"convert it, by ds_topo.checkpoint.load(engine, folder, convert=True) in this job{also}, or once by the "
+            f"command: {self._command(checkpoint)}"
+        )
 
     def _command(self, checkpoint: Checkpoint) -> str:
         """Return the command that converts a checkpoint to this job's layout."""
-        layout = self._layout
+        layout, bounds = self._layout, getattr(self._engine.module, "parts", ())
         options = ["ds-topo", "convert", str(checkpoint.path), f"{self._root}-converted"]
         options += ["--topology", layout.topology or "..."]
-        if checkpoint.manifest is not None and checkpoint.manifest.layout.zero_stage != layout.zero_stage:
+        options += ["--stages", ",".join(map(str, bounds))] if layout.is_pipeline else []
+        if self._saved is not None and self._saved.zero_stage != layout.zero_stage:
             options += ["--zero", str(layout.zero_stage)]
         return shlex.join(options)
 

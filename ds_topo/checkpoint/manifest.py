@@ -105,6 +105,8 @@ class SavedStructure:
     """The engine's options of ZeRO; None if an earlier release did not record them."""
     is_by_element: bool = True
     """False if the optimizer is not known to update each element by its own gradient and states alone."""
+    buffers: Mapping[str, tuple[int, ...]] | None = None
+    """The shape on slice 0 of each saved buffer, except those of experts; None if an earlier release left them out."""
 
     def __post_init__(self) -> None:
         if self.bounds and (
@@ -152,6 +154,7 @@ def merged_structures(stages: Sequence[SavedStructure]) -> SavedStructure:
         undeclared=tuple(undeclared),
         aliases={alias: name for one in stages for alias, name in one.aliases.items()},
         experts={head: size for one in stages for head, size in one.experts.items()},
+        buffers={name: shape for one in stages for name, shape in (one.buffers or {}).items()},
     )
 
 
@@ -254,7 +257,7 @@ class SavedLayout:
 
     @property
     def partitions(self) -> int:
-        """The number of ranks over which ZeRO partitions, of which the files have one partition each.
+        """The number of ranks over which ZeRO partitions dense parameters.
 
         >>> layout = SavedLayout("data=2,shard=4", 8, 1, 8, 3, None, "fp32")
         >>> layout.partitions, replace(layout, topology="data=8").partitions
@@ -263,6 +266,39 @@ class SavedLayout:
         if self.topology is None or SHARD not in (topology := ProcessTopology.from_spec(self.topology)).axes:
             return self.replicas
         return topology.get_dim(SHARD)
+
+    @property
+    def files_of_partitions(self) -> int:
+        """The number of files with partitions, of each model rank: one for each partition.
+
+        Experts are partitioned over all their replicas, so with them each replica has a file.
+
+        >>> layout = SavedLayout("data=2,shard=4", 8, 1, 8, 1, None, "fp32")
+        >>> layout.files_of_partitions, replace(layout, experts=(SavedExperts(2),)).files_of_partitions
+        (4, 8)
+        """
+        return self.replicas if self.experts else self.partitions
+
+    @property
+    def holders_of_partitions(self) -> tuple[int, ...]:
+        """The numbers of the files with the partitions of dense parameters.
+
+        >>> layout = SavedLayout("shard=2,data=2", 4, 1, 4, 1, None, "fp32")
+        >>> layout.holders_of_partitions, replace(layout, experts=(SavedExperts(2),)).holders_of_partitions
+        ((0, 1), (0, 2))
+        """
+        holders: dict[int, int] = {}
+        for number in range(self.files_of_partitions):
+            holders.setdefault(self.partition_of(number), number)
+        return tuple(holders[partition] for partition in range(self.partitions))
+
+    def partition_of(self, number: int) -> int:
+        """Return the partition of dense parameters that the writer of a file has, whether or not it saves it there."""
+        if self.files_of_partitions == self.partitions:
+            return number
+        topology = ProcessTopology.from_spec(self.topology or "")
+        rank = topology.get_axis_ranks(gradient_axes(topology), 0)[number]
+        return topology.get_axis_index(SHARD, rank)
 
     def degrees(self) -> dict[str, int]:
         """Return the axes with a degree above 1, outermost first; empty if the topology is unknown.
@@ -483,7 +519,7 @@ def _differences_of_experts(saved: SavedLayout, now: SavedLayout, optimizer_stat
     elif saved.experts and saved.topology is not None and now.topology is not None:
         whole_places = optimizer_states and bool(saved.zero_stage)
         before, after = (_places_of_experts(layout, whole_places) for layout in (saved, now))
-        if before != after:
+        if before != after or (whole_places and saved.holders_of_partitions != now.holders_of_partitions):
             yield (
                 f"{now.topology} puts experts in other places than {saved.topology}: a replica would read files that "
                 "hold another replica's experts"

@@ -80,6 +80,20 @@ class Meeting:
             raise CheckpointError(f"{self.subject}, on every rank: {said}") from failure
         self._let_all_read(f"{token}/read")
 
+    def step(self, done: str, work: Callable[[], Any]) -> Any:
+        """Do this rank's part of the work, and return its result if no rank has failed.
+
+        Raises:
+            CheckpointError: a rank failed; see :meth:`all_or_none`.
+        """
+        failure, result = None, None
+        try:
+            result = work()
+        except Exception as error:  # of any class: the other ranks must receive it
+            failure = error
+        self.all_or_none(done, failure, is_alone=failure is not None)
+        return result
+
     def post(self, name: str, content: Any) -> None:
         """Send a JSON value to rank 0, which reads it with :meth:`posted` after the next agreement of all ranks.
 

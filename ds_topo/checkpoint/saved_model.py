@@ -145,7 +145,35 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
                     one = replace(one, split=SavedSplit(0), slices=structure.experts[name], is_stacked=True)
                 parameters[name] = one
                 stage_of[name] = stages[row.name]
-    return SavedModel(parameters, structure, manifest.layout, slices, stage_of)
+    model = SavedModel(parameters, structure, manifest.layout, slices, stage_of)
+    if problem := next(_contradictions(model), ""):
+        raise DamagedCheckpointError(f"the manifest of {manifest.tag!r} contradicts itself: {problem}")
+    return model
+
+
+def _contradictions(model: SavedModel) -> Iterator[str]:
+    """Yield what later code relies on and a manifest does not hold, which no save of ours writes."""
+    layout, structure, names = model.layout, model.structure, model.parameters
+    stages, rest = divmod(layout.model_ranks, model.slices)
+    if rest or stages != len(structure.groups) or layout.replicas * layout.model_ranks > layout.world_size:
+        yield f"{layout} has {layout.model_ranks} model ranks and groups for {len(structure.groups)} stages"
+        return
+    parts = len(structure.bounds) - 1
+    if layout.is_pipeline != bool(structure.layers) or (structure.bounds and parts not in (stages, 2 * stages)):
+        yield f"a pipeline of {stages} stages has {len(structure.layers)} layers with bounds {structure.bounds}"
+        return
+    for name in structure.undeclared:
+        if name not in names:
+            yield f"{name!r} is undeclared, and no parameter"
+    sizes = {groups.size for groups in layout.experts}
+    for head, count in model.experts.items():
+        if structure.experts[head] not in sizes or count % structure.experts[head]:
+            yield f"{count} experts of {head!r} on {structure.experts[head]} ranks, and groups of {sorted(sizes)}"
+    for stage, groups in enumerate(structure.groups):
+        own = set(names_of_stage(structure, list(names), stage, stages)) if structure.bounds else names
+        for name in (name for group in groups for name in group):
+            if name in names and name not in own:
+                yield f"{name!r} is in a group of stage {stage}, which does not have it"
 
 
 def _is_stacked(row: SavedParameter) -> bool:
@@ -280,7 +308,7 @@ def bounds_of(model: SavedModel, slices: int, stages: int, method: str | None, g
     if method is not None:
         return bounds_by(method, slices, stages)
     for name in [saved.method] if saved.method else ["parameters", "uniform"]:
-        if bounds_by(name, model.slices, saved_stages) == saved.bounds:
+        if saved.bounds and bounds_by(name, model.slices, saved_stages) == saved.bounds:
             return bounds_by(name, slices, stages)
     raise CheckpointLayoutError(
         f"the pipeline's stages begin with layers {list(saved.bounds[:-1])}, which is not what "
@@ -379,7 +407,7 @@ class RankTable:
     """
 
     def __init__(self, model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> None:
-        self._partitions, self._sizes = layout.partitions, structure.experts
+        self._of_partitions, self._sizes = layout.holders_of_partitions, structure.experts
         self._per_rank = {head: count // structure.experts[head] for head, count in model.experts.items()}
         self._stacked = {name for name, one in model.parameters.items() if one.is_stacked}
         self.parts: dict[int, dict[Place, int]] = {}
@@ -408,7 +436,7 @@ class RankTable:
             return self.part_holders[self._sizes[name], model_rank, part]
         expert = expert_of(name)
         if expert is None or expert.head not in self._per_rank:
-            return tuple(Place(model_rank, replica) for replica in range(self._partitions))
+            return tuple(Place(model_rank, replica) for replica in self._of_partitions)
         return self.expert_holders(model_rank, expert.head, expert.number)
 
     def sharers(self, name: str, place: Place) -> tuple[Place, ...]:

@@ -114,12 +114,22 @@ def target_of(
         stages * slices,
         topology.world_size() // (stages * slices),
         zero,
-        saved.optimizer if zero == saved.zero_stage == 1 else _OPTIMIZERS.get(zero, model.structure.optimizer),
+        _optimizer_of(model, zero),
         saved.precision,
         saved.is_pipeline,
         expert_groups,
     )
     return _planned(model, layout, structure, slices)
+
+
+def _optimizer_of(model: SavedModel, zero: int) -> str | None:
+    """Return DeepSpeed's optimizer at a stage: in half precision without ZeRO, the program's optimizer decides it."""
+    saved, own = model.layout, model.structure.optimizer
+    if zero == saved.zero_stage < 2:
+        return saved.optimizer
+    if zero or saved.precision == "fp32":
+        return _OPTIMIZERS.get(zero, own)
+    return _HALF_OPTIMIZERS[own != "FusedAdam"]
 
 
 def _changed_options(saved: SavedOptions, given: Mapping[str, Any]) -> SavedOptions:
@@ -189,8 +199,9 @@ def require_loadable(
 def _require_by_element(model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int) -> None:
     uses_partitions = layout.has_partitions or model.layout.has_partitions
     if not structure.is_by_element and (uses_partitions or slices != model.slices):
+        own = structure.optimizer or "The program's optimizer"
         raise CheckpointLayoutError(
-            f"{structure.optimizer} is not known to update each element by its own gradient and states alone. Its "
+            f"{own} is not known to update each element by its own gradient and states alone. Its "
             "updates may depend on the partitions of ZeRO and on the shapes of slices, so that a job of another layout "
             "would train differently. Load the checkpoint in the layout that saved it, or write its weights as one "
             "plain file (--to torch). If it does update each element alone, set is_element_by_element = True on its "
@@ -240,11 +251,8 @@ def _problems(model: SavedModel, zero: int) -> Iterator[str]:
         yield f"ZeRO {zero} with experts: DeepSpeed's MoE supports ZeRO 0, 1 and 2"
     if saved.is_pipeline and zero > 1:
         yield f"ZeRO {zero} with a PipelineModule: DeepSpeed's pipelines support ZeRO 0 and 1"
-    if saved.precision != "fp32" and zero == 0:
-        yield (
-            f"ZeRO 0 in {saved.precision}, where the optimizer of the job decides how DeepSpeed keeps the states; use "
-            "ZeRO 1, 2 or 3, or convert while loading, into any stage (convert=True)"
-        )
+    if saved.precision == "bf16" and saved.is_pipeline and zero == 0:
+        yield "ZeRO 0 in bf16 with a PipelineModule: use ZeRO 1, or convert while loading (convert=True)"
 
 
 def _require_known_format(model: SavedModel) -> None:

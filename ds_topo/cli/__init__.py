@@ -14,8 +14,15 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import NoReturn
 
-from ds_topo.cli import check_command, checkpoint_command, convert_command, plan_command, show_command
-from ds_topo.errors import CheckpointError, DisagreementError, LaunchError, TopologyError
+from ds_topo.cli import (
+    check_command,
+    checkpoint_command,
+    convert_command,
+    plan_command,
+    show_command,
+    verify_command,
+)
+from ds_topo.errors import CheckpointError, DisagreementError, LaunchError, TopologyError, VerificationError
 
 _COMMANDS: dict[str, ModuleType] = {
     "check": check_command,
@@ -23,6 +30,7 @@ _COMMANDS: dict[str, ModuleType] = {
     "convert": convert_command,
     "plan": plan_command,
     "show": show_command,
+    "verify": verify_command,
 }
 
 
@@ -37,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             raise TopologyError(_not_understood(parsed.command, unknown[0], commands[parsed.command]))
         return int(parsed.run(parsed))
-    except (TopologyError, CheckpointError, LaunchError, DisagreementError, OSError) as error:
+    except (TopologyError, CheckpointError, LaunchError, DisagreementError, VerificationError, OSError) as error:
         print(f"ds-topo {parsed.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -8,7 +8,6 @@ group neighboring ranks of the world and ignore the mpu. They are refused for a 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, 
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.agreement import agree
-from ds_topo.process_groups.process_grid import ProcessGrid
+from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.expert_tables import zero_partition_ranks
 from ds_topo.topology.process_topology import ProcessTopology
@@ -414,7 +413,7 @@ def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
         autoep.check_reducer(engine._config)
     section = engine._config._param_dict.get(TOPOLOGY_SECTION)
     if section is not None:
-        wanted = ProcessTopology.from_spec(section, world_size=grid.world_size)
+        wanted = as_topology(section, grid.world_size)  # or what verify has set
         if wanted != grid.topology():
             raise TopologyError(
                 f'config section "{TOPOLOGY_SECTION}" is {wanted.spec!r}, but the mpu is {grid.topology().spec!r}: '
@@ -549,9 +548,7 @@ def _loss_stage(model: DeepSpeedPipelineModule) -> int:
 
 
 def _agree(lines: Sequence[str], members: Sequence[int], subject: str, failure: Exception | None) -> None:
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    text = f"{len(lines)} lines of digest {digest}"
-    agree(text, members, job_timeout(), failure=failure, subject=subject, lines=lambda: lines)
+    agree("", members, job_timeout(), failure=failure, subject=subject, lines=lines)
 
 
 def _settings(engine: DeepSpeedEngine) -> list[str]:

@@ -69,7 +69,7 @@ def patching_engines(construct: Any) -> Any:
                 return
             is_pipeline = isinstance(engine, PipelineEngine)
             rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
-            rows += hybrid_sharding.rows_of_optimizers(engine.mpu)
+            rows += hybrid_sharding.rows_of_engines(engine.mpu)
             hybrid_sharding.save_each_partition_once(engine)
             corrects = engine.mpu.settle_norms()
             if is_pipeline and corrects:
@@ -79,8 +79,8 @@ def patching_engines(construct: Any) -> Any:
             if registry.of(mpu):
                 experts.check_engine_with_experts(engine)
                 rows += _WITH_EXPERTS + (norms.WITH_EXPERTS if corrects else ())
-            elif is_pipeline and corrects:
-                rows += norms.OF_PIPELINES
+            elif is_pipeline:
+                rows += norms.of_unequal_stages(engine) + (norms.OF_PIPELINES if corrects else ())
             if corrects:
                 rows += norms.OF_OPTIMIZERS
             for target in (engine, engine.optimizer):

@@ -26,7 +26,8 @@ Sources: FSDP2's HSDP; Zhang et al., MiCS (VLDB 2022).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any
@@ -35,7 +36,12 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.moe.utils import is_moe_param
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    OPTIMIZER_STATE_DICT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
+from deepspeed.moe.utils import is_moe_param, is_moe_param_group
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
@@ -44,9 +50,10 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_topo.errors import EngineOptionError, listed
-from ds_topo.ledger import Make, Patch
+from ds_topo.ledger import Make, Patch, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu.releases import bind_methods
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import SHARD
 from ds_topo.zero.exchange import Copies, hosts_in_order
@@ -86,6 +93,7 @@ def check_sharding(config: DeepSpeedConfig, grid: MpuGrid) -> None:
         "super_offload": offloads and getattr(zero.offload_optimizer, "super_offload", False),
         "expert_parallel (AutoEP)": config.expert_parallel_config.enabled,
         "compile.deepcompile": getattr(config.compile_config, "deepcompile", False),
+        "elastic_checkpoint": bool(zero.elastic_checkpoint),
         "managed_gradient_accumulation: false": not getattr(config, "managed_gradient_accumulation", True),
     }
     found = [name for name, is_on in refused.items() if is_on]
@@ -93,12 +101,6 @@ def check_sharding(config: DeepSpeedConfig, grid: MpuGrid) -> None:
         raise EngineOptionError(
             f"{listed(found)} with {grid.topology().spec!r}: the option has groups or a reduction of its own, which "
             f"ignore the axis {SHARD!r}: switch it off, or name that axis 'data'"
-        )
-    if offloads and zero.stage in (1, 2):
-        raise EngineOptionError(
-            f"offload_optimizer at ZeRO stage {int(zero.stage)} with {grid.topology().spec!r}: the norms of offloaded "
-            f"gradients are taken before they are summed over the copies of a partition: use stage 3, switch offload "
-            f"off, or name the axis {SHARD!r} 'data'"
         )
 
 
@@ -133,13 +135,96 @@ def partitioned_over_shard(configure: Any) -> Any:
     return configure_over_shard
 
 
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
 def save_each_partition_once(engine: DeepSpeedEngine) -> None:
     """Let the first of the ranks that hold a partition write it, so that the bytes do not grow with the copies."""
     if has_shard(engine.mpu) and engine.zero_optimization():
         is_first = engine.mpu.get_copy_rank() == 0
-        engine.save_zero_checkpoint = is_first
+        engine.save_zero_checkpoint = is_first or engine.has_moe_layers
         if engine.zero_optimization_partition_weights():
             engine.save_non_zero_checkpoint = is_first
+
+
+@contextmanager
+def _file_for_each_replica(engine: DeepSpeedEngine, copies: Copies) -> Iterator[bool]:
+    """Name the file of this rank's partitions by its number among all replicas; yield whether it has all of them.
+
+    Experts are partitioned over all replicas, so with them each replica has a file. Those of later copies have the
+    partitions of experts alone. DeepSpeed asks ``dp_process_group`` for the number.
+    """
+    optimizer = engine.optimizer
+    partitions, optimizer.dp_process_group = optimizer.dp_process_group, copies.whole
+    try:
+        yield dist.get_rank(copies.group) == 0
+    finally:
+        optimizer.dp_process_group = partitions
+
+
+def with_partitions_saved(copies: Copies, save: Any) -> Any:
+    """Build the replacement of ``_save_zero_checkpoint``: later copies save the partitions of experts alone."""
+
+    @wraps(save)
+    def save_partitions(engine: DeepSpeedEngine, *arguments: Any) -> None:
+        if not engine.has_moe_layers:
+            save(engine, *arguments)
+            return
+        optimizer = engine.optimizer
+
+        def of_experts(state_dict: Any) -> Any:
+            def states_of_experts() -> dict[str, Any]:
+                found: dict[str, Any] = state_dict()
+                masters = list(found[SINGLE_PARTITION_OF_FP32_GROUPS])  # the optimizer may have the list itself
+                for group in _dense_groups(optimizer):
+                    masters[group] = torch.empty(0)
+                    found[BASE_OPTIMIZER_STATE]["state"].pop(group, None)
+                return {**found, SINGLE_PARTITION_OF_FP32_GROUPS: masters}
+
+            return states_of_experts
+
+        with _file_for_each_replica(engine, copies) as has_all, ExitStack() as bindings:
+            if not has_all:
+                bindings.enter_context(ledger.bound(patches.STATES_TO_SAVE[type(optimizer)], of_experts, optimizer))
+            save(engine, *arguments)
+
+    return save_partitions
+
+
+def with_partitions_loaded(copies: Copies, load: Any) -> Any:
+    """Build the replacement of ``_load_zero_checkpoint``: later copies read the first one's file, too."""
+
+    def of_first_copy(read: Any) -> Any:
+        @wraps(read)
+        def read_own_and_first(engine: DeepSpeedEngine, names: list[str]) -> list[dict[str, Any]]:
+            states: list[dict[str, Any]] = read(engine, names)
+            own = states[dist.get_rank(copies.whole)]
+            first = dist.get_group_rank(copies.whole, dist.get_global_rank(copies.group, 0))
+            content = engine.checkpoint_engine.load(names[first], map_location="cpu")[OPTIMIZER_STATE_DICT]
+            of_dense = content[BASE_OPTIMIZER_STATE]["state"]
+            for group in _dense_groups(engine.optimizer):
+                own[SINGLE_PARTITION_OF_FP32_GROUPS][group] = content[SINGLE_PARTITION_OF_FP32_GROUPS][group]
+                own[BASE_OPTIMIZER_STATE]["state"] |= {group: of_dense[group]} if group in of_dense else {}
+            return states
+
+        return read_own_and_first
+
+    @wraps(load)
+    def load_partitions(engine: DeepSpeedEngine, *arguments: Any, **options: Any) -> Any:
+        if not engine.has_moe_layers:
+            return load(engine, *arguments, **options)
+        with _file_for_each_replica(engine, copies) as has_all, ExitStack() as bindings:
+            if not has_all:
+                bindings.push(bind_methods([(patches.STATES_TO_LOAD, of_first_copy)], engine))
+            return load(engine, *arguments, **options)
+
+    return load_partitions
+
+
+def _dense_groups(optimizer: Any) -> list[int]:
+    """Return the numbers of the groups of parameters that are not experts."""
+    groups = optimizer.optimizer.param_groups
+    return [number for number, group in enumerate(groups) if not is_moe_param_group(group)]
 
 
 def _make_copies_equal(parameters: Iterable[nn.Parameter], grid: MpuGrid) -> None:
@@ -184,15 +269,30 @@ def with_sum_over_copies(copies: Copies, step: Any) -> Any:
     @wraps(step)
     def sum_and_step(optimizer: DeepSpeedZeroOptimizer, closure: object = None) -> Any:
         if optimizer not in reduced_elsewhere:
-            for group, gradients in optimizer.averaged_gradients.items():
-                if not gradients:
-                    continue
+            if optimizer.cpu_offload:
+                get_accelerator().synchronize()  # gradients may still be on their way to host memory
+            for group, parameters in enumerate(optimizer.bit16_groups):
                 scale = 1 / copies.number if optimizer.gradient_average else 1.0
-                of_experts = any(map(is_moe_param, optimizer.bit16_groups[group]))
-                _Sum(gradients, None if of_experts else copies.group, scale, gradients[0].dtype).wait()
+                among = None if any(map(is_moe_param, parameters)) else copies.group
+                if optimizer.cpu_offload:
+                    _sum_offloaded(optimizer, group, among, scale)
+                elif gradients := optimizer.averaged_gradients.get(group):
+                    _Sum(gradients, among, scale, gradients[0].dtype).wait()
         return step(optimizer, closure)
 
     return sum_and_step
+
+
+def _sum_offloaded(optimizer: DeepSpeedZeroOptimizer, group: int, among: ProcessGroup | None, scale: float) -> None:
+    """Sum a partition of gradients in host memory, in pieces of a bucket, and take its norms and overflow anew."""
+    gradients = optimizer.single_partition_of_fp32_groups[group].grad.view(-1)
+    for piece in gradients.split(int(optimizer.reduce_bucket_size)):
+        _Sum([piece], among, scale, optimizer.bit16_groups_flat[group].dtype).wait()
+    optimizer.local_overflow |= not bool(gradients.isfinite().all())
+    for parameter in optimizer.params_in_partition[group]:
+        number = optimizer.get_param_id(parameter)
+        _, _, start, numel = optimizer.grad_position[number]
+        optimizer.norm_for_param_grads[number] = gradients[start : start + numel].norm()
 
 
 def with_overflow_of_copies(copies: Copies, has_overflow: Any) -> Any:
@@ -228,7 +328,8 @@ class _Sum:
         self, tensors: list[torch.Tensor], group: ProcessGroup | None, scale: float, dtype: torch.dtype
     ) -> None:
         self._tensors = tensors
-        self._payload = torch.cat([tensor.reshape(-1).to(dtype) for tensor in tensors]).mul_(scale)
+        device = get_accelerator().current_device_name()
+        self._payload = torch.cat([tensor.reshape(-1).to(device, dtype) for tensor in tensors]).mul_(scale)
         self._work = None if group is None else dist.all_reduce(self._payload, group=group, async_op=True)
 
     def wait(self) -> None:
@@ -315,14 +416,16 @@ OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = tuple(
 )
 
 
-def rows_of_optimizers(grid: MpuGrid) -> list[tuple[Patch, Make]]:
-    """Return the patches of optimizers that partition over ``shard``; none if no other rank holds the partition."""
+def rows_of_engines(grid: MpuGrid) -> list[tuple[Patch, Make]]:
+    """Return the patches of engines that partition over ``shard``, and of their optimizers; none without copies."""
     copies = copies_of(grid)
     if copies is None:
         return []
     return [
         (patches.STEP_ON_SUMS, partial(with_sum_over_copies, copies)),
         (patches.OVERFLOW_OF_COPIES, partial(with_overflow_of_copies, copies)),
+        (patches.SAVE_PARTITIONS, partial(with_partitions_saved, copies)),
+        (patches.LOAD_PARTITIONS, partial(with_partitions_loaded, copies)),
         (patches.PARTITION_GRADIENTS, partial(with_partitions_summed, copies)),
         (patches.END_OF_REDUCTION, partial(with_sums_awaited, copies)),
     ]

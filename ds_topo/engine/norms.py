@@ -9,10 +9,11 @@ slice of any other, a tied layer on one of its stages, and every expert. DeepSpe
                              ranks that hold different experts. ``clip_grad_norm_`` replaces it in both.
     ZeRO 1 and 2             The norm omits the experts of all slices but the first. It reduces once per parameter
                              group, which hangs if stages have different numbers of groups. ``zero_gradient_norm``
-                             replaces it.
+                             replaces it in both cases.
     fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which have no marks, so we copy the
                              marks of their parameters. It omits experts, and ``BF16_Optimizer`` hangs if ranks have
-                             different expert sizes; ``check_norm`` refuses both. ``BF16_Optimizer`` fails on a slice
+                             different expert sizes; ``check_norm`` refuses both. ``of_unequal_stages`` refuses the
+                             former if stages have different numbers of groups. ``BF16_Optimizer`` fails on a slice
                              without any parameter to count; there we add a zero.
 """
 
@@ -43,7 +44,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ds_topo.errors import ExpertGroupError, abridged, listed
+from ds_topo.errors import EngineOptionError, ExpertGroupError, abridged, listed
 from ds_topo.ledger import Make, Patch, always
 from ds_topo.mpu import patches
 from ds_topo.mpu.expert_registry import registry
@@ -312,6 +313,27 @@ def _scaled_global_norm(optimizer: DeepSpeedZeroOptimizer, norm_type: int = 2) -
 
 OF_PIPELINES: tuple[tuple[Patch, Make], ...] = ((patches.CLIP_FP32, always(_clip_fp32_gradients)),)
 WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = (*OF_PIPELINES, (patches.ZERO_NORM, always(_scaled_global_norm)))
+
+
+def of_unequal_stages(engine: DeepSpeedEngine) -> tuple[tuple[Patch, Make], ...]:
+    """Return the patch that a pipeline needs if its stages have different numbers of parameter groups; collective.
+
+    DeepSpeed removes the groups of which a stage has no parameter, and reduces the norm once for each that remains.
+
+    Raises:
+        EngineOptionError: raised on every rank; this optimizer's norm would hang in the first step.
+    """
+    counts: list[Any] = [len(getattr(engine.optimizer, "param_groups", ()))] * engine.mpu.pipe_parallel_size
+    dist.all_gather_object(counts, counts[0], group=engine.mpu.get_pipe_parallel_group())
+    if len({*counts}) == 1 or not isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, FP16_UnfusedOptimizer)):
+        return ()
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        raise EngineOptionError(
+            f"the stages have parameters in {counts} groups of the optimizer: DeepSpeed's FP16_UnfusedOptimizer takes "
+            "the norm of each group over all stages, and would hang in the first step; use ZeRO stage 1, or give every "
+            "stage a parameter of each group"
+        )
+    return ((patches.ZERO_NORM, always(_scaled_global_norm)),)
 
 
 def log_clipping(engine: DeepSpeedEngine) -> None:

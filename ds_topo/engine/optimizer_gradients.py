@@ -1,31 +1,49 @@
-"""Connect a reducer to an engine's optimizer: define where gradients accumulate, and which call reduces them.
+"""Connect a reducer to an engine's optimizer: where gradients accumulate, and which call of the engine reduces them.
 
-There is one class for each kind of optimizer; :func:`gradients_of` chooses the class.
+There is one class for each kind of optimizer; :func:`gradients_of` chooses the class. Without ZeRO, and with optimizers
+that need whole matrices, every rank gets whole gradients. At ZeRO 1 and 2 gradients go to the ranks that own them, and
+DeepSpeed's optimizer runs in a balanced layout: same arithmetic, other addresses.
+
+Each flat tensor of parameters is then cut into regions, and each region evenly over the ranks
+(:mod:`ds_topo.zero.partitions`). The rank's master weights and optimizer states move to this layout once. The flat
+tensors keep their memory, but parameters have other places in it. Checkpoints are in DeepSpeed's layout: states are
+moved back before they are saved, and moved again after they are loaded. So any tool and any engine can read them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from functools import wraps
+from itertools import accumulate
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import SINGLE_PARTITION_OF_FP32_GROUPS
+from deepspeed.moe.utils import is_moe_param, is_moe_param_group
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import bwc_tensor_model_parallel_rank, is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
 
 from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.engine import parameter_gathers
 from ds_topo.engine.hybrid_sharding import copies_of, reduced_elsewhere
-from ds_topo.engine.parameter_gathers import PartitionedParameters
-from ds_topo.engine.zero_optimizer import PartitionedOptimizer, partitioned
-from ds_topo.ledger import Patch, always, ledger
+from ds_topo.engine.norms import is_copy_of_tied
+from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
+from ds_topo.ledger import Make, Patch, always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.releases import bind_methods
+from ds_topo.process_groups.agreement import agree
 from ds_topo.reducer.options import BucketSizes
-from ds_topo.zero.partitions import PartitionedGradients
+from ds_topo.torch_names import job_timeout
+from ds_topo.zero.partitions import PartitionedGradients, PartitionLayout, moved
 
 
 class OptimizerGradients:
@@ -112,55 +130,6 @@ class Zero1Gradients(OptimizerGradients):
         self.optimizer.overlapping_partition_gradients_reduce_epilogue()
 
 
-class ZeroPartitions(OptimizerGradients):
-    """The connection to ZeRO 1 and 2: gradients go to their owners, and each rank passes its partition on."""
-
-    def __init__(self, engine: DeepSpeedEngine, in_our_layout: PartitionedOptimizer) -> None:
-        super().__init__(engine)
-        self._layout, self._engine_ends = in_our_layout, False
-        self.partitions = [group.gradients for group in in_our_layout.groups]
-        self.parameters = in_our_layout.parameters
-        self.reduces_always = int(engine.zero_optimization_stage()) == 2
-        if not isinstance(self.optimizer, BF16_Optimizer):
-            self.reduction = (self.optimizer, patches.ZERO_EPILOGUE if self.reduces_always else patches.REDUCE_ZERO)
-
-    def bind(self, bindings: ExitStack) -> None:
-        """Move the optimizer to our layout and keep its own hooks from gradients; collective, and so is its end."""
-        bindings.push(bind_methods(parameter_gathers.OF_OPTIMIZERS, self.optimizer))
-        if isinstance(self.optimizer, BF16_Optimizer):
-            _keep_hooks_off(self.optimizer, bindings)
-        else:
-            _keep_sums(self.optimizer, bindings)
-            rows = [(patches.ZERO_PROCESS, lambda parameter, group: None), (patches.OFFLOAD_STATES, _refuse_offload)]
-            for row, value in rows:
-                bindings.callback(ledger.bind(row, always(value), self.optimizer))
-        self._layout.enter()
-        bindings.callback(self._leave)
-
-    def _leave(self) -> None:
-        self._layout.parameters.rest()
-        if self._engine_ends:
-            self._layout.end()
-        else:
-            self._layout.leave()
-
-    def end_with_engine(self) -> None:
-        """Skip the move back to DeepSpeed's layout, which is no longer needed."""
-        self._engine_ends = True
-
-    def mark_reduced(self) -> None:
-        """Pass the optimizer its partition after the last micro-batch."""
-        if self.engine.is_gradient_accumulation_boundary():
-            self._layout.hand_over()
-
-    def reduce_tied(self, reduce: Callable[[], None]) -> None:
-        """Sum the whole gradients in the partitions' memory, since stages own different parts of them."""
-        for weight, group in self.engine.module.get_tied_weights_and_groups():
-            for partition in self.partitions:
-                if weight in partition.regions:
-                    dist.all_reduce(partition.place_of(weight), group=group)
-
-
 def _keep_sums(optimizer: DeepSpeedZeroOptimizer, bindings: ExitStack) -> None:
     """Keep the optimizer's step from summing gradients over the copies of its partition a second time."""
     reduced_elsewhere.add(optimizer)
@@ -171,6 +140,415 @@ def _refuse_offload(*_: object, **__: object) -> None:
     raise RuntimeError(
         "offload_states() with a GradientReducer attached: detach() it first; its layout of the partition differs"
     )
+
+
+# -- ZeRO 1 and 2 in our layout --------------------------------------------------------------------------------------
+
+
+class OwnSlices:
+    """Replaces DeepSpeed's tensor of this rank's part of the flat parameters, which its optimizers only write."""
+
+    def __init__(self, group: FlatGroup, parameters: PartitionedParameters) -> None:
+        self._group, self._parameters = group, parameters
+
+    @property
+    def data(self) -> OwnSlices:
+        """The object itself, in place of ``Tensor.data``."""
+        return self
+
+    def numel(self) -> int:
+        """Return the length of the partition."""
+        return self._group.ours.partition_numel
+
+    def copy_(self, partition: torch.Tensor) -> OwnSlices:
+        """Write the updated partition of this rank to its places in the flat parameters."""
+        self._parameters.wait()  # the previous values may not have been sent yet
+        for own, place in self._group.slices():
+            own.copy_(partition[place])
+        return self
+
+
+class PartitionedOptimizer(OptimizerGradients, ABC):
+    """The connection at ZeRO 1 and 2: DeepSpeed's optimizer runs in our layout while the reducer is attached.
+
+    Args:
+        engine: the engine.
+        sizes: the sizes of the regions.
+        whole: parameters that every rank needs whole.
+    """
+
+    _rows_of_methods: ClassVar[tuple[Patch, ...]]
+    """The rows for saving, loading and refreshing."""
+
+    def __init__(self, engine: DeepSpeedEngine, sizes: BucketSizes, whole: Collection[nn.Parameter]) -> None:
+        super().__init__(engine)
+        self._sizes, self._whole, self._copies = sizes, whole, copies_of(engine.mpu)
+        self.reduces_always = int(engine.zero_optimization_stage()) == 2
+        self.groups = self._flat_groups()
+        self.partitions = [group.gradients for group in self.groups]
+        self.parameters: PartitionedParameters = PartitionedParameters(self.groups)
+        self._bindings = ExitStack()
+        """The patches of our layout, which end while DeepSpeed saves or loads."""
+        self._engine_ends = False
+
+    # -- differences between the two optimizers
+
+    @abstractmethod
+    def _flat_groups(self) -> list[FlatGroup]:
+        """Return the parameter groups as DeepSpeed has laid them out."""
+
+    @abstractmethod
+    def _addresses(self) -> list[tuple[Patch, object]]:
+        """Return the replacements of the optimizer's addresses, with their rows."""
+
+    @abstractmethod
+    def _gradient_fragments(self) -> dict[int, list[torch.Tensor]]:
+        """Return the gradients that DeepSpeed's functions for single parameters read, by group."""
+
+    @abstractmethod
+    def _hand_over(self) -> None:
+        """Pass this rank's partition of reduced gradients to the optimizer, after the last micro-batch."""
+
+    @abstractmethod
+    def _disable_hooks(self, bindings: ExitStack) -> None:
+        """Keep the optimizer's own hooks from gradients until the bindings are closed."""
+
+    # -- the reducer's calls
+
+    def bind(self, bindings: ExitStack) -> None:
+        """Move the optimizer to our layout and disable its own hooks; collective, and so is its end."""
+        bindings.push(bind_methods(parameter_gathers.OF_OPTIMIZERS, self.optimizer))
+        self._disable_hooks(bindings)
+        self._enter()
+        bindings.callback(self._end)
+
+    def _end(self) -> None:
+        self.parameters.rest()
+        if self._engine_ends:
+            self._bindings.close()
+        else:
+            self._leave()
+
+    def end_with_engine(self) -> None:
+        """Skip the move back to DeepSpeed's layout, which is no longer needed."""
+        self._engine_ends = True
+
+    def mark_reduced(self) -> None:
+        """Pass the optimizer its partition after the last micro-batch."""
+        if self.engine.is_gradient_accumulation_boundary():
+            self._hand_over()
+
+    def reduce_tied(self, reduce: Callable[[], None]) -> None:
+        """Sum the whole gradients in the partitions' memory, since stages own different parts of them."""
+        for weight, group in self.engine.module.get_tied_weights_and_groups():
+            for partition in self.partitions:
+                if weight in partition.regions:
+                    dist.all_reduce(partition.place_of(weight), group=group)
+
+    # -- our layout
+
+    def _enter(self) -> None:
+        """Move parameters and states to our layout; collective."""
+        for group in self.groups:
+            group.arrange(group.ours)
+            _ = group.gradients.exchange  # created here by all ranks together, not during a backward pass
+        self._move(to_ours=True)
+        self._bind_names()
+        self._relink(self._link_fragments)
+        self.parameters.renew()
+
+    def _leave(self) -> None:
+        """Move parameters and states back to DeepSpeed's layout; collective."""
+        self.parameters.wait()
+        self._bindings.close()
+        self._move(to_ours=False)
+        for group in self.groups:
+            group.arrange(group.theirs)
+        self._relink(self.optimizer._link_all_hp_params)
+
+    def _flat_group(
+        self,
+        index: int,
+        parameters: list[nn.Parameter],
+        flat: torch.Tensor,
+        master: torch.Tensor,
+        theirs: PartitionLayout,
+        dtype: torch.dtype,
+        keeps: bool,
+        flat_gradients: torch.Tensor | None = None,
+    ) -> FlatGroup:
+        process_group = self.optimizer.real_dp_process_group[index]
+        size = dist.get_world_size(process_group)
+        copies = None if any(map(is_moe_param, parameters)) else self._copies
+        number = 1 if copies is None else copies.number
+        ours, needed_whole = balanced_layout(parameters, dtype.itemsize, size, self._sizes, self._whole, number)
+        memory = None if flat_gradients is None else lengthened(flat_gradients, ours.numel)
+        gradients = PartitionedGradients(
+            parameters,
+            ours,
+            process_group,
+            dtype,
+            keeps=keeps,
+            whole=needed_whole,
+            memory=memory,
+            copies=copies,
+            ends_step=self.engine.is_gradient_accumulation_boundary,
+        )
+        return FlatGroup(index, parameters, flat, master, theirs, gradients)
+
+    def _own_slices(self) -> list[list[OwnSlices]]:
+        """Return the replacement of each group's list of all ranks' partitions."""
+        return [[OwnSlices(group, self.parameters)] * (group.gradients.rank + 1) for group in self.groups]
+
+    def _bind_names(self) -> None:
+        rows: list[tuple[Patch, Make]] = [(row, always(value)) for row, value in self._addresses()]
+        rows += zip(self._rows_of_methods, (self._saving, self._loading, always(self._refresh)), strict=True)
+        for row, make in rows:
+            self._bindings.callback(ledger.bind(row, make, self.optimizer))
+
+    def _move(self, *, to_ours: bool) -> None:
+        for group, tensors in zip(self.groups, self._states_in(to_ours=to_ours), strict=True):
+            _put(self.optimizer.optimizer, group.master, *tensors)
+
+    def _states_in(self, *, to_ours: bool) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        """Return the master weights and optimizer states of every group in the other layout; collective."""
+        result = []
+        for group in self.groups:
+            source, target = (group.theirs, group.ours) if to_ours else (group.ours, group.theirs)
+            states = self.optimizer.optimizer.state.get(group.master, {})
+            partitions = {
+                name: moved(value, source, target, group.gradients.group)
+                for name, value in sorted(states.items())
+                if torch.is_tensor(value) and value.shape == group.master.shape
+            }
+            result.append((moved(group.master.detach(), source, target, group.gradients.group), partitions))
+        return result
+
+    # -- DeepSpeed's functions for single parameters
+
+    def _relink(self, link: Callable[[], None]) -> None:
+        link()
+        optimizer = self.optimizer
+        if optimizer._hp_optimizer_states_linked:
+            optimizer._hp_optimizer_states_linked = False
+            if all(group.master in optimizer.optimizer.state for group in self.groups):
+                optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _link_fragments(self) -> None:
+        """Set the links that ``safe_get_full_fp32_param`` and similar functions follow, as ``link_hp_params`` does."""
+        gradients = self._gradient_fragments()
+        for group in self.groups:
+            for parameter in group.parameters:
+                parameter._hp_mapping = None  # type: ignore[attr-defined]
+            for place, (part, parameter) in enumerate(zip(group.own, group.owned, strict=True)):
+                parameter._index_in_param_group = place  # type: ignore[attr-defined]
+                parameter._hp_mapping = tensor_fragment(  # type: ignore[attr-defined]
+                    lp_fragment=parameter.detach().flatten()[part.start : part.start + part.numel],
+                    lp_fragment_address=fragment_address(numel=part.numel, start=part.start),
+                    hp_fragment=group.master.detach()[part.address : part.address + part.numel],
+                    hp_fragment_address=fragment_address(numel=part.numel, start=part.address),
+                    gradient_dict=gradients,
+                    offload_gradient_dict=None,
+                    use_offload=False,
+                    param_group_index=group.index,
+                )
+
+    # -- checkpoints
+
+    def _saving(self, state_dict: Any) -> Any:
+        @wraps(state_dict)
+        def in_deepspeeds_layout() -> dict[str, Any]:
+            """Collective over the ranks that share the first flat tensor. Ranks that do not come are named."""
+            agree(
+                "",
+                sorted(dist.get_process_group_ranks(self.groups[0].gradients.group)),
+                job_timeout(),
+                subject="optimizer.state_dict(), which all ranks must call together with a GradientReducer attached",
+            )
+            inner = self.optimizer.optimizer
+            kept = [(group.master.data, dict(inner.state.get(group.master, {}))) for group in self.groups]
+            theirs = self._states_in(to_ours=False)
+            try:
+                for group, tensors in zip(self.groups, theirs, strict=True):
+                    _put(inner, group.master, *tensors)
+                self._bindings.close()
+                try:
+                    result: dict[str, Any] = state_dict()
+                finally:
+                    self._bind_names()
+            finally:
+                for group, (master, states) in zip(self.groups, kept, strict=True):
+                    _put(inner, group.master, master, states)
+            live = {id(group.master): master for group, (master, _) in zip(self.groups, theirs, strict=True)}
+            saved = result[SINGLE_PARTITION_OF_FP32_GROUPS]
+            result[SINGLE_PARTITION_OF_FP32_GROUPS] = [live.get(id(tensor), tensor) for tensor in saved]
+            return result
+
+        return in_deepspeeds_layout
+
+    def _loading(self, load_state_dict: Any) -> Any:
+        @wraps(load_state_dict)
+        def from_deepspeeds_layout(*arguments: Any, **options: Any) -> None:
+            """Collective."""
+            self._leave()
+            try:
+                load_state_dict(*arguments, **options)
+            finally:
+                self._enter()
+
+        return from_deepspeeds_layout
+
+    def _refresh(self) -> None:
+        """Copy the parameters to the master weights, in place of ``_restore_from_bit16_weights``."""
+        self.parameters.wait()
+        for group in self.groups:
+            for own, place in group.slices():
+                group.master.data[place].copy_(own)
+
+
+class PartitionedZero(PartitionedOptimizer):
+    """``DeepSpeedZeroOptimizer`` in our layout."""
+
+    optimizer: DeepSpeedZeroOptimizer
+    _rows_of_methods = patches.METHODS_OF_PARTITIONS[DeepSpeedZeroOptimizer]
+
+    def __init__(self, engine: DeepSpeedEngine, sizes: BucketSizes, whole: Collection[nn.Parameter]) -> None:
+        super().__init__(engine, sizes, whole)
+        self.reduction = (self.optimizer, patches.ZERO_EPILOGUE if self.reduces_always else patches.REDUCE_ZERO)
+
+    def _flat_groups(self) -> list[FlatGroup]:
+        optimizer, groups = self.optimizer, []
+        for index, parameters in enumerate(optimizer.bit16_groups):
+            in_place = optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index]
+            offsets = dict(zip(*in_place, strict=True))
+            theirs = PartitionLayout.flat(
+                [parameter.numel() for parameter in parameters],
+                [offsets[parameter] for parameter in parameters],
+                int(optimizer.partition_size[index]),
+                dist.get_world_size(optimizer.real_dp_process_group[index]),
+            )
+            flat, master = optimizer.bit16_groups_flat[index], optimizer.single_partition_of_fp32_groups[index]
+            dtype = optimizer.gradient_accumulation_dtype if optimizer.use_separate_grad_accum else flat.dtype
+            keeps = not optimizer.partition_gradients
+            groups.append(self._flat_group(index, parameters, flat, master, theirs, dtype, keeps))
+        return groups
+
+    def _addresses(self) -> list[tuple[Patch, object]]:
+        offsets = [
+            [group.gradients.offsets[parameter] for parameter in in_their_order]
+            for group, in_their_order in zip(self.groups, self.optimizer.round_robin_bit16_groups, strict=True)
+        ]
+        return [
+            (patches.ZERO_FLATS, self.parameters),
+            (patches.ZERO_PARTITIONS, self._own_slices()),
+            (patches.ZERO_PARTITION_SIZE, [group.ours.partition_numel for group in self.groups]),
+            (patches.ZERO_OWNED, [group.owned for group in self.groups]),
+            (patches.ZERO_OFFSETS, offsets),
+            (patches.ZERO_SET_VIEWS, lambda group_index: None),
+        ]
+
+    def _gradient_fragments(self) -> dict[int, list[torch.Tensor]]:
+        fragments: dict[int, list[torch.Tensor]] = self.optimizer.averaged_gradients
+        return fragments
+
+    def _disable_hooks(self, bindings: ExitStack) -> None:
+        _keep_sums(self.optimizer, bindings)
+        for row, value in (
+            (patches.ZERO_PROCESS, lambda parameter, group: None),
+            (patches.OFFLOAD_STATES, _refuse_offload),
+        ):
+            bindings.callback(ledger.bind(row, always(value), self.optimizer))
+
+    def _hand_over(self) -> None:
+        """Set ``averaged_gradients``, as the optimizer's own epilogue would do."""
+        for group in self.groups:
+            partition = group.gradients.take()
+            self.optimizer.averaged_gradients[group.index] = _Gradients(group.fragments_of(partition), partition)
+
+
+class _Gradients(list[torch.Tensor]):
+    """The gradients of single parameters, for the norm of ``DeepSpeedZeroOptimizer``, and their flat tensor."""
+
+    def __init__(self, fragments: list[torch.Tensor], partition: torch.Tensor) -> None:
+        super().__init__(fragments)
+        self.flat_partition = partition
+
+
+class PartitionedBF16(PartitionedOptimizer):
+    """``BF16_Optimizer``, which accumulates gradients in a second data type, in our layout."""
+
+    optimizer: BF16_Optimizer
+    _rows_of_methods = patches.METHODS_OF_PARTITIONS[BF16_Optimizer]
+
+    def _flat_groups(self) -> list[FlatGroup]:
+        optimizer, groups = self.optimizer, []
+        for index, parameters in enumerate(optimizer.bf16_groups):
+            size, flat = dist.get_world_size(optimizer.real_dp_process_group[index]), optimizer.bf16_groups_flat[index]
+            numels = [parameter.numel() for parameter in parameters]
+            offsets = [end - numel for end, numel in zip(accumulate(numels), numels, strict=True)]
+            theirs = PartitionLayout.flat(numels, offsets, flat.numel() // size, size)
+            master, gradients = optimizer.fp32_groups_flat_partition[index], optimizer.fp32_groups_gradients_flat[index]
+            dtype = optimizer.grad_acc_dtype
+            groups.append(self._flat_group(index, parameters, flat, master, theirs, dtype, True, gradients))
+        return groups
+
+    def _addresses(self) -> list[tuple[Patch, object]]:
+        return [
+            (patches.BF16_FLATS, self.parameters),
+            (patches.BF16_PARTITIONS, self._own_slices()),
+            (patches.BF16_ALL_GRADIENTS, []),
+            (patches.BF16_PARTITION_OF_GRADIENTS, [group.gradients.partition for group in self.groups]),
+            (patches.BF16_NORM, self._gradients_for_norm),
+        ]
+
+    def _gradient_fragments(self) -> dict[int, list[torch.Tensor]]:
+        return {group.index: group.fragments_of(group.gradients.partition) for group in self.groups}
+
+    def _gradients_for_norm(self, for_clipping: bool = False) -> Any:
+        """Replace ``get_grads_for_norm``, which expects whole gradients on every rank.
+
+        Collective over the ranks that share gradients. Return the norm over these ranks as the only gradient of each
+        kind, dense and expert: its norm is the same. For clipping, return the partitions themselves.
+        """
+        if for_clipping:
+            return [group.gradients.partition for group in self.groups]
+        mpu = self.optimizer.mpu
+        first_slice = mpu is None or bwc_tensor_model_parallel_rank(mpu=mpu) == 0
+        dense: list[torch.Tensor] = []
+        of_experts: dict[str, list[torch.Tensor]] = {}
+        for group in self.groups:
+            partition = group.gradients.partition
+            norms = [
+                torch.linalg.vector_norm(fragment.float())
+                for fragment, parameter in zip(group.fragments_of(partition), group.owned, strict=True)
+                if not is_copy_of_tied(parameter)
+                and (first_slice or is_model_parallel_parameter(parameter) or is_moe_param(parameter))
+            ]
+            square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=partition.device)
+            dist.all_reduce(square, group=group.gradients.group)
+            settings = self.optimizer.optimizer.param_groups[group.index]
+            kind = of_experts.setdefault(settings["name"], []) if is_moe_param_group(settings) else dense
+            kind.append(square.sqrt().reshape(1))
+        return dense or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
+
+    def _disable_hooks(self, bindings: ExitStack) -> None:
+        _keep_hooks_off(self.optimizer, bindings)
+
+    def _hand_over(self) -> None:
+        """Mark the partition as filled; the optimizer's step reads it in place."""
+        for group in self.groups:
+            group.gradients.take()
+        for flags in self.optimizer.fp32_groups_has_gradients:
+            flags[:] = [True] * len(flags)
+
+
+def _put(inner: torch.optim.Optimizer, master: torch.Tensor, data: torch.Tensor, states: dict[str, Any]) -> None:
+    master.data = data
+    if states:  # a new dictionary: the result of an earlier state_dict() keeps the old one
+        inner.state[master] = {**inner.state[master], **states}
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
 
 
 def gradients_of(engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes]) -> OptimizerGradients:
@@ -191,10 +569,21 @@ def gradients_of(engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes]) -> O
     tied: set[nn.Parameter] = set()  # their stages sum gradients, and own different parts of them
     if isinstance(engine, PipelineEngine):
         tied = {weight for weight, _ in engine.module.get_tied_weights_and_groups()}
-    in_our_layout = partitioned(optimizer, sizes, tied, copies_of(engine.mpu), engine.is_gradient_accumulation_boundary)
-    if in_our_layout is not None:
-        return ZeroPartitions(engine, in_our_layout)
-    return BF16Gradients(engine) if isinstance(optimizer, BF16_Optimizer) else Zero1Gradients(engine)
+    is_bf16 = isinstance(optimizer, BF16_Optimizer)
+    if _can_move(optimizer):
+        return (PartitionedBF16 if is_bf16 else PartitionedZero)(engine, sizes(), tied)
+    return BF16Gradients(engine) if is_bf16 else Zero1Gradients(engine)
+
+
+def _can_move(optimizer: BF16_Optimizer | DeepSpeedZeroOptimizer) -> bool:
+    """Return whether the optimizer can run in our layout: its arithmetic does not depend on DeepSpeed's."""
+    if getattr(optimizer, "autoep_folding_tp_group", None) is not None:
+        return False
+    if not is_element_by_element(optimizer.optimizer):
+        return False
+    if isinstance(optimizer, BF16_Optimizer):
+        return not optimizer._uses_muon
+    return not any(optimizer._is_muon_group(parameters) for parameters in optimizer.bit16_groups)
 
 
 def _refusal(engine: DeepSpeedEngine) -> str | None:

@@ -24,6 +24,7 @@ from ds_topo.engine.norms import count_each_parameter_once
 from ds_topo.engine.one_layout import grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
 from ds_topo.launch.extension_locks import remove_abandoned_locks
+from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from ds_topo.ledger import always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid
@@ -321,7 +322,7 @@ def _check_stages(num_stages: object, layout: MpuGrid | ProcessTopology | Spec, 
     except (TopologyError, TypeError):
         return  # the grid raises this on all ranks
     stages = max(1, topology.get_dim(PIPE))
-    if num_stages is not None and num_stages != stages:
+    if num_stages is not None and num_stages != stages and TOPOLOGY_OVERRIDE not in os.environ:
         raise TopologyError(f"num_stages={abridged(num_stages)}, but {topology.spec!r} has {stages}: give only one")
     if layers < stages * parts:
         raise TopologyError(

@@ -6,7 +6,6 @@ engine's own reduction by a wait for the reducer.
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +31,7 @@ from ds_topo.ledger import Patch, after, ledger
 from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer import BucketReducer
+from ds_topo.reducer.misuse import is_held_by
 from ds_topo.reducer.options import BucketSizes, ReductionArguments, ReductionOptions
 from ds_topo.reducer.reducer import StepDriver
 from ds_topo.reducer.report import BucketTiming, StepTiming
@@ -73,7 +73,8 @@ class GradientReducer(BucketReducer):
                 "GradientReducer(engine) would reduce beside the engine, which reduces its gradients itself: call "
                 "GradientReducer.attach(engine)"
             )
-        if arguments.get("driver") is None and isinstance(module, nn.Module) and _is_in_engine(module):
+        is_standalone = arguments.get("driver") is None and isinstance(module, nn.Module)
+        if is_standalone and is_held_by(module, DeepSpeedEngine, "micro_steps"):
             raise TypeError(
                 "GradientReducer(engine.module) would reduce beside the engine, which reduces its gradients itself: "
                 "call GradientReducer.attach(engine)"
@@ -86,8 +87,9 @@ class GradientReducer(BucketReducer):
 
         Supports ``DeepSpeedEngine`` at ZeRO stages 0 to 2 and ``PipelineEngine`` at 0 and 1, in fp32, fp16 and bf16,
         with or without experts. Groups, divisor, communication data type and pre-division are the engine's. At stages 1
-        and 2 gradients go to the ranks that own them, and :mod:`~ds_topo.engine.zero_optimizer` moves the optimizer to
-        a layout for that. ``detach()`` moves it back and is collective then. Collective over the data-parallel group.
+        and 2 gradients go to the ranks that own them, and :mod:`~ds_topo.engine.optimizer_gradients` moves the
+        optimizer to a layout for that. ``detach()`` moves it back and is collective then. Collective over the
+        data-parallel group.
 
         Args:
             engine: the result of ``deepspeed.initialize``.
@@ -106,10 +108,7 @@ class GradientReducer(BucketReducer):
         if given := [name for name in ("module", "grid", "process_group", "driver") if name in options]:
             raise TypeError(f"GradientReducer.attach: omit {listed(given)}, which the engine provides")
         autoep.check_reducer(engine._config)
-        kind: type[EngineDriver] = EngineDriver
-        if isinstance(engine, PipelineEngine):
-            kind = DualPipeVDriver if isinstance(engine, DualPipeVEngine) else PipelineDriver
-        driver = kind(engine, options)
+        driver = (PipelineDriver if isinstance(engine, PipelineEngine) else EngineDriver)(engine, options)
         reducer = cls(engine.module, process_group=driver.group, driver=driver, **options)
         try:
             driver.bind(reducer, reducer.options)
@@ -117,16 +116,6 @@ class GradientReducer(BucketReducer):
             reducer.detach()
             raise
         return reducer
-
-
-def _is_in_engine(module: nn.Module) -> bool:
-    """Return True if an existing engine trains the module."""
-    return any(
-        isinstance(engine, DeepSpeedEngine) or (isinstance(engine, dict) and "micro_steps" in engine)
-        for holder in gc.get_referrers(module)
-        if isinstance(holder, dict) and holder.get("module") is module
-        for engine in gc.get_referrers(holder)
-    )
 
 
 class EngineDriver(StepDriver):
@@ -304,6 +293,9 @@ class PipelineDriver(EngineDriver):
     """The driver of a pipeline engine, whose schedule knows the last micro-batch.
 
     Buckets are reduced while the last backward pass runs. The reducer finishes where the schedule reduces tied layers.
+    With DualPipeV, the parameters of each phase are reduced from the last backward of that phase. Phase 1 ends earlier,
+    which starts the step. Its reductions overlap with the rest of phase 0. Those passes are equally many in each step,
+    so the reducer learns how many gradients a parameter gets in them (``static_graph``).
     """
 
     def __init__(self, engine: PipelineEngine, options: ReductionArguments) -> None:
@@ -354,8 +346,11 @@ class PipelineDriver(EngineDriver):
         """Tell whether the wait for earlier stages is longer than the reduction, so that overlap gains nothing.
 
         After its last backward, stage s waits while the s stages before it run theirs, one after the other. Their
-        reductions may share the link, so the wait must be long enough for them, too.
+        reductions may share the link, so the wait must be long enough for them, too. With DualPipeV, no stage waits for
+        the ends of all others.
         """
+        if isinstance(self.engine, DualPipeVEngine):
+            return False
         stage = self.engine.stage_id
         communication = [timing.communication_ns for timing in timings if timing.ended_ns]
         return bool(communication) and (stage + 1) * median(communication) < stage * self.backward_ns
@@ -372,18 +367,6 @@ class PipelineDriver(EngineDriver):
 
     def _samples(self, replicas: int) -> int:
         return replicas
-
-
-class DualPipeVDriver(PipelineDriver):
-    """The driver of a DualPipeV engine. The parameters of each phase are reduced from the last backward of that phase.
-
-    Phase 1 ends earlier, which starts the step. Its reductions overlap with the rest of phase 0. Those passes are
-    equally many in each step, so the reducer learns how many gradients a parameter gets in them (``static_graph``).
-    """
-
-    def prefers_to_defer(self, timings: Iterable[StepTiming]) -> bool:
-        """Never defer: no stage waits for the ends of all others."""
-        return False
 
 
 @contextmanager

@@ -106,8 +106,7 @@ def warn_of_unequal_slices(model: nn.Module, grid: MpuGrid) -> None:
         for each in _along_model(model.named_parameters(), group)
         if not (each.tensor.is_meta or hasattr(each.tensor, "__tensor_flatten__"))  # such as a DTensor
     ]
-    sums = digests([each.tensor for each in samples])
-    text = _difference(samples, group, {id(each.tensor): own for each, own in zip(samples, sums, strict=True)})
+    text = _difference(samples, group, {id(each.tensor): digest(each.tensor) for each in samples})
     if text and grid.get_axis_rank(MODEL) == grid.get_sample_rank() == 0:
         warnings.warn(
             f"ranks along 'model' start with different parameters; {text}\nGive all of them the same seed before they "
@@ -144,7 +143,7 @@ class ReplicaCheck:
             everyone = engine.mpu.get_group(axes)
         assert everyone is not None
         arguments = f", every={self._every}, slices={self._slices}"
-        _compare(_replicated(engine, self._slices), everyone, f"after step {engine.global_steps}", arguments)
+        _compare(replicated(engine, self._slices), everyone, f"after step {engine.global_steps}", arguments)
 
     def remove(self) -> None:
         """Stop comparing. Idempotent."""
@@ -186,7 +185,8 @@ class Replicated:
         return f"{str(self.tensor.dtype).removeprefix('torch.')} {list(self.tensor.shape)}"
 
 
-def _replicated(engine: DeepSpeedEngine, slices: bool) -> Iterator[Replicated]:
+def replicated(engine: DeepSpeedEngine, slices: bool) -> Iterator[Replicated]:
+    """Yield what must be equal on several ranks; with ``slices`` also along ``model``. Compared here and by verify."""
     is_pipeline = isinstance(engine, PipelineEngine)
     dense = engine.mpu.get_data_parallel_group() if is_pipeline else engine.seq_data_parallel_group
     named = list(engine.module.named_parameters())
@@ -271,7 +271,7 @@ def _compare(tensors: Iterable[Replicated], everyone: ProcessGroup, when: str, a
         for each in tensors:
             by_group[each.group].append(each)
         unique = {id(each.tensor): each.tensor for members in by_group.values() for each in members}
-        sums = dict(zip(unique, digests(list(unique.values())), strict=True))
+        sums = {identity: digest(tensor) for identity, tensor in unique.items()}
     except Exception as error:  # any exception: the other ranks must raise, too
         failure = error
     members = dist.get_process_group_ranks(everyone)
@@ -348,42 +348,24 @@ def _device_of(group: ProcessGroup) -> torch.device:
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 _AT_A_TIME = 1 << 20
-"""The number of elements that are processed at once, which limits the memory of digests."""
+"""The number of elements that are processed at once, which limits the memory of a digest."""
 _MIXERS = (-0x61C8864680B583EB, -0x4B47D0C5A1A6B4D9)
 """Odd multipliers that turn places into pseudorandom weights."""
 
 
-def digests(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return for each tensor two 64-bit sums, ``[2]``, of its elements' bits: plain, and weighted by their places.
+def digest(tensor: torch.Tensor) -> torch.Tensor:
+    """Return two 64-bit sums, ``[2]``, of a tensor's bits: plain, and weighted by the places of its elements.
 
-    >>> one, other = digests([torch.tensor([1, 2, 3]), torch.tensor([1, 3, 2])])
-    >>> (one == other).tolist()
+    >>> (digest(torch.tensor([1, 2, 3])) == digest(torch.tensor([1, 3, 2]))).tolist()
     [True, False]
     """
-    result: list[torch.Tensor] = [torch.empty(0)] * len(tensors)
-    waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    elements: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
-
-    def finish(kind: tuple[torch.device, torch.dtype]) -> None:
-        together = waiting.pop(kind)
-        for (index, _), sums in zip(together, _sums_of([bits for _, bits in together]), strict=True):
-            result[index] = sums
-        elements[kind] = 0
-
-    for index, tensor in enumerate(tensors):
-        bits = _bits_of(tensor)
-        if len(bits) >= _AT_A_TIME:
-            parts = [_sums_of([bits[start : start + _AT_A_TIME]], start) for start in range(0, len(bits), _AT_A_TIME)]
-            result[index] = torch.cat(parts).sum(0)
-            continue
-        kind = bits.device, bits.dtype
-        waiting[kind].append((index, bits))
-        elements[kind] += len(bits)
-        if elements[kind] >= _AT_A_TIME:
-            finish(kind)
-    for kind in list(waiting):
-        finish(kind)
-    return result
+    bits = _bits_of(tensor)
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    for start in range(0, len(bits), _AT_A_TIME):
+        values = bits[start : start + _AT_A_TIME].to(torch.int64)
+        weights = _weights(torch.arange(start + 1, start + 1 + len(values), device=bits.device))
+        sums += torch.stack([values.sum(), weights.mul_(values).sum()])
+    return sums
 
 
 def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -394,21 +376,6 @@ def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
     dense = (tensor if tensor.layout == torch.strided else tensor.to_dense()).contiguous()
     flat = dense.as_strided((dense.numel(),), (1,))  # a single element may have any stride
     return flat.to(torch.int8) if flat.dtype == torch.bool else flat.view(_INTEGERS[flat.itemsize])
-
-
-def _sums_of(parts: Sequence[torch.Tensor], start: int = 0) -> torch.Tensor:
-    """Return both sums of each part, ``[len(parts), 2]``. The places of each part begin with ``start``."""
-    device = parts[0].device
-    if len(parts) == 1:
-        values = parts[0].to(torch.int64)
-        weights = _weights(torch.arange(start + 1, start + 1 + len(values), device=device))
-        return torch.stack([values.sum(), weights.mul_(values).sum()])[None]
-    values = torch.cat(list(parts)).to(torch.int64)
-    numels = torch.tensor([len(part) for part in parts], device=device)
-    owners = torch.repeat_interleave(torch.arange(len(parts), device=device), numels)
-    places = torch.arange(start + 1, start + 1 + len(values), device=device) - (numels.cumsum(0) - numels)[owners]
-    both = torch.stack([values, _weights(places).mul_(values)], 1)
-    return torch.zeros(len(parts), 2, dtype=torch.int64, device=device).index_add_(0, owners, both)
 
 
 def _weights(places: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import deepspeed
@@ -34,9 +33,9 @@ from ds_topo.engine.reducer_drivers import GradientReducer
 from ds_topo.errors import EngineOptionError, abridged
 from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.launch.joining import as_timeout, join
-from ds_topo.launch.launchers import Launch
+from ds_topo.launch.launchers import REFERENCE, Launch
 from ds_topo.ledger import ledger
-from ds_topo.mpu.mpu import ModelParallelUnit, MpuGrid
+from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.reducer.options import arguments_from_config
 from ds_topo.watch import job_watch, watch_limit
 
@@ -135,7 +134,7 @@ def initialize(
     training_data: torch.utils.data.Dataset[Any] | None = None,
     lr_scheduler: Any = None,
     distributed_port: int | None = None,
-    mpu: ModelParallelUnit | ModuleType | None = None,
+    mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
     config: str | Path | dict[str, Any] | None = None,
@@ -170,7 +169,7 @@ def initialize(
     remove_abandoned_locks()
     content = _content_of(config if config is not None else config_params, args)
     check_top_level(content)
-    reduction = _reduction_of(content)
+    reduction = None if REFERENCE in os.environ else _reduction_of(content)
     used = grid_in_use()
     if used is not None:
         mpu = mpu_in_use(mpu, model, used)

@@ -27,6 +27,8 @@ DEFAULT_PORT = 29500
 PREFIX = "DS_TOPO_"
 COORDINATE = f"{PREFIX}COORDINATE"
 """The variable with the whole coordinate, ``pipe=1 data=0``, which tells what other variables are exported."""
+TOPOLOGY_OVERRIDE, REFERENCE = f"{PREFIX}VERIFY_TOPOLOGY", f"{PREFIX}VERIFY_REFERENCE"
+"""The variables by which ``ds-topo verify`` sets the topology of a program's grid, and marks a run as the reference."""
 _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SLURM_PORTS = (20000, 30000)
 """Ports below the range from which systems choose ports of outgoing connections."""

@@ -7,6 +7,7 @@ optimizer or its module. A row that changes a class or module for longer than on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import deepspeed
@@ -259,6 +260,37 @@ TORCH_LOAD = Patch(
     "load",
     instead="The same with weights_only=True, on the thread that loads a checkpoint, and for its files on all threads.",
     why="DeepSpeed passes weights_only=False, which runs any code that a file contains.",
+    during=LOADING,
+)
+SAVE_PARTITIONS, LOAD_PARTITIONS = _patches(
+    DeepSpeedEngine,
+    THE_GRID,
+    (
+        "_save_zero_checkpoint",
+        "With experts and an axis shard, the same on all replicas, each with a file of its own.",
+        "Experts have other partitions than dense parameters, which several replicas share.",
+    ),
+    (
+        "_load_zero_checkpoint",
+        "With experts and an axis shard, the same from a file of each replica.",
+        "Experts have other partitions than dense parameters, which several replicas share.",
+    ),
+)
+STATES_TO_SAVE = {
+    optimizer: Patch(
+        optimizer,
+        "state_dict",
+        instead="The same without the partitions of dense parameters, on all replicas but the first of each partition.",
+        why="Each partition is saved once.",
+        during=SAVING,
+    )
+    for optimizer in (DeepSpeedZeroOptimizer, BF16_Optimizer)
+}
+STATES_TO_LOAD = Patch(
+    DeepSpeedEngine,
+    "_get_all_zero_checkpoint_state_dicts",
+    instead="The same. Partitions of dense parameters are from the file of the first replica that holds them.",
+    why="The file of this replica has only those of experts.",
     during=LOADING,
 )
 WEIGHTS_OF_LATEST = Patch(
@@ -581,6 +613,41 @@ STEP, TRAIN_BATCH = (
     )
     for engine, name in ((DeepSpeedEngine, "step"), (PipelineEngine, "train_batch"))
 )
+RECORDED_FORWARD, RECORDED_BACKWARD, RECORDED_STEP, RECORDED_BATCH = (
+    Patch(
+        engine,
+        name,
+        instead=f"The same. Of the first engine that trains, verify records {what}.",
+        why="Two runs of one program can only be compared by what they compute.",
+        during="ds-topo verify records a run",
+        process_wide="The program builds its engine itself, after its process was started for the recording.",
+    )
+    for engine, name, what in (
+        (DeepSpeedEngine, "forward", "the outputs of modules"),
+        (DeepSpeedEngine, "backward", "the loss"),
+        (DeepSpeedEngine, "step", "gradients, weights and states"),
+        (PipelineEngine, "train_batch", "the same of a pipeline"),
+    )
+)
+DROPOUT = Patch(
+    torch.nn.functional,
+    "dropout",
+    instead="The input itself.",
+    why="Ranks of another layout draw other random numbers, so results with dropout differ.",
+    during="ds-topo verify --no-dropout runs a program",
+    process_wide="Modules and programs call it by name.",
+)
+ATTENTION_DROPOUT = replace(
+    DROPOUT, name="scaled_dot_product_attention", instead="The same function without dropout of attention weights."
+)
+CONFIGURE = Patch(
+    DeepSpeedConfig,
+    "__init__",
+    instead="The same for a config without ZeRO 1 and 2.",
+    why="A reference must not depend on the partitions that it checks.",
+    during="ds-topo verify runs a reference",
+    process_wide="DeepSpeed reads the config before the engine exists.",
+)
 FORWARD, EXECUTE_SCHEDULE = (
     Patch(
         engine,
@@ -684,6 +751,7 @@ _ALL = [value if isinstance(value, tuple) else (value,) for value in list(global
 ROWS: tuple[Patch | Reliance, ...] = (
     *dict.fromkeys(row for rows in _ALL for row in rows if isinstance(row, Patch)),
     *(row for rows in METHODS_OF_PARTITIONS.values() for row in rows),
+    *STATES_TO_SAVE.values(),
     *(Reliance(owner, name, f"It {use}.") for owner, uses in _RELIANCES.items() for name, use in uses.items()),
-    Reliance(DeepSpeedZeroOptimizer, "_zero_padding", "It marks gradients that are padding.", releases=">=0.19.7"),
+    Reliance(DeepSpeedZeroOptimizer, "_zero_padding", "It marks gradients that are padding."),
 )

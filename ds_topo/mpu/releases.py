@@ -1,4 +1,4 @@
-"""Describe the tested releases of DeepSpeed and torch: known defects, the rows that each one needs, fingerprints.
+"""Describe the tested releases of DeepSpeed and torch, the rows that each one needs, and their fingerprints.
 
 A fingerprint is a hash of the syntax tree of a function or class that a row names, without comments, docstrings, blank
 lines and line breaks. It is equal on every version of Python that ds_topo supports, because the tree is written out
@@ -46,18 +46,6 @@ class Supported(NamedTuple):
     name: str
     oldest: Version
     newest: Version
-    defects: Mapping[str, str]
-    """Known defects, by the releases that have them."""
-
-    def defects_of(self, release: str) -> list[str]:
-        """Return the known defects of a release that concern this package.
-
-        >>> DEEPSPEED.defects_of("0.19.8")
-        []
-        >>> DEEPSPEED.defects_of("0.19.7")
-        ['crashes in activation checkpointing on a CPU']
-        """
-        return [defect for releases, defect in self.defects.items() if _number(release) in SpecifierSet(releases)]
 
     def doubts_about(self, release: str) -> str:
         """Return a warning about a release; empty for one between the oldest and the newest.
@@ -71,8 +59,9 @@ class Supported(NamedTuple):
                 "compare losses and norms of the first steps; python -m ds_topo.engine lists the names it relies on"
             )
         if _number(release) < self.oldest:
-            known = "".join(f"; it {defect}" for defect in self.defects_of(release))
-            return f"{self.name} {release} is older than {self.oldest}, the oldest that ds_topo was run with{known}"
+            return (
+                f"{self.name} {release} is older than {self.oldest}, the oldest that ds_topo was run with: upgrade it"
+            )
         return ""
 
 
@@ -81,23 +70,8 @@ def _number(release: str) -> Version:
     return Version(Version(release).base_version)
 
 
-DEEPSPEED = Supported(
-    "DeepSpeed",
-    oldest=Version("0.19.8"),
-    newest=Version("0.19.8"),
-    defects={
-        # reproduced on 0.14.5, 0.15.4, 0.16.9, 0.17.6, 0.18.9 and 0.19.0
-        "<0.16": "cannot load its own checkpoints on torch >= 2.6",
-        "<0.19.8": "crashes in activation checkpointing on a CPU",  # seen on 0.19.7
-        "<0.19.3": "scales pipeline gradients wrongly when gradient accumulation is greater than 1",
-    },
-)
-TORCH = Supported(
-    "torch",
-    oldest=Version("2.8"),
-    newest=Version("2.13"),
-    defects={"<2.8": "may hang when a gloo group is destroyed"},  # seen on 2.6.0, not on 2.8.0
-)
+DEEPSPEED = Supported("DeepSpeed", oldest=Version("0.19.8"), newest=Version("0.19.8"))
+TORCH = Supported("torch", oldest=Version("2.8"), newest=Version("2.13"))
 
 
 @cache

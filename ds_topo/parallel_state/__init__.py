@@ -12,8 +12,7 @@ Start with :mod:`~ds_topo.parallel_state.installation`; ``program_state`` has th
 from __future__ import annotations
 
 from ds_topo.parallel_state.installation import PROGRAMS, install, of, program_of
-from ds_topo.parallel_state.megatron import MegatronDeepSpeedState, MegatronState
-from ds_topo.parallel_state.neox import GPTNeoXState
+from ds_topo.parallel_state.programs import GPTNeoXState, MegatronDeepSpeedState, MegatronState
 
 __all__ = [
     "PROGRAMS",

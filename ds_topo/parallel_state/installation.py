@@ -11,9 +11,8 @@ from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import abridged
 from ds_topo.ledger import Patch, always, ledger
 from ds_topo.mpu.mpu import require_grid
-from ds_topo.parallel_state.megatron import MegatronDeepSpeedState, MegatronState
-from ds_topo.parallel_state.neox import GPTNeoXState
 from ds_topo.parallel_state.program_state import ParallelState
+from ds_topo.parallel_state.programs import GPTNeoXState, MegatronDeepSpeedState, MegatronState
 
 PROGRAMS: dict[str, type[ParallelState]] = {
     "gpt-neox": GPTNeoXState,

@@ -127,7 +127,7 @@ def agree(
     *,
     failure: Exception | None = None,
     subject: str = "the process groups to create",
-    lines: Callable[[], Sequence[str]] | None = None,
+    lines: Sequence[str] | None = None,
 ) -> str:
     """Check that all ``members`` (global ranks) bring the same ``description``; return a token unique to this round.
 
@@ -140,8 +140,8 @@ def agree(
         timeout: the time limit for the whole round.
         failure: the reason why this rank cannot take part.
         subject: the thing to agree on, for the message.
-        lines: returns the text whose digest the description is. Where plans differ, one rank of each plan calls it, and
-            the message names the lines that differ.
+        lines: further text that must be equal on all ranks, of which they compare a digest. Where it differs, the
+            message names the lines that differ.
 
     Raises:
         DisagreementError: descriptions differ, a rank failed, or ranks did not come within ``timeout``. The message
@@ -157,6 +157,9 @@ def agree(
         if failure is not None:
             raise failure
         return token
+    if lines is not None:
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        description = f"{description}{len(lines)} lines of digest {digest}"
     outcome = f"{_FAILED}{type(failure).__name__}: {failure}" if failure is not None else f"plan: {description}"
     round_ = Round(default_store(), token, dist.get_rank(), members, timeout, subject)
     try:
@@ -193,7 +196,7 @@ class Round:
     own: list[str] = field(default_factory=list)
     """Keys that this rank deletes once all members have left this round."""
 
-    def verdict(self, outcome: str, lines: Callable[[], Sequence[str]] | None) -> str:
+    def verdict(self, outcome: str, lines: Sequence[str] | None) -> str:
         """Return the same text on all members: a description of the disagreement, or "" if all outcomes are equal."""
         try:
             if self._bring(outcome):
@@ -201,7 +204,7 @@ class Round:
             decided = json.loads(self._await_verdict())
             text = str(decided["text"])
             if text:
-                text += self._compared(decided["compare"], lines) if lines and decided["compare"] else ""
+                text += self._compared(decided["compare"], lines) if lines is not None and decided["compare"] else ""
                 self.store.add(self._key("read"), 1)
                 if self.rank == 0:
                     came = self._key("number")
@@ -280,13 +283,13 @@ class Round:
         text = _shortened("\n  ".join([self._disagreement, *problems]), MAX_MESSAGE - 1000)
         return {"text": text, "compare": planned[:_COMPARED] if len(planned) > 1 else [], "all_came": not missing}
 
-    def _compared(self, ranks: Sequence[int], lines: Callable[[], Sequence[str]]) -> str:
+    def _compared(self, ranks: Sequence[int], lines: Sequence[str]) -> str:
         """Return the lines in which the plans of these ranks differ: each writes its own, the first compares them."""
         end = self._key("difference")
         with suppress(RuntimeError):  # one of them died: the verdict stands without the comparison
             if self.rank in ranks:
                 self.own.append(self._key(f"lines/{self.rank}"))
-                self.store.set(self.own[-1], "\n".join(lines()))
+                self.store.set(self.own[-1], "\n".join(lines))
             if self.rank == ranks[0]:
                 keys = [self._key(f"lines/{rank}") for rank in ranks]
                 self.store.wait(keys, self.timeout)

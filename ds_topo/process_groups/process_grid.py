@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,7 +16,7 @@ from typing_extensions import Self
 
 from ds_topo.backends import accelerator
 from ds_topo.errors import abridged
-from ds_topo.launch.launchers import export_coordinates
+from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.topology import ProcessTopology, rank_tables
@@ -459,10 +460,19 @@ def _members_of(process_group: ProcessGroup | None) -> Sequence[int]:
 def as_topology(topology: AnyTopology | None, world_size: int) -> ProcessTopology:
     """Convert a topology of any class, or a spec, to a topology; None gives DeepSpeed's default for the world size.
 
+    Where ``ds-topo verify`` runs a program, it sets the topology of the whole job by an environment variable, which
+    takes precedence.
+
     Raises:
         TopologyError: the topology or spec is malformed.
         TypeError: the argument is neither.
     """
+    if (
+        (override := os.environ.get(TOPOLOGY_OVERRIDE))
+        and dist.is_initialized()
+        and world_size == dist.get_world_size()
+    ):
+        return ProcessTopology.from_spec(override, world_size)
     if topology is None:
         return rank_tables.factorized_topology(world_size)
     if isinstance(topology, ProcessTopology):

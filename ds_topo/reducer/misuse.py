@@ -32,17 +32,24 @@ def check_module(module: object) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module={abridged(module)} is not a module: give a torch.nn.Module")
-    if isinstance(module, DistributedDataParallel) or _is_in_ddp(module):
+    if isinstance(module, DistributedDataParallel) or is_held_by(
+        module, DistributedDataParallel, "require_backward_grad_sync"
+    ):
         raise ValueError(
             "module is wrapped by torch's DistributedDataParallel, which reduces its gradients already: use one of them"
         )
 
 
-def _is_in_ddp(module: nn.Module) -> bool:
-    """Return True if an existing DDP holds the module; every holder has it in its dictionary of submodules."""
+def is_held_by(module: nn.Module, kind: type, attribute: str) -> bool:
+    """Return True if an existing object holds the module as its attribute or submodule ``module``.
+
+    Args:
+        module: the module.
+        kind: the class of the object.
+        attribute: an attribute that only objects of this class have.
+    """
     return any(
-        isinstance(owner, DistributedDataParallel)
-        or (isinstance(owner, dict) and "require_backward_grad_sync" in owner)
+        isinstance(owner, kind) or (isinstance(owner, dict) and attribute in owner)
         for holder in gc.get_referrers(module)
         if isinstance(holder, dict) and holder.get("module") is module
         for owner in gc.get_referrers(holder)

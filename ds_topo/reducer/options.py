@@ -60,13 +60,12 @@ class ReductionArguments(TypedDict, total=False):
     broadcast_at_start: bool
     two_level: bool | None
     overlap_parameters: bool
-    keep_steps: int
 
 
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "True or False"),
     "bool | None": ((bool, type(None)), "True, False or None"),
-    "int": ((int,), "a whole number"),
+    "int": ((int,), "a whole number of bytes"),
     "int | None": ((int, type(None)), "a whole number of bytes, or None"),
     "float | None": ((int, float, type(None)), "a number, or None"),
     "Mapping": ((Mapping,), "a mapping"),
@@ -152,7 +151,6 @@ class ReductionOptions:
         overlap_parameters: at ZeRO stages 1 and 2, receive updated parameters while the program goes on. Whatever reads
             a parameter waits for it. Where that is impossible (scripted or compiled modules, tensors that share the
             memory of parameters), they arrive within the optimizer's step, with a warning.
-        keep_steps: the number of steps that the report remembers.
 
     Raises:
         TypeError, ValueError: a value is invalid; the message names it, the rule and the choices.
@@ -178,7 +176,6 @@ class ReductionOptions:
     broadcast_at_start: bool = True
     two_level: bool | None = None
     overlap_parameters: bool = False
-    keep_steps: int = 16
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -207,8 +204,6 @@ class ReductionOptions:
                 "allow_late_gradients=True without static_graph: only gradients of a static graph are counted; set "
                 "static_graph=True"
             )
-        if self.keep_steps < 1:
-            raise ValueError(f"keep_steps={self.keep_steps}: the report remembers at least 1 step; leave it out for 16")
         for parameter, buffer in self.grad_buffers.items():
             if buffer.numel() != parameter.numel() or not buffer.is_contiguous() or buffer.device != parameter.device:
                 raise ValueError(
@@ -263,5 +258,5 @@ class ReductionOptions:
 
     def summary(self) -> list[str]:
         """Return the options that must be equal on all ranks, as text."""
-        skipped = {"expert_groups", "ignored_parameters", "keep_steps", "grad_buffers", "partitions"}
+        skipped = {"expert_groups", "ignored_parameters", "grad_buffers", "partitions"}
         return [f"{name}={value}" for name, value in vars(self).items() if name not in skipped]

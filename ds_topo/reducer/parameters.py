@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
@@ -302,15 +301,9 @@ def agreed_inputs(
     except (TypeError, ValueError, RuntimeError) as error:
         failure = error
     lines = options.summary() + [_description(state) for state in states]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    agree(
-        f"{len(states)} parameters and options of digest {digest}",
-        sorted(dist.get_process_group_ranks(group)),
-        job_timeout(),
-        failure=failure,
-        subject="what to reduce",
-        lines=lambda: lines,
-    )
+    members = sorted(dist.get_process_group_ranks(group))
+    parameters = f"{len(states)} parameters, with options "
+    agree(parameters, members, job_timeout(), failure=failure, subject="what to reduce", lines=lines)
     return options, states
 
 

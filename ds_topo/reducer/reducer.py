@@ -89,6 +89,8 @@ class ReducerState(enum.Enum):
 
 
 IDLE, ACCUMULATING, REDUCING = ReducerState.IDLE, ReducerState.ACCUMULATING, ReducerState.REDUCING
+REPORTED_STEPS = 16
+"""The number of steps that the report remembers."""
 _REMEDIES = {
     ReducerState.IDLE: "no gradient arrived since the last finish(); call it once per step, after a backward outside "
     "no_sync()",
@@ -237,7 +239,7 @@ class BucketReducer:
         """The notes of the last step, if they are read later."""
 
         # -- the record
-        self._timings: deque[StepTiming] = deque(maxlen=self.options.keep_steps)
+        self._timings: deque[StepTiming] = deque(maxlen=REPORTED_STEPS)
         self.step_count = 0
         """The number of steps that were finished or given up."""
         self.reduction_count = 0
@@ -602,8 +604,6 @@ class BucketReducer:
                 without += copy_in(bucket.members) if bucket.accumulates else ()
                 bucket.pending = 0
         self._launch_full_buckets()
-        if self._dense.two_level is not None:
-            self._dense.two_level.flush()
         prefers_to_defer = self.driver.prefers_to_defer(self._timings)
         notes = [
             StepNotes(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,13 @@ from ds_topo.reducer.buckets import CommHookBucket, GradientBucket, start_sum_of
 from ds_topo.reducer.options import ReductionOptions
 from ds_topo.reducer.parameters import CommHook, ParameterState, Route, expert_group_name
 from ds_topo.reducer.report import BucketTiming
-from ds_topo.reducer.two_level import TwoLevelReduction, hosts_of, is_two_level_faster, suitable_bucket_bytes
+from ds_topo.reducer.two_level import (
+    TwoLevelReduction,
+    hosts_of,
+    is_two_level_faster,
+    suitable_bucket_bytes,
+    two_level_reduction,
+)
 from ds_topo.topology.rank_tables import has_two_levels
 from ds_topo.torch_names import ReduceOp, premultiplied_sum
 from ds_topo.zero.exchange import Pending
@@ -103,11 +109,11 @@ def _chosen_two_level(
                 "it out to choose by placement"
             )
         return None
-    two_level = TwoLevelReduction(hosts, device)
+    two_level = two_level_reduction(group, hosts, device)
     if options.two_level:
         return two_level
     dtype = states[0].dtype
-    numel = max(1, bucket_bytes // dtype.itemsize // two_level.inner_size) * two_level.inner_size
+    numel = max(1, bucket_bytes // dtype.itemsize // two_level.multiple) * two_level.multiple
     if is_two_level_faster(two_level, group, torch.zeros(numel, dtype=dtype, device=device)):
         return two_level
     two_level.destroy()
@@ -375,23 +381,20 @@ class StepNotes:
         unusual, failed, prefer_to_defer, steps, squares = self._sums.tolist()
         size = self._route.size
         differ = steps * steps != size * squares  # the step numbers have a variance
+        counts = Counts(self._route, unusual, failed, prefer_to_defer, differ)
         if not unusual or failed:
-            return Counts(self._route, unusual, failed, prefer_to_defer, differ)
+            return counts
         if not all_read and unusual < size:
-            return Counts(self._route, unusual, failed, prefer_to_defer, differ, are_named=False)
+            return replace(counts, are_named=False)
         notes = [(state.index not in self._unused) + _LATE * (state.index in self._late) for state in self._members]
         sums = self._on_device(notes)
         dist.all_reduce(sums, group=self._route.group)
         ranks = [(state, each % _LATE, each // _LATE) for state, each in zip(self._members, sums.tolist(), strict=True)]
-        return Counts(
-            self._route,
-            unusual,
-            failed,
-            prefer_to_defer,
-            differ,
-            [state for state, used, _ in ranks if used < size],
-            [state for state, used, _ in ranks if not used],
-            [state for state, _, late in ranks if late],
+        return replace(
+            counts,
+            unused_anywhere=[state for state, used, _ in ranks if used < size],
+            unused_everywhere=[state for state, used, _ in ranks if not used],
+            late=[state for state, _, late in ranks if late],
         )
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:

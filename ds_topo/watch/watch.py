@@ -6,8 +6,8 @@ for this one while it holds the interpreter.
 
 One rank writes a verdict, and all adopt it. The judging thread then shuts down gloo's connections, which ends a blocked
 collective: the main thread raises the transport's error, and the verdict is printed after it. A main thread that makes
-no progress (:mod:`ds_topo.watch.progress`) is ended with a dump of all stacks. One that computes, saves or evaluates
-may continue: it will raise in its next collective. A call that holds the interpreter stops the judging thread, too: the
+no progress (``activity.Progress``) is ended with a dump of all stacks. One that computes, saves or evaluates may
+continue: it will raise in its next collective. A call that holds the interpreter stops the judging thread, too: the
 rank can be ended only after that call.
 """
 
@@ -35,10 +35,9 @@ from ds_topo.process_groups.agreement import agree, within
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.torch_names import abort_nccl, clone, default_store, flight_record, job_timeout, served_at
 from ds_topo.watch import heartbeat
-from ds_topo.watch.activity import OTHERWISE, SAVES, Activity, Observer, StepCounts, first_line
+from ds_topo.watch.activity import GRACE, OTHERWISE, SAVES, STILL, Activity, Observer, Progress, StepCounts, first_line
 from ds_topo.watch.connections import bytes_moved, ports_towards, shut_down
 from ds_topo.watch.heartbeat import Finding, Heartbeat, Ring, Verdict, Who
-from ds_topo.watch.progress import GRACE, STILL, Progress
 from ds_topo.watch.witness import State, Witness, address_towards, ask
 
 DEFAULT_LIMIT = 30.0

@@ -13,6 +13,10 @@ With ``P`` bytes of gradients and ``h`` hosts, each of which holds a whole copy,
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import statistics
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -101,11 +105,30 @@ def sides_of(stage: int, micro_batches: int) -> dict[str, Side]:
     }
 
 
-def measure(cases: list[tuple[int, int]], rounds: int) -> list[tuple[Times, dict[str, float]]]:
-    """Return for each case the times, and the MB that this rank's host sends per step."""
+def measure(cases: list[tuple[int, int]], rounds: int) -> list[tuple[Times, dict[str, float], dict[str, float]]]:
+    """Return for each case the times, the MB that this rank's host sends, and the processor seconds per step."""
     warnings.simplefilter("ignore")
     deepspeed.init_distributed(verbose=False)
-    return [turns(sides_of(*case), rounds, warmup=1, steps=STEPS) for case in cases]
+    found = []
+    for case in cases:
+        seconds: Times = {}
+        sides = {
+            side: (_counting(step, seconds.setdefault(side, [])), end) for side, (step, end) in sides_of(*case).items()
+        }
+        times, sent = turns(sides, rounds, warmup=1, steps=STEPS)
+        found.append((times, sent, {side: statistics.median(values) for side, values in seconds.items()}))
+    return found
+
+
+def _counting(step: Callable[[], object], seconds: list[float]) -> Callable[[], None]:
+    """Return the same step, which also appends its processor time on this rank, gloo's threads included."""
+
+    def counted() -> None:
+        before = time.process_time()
+        step()
+        seconds.append(time.process_time() - before)
+
+    return counted
 
 
 def main(stages: Sequence[int], counts: Sequence[int], rate: str, rounds: int) -> None:
@@ -113,12 +136,24 @@ def main(stages: Sequence[int], counts: Sequence[int], rate: str, rounds: int) -
     print(f"2 hosts x 4 ranks, link {rate}, P = {GRADIENT_BYTES / 1e6:.1f} MB of gradients, {rounds} turns", flush=True)
     cases = [(stage, count) for stage in stages for count in counts]
     with Cluster(hosts=2, rate=rate) as cluster:
-        found = cluster.run_ranks(measure, cases, rounds, ranks_per_host=4, timeout=900)[0]
-    for (stage, count), (times, sent) in zip(cases, found, strict=True):
+        by_rank = cluster.run_ranks(measure, cases, rounds, ranks_per_host=4, timeout=900)
+    for (stage, count), ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        times, sent, _ = ranks[0]
         print(f"\nZeRO {stage}, {count} micro-batches; theory: {GRADIENT_BYTES / 1e6:.1f} MB")
         print(table(times))
-        print("  ".join(f"{side} {mega:.1f} MB" for side, mega in sent.items()))
+        for side, mega in sent.items():
+            busy = sum(seconds[side] for _, _, seconds in ranks) / (os.cpu_count() or 1)
+            print(
+                f"{side:10} sends {mega:5.1f} MB: {8e9 * mega / bits_per_second(rate):6.1f} ms on the link; "
+                f"all ranks use all processors for {1e3 * busy:6.1f} ms"
+            )
         print(ratios(times, [("ours", "deepspeed"), ("ours", "hsdp")]), flush=True)
+
+
+def bits_per_second(rate: str) -> float:
+    """Return a rate in tc's notation as a number, such as ``400mbit``."""
+    number, unit = re.fullmatch(r"(\d+)([mg])bit", rate).groups()  # type: ignore[union-attr]
+    return float(number) * {"m": 1e6, "g": 1e9}[unit]
 
 
 if __name__ == "__main__":

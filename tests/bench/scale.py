@@ -81,7 +81,7 @@ def take_part(port: int, ranks: Sequence[int], world_size: int, case: str, secon
         round_ = Round(
             clients[rank], "ds_topo/all/1", rank, range(world_size), timedelta(seconds=seconds), "a benchmark"
         )
-        shown = lines if case == "one list differs" else None
+        shown = lines() if case == "one list differs" else None
         verdicts.append(round_.verdict(f"plan: {rank if differs else 'the same'}", shown))
         ends.append(time.monotonic())
 

@@ -14,7 +14,7 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from ds_topo.reducer.two_level import TwoLevelReduction, hosts_of
+from ds_topo.reducer.two_level import TwoLevelReduction, hosts_of, two_level_reduction
 from tests.bench.sides import Times, alternate, ratios, table
 from tests.cluster import Cluster
 
@@ -29,7 +29,6 @@ def _reduce_flat(buckets: list[torch.Tensor]) -> None:
 
 def _reduce_in_two_levels(buckets: list[torch.Tensor], levels: TwoLevelReduction) -> None:
     pending = [levels.submit(bucket) for bucket in buckets]
-    levels.flush()
     for reduction in pending:
         reduction.wait()
 
@@ -38,7 +37,7 @@ def _setting() -> tuple[list[torch.Tensor], TwoLevelReduction]:
     group = dist.group.WORLD
     assert group is not None
     buckets = [torch.ones(BUCKET_BYTES // 4) for _ in range(BUCKETS)]
-    return buckets, TwoLevelReduction(hosts_of(group), buckets[0].device)
+    return buckets, two_level_reduction(group, hosts_of(group), buckets[0].device)
 
 
 def measure(rounds: int) -> Times:

@@ -49,6 +49,9 @@ PAIRS = [
     ),
     (Case("data=4", (0, 2, 0), 1, data_first=True, **PLAIN), Case("data=4", (0, 2, 0), 1, **PLAIN)),
     (Case("expert=2,data=2", (0, 2, 0), 1, **PLAIN), Case("data=2,expert=2", (0, 4, 0), 2, **PLAIN)),
+    (Case("data=2,shard=2", (0, 2, 0), 1, **PLAIN), Case("shard=2,data=2", (0, 4, 0), 2, **PLAIN, reduced=True)),
+    (Case("shard=2,data=2", (0, 2, 0), 2, **PLAIN, reduced=True), Case("data=4", (0, 2, 0), 1, **PLAIN)),
+    (Case("data=4", (0, 4, 0), 1, **PLAIN), Case("data=2,shard=2", (0, 2, 0), 1, **PLAIN)),
 ]
 
 
@@ -111,6 +114,15 @@ def test_job_with_other_expert_groups_continues_alike(world: Worlds, case: Case,
     differing = [key for key in before if "clip_grad" not in key and before[key] != after.get(key, "nothing")]
     assert differing == []
     assert [key for key in after if key.partition(".pt")[0] not in {one.partition(".pt")[0] for one in before}] == []
+
+
+def test_copies_of_a_partition_save_experts_alone(world: Worlds, tmp_path: Path) -> None:
+    world(4).run(_save, Case("shard=2,data=2", (0, 2, 0), 1, **PLAIN, reduced=True), tmp_path)
+    held = []
+    for rank in range(4):
+        file = torch.load(tmp_path / TAG / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", weights_only=False)
+        held.append([master.numel() > 0 for master in file["optimizer_state_dict"]["single_partition_of_fp32_groups"]])
+    assert held == [[True, True], [False, True], [True, True], [False, True]], "dense parameters, experts"
 
 
 def test_single_file_numbers_experts_over_the_layer(world: Worlds, tmp_path: Path) -> None:

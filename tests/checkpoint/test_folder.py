@@ -22,6 +22,7 @@ from ds_topo.checkpoint.folder import (
     remove_old,
     take_back_replaced,
     tidy,
+    wrong_without_manifest,
 )
 from tests.checkpoint.handmade import LAYOUT, make
 
@@ -207,7 +208,7 @@ def deepspeed_folder(tmp_path: Path) -> Path:
 
 
 def test_complete_checkpoint_of_deepspeed_has_no_problems(deepspeed_folder: Path) -> None:
-    assert look_at(deepspeed_folder.parent, "last", expected=LAYOUT).problems == ()
+    assert wrong_without_manifest(deepspeed_folder, LAYOUT) == []
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_complete_checkpoint_of_deepspeed_has_no_problems(deepspeed_folder: Path
 )
 def test_missing_file_of_deepspeed_is_named(deepspeed_folder: Path, name: str) -> None:
     (deepspeed_folder / name).unlink()
-    assert f"{name} is missing" in look_at(deepspeed_folder.parent, "last", expected=LAYOUT).problems
+    assert f"{name} is missing" in wrong_without_manifest(deepspeed_folder, LAYOUT)
 
 
 def test_truncated_file_of_deepspeed_is_named(deepspeed_folder: Path) -> None:

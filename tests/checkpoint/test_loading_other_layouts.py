@@ -8,19 +8,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
 
-from ds_topo import PipelineParallelGrid, checkpoint, initialize
+from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, initialize
+from ds_topo.checkpoint.deepspeed_reader import differing
 from ds_topo.checkpoint.engine_facts import inner_optimizer
-from ds_topo.errors import CheckpointModelError
+from ds_topo.errors import CheckpointLayoutError, CheckpointModelError, EngineOptionError
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds
@@ -166,6 +170,65 @@ def test_load_keeps_every_value_in_any_precision_stage_and_groups(world: Worlds,
                 assert torch.equal(weights[name], expected[number][name])
 
 
+def _load_half(folder: Path, numbers: list[int]) -> list[tuple[Values, Any]]:
+    found = []
+    for number in numbers:
+        with _engine(SOURCES[number][0], 0, "trained") as engine:
+            checkpoint.load(engine, folder, f"{number}AdamW")
+            found.append((_values(engine), engine.optimizer.loss_scale_config.cur_scale))
+            _train(engine, range(3, 4))
+    return found
+
+
+def _save_half(folder: Path) -> dict[int, tuple[Values, Any]]:
+    saved = {}
+    for number in HALF:
+        with _engine(*SOURCES[number]) as engine:
+            _train(engine, range(3))
+            checkpoint.save(engine, folder, str(number))
+            saved[number] = _values(engine), engine.optimizer.loss_scaler.cur_scale
+    return saved
+
+
+HALF = [number for number, (precision, zero, _) in enumerate(SOURCES) if precision != "fp32" and zero]
+
+
+def test_command_converts_half_precision_to_zero_0_and_back(world: Worlds, tmp_path: Path) -> None:
+    """The optimizer's class tells how DeepSpeed keeps the states: in one vector for each group, or by parameter."""
+    saved = world(2).run(_save_half, tmp_path / "saved")[0]
+    for number in HALF:
+        zero = SOURCES[number][1]
+        for optimizer in ("AdamW", "FusedAdam"):
+            found, tag = checkpoint.look_at(tmp_path / "saved", str(number)), f"{number}{optimizer}"
+            assert found.manifest is not None
+            assert found.manifest.structure is not None
+            manifest = replace(found.manifest, structure=replace(found.manifest.structure, optimizer=optimizer))
+            there = checkpoint.convert(replace(found, manifest=manifest), tmp_path / "there", "data=3", zero=0, tag=tag)
+            content = torch.load(there / "mp_rank_00_model_states.pt", weights_only=False)["optimizer"]
+            assert ("fp32_groups_flat" in content) == (optimizer == "FusedAdam")
+            there_again = checkpoint.look_at(tmp_path / "there", tag)
+            back = checkpoint.convert(there_again, tmp_path / "back", "data=2", zero=zero, tag=tag)
+            for path in found.path.glob("*optim_states.pt") if zero < 3 else ():  # stage 3 pads with any values
+                one, other = (torch.load(folder / path.name, weights_only=False) for folder in (back, found.path))
+                other["optimizer_state_dict"].pop("clip_grad", None)  # gradient_clipping is the job's
+                assert not differing(_flat(one["optimizer_state_dict"]), _flat(other["optimizer_state_dict"]))
+    for loaded in world(2).run(_load_half, tmp_path / "there", HALF):
+        for number, (values, scale) in zip(HALF, loaded, strict=True):
+            expected, scale_of_saved = saved[number]
+            assert scale == scale_of_saved
+            assert not differing(values, expected)
+
+
+def _flat(value: Any, place: str = "") -> dict[str, Any]:
+    """Return every number and tensor of an optimizer's file by its place, with the state of its loss scale."""
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    value = vars(value) if hasattr(value, "cur_scale") else value
+    if not isinstance(value, dict):
+        return {place: value}
+    return {key: one for name in value for key, one in _flat(value[name], f"{place}.{name}").items()}
+
+
 def _load_changed(folder: Path) -> tuple[list[str], list[str]]:
     said, warned = [], []
     with _engine("fp32", 1, "trained") as engine:
@@ -200,3 +263,170 @@ def test_added_and_removed_parameters_are_named(world: Worlds, tmp_path: Path) -
         assert "it has 'added.weight' [4, 4], which the model does not have" in said[1]
         assert len(warned) == (rank == 0)
         assert all("it has no parameter 'added.bias' [4]" in one for one in warned)
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+
+def _load_with_other_buffers(folder: Path) -> list[tuple[str, bool]]:
+    found = []
+    for zero in (1, 3):
+        with _engine("fp32", zero, "trained") as engine:
+            _train(engine, range(1))
+            checkpoint.save(engine, folder / str(zero), "saved")
+    for zero, buffers in ((1, {"scale": 5, "shift": 5}), (3, {}), (1, {"scale": 1})):
+        with _engine("fp32", zero, "trained") as engine:
+            del engine.module.scale
+            for name, size in buffers.items():
+                engine.module.register_buffer(name, torch.ones(size))
+            before = [one.detach().clone() for one in engine.module.parameters()]
+            with pytest.raises(CheckpointModelError) as caught:
+                checkpoint.load(engine, folder / str(zero))
+            same = all(map(torch.equal, before, engine.module.parameters())) and engine.global_steps == 0
+            found.append((str(caught.value), same))
+    return found
+
+
+def test_other_buffers_are_refused_before_anything_changes(world: Worlds, tmp_path: Path) -> None:
+    for found in world(2).run(_load_with_other_buffers, tmp_path):
+        for (said, same), expected in zip(
+            found,
+            (
+                "it has no buffer 'shift' [5]",
+                "it has a buffer 'scale' [5] that the model does not have",
+                "buffer 'scale' is [5] in the checkpoint and [1] in the model",
+            ),
+            strict=True,
+        ):
+            assert expected in said
+            assert same
+
+
+# -- stages of a pipeline ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _pipeline(method: str, zero: int, precision: str = "fp32") -> Iterator[Any]:
+    start()
+    grid, sizes = PipelineParallelGrid("pipe=2"), [(4, 16), (16, 4), (4, 4), (4, 4)]
+    layers = [LayerSpec(nn.Linear, *size) for size in sizes]
+    module = PipelineModule(layers, grid=grid, loss_fn=F.mse_loss, partition_method=method)
+    groups: list[dict[str, Any]] = [{"params": [], "lr": 0.01}, {"params": [], "lr": 0.02}]
+    for one in module.parameters():
+        groups[16 in one.shape]["params"].append(one)
+    half = {} if precision == "fp32" else {precision: {"enabled": True}}
+    try:
+        engine, *_ = initialize(
+            model=module,
+            config=engine_config(2, accumulation=2, clip=0.1, zero_optimization={"stage": zero}, **half),
+            optimizer=torch.optim.AdamW(groups, lr=0.05),
+        )
+        yield engine
+        destroy_engine(engine)
+    finally:
+        grid.destroy()
+
+
+def _train_pipeline(engine: Any, steps: range) -> list[float]:
+    found = []
+    for step in steps:
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        found.append(float(engine.train_batch(iter([(half, half.sin()) for half in inputs.chunk(2)]))))
+    return found
+
+
+def _change_stages(folder: Path) -> list[tuple[str, list[float]]]:
+    found = []
+    for zero in (0, 1):  # the second stage has no parameter of the group of large ones
+        with _pipeline("uniform", zero) as engine:
+            assert len(engine.optimizer.param_groups) == 2 - engine.mpu.get_stage_id()
+            _train_pipeline(engine, range(2))
+            checkpoint.save(engine, folder / str(zero), "saved")
+            found.append(("", _train_pipeline(engine, range(2, 4))))
+    with _pipeline("parameters", 1) as engine:
+        with pytest.raises(CheckpointLayoutError) as caught:
+            checkpoint.load(engine, folder / "1")
+        checkpoint.load(engine, folder / "1", convert=True)
+        found.append((str(caught.value), _train_pipeline(engine, range(2, 4))))
+    return found
+
+
+def test_pipeline_continues_with_another_partition_method_and_unequal_groups(world: Worlds, tmp_path: Path) -> None:
+    for (_, expected), *others in world(2).run(_change_stages, tmp_path):
+        assert [losses for _, losses in others] == [pytest.approx(expected, rel=1e-5)] * 2
+        assert "stages that begin with layers [0, 2] became stages that begin with [0, 1]" in others[1][0]
+        assert "--stages 0,1,4" in others[1][0]
+
+
+def _build_half_pipeline() -> str:
+    with pytest.raises(EngineOptionError) as caught, _pipeline("uniform", 0, "fp16"):
+        pass
+    return str(caught.value)
+
+
+def test_half_precision_refuses_stages_of_unequal_groups_that_would_hang(world: Worlds) -> None:
+    for said in world(2).run(_build_half_pipeline):
+        assert "parameters in [2, 1] groups" in said
+        assert "use ZeRO stage 1" in said
+
+
+# -- samples and random states -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _sampling_engine() -> Iterator[Any]:
+    start()
+    grid = PipelineParallelGrid(f"data={dist.get_world_size()}")
+    module = Adapted()
+    engine, *_ = initialize(
+        model=module,
+        config=engine_config(4 // dist.get_world_size(), zero_optimization={"stage": 1}),
+        optimizer=torch.optim.AdamW(_groups(module, "trained"), lr=0.01),
+        mpu=grid,
+    )
+    yield engine
+    destroy_engine(engine)
+    grid.destroy()
+
+
+def _train_on_next_samples(engine: Any, position: int, steps: int) -> tuple[int, list[float]]:
+    """Train on samples that follow the program's position, four in a step, whatever the number of ranks."""
+    losses = []
+    for _ in range(steps):
+        generators = (torch.Generator().manual_seed(position + number) for number in range(4))
+        samples = torch.stack([torch.randn(4, generator=one) for one in generators])
+        own = samples.chunk(dist.get_world_size())[engine.mpu.get_sample_rank()]
+        loss = F.mse_loss(engine(own), own.sin())
+        engine.backward(loss)
+        engine.step()
+        dist.all_reduce(loss := loss.detach())
+        losses.append(float(loss) / dist.get_world_size())
+        position += 4
+    return position, losses
+
+
+def _save_with_position(folder: Path) -> tuple[list[float], float]:
+    with _sampling_engine() as engine:
+        position, _ = _train_on_next_samples(engine, 100, 2)
+        torch.manual_seed(40 + dist.get_rank())
+        checkpoint.save(engine, folder, "saved", {"position": position})
+        return _train_on_next_samples(engine, position, 2)[1], float(torch.rand(()))
+
+
+def _load_with_position(folder: Path) -> tuple[list[float], float, tuple[int, int]]:
+    with _sampling_engine() as engine:
+        torch.manual_seed(7)
+        _, state = checkpoint.load(engine, folder, convert=True)
+        counts = engine.global_steps, engine.global_samples
+        return _train_on_next_samples(engine, state["position"], 2)[1], float(torch.rand(())), counts
+
+
+def test_samples_continue_on_other_ranks_and_random_states_on_the_same(world: Worlds, tmp_path: Path) -> None:
+    saved = world(2).run(_save_with_position, tmp_path)
+    for size in (1, 2):
+        for rank, (losses, drawn, counts) in enumerate(world(size).run(_load_with_position, tmp_path)):
+            assert losses == pytest.approx(saved[0][0], rel=1e-5)
+            assert counts == (2, 8)
+            seed = torch.Generator().manual_seed(7)
+            own = float(torch.rand((), generator=seed))
+            assert drawn == (saved[rank][1] if size == 2 else own), "other degrees leave random states to the program"

@@ -69,6 +69,18 @@ def test_hosts_slots_and_coordinates_are_printed(capsys: pytest.CaptureFixture[s
     assert cells["data"] == ["4", "2", "1", "none", "none"]
 
 
+@pytest.mark.parametrize(
+    ("spec", "sums", "exchanges"), [("data=2,shard=4", "1", "0"), ("shard=2,data=4", "0", "2"), ("shard=8", "0", "0.5")]
+)
+def test_bytes_of_zero_across_hosts_are_printed(
+    capsys: pytest.CaptureFixture[str], spec: str, sums: str, exchanges: str
+) -> None:
+    out = " ".join(run(capsys, spec, "--hosts", "2", "--slots", "4").split())
+    along = "no axis" if spec == "shard=8" else "data"
+    assert f"a host sends {sums} P along {along} in each step" in out
+    assert f"and {exchanges} P along shard in each reduction or gathering" in out
+
+
 def test_a_hostfile_is_filtered(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\nb slots=4  # the big one\n")

@@ -193,6 +193,8 @@ def _in_torchs_mode(mode: str, device: torch.device = CPU) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_works_under_compile_checkpointing_and_autocast(world: Worlds, mode: str) -> None:
+    if mode == "compiled" and world.backend != "gloo" and torch.__version__ < "2.9":
+        pytest.skip("this torch cannot compile calls of a group that is implemented in Python")
     world(2).run(_in_torchs_mode, mode)
 
 

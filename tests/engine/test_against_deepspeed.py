@@ -32,6 +32,7 @@ from tests.support.world import Worlds
 pytestmark = pytest.mark.exhaustive
 
 WIDTH, STEPS, UNUSUAL_STEPS = 8, 5, (1, 3)
+RANKS = 4
 SMALL = {"bucket_bytes": 1200, "first_bucket_bytes": 600, "last_bucket_bytes": 300}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -117,7 +118,7 @@ def config_of(row: Row, reduced: bool) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     schedule = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 3, "total_num_steps": 9}
     return settings(
-        train_micro_batch_size_per_gpu=4,
+        train_micro_batch_size_per_gpu=4 * RANKS // dist.get_world_size(),
         gradient_accumulation_steps=row.accumulation,
         gradient_clipping=row.clip,
         zero_optimization=zero,
@@ -128,8 +129,11 @@ def config_of(row: Row, reduced: bool) -> dict[str, Any]:
 
 
 def samples(row: Row, step: int, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + 100 * micro_batch + dist.get_rank())
-    inputs = torch.randn(4, WIDTH, generator=generator).to(DTYPES[row.precision])
+    """Return a micro-batch of this rank; of all ranks where one process trains alone."""
+    ranks = [dist.get_rank()] if dist.get_world_size() > 1 else range(RANKS)
+    seeds = [1000 * step + 100 * micro_batch + rank for rank in ranks]
+    parts = [torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    inputs = torch.cat(parts).to(DTYPES[row.precision])
     return inputs, inputs.roll(1, dims=1).sin()
 
 
@@ -303,3 +307,17 @@ def test_experts_train_as_in_stock_deepspeed(world: Worlds, stage: int, experts:
 @pytest.mark.parametrize("stage", range(1, 4))
 def test_offloaded_engines_train_as_stock_deepspeed(world: Worlds, stage: int, precision: str) -> None:
     compare(world, tuple(Row(stage, precision, accumulation, offload=True) for accumulation in (1, 3)))
+
+
+@pytest.mark.parametrize("situation", ["plain", "load_checkpoint into a live engine"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_engines_train_as_one_process(world: Worlds, stage: int, precision: str, situation: str) -> None:
+    rows = tuple(Row(stage, precision, accumulation, situation) for accumulation in (1, 3))
+    [alone] = world(1).run(train, rows, "stock")
+    for side in ("grid", "reducer") if stage < 3 else ("grid",):
+        ranks = world(4).run(train, rows, side)
+        for expected, *found in zip(alone, *ranks, strict=True):
+            means = [sum(losses) / RANKS for losses in zip(*(each.losses for each in found), strict=True)]
+            for each in found:
+                assert_alike(replace(each, losses=means), expected, TOLERANCES[precision])

@@ -11,7 +11,6 @@ from deepspeed.runtime.pipe import topology as deepspeed_topology
 from ds_topo import PipelineParallelGrid, ProcessTopology
 from ds_topo.engine.grid import SEQUENCE_QUERIES
 from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError, WorldSizeError
-from ds_topo.mpu.mpu import ModelParallelUnit
 from tests.support.fake_world import fake_world
 
 DENSE_ORDERS = list(permutations(("pipe", "data", "model")))
@@ -64,10 +63,22 @@ def test_every_rank_of_64_asks_every_group(spec: str) -> None:
             assert [rank for rank in range(64) if lists[rank] == ranks] == list(ranks), f"{axis}: once each"
 
 
+QUERIES_OF_DEEPSPEED = [
+    *(
+        f"{kind}_parallel_{what}"
+        for kind in ("data", "model", "slice", "pipe")
+        for what in ("group", "rank", "world_size")
+    ),
+    *(f"{kind}_model_parallel_{what}" for kind in ("tensor", "pipeline") for what in ("group", "rank", "world_size")),
+    *("data_parallel_group_ranks", "tensor_model_parallel_src_rank"),
+]
+"""What its engines, ZeRO, checkpoints and activation checkpointing ask an mpu."""
+
+
 def assert_mpu_is_brute_force(
     grid: PipelineParallelGrid, topology: ProcessTopology, rank: int, replicas: list[str]
 ) -> None:
-    assert isinstance(grid, ModelParallelUnit)
+    assert all(callable(getattr(grid, f"get_{name}")) for name in QUERIES_OF_DEEPSPEED)
     coordinate = topology.get_coord(rank)
     pipe, data, model = (peers(topology, rank, axis) for axis in ("pipe", "data", "model"))
     stage, slice_rank = getattr(coordinate, "pipe", 0), getattr(coordinate, "model", 0)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed.moe.layer import MoE
-from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.config import DeepSpeedConfigError
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize, use
+from ds_topo.errors import EngineOptionError
 from tests.engine.test_against_deepspeed import (
     PRECISIONS,
     SITUATIONS,
@@ -71,6 +70,40 @@ def test_a_shard_axis_at_stage_3_trains_as_stock_deepspeed(world: Worlds) -> Non
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", range(1, 4))
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_sums_of_two_ranks_are_bitwise_equal(world: Worlds, precision: str, stage: int) -> None:
+    """Two summands have one order, whether they meet along ``shard``, along ``data``, or without an axis ``shard``."""
+    specs = ("data=2", "shard=2", "data=1,shard=2", "data=2,shard=1")
+    rows = tuple(Row(stage, precision, 2, clip=0.0, spec=spec) for spec in specs)
+    for side in ("grid",) if stage == 3 else ("grid", "reducer"):
+        for expected, *others in world(2).run(train, rows, side):
+            assert isinstance(expected, Record)
+            for spec, found in zip(specs[1:], others, strict=True):
+                assert isinstance(found, Record)
+                assert found.losses == expected.losses, (side, spec)
+                assert all(map(torch.equal, found.parameters, expected.parameters)), (side, spec)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"param_persistence_threshold": 0, "prefetch_bucket_size": 0},
+        {"param_persistence_threshold": 0, "prefetch_bucket_size": 100_000, "overlap_comm": True},
+        {"param_persistence_threshold": 100, "prefetch_bucket_size": 500, "reduce_bucket_size": 500},
+    ],
+    ids=["gathered", "prefetched", "some_persistent"],
+)
+@pytest.mark.parametrize("order", ["data=2,shard=2", "shard=2,data=2"])
+def test_gathered_and_prefetched_parameters_equal_one_process(
+    world: Worlds, module_alone: Reference, order: str, zero: dict[str, Any]
+) -> None:
+    settings = {"zero_optimization": {"stage": 3, **zero}, "gradient_reducer": False}
+    world(4).run(_train_plain, order, settings, module_alone(STEPS))
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", range(1, 4))
@@ -92,9 +125,31 @@ def test_experts_train_alike_with_a_shard_axis(world: Worlds, stage: int, size: 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_offloaded_engine_trains_alike_with_a_shard_axis(world: Worlds, precision: str) -> None:
-    compare(world, tuple(Row(3, precision, accumulation, offload=True) for accumulation in (1, 3)), ("grid",))
+def test_experts_go_on_from_a_checkpoint_with_a_shard_axis(world: Worlds, precision: str, size: int) -> None:
+    situation = "load_checkpoint into a live engine"
+    compare(
+        world,
+        tuple(Row(stage, precision, 1, situation, "top-1", expert_parallel_size=size, clip=0.0) for stage in (1, 2)),
+    )
+
+
+def test_an_offloaded_engine_at_stage_2_trains_alike_with_a_shard_axis(world: Worlds) -> None:
+    compare(world, (Row(2, accumulation=3, offload=True),), ("grid",))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("stage", range(1, 4))
+def test_an_offloaded_engine_trains_alike_with_a_shard_axis(world: Worlds, stage: int, precision: str) -> None:
+    compare(world, tuple(Row(stage, precision, accumulation, offload=True) for accumulation in (1, 3)), ("grid",))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", range(1, 4))
+def test_an_offloaded_engine_skips_a_step_on_all_copies(world: Worlds, stage: int) -> None:
+    compare(world, (Row(stage, "fp16", 2, "NaN loss on one rank", offload=True),), ("grid",))
 
 
 def _train_plain(topology: str, settings: dict[str, Any], expected: Run) -> None:
@@ -130,11 +185,16 @@ def test_a_pipeline_equals_one_process(
     world(8).run(_train_pipeline, ",".join(f"{axis}=2" for axis in order), settings, layers_alone(STEPS), tolerance)
 
 
-def _build(settings: dict[str, Any]) -> None:
+def _refused(table: list[dict[str, Any]]) -> list[str]:
+    """Return the error of an engine with each of these settings."""
     start()
+    found = []
     with PipelineParallelGrid("data=1,shard=1") as grid:
-        engine, *_ = initialize(model=nn.Linear(4, 4), mpu=grid, config=engine_config(1, **settings))
-        destroy_engine(engine)
+        for settings in table:
+            with pytest.raises((EngineOptionError, DeepSpeedConfigError)) as raised:  # DeepSpeed refuses MiCS itself
+                initialize(model=nn.Linear(4, 4), mpu=grid, config=engine_config(1, **settings))
+            found.append(str(raised.value))
+    return found
 
 
 def _build_pipeline(settings: dict[str, Any]) -> None:
@@ -143,19 +203,25 @@ def _build_pipeline(settings: dict[str, Any]) -> None:
         initialize(model=PipelineModule([nn.Linear(4, 4)], grid=grid), config=engine_config(1, **settings))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, "hpZ"),
-        ({"zero_optimization": {"stage": 3, "mics_shard_size": 1}}, "mics_shard_size"),
-        ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "qgZ"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "use stage 3"),
-    ],
-)
-def test_options_with_groups_of_their_own_are_refused(world: Worlds, settings: dict[str, Any], message: str) -> None:
-    optimizer = {"type": "SGD", "params": {"lr": 0.1}}
-    (error,) = world(1).run(_build, {"optimizer": optimizer, **settings}, expect_failure=True)
-    assert message in str(error)
+def test_options_with_groups_or_reductions_of_their_own_are_refused(world: Worlds) -> None:
+    offload = {"device": "cpu"}
+    table = {
+        "zero_hpz_partition_size (hpZ)": {"stage": 3, "zero_hpz_partition_size": 2},
+        "mics_shard_size (MiCS)": {"stage": 3, "mics_shard_size": 1},
+        "zero_quantized_gradients (qgZ)": {"stage": 3, "zero_quantized_gradients": True},
+        "zenflow": {"stage": 2, "zenflow": {"overlap_step": False}, "offload_optimizer": offload},
+        "super_offload": {"stage": 3, "offload_optimizer": {**offload, "super_offload": True}},
+        "elastic_checkpoint": {"stage": 1, "elastic_checkpoint": True},
+        "expert_parallel (AutoEP)": {"expert_parallel": {"enabled": True, "autoep_size": 1}},
+        "compile.deepcompile": {"compile": {"deepcompile": True}},
+        "managed_gradient_accumulation: false": {"managed_gradient_accumulation": False},
+    }
+    rest = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    settings = [{**rest, **({"zero_optimization": each} if "stage" in each else each)} for each in table.values()]
+    (errors,) = world(1).run(_refused, settings)
+    for option, error in zip(table, errors, strict=True):
+        assert option.split()[0] in error
+        assert "name that axis 'data'" in error or "mics" in option
 
 
 def test_a_pipeline_refuses_zero_2_and_says_why(world: Worlds) -> None:
@@ -249,20 +315,3 @@ def _init_over_all_ranks() -> None:
 def test_zero_init_over_other_ranks_is_refused(world: Worlds) -> None:
     for error in world(4).run(_init_over_all_ranks, expect_failure=True):
         assert "data_parallel_group=grid.get_partition_group()" in str(error)
-
-
-def _save_experts(folder: str) -> None:
-    start()
-    with PipelineParallelGrid("data=2,shard=2") as grid:
-        layer = MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2)
-        parameters = split_params_into_different_moe_groups_for_optimizer(
-            [{"params": list(layer.parameters()), "name": "all"}]
-        )
-        config = engine_config(1, zero_optimization={"stage": 1}, optimizer={"type": "SGD", "params": {"lr": 0.1}})
-        engine, *_ = initialize(model=layer, model_parameters=parameters, mpu=grid, config=config)
-        engine.save_checkpoint(folder)
-
-
-def test_checkpoints_of_experts_are_refused(world: Worlds, tmp_path: Path) -> None:
-    for error in world(4).run(_save_experts, str(tmp_path), expect_failure=True):
-        assert "name that axis 'data'" in str(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -18,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, groups, initialize
 from ds_topo.engine import reducer_drivers
-from ds_topo.reducer import reductions, two_level
+from ds_topo.reducer import reducer, reductions, two_level
 from tests.support.failing import FailsInBackward
+from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
 from tests.support.world import Worlds
 
@@ -31,7 +34,11 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 def samples(step: int, width: int = 8) -> torch.Tensor:
-    return torch.randn(2, width, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+    return samples_of(dist.get_rank(), step, width)
+
+
+def samples_of(rank: int, step: int, width: int = 8) -> torch.Tensor:
+    return torch.randn(2, width, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 class Unruly(nn.Module):
@@ -108,6 +115,32 @@ def test_plain_engines_train_as_without_the_reducer(world: Worlds, script: str, 
 def test_loss_backward_trains_as_without_the_reducer(world: Worlds, script: str) -> None:
     """DeepSpeed accepts ``loss.backward()`` under ZeRO, but cannot continue after an exception in it."""
     world(2).run(_as_without, script, True, ZERO_1)
+
+
+def _fail_in_step(stage: int, function: str) -> None:
+    """Train with an error on rank 1, whose process lives on, within ``finish()`` or in the optimizer."""
+    start()
+    with PipelineParallelGrid("data=2") as grid:
+        zero = {"stage": stage}
+        engine, *_ = initialize(
+            model=_layers(), mpu=grid, config=settings(gradient_reducer=SMALL, zero_optimization=zero)
+        )
+        for step in range(8):
+            fails = mock.Mock(side_effect=MemoryError("no memory"))
+            owner = reducer if function == "hand_out" else torch.optim.SGD
+            is_due = dist.get_rank() == 1 and step == 3
+            with mock.patch.object(owner, function, fails) if is_due else nullcontext():
+                engine.backward(engine(samples(step)).square().mean())
+                engine.step()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize("function", ["hand_out", "step"])
+def test_others_fail_at_the_timeout_if_a_rank_fails_in_step(stage: int, function: str) -> None:
+    waiting, failed = run_ranks(2, _fail_in_step, stage, function, timeout=4, deadline=60, expect_failure=True)
+    assert "no memory" in str(failed)
+    assert re.search("Timed out waiting 4000ms|Application timeout", str(waiting))
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
@@ -252,6 +285,51 @@ def _adversaries_as_without(stage: int, *program: bool) -> None:
     zero = {"stage": stage}
     expected, found = (_adversaries(reduced, *program, zero_optimization=zero) for reduced in (False, True))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def _adversaries_alone(clears: bool) -> torch.Tensor:
+    """Train as :func:`_adversaries`, with torch alone, on the samples of two ranks."""
+    torch.manual_seed(0)
+    generator, judge = _layers(), _layers()
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (generator, judge)]
+    loss = torch.zeros(())
+    for step in range(8):
+        noise, real = (
+            torch.cat([samples_of(rank, number) for rank in range(2)]) for number in (2 * step, 2 * step + 1)
+        )
+        made = generator(noise)
+        ((judge(made) - 1).square().mean() / 2).backward()
+        if clears:
+            judge.zero_grad()
+        loss = ((judge(real) - 1).square().mean() + judge(made.detach()).square().mean()) / 2
+        (loss / 2).backward()
+        if step % 2 == 1:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return torch.cat([each.detach().flatten() for module in (generator, judge) for each in module.parameters()])
+
+
+def _adversaries_as_alone(cases: list[tuple[int, bool, bool, bool]]) -> None:
+    start()
+    for stage, through_engine, clears, reduced in cases:
+        found = _adversaries(reduced, through_engine, clears, False, zero_optimization={"stage": stage})
+        message = f"stage {stage}, {through_engine=}, {clears=}, {reduced=}: {{}}".format
+        torch.testing.assert_close(found[1:], _adversaries_alone(clears), rtol=1e-5, atol=1e-6, msg=message)
+
+
+@pytest.mark.exhaustive
+def test_adversaries_train_as_in_one_process(world: Worlds) -> None:
+    """Without ``zero_grad()``, a loss that passes through another engine trains otherwise in DeepSpeed itself."""
+    programs = [
+        (0, False, False),
+        (0, False, True),
+        (1, False, False),
+        (1, False, True),
+        (1, True, True),
+        (2, True, True),
+    ]
+    world(2).run(_adversaries_as_alone, [(*program, reduced) for program in programs for reduced in (False, True)])
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,17 @@ def test_a_second_partition_of_created_groups_is_accepted(world: Worlds) -> None
     world(4).run(_accept_groups_that_were_created)
 
 
+def _build_super_offload() -> None:
+    _join()
+    options = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}}
+    with PipelineParallelGrid("data=1") as grid, pytest.raises(AssertionError, match="only supports NVIDIA CUDA GPUs"):
+        _initialize(grid, options)
+
+
+def test_super_offload_on_a_cpu_raises_deepspeeds_own_error(world: Worlds) -> None:
+    world(1).run(_build_super_offload)
+
+
 def test_domino_with_the_group_of_an_earlier_grid_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(async_linear, "TP_group", None)
     options = SimpleNamespace(params_dtype=torch.float32, perform_initialization=False)

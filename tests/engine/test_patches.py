@@ -20,7 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import TopKGate
+from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
@@ -175,6 +177,17 @@ def save_and_load(folder: str, settings: dict[str, Any]) -> None:
             engine.destroy()
 
 
+def experts_over_shard(folder: str, settings: dict[str, Any]) -> None:
+    """Save and load the partitions of experts and of dense parameters, which other ranks hold."""
+    with PipelineParallelGrid("data=2,shard=2") as grid:
+        module = nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2))
+        groups = configure_moe_param_groups(list(module.parameters()))
+        engine, *_ = initialize(model=module, model_parameters=groups, mpu=grid, config=_settings(**settings))
+        engine.save_checkpoint(folder, "experts")
+        engine.load_checkpoint(folder, "experts")
+        engine.destroy()
+
+
 def load_weights_alone(folder: str) -> None:
     """Load the parameters of ZeRO 3 without optimizer states, which reads the partitions of all ranks."""
     with PipelineParallelGrid("data=4") as grid:
@@ -276,7 +289,7 @@ def two_levels() -> None:
         for _ in range(2):
             module(torch.ones(1, 4)).sum().backward()
             reducer.finish()
-        assert any("two-level" in thread.name for thread in threading.enumerate())
+        assert any("exchange" in thread.name for thread in threading.enumerate())
         dist.barrier()
         reducer.detach()
         GradientReducer(nn.Linear(4, 4)).detach()  # the slower of the two reductions is gone
@@ -431,6 +444,8 @@ def _calls_of_a_job(folder: str) -> set[tuple[str, str]]:
         zero_3(**OVER_SHARD)
         half = {"enabled": True, "initial_scale_power": 4}
         plain("shard=2,data=2", gradient_reducer=False, zero_optimization={"stage": 1}, fp16=half)
+        experts_over_shard(folder, {"zero_optimization": {"stage": 1}})
+        experts_over_shard(folder, FP32_GRADIENTS)
         grid_in_use()
         save_and_load(folder, {"zero_optimization": {"stage": 1}})
         save_and_load(folder, FP32_GRADIENTS)

@@ -230,7 +230,8 @@ def _left(cluster: Cluster, case: Case) -> list[str]:
             continue  # the victim is still running
         root = Path(f"/proc/{host.pid}/root")
         commands = [_command(entry) for entry in Path(root, "proc").iterdir() if entry.name.isdigit()]
-        ours = [command for command in commands if "python" in command]
+        # torch 2.8's processes that compile outlive a rank that is killed
+        ours = [command for command in commands if "python" in command and "compile_worker" not in command]
         found += [f"{host.name}: {command}" for command in sorted(ours)[1:]]  # one process is the server
         found += [f"{host.name}: /dev/shm/{file.name}" for file in Path(root, "dev/shm").iterdir()]
     return found

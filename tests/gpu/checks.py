@@ -36,7 +36,7 @@ from torch.utils._triton import has_triton
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, checkpoint, init_distributed, initialize
 from ds_topo.backends import TRAITS, SideStream, backend_of, order_after, synchronize, traits_of
 from ds_topo.reducer.reductions import StepNotes
-from ds_topo.reducer.two_level import TwoLevelReduction
+from ds_topo.reducer.two_level import two_level_reduction
 from ds_topo.zero import exchange
 from tests.checkpoint.jobs import Kind, job
 from tests.collectives import test_pairs as collective_cases
@@ -435,7 +435,8 @@ def two_level(place: Place) -> None:
     place.join()
     size, rank, device = dist.get_world_size(), dist.get_rank(), place.device
     hosts = {each: f"host{2 * each // size}" for each in range(size)}
-    levels = TwoLevelReduction(hosts, device)
+    assert dist.group.WORLD is not None
+    levels = two_level_reduction(dist.group.WORLD, hosts, device)
     pending, sums = [], []
     for number in range(8):
         place.sleep(5)
@@ -444,7 +445,6 @@ def two_level(place: Place) -> None:
         pending.append(levels.submit(tensor))
         del tensor
         torch.full((NUMEL,), -1.0, device=device)
-    levels.flush()
     for number, (each, total) in enumerate(zip(pending, sums, strict=True)):
         each.wait()
         expected = float(sum(number + other for other in range(size)))

@@ -489,7 +489,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a norm of ZeRO's gradients": (_clip_under_zero, RuntimeError, 'set "gradient_clipping" in the config'),
     "another option on rank 1": (
-        lambda: GradientReducer(nn.Linear(4, 4), keep_steps=4, bucket_bytes=_on_rank(1, 8, 4)),
+        lambda: GradientReducer(nn.Linear(4, 4), bucket_bytes=_on_rank(1, 8, 4)),
         DisagreementError,
         "bucket_bytes=8",
     ),

@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -140,7 +140,7 @@ def _verdicts(
 
     def take_part(rank: int) -> None:
         time.sleep((later or {}).get(rank, 0.0))
-        own: Callable[[], Sequence[str]] | None = (lambda: lines[rank]) if lines else None
+        own = lines.get(rank, []) if lines else None
         try:
             heard[rank].set_result(_round(shared, rank, came, seconds, number).verdict(outcomes[rank], own))
         except BaseException as error:

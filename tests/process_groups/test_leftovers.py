@@ -31,7 +31,7 @@ def _verdicts(store: dist.Store, number: int, came: Sequence[int], outcomes: Seq
 
     def take_part(rank: int) -> str:
         round_ = Round(store, f"ds_topo/x/{number}", rank, range(3), timedelta(seconds=seconds), "a test")
-        return round_.verdict(outcomes[rank], lambda: [outcomes[rank]])
+        return round_.verdict(outcomes[rank], [outcomes[rank]])
 
     with ThreadPoolExecutor(len(came)) as threads:
         return set(threads.map(take_part, came))

@@ -1,11 +1,11 @@
-"""Hugging Face's Trainer and accelerate have the same losses on a grid as without one."""
+"""Hugging Face's Trainer and accelerate have the same losses, rates, norms and steps on a grid as without one."""
 
 from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_topo import PipelineParallelGrid, use
 from tests.support.ranks import run_ranks
@@ -43,15 +44,40 @@ def _without_reducer(make_config: Callable[..., dict[str, Any]], *arguments: Any
     return {name: value for name, value in make_config(*arguments).items() if name != "gradient_reducer"}
 
 
+@contextmanager
+def recorded_steps() -> Iterator[list[tuple[float, ...]]]:
+    """Record the learning rate, norm, loss scale and number of skipped steps after every step of an engine."""
+    found: list[tuple[float, ...]] = []
+    take = DeepSpeedEngine._take_model_step
+
+    def recording(engine: Any, *args: Any, **options: Any) -> None:
+        take(engine, *args, **options)
+        norm, scale = engine.get_global_grad_norm(), getattr(engine.optimizer, "cur_scale", 1.0)
+        found.append((engine.get_lr()[0], float(norm), float(scale), engine.skipped_steps))
+
+    with patch.object(DeepSpeedEngine, "_take_model_step", recording):
+        yield found
+
+
+Steps = tuple[list[float], list[tuple[float, ...]]]
+"""The loss of each step, and what :func:`recorded_steps` yields."""
+
+
+def assert_alike(found: Steps, expected: Steps) -> None:
+    assert len(expected[0]) == len(expected[1]) == STEPS
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert found[1] == [pytest.approx(step, rel=1e-4) for step in expected[1]]
+
+
 # -- Trainer, and the example ----------------------------------------------------------------------------------------
 
 
-def _fine_tuned(folder: str, layouts: tuple[tuple[str, int], ...]) -> dict[str, list[float]]:
-    """Return the losses of the example's model with stock Trainer and on grids."""
+def _fine_tuned(folder: str, layouts: tuple[tuple[str, int], ...]) -> dict[str, Steps]:
+    """Return the steps of the example's model with stock Trainer and on grids."""
     import finetune_hugging_face as example
 
     start()
-    found: dict[str, list[float]] = {}
+    found: dict[str, Steps] = {}
     for spec, zero in (("stock", 1), *layouts):
         arguments = argparse.Namespace(
             model=None, steps=STEPS, batch_size=8, context=32, learning_rate=1e-2, zero=zero, seed=0, out=Path(folder)
@@ -59,15 +85,16 @@ def _fine_tuned(folder: str, layouts: tuple[tuple[str, int], ...]) -> dict[str, 
         torch.manual_seed(0)
         model, tokens = example.model_and_tokens(arguments)
         data = example.Sequences(tokens, arguments.context, arguments.seed)
-        with PipelineParallelGrid("data=4" if spec == "stock" else spec) as grid:
+        with PipelineParallelGrid("data=4" if spec == "stock" else spec) as grid, recorded_steps() as steps:
             if spec == "stock":
                 with patch.object(example, "deepspeed_config", partial(_without_reducer, example.deepspeed_config)):
-                    found[f"{spec} {zero}"] = example.train_with_trainer(model, data, grid, arguments)
+                    losses = example.train_with_trainer(model, data, grid, arguments)
             else:
                 example.split_blocks(model, grid)
                 train = example.train_pipeline if "pipe" in spec else example.train_with_trainer
                 with use(grid):
-                    found[f"{spec} {zero}"] = train(model, data, grid, arguments)
+                    losses = train(model, data, grid, arguments)
+            found[f"{spec} {zero}"] = losses, steps
         _forget_frameworks()
     return found
 
@@ -81,16 +108,13 @@ def _fine_tuned(folder: str, layouts: tuple[tuple[str, int], ...]) -> dict[str, 
     ],
     ids=["ZeRO 1", "ZeRO 3 and pipeline", "data alone"],
 )
-def test_trainer_on_a_grid_has_the_losses_of_stock_trainer(
-    layouts: tuple[tuple[str, int], ...], tmp_path: Path
-) -> None:
-    losses = run_ranks(4, _fine_tuned, str(tmp_path), layouts, deadline=240)[0]
-    stock = losses.pop("stock 1")
-    assert len(stock) == STEPS
-    assert stock[-1] < stock[0] - 0.1
-    assert len(losses) == len(layouts)
-    for name, found in losses.items():
-        assert found == pytest.approx(stock, rel=1e-5), name
+def test_trainer_on_a_grid_trains_as_stock_trainer(layouts: tuple[tuple[str, int], ...], tmp_path: Path) -> None:
+    runs = run_ranks(4, _fine_tuned, str(tmp_path), layouts, deadline=240)[0]
+    stock = runs.pop("stock 1")
+    assert stock[0][-1] < stock[0][0] - 0.1
+    assert len(runs) == len(layouts)
+    for found in runs.values():
+        assert_alike(found, stock)
 
 
 # -- accelerate, and long sequences ----------------------------------------------------------------------------------
@@ -107,8 +131,13 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens, "position_ids": torch.arange(LENGTH)}
 
 
-def _long_sequences(spec: str, zero: int) -> list[float]:
-    """Return the mean losses of a loop whose sequences accelerate and DeepSpeed split."""
+def _long_sequences(spec: str, zero: int) -> Steps:
+    """Return the mean losses and the steps of a loop whose sequences accelerate and DeepSpeed split."""
+    with recorded_steps() as steps:
+        return _losses_of_long_sequences(spec, zero), steps
+
+
+def _losses_of_long_sequences(spec: str, zero: int) -> list[float]:
     import accelerate.accelerator
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, ParallelismConfig
@@ -169,12 +198,12 @@ def _prepare_for_all_ranks(prepare: Any, *args: Any, **options: Any) -> Any:
 
 
 @pytest.mark.exhaustive
-def test_long_sequences_on_a_grid_have_the_losses_without_it() -> None:
+def test_long_sequences_on_a_grid_train_as_without_it() -> None:
     [stock, *_] = run_ranks(4, _long_sequences, "stock", 1)
     [in_stock_order, *_] = run_ranks(4, _long_sequences, "data=2,seq=2", 1)
-    [losses, *_] = run_ranks(4, _long_sequences, "seq=2,data=2", 3)
+    [found, *_] = run_ranks(4, _long_sequences, "seq=2,data=2", 3)
     assert in_stock_order == stock
-    assert losses == pytest.approx(stock, rel=1e-5)
+    assert_alike(found, stock)
 
 
 def _exchange(ctx: Any, group: Any, received: list[torch.Tensor], *sent: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -252,8 +281,8 @@ def test_trainer_splits_sequences_along_seq_in_any_order(tmp_path: Path) -> None
         assert [norm for _, norm in found] == pytest.approx([norm for _, norm in stock], rel=1e-5)
 
 
-def _attention_of_a_grid(spec: str) -> list[float]:
-    """Return the mean loss of each step of a loop that uses DeepSpeed's long sequence training by itself."""
+def _attention_of_a_grid(spec: str) -> list[tuple[float, float]]:
+    """Return the mean loss and the norm of each step of a loop that uses DeepSpeed's long sequences by itself."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -274,9 +303,10 @@ def _attention_of_a_grid(spec: str) -> list[float]:
             loss = F.cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten(), reduction="sum")
             loss = loss / labels.numel()
             loss.backward()
+            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append((loss.item(), norm.item()))
         return losses
     with PipelineParallelGrid(spec) as grid, use(grid):
         mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 1, seq_length_is_variable=True)
@@ -300,9 +330,9 @@ def _attention_of_a_grid(spec: str) -> list[float]:
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / LENGTH
             total = loss.detach().clone()
             dist.all_reduce(total)
-            losses.append(total.item() / 2)
             engine.backward(loss)
             engine.step()
+            losses.append((total.item() / 2, float(engine.get_global_grad_norm())))
         engine.destroy()
     return losses
 
@@ -311,7 +341,8 @@ def _attention_of_a_grid(spec: str) -> list[float]:
 @pytest.mark.parametrize("spec", ["data=2,seq=2", "seq=2,data=2"])
 def test_attention_and_batches_of_a_grid_equal_one_process(spec: str) -> None:
     [alone] = run_ranks(1, _attention_of_a_grid, "alone")
-    assert run_ranks(4, _attention_of_a_grid, spec)[0] == pytest.approx(alone, rel=1e-5)
+    found = run_ranks(4, _attention_of_a_grid, spec)[0]
+    assert found == [pytest.approx(step, rel=1e-5) for step in alone]
 
 
 # -- accelerate's schedulers -----------------------------------------------------------------------------------------

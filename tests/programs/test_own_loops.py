@@ -1,7 +1,7 @@
-"""Megatron-DeepSpeed and GPT-NeoX do on a grid, through their own ``pretrain``, what they do with stock DeepSpeed.
+"""Megatron-DeepSpeed, GPT-NeoX and torchtitan do on a grid, through their own loops, what they do without it.
 
 Compared are the samples that each rank reads, losses, rates, norms, loss scales, skipped steps and evaluations.
-``MEGATRON_DEEPSPEED`` and ``GPT_NEOX`` give the folders of the programs' source.
+``MEGATRON_DEEPSPEED``, ``GPT_NEOX`` and ``TORCHTITAN`` give the folders of the programs' source.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.programs import gpt_neox, megatron_deepspeed
+from tests.programs import gpt_neox, megatron_deepspeed, torchtitan
 from tests.programs.cases import Case
 from tests.support.ranks import run_ranks
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.exhaustive
 PROGRAMS: dict[str, tuple[Any, str]] = {
     "Megatron-DeepSpeed": (megatron_deepspeed, "MEGATRON_DEEPSPEED"),
     "GPT-NeoX": (gpt_neox, "GPT_NEOX"),
+    "torchtitan": (torchtitan, "TORCHTITAN"),
 }
 EXPERTS = ("--num-experts", "4", "--moe-expert-parallel-size", "2", "--moe-min-capacity", "2")
 EXPERTS += ("--expert-interval", "2", "--create-moe-param-group")
@@ -52,8 +53,11 @@ CASES: list[tuple[str, Case, tuple[str, ...]]] = [
     ("GPT-NeoX", Case("zero2", zero=2), ("data=4",)),
     ("GPT-NeoX", Case("zero3", zero=3), ("data=4",)),
     ("GPT-NeoX", Case("fp16", model=2, zero=1, precision="fp16"), ("model=2,data=2",)),
+    ("torchtitan", Case("tensor", model=2), ("shard=2,model=2",)),  # torch itself refuses to clip with tp first
+    ("torchtitan", Case("pipeline", pipe=2), ("pipe=2,shard=2", "shard=2,pipe=2")),
+    ("torchtitan", Case("hybrid", options=("replicate",)), ("data=2,shard=2",)),
 ]
-ORDER = ("pipe", "data", "seq", "model")
+ORDER = ("pipe", "data", "shard", "seq", "model")
 """The order of axes in the programs' own groups."""
 
 
@@ -135,6 +139,7 @@ def test_sequence_parallel_zero3_trains_as_zero1(programs: Any, tmp_path: Path) 
         ("Megatron-DeepSpeed", Case("experts", pipe=2, options=EXPERTS), "pipe=2,data=2", "data=2,pipe=2"),
         ("GPT-NeoX", Case("pipeline", pipe=2, model=2), "model=2,pipe=2", "pipe=2,model=2"),
         ("GPT-NeoX", Case("stock's", model=2, zero=1), "stock", "model=2,data=2"),
+        ("torchtitan", Case("stock's", model=2), "stock", "shard=2,model=2"),
     ],
     ids=str,
 )

@@ -170,8 +170,8 @@ def test_buckets_over_grad_buffers_have_no_gaps() -> None:
 # -- the memory of a bucket ----------------------------------------------------------------------------------------
 
 
-def _bucket(*states: ParameterState, inner_size: int = 1) -> GradientBucket:
-    route = _route(two_level=SimpleNamespace(inner_size=inner_size))
+def _bucket(*states: ParameterState, multiple: int = 1) -> GradientBucket:
+    route = _route(two_level=SimpleNamespace(multiple=multiple))
     for state in states:
         state.route = route
     bucket = GradientBucket(7, states)
@@ -183,7 +183,7 @@ def test_views_are_consecutive_and_have_the_strides_of_parameters() -> None:
     plain, last, sliced = _state(0, (2, 3)), _state(1, (2, 2, 3, 1)), _state(2, (3, 4))
     last.parameter.data = last.parameter.data.to(memory_format=torch.channels_last)
     sliced.parameter.data = torch.ones(3, 9)[:, ::2][:, :4]
-    bucket = _bucket(plain, last, sliced, inner_size=5)
+    bucket = _bucket(plain, last, sliced, multiple=5)
     assert (bucket.index, bucket.numel, bucket.nbytes, bucket.pending) == (7, 30, 120, 3)
     assert len(bucket.flat) == 30
     bucket.flat.copy_(torch.arange(30.0))
@@ -197,7 +197,7 @@ def test_views_are_consecutive_and_have_the_strides_of_parameters() -> None:
 @pytest.mark.parametrize(("multiple", "length"), [(1, 10), (2, 10), (3, 12), (4, 12), (16, 16)])
 def test_padding_is_zero(multiple: int, length: int) -> None:
     with mock.patch.object(torch, "empty", lambda *size, **kind: torch.full(size, torch.nan, **kind)):
-        bucket = _bucket(_state(0), _state(1, (6,)), inner_size=multiple)
+        bucket = _bucket(_state(0), _state(1, (6,)), multiple=multiple)
     assert len(bucket.flat) == length
     assert bucket.flat[10:].tolist() == [0.0] * (length - 10)
     assert bucket.flat[:10].isnan().all(), "only the padding is written"
@@ -207,7 +207,7 @@ def test_bucket_over_grad_buffers_is_their_memory() -> None:
     memory = torch.arange(12.0)
     upper, lower = _state(0, (2, 3), grad_buffer=memory[6:]), _state(1, (2, 2), grad_buffer=memory[2:6])
     upper.parameter.data = upper.parameter.data.t().contiguous().t()
-    bucket = _bucket(upper, lower, inner_size=100)
+    bucket = _bucket(upper, lower, multiple=100)
     assert bucket.members == [lower, upper]
     assert bucket.flat.data_ptr() == memory[2:].data_ptr()
     assert bucket.flat.tolist() == list(range(2, 12))
@@ -261,7 +261,7 @@ def test_sparse_bucket_has_no_memory_and_reset_restores_pending_state() -> None:
 def test_comm_hook_bucket_has_gradients_parameters_and_index() -> None:
     states = [_state(0, (2, 3)), _state(1, (2, 2, 1, 2))]
     states[1].parameter.data = states[1].parameter.data.to(memory_format=torch.channels_last)
-    bucket = _bucket(*states, inner_size=8)
+    bucket = _bucket(*states, multiple=8)
     seen = CommHookBucket(bucket, True)
     assert (seen.index(), seen.is_last(), CommHookBucket(bucket, False).is_last()) == (7, True, False)
     assert len(seen.buffer()) == 14
@@ -331,8 +331,8 @@ def test_layout_follows_the_order_of_the_first_rank_and_stays_if_it_is_equal() -
     assert empty.buckets == []
 
 
-def test_two_level_buckets_are_padded_to_a_multiple_of_the_ranks_per_host() -> None:
-    assert [len(bucket.flat) for bucket in _layout(two_level=SimpleNamespace(inner_size=3)).buckets] == [6] * 4
+def test_two_level_buckets_are_padded() -> None:
+    assert [len(bucket.flat) for bucket in _layout(two_level=SimpleNamespace(multiple=3)).buckets] == [6] * 4
     assert [len(bucket.flat) for bucket in _layout().buckets] == [4] * 4
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from ds_topo.reducer import two_level as probes
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
 from ds_topo.reducer.parameters import ParameterState, Route
 from ds_topo.reducer.reductions import Counts, Reduction, StepNotes, assign_routes, launch, scaling
-from ds_topo.reducer.two_level import TwoLevelReduction
+from ds_topo.reducer.two_level import two_level_reduction
 from ds_topo.topology.rank_tables import RankGroup
 from ds_topo.zero import exchange
 from tests.support.fake_world import fake_world
@@ -207,24 +206,6 @@ def test_bucket_bytes_follow_the_measured_link(world: Worlds) -> None:
     assert world(2).run(_bucket_bytes) == [[4 << 20, 25 << 20]] * 2
 
 
-def _two_level_failure() -> None:
-    """Submit a tensor that cannot be split: only its own future raises."""
-    levels = TwoLevelReduction({0: "a", 1: "a", 2: "b", 3: "b"}, CPU)
-    good, bad = torch.ones(4), torch.ones(3)
-    first, second = levels.submit(good), levels.submit(bad)
-    levels.flush()
-    first.wait()
-    assert torch.equal(good, torch.full((4,), 4.0))
-    with pytest.raises(RuntimeError):
-        second.wait()
-    levels.destroy()
-
-
-@pytest.mark.backends("gloo")
-def test_two_level_failure_is_raised_for_its_tensor_only(world: Worlds) -> None:
-    world(4).run(_two_level_failure)
-
-
 # -- reductions of one bucket, in one process ----------------------------------------------------------------------
 
 
@@ -345,9 +326,7 @@ def test_two_level_padding_is_sent_but_not_copied_back() -> None:
         return mock.Mock(**{"wait.return_value": 1234})
 
     sent: list[torch.Tensor] = []
-    levels: Any = SimpleNamespace(
-        padded=lambda tensor: torch.cat([tensor, torch.zeros(2)]), submit=submit, inner_size=1
-    )
+    levels: Any = SimpleNamespace(padded=lambda tensor: torch.cat([tensor, torch.zeros(2)]), submit=submit, multiple=1)
     for padded in (levels.padded, lambda tensor: tensor):
         levels.padded = padded
         with fake_world(0, 2):
@@ -377,7 +356,7 @@ def test_result_of_comm_hook_becomes_the_gradient(kind: str) -> None:
         return futures[-1]
 
     with fake_world(0, 2), mock.patch.object(dist, "all_reduce", side_effect=AssertionError("the hook sums")):
-        route = _route(hook=hook, hook_state="state", two_level=SimpleNamespace(inner_size=3))
+        route = _route(hook=hook, hook_state="state", two_level=SimpleNamespace(multiple=3))
         buckets = [_bucket(VALUES, route), _bucket(VALUES, route)]
         in_flight: list[Reduction] = [launch(bucket, bucket is buckets[1]) for bucket in buckets]
         route.wait_for_hook()
@@ -447,13 +426,13 @@ def test_experts_are_averaged_over_all_replicas_and_only_used_links_are_measured
 def test_two_levels_are_used_if_wanted_or_faster(
     wish: bool | None, is_faster: bool, uses: bool, measures: bool
 ) -> None:
-    made = mock.Mock(inner_size=3)
+    made = mock.Mock(multiple=3)
     probed = mock.Mock(return_value=is_faster)
     hosts = dict.fromkeys(range(3), "a") | dict.fromkeys(range(3, 6), "b")
     with (
         fake_world(0, 6),
         mock.patch.object(reductions, "hosts_of", return_value=hosts) as asked,
-        mock.patch.object(reductions, "TwoLevelReduction", return_value=made),
+        mock.patch.object(reductions, "two_level_reduction", return_value=made),
         mock.patch.object(reductions, "is_two_level_faster", probed),
     ):
         for bucket_bytes, numel in ((1000, 249), (1, 3)):
@@ -479,85 +458,13 @@ def test_two_levels_are_refused_if_the_placement_has_none() -> None:
 # -- two levels, in one process ------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _recorded_levels() -> Iterator[list[tuple[str, int, list[int]]]]:
-    """Record the collectives of two levels: name, number of elements and ranks."""
-    events: list[tuple[str, int, list[int]]] = []
-
-    def note(name: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
-        events.append((name, len(tensor), dist.get_process_group_ranks(group)))
-        return mock.Mock()
-
-    def exchange(parts: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        parts.copy_(tensor)
-        note("scatter", tensor, group)
-
-    def scatter(share: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-        assert len(tensor) == 2 * len(share)
-        note("scatter", tensor, group)
-
-    def gather(tensor: torch.Tensor, share: torch.Tensor, group: dist.ProcessGroup) -> None:
-        tensor.copy_(torch.cat([share, share]))
-        note("gather", tensor, group)
-
-    def cross(share: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
-        work = note("cross", share, group)
-        return work if async_op else None
-
-    with (
-        mock.patch.object(dist, "all_to_all_single", exchange),
-        mock.patch.object(dist, "reduce_scatter_tensor", scatter),
-        mock.patch.object(dist, "all_gather_into_tensor", gather),
-        mock.patch.object(dist, "all_reduce", cross),
-    ):
-        yield events
-
-
 HOSTS = {0: "a", 1: "b", 2: "a", 3: "b"}
-
-
-def _level_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if "two-level" in thread.name]
-
-
-def test_gather_of_a_tensor_follows_the_scatter_of_the_next() -> None:
-    with fake_world(2, 4), _recorded_levels() as events:
-        levels = TwoLevelReduction(HOSTS, CPU)
-        assert levels.inner_size == 2
-        levels.flush()
-        assert not _level_threads(), "none before there is work"
-        first, second = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.ones(6)
-        started, done = time.perf_counter_ns(), levels.submit(first)
-        assert _soon(lambda: len(events) == 2)
-        assert [name for name, *_ in events] == ["scatter", "cross"]
-        assert not done.is_done()
-        later = levels.submit(second)
-        assert started < done.wait() < time.perf_counter_ns()
-        assert not later.is_done()
-        levels.flush()
-        assert later.wait() >= done.wait()
-        inside, across = [0, 2], [2, 3]
-        assert events == [
-            ("scatter", 4, inside),
-            ("cross", 2, across),
-            ("scatter", 6, inside),
-            ("cross", 3, across),
-            ("gather", 4, inside),
-            ("gather", 6, inside),
-        ]
-        assert torch.equal(first, torch.tensor([4.0, 6.0, 4.0, 6.0]))
-        threads = _level_threads()
-        assert len(threads) == 1
-        levels.destroy()
-        levels.destroy()
-        assert not threads[0].is_alive()
-        assert len(dist.distributed_c10d._world.pg_map) == 1, "its groups are destroyed"
 
 
 def test_two_level_groups_do_not_depend_on_the_order_of_hosts() -> None:
     with fake_world(2, 4), mock.patch.object(two_level, "ProcessGroups") as made:
         for hosts in (HOSTS, dict(reversed(HOSTS.items()))):
-            TwoLevelReduction(hosts, CPU)
+            two_level_reduction(dist.group.WORLD, hosts, CPU)
     first, second = made.call_args_list
     assert first == second
     assert first.args[1:3] == (
@@ -566,35 +473,10 @@ def test_two_level_groups_do_not_depend_on_the_order_of_hosts() -> None:
     )
 
 
-def test_two_level_thread_ends_with_its_reduction() -> None:
-    with fake_world(0, 4), _recorded_levels():
-        levels = TwoLevelReduction(HOSTS, CPU)
-        done = levels.submit(torch.ones(2))
-        levels.flush()
-        done.wait()
-        threads = _level_threads()
-        assert len(threads) == 1
-        del levels
-        gc.collect()
-        assert _soon(lambda: not threads[0].is_alive())
-
-
-@pytest.mark.parametrize("failing", ["all_to_all_single", "all_gather_into_tensor"])
-def test_two_level_future_raises_the_error_of_its_collective(failing: str) -> None:
-    with fake_world(0, 4), _recorded_levels() as events, mock.patch.object(dist, failing, side_effect=ArithmeticError):
-        levels = TwoLevelReduction(HOSTS, CPU)
-        sums = [levels.submit(torch.ones(2)) for _ in range(2)]
-        levels.flush()
-        for done in sums:
-            with pytest.raises(ArithmeticError):
-                done.wait()
-        assert len(events) == (0 if failing == "all_to_all_single" else 4)
-        levels.destroy()
-
-
 def test_padded_tensor_splits_evenly_inside_a_host() -> None:
     with fake_world(0, 4):
-        levels = TwoLevelReduction(HOSTS, CPU)
+        levels = two_level_reduction(dist.group.WORLD, HOSTS, CPU)
+        assert levels.multiple == 2
         even = torch.ones(4)
         assert levels.padded(even) is even
         assert torch.equal(levels.padded(torch.ones(3)), torch.tensor([1.0, 1.0, 1.0, 0.0]))
@@ -613,7 +495,7 @@ def test_two_levels_on_an_accelerator_use_a_side_stream() -> None:
         mock.patch.object(dist, "all_gather_into_tensor", lambda *_, group: order.append(("gather", group))),
     ):
         order: list[tuple[str, dist.ProcessGroup]] = []
-        levels = TwoLevelReduction(HOSTS, CPU)
+        levels = two_level_reduction(dist.group.WORLD, HOSTS, CPU)
         tensor = torch.ones(4)
         pending = levels.submit(tensor)
         assert [name for name, _ in order] == ["scatter", "cross", "gather"]
@@ -623,11 +505,10 @@ def test_two_levels_on_an_accelerator_use_a_side_stream() -> None:
         events.query.return_value = False
         assert not pending.is_done()
         assert not ordered.called
-        levels.flush()
         pending.wait()
         ordered.assert_called_once_with(events, CPU), "the stream that reads the sum waits for it"
-        assert not _level_threads()
         levels.destroy()
+        assert len(dist.distributed_c10d._world.pg_map) == 1, "its groups are destroyed"
 
 
 # -- notes at the end of a step ------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo import GradientReducer
+from ds_topo.reducer import reducer as reducers
 from ds_topo.reducer.report import BucketTiming, GradientReport, StepTiming
 from tests.support.reduced_model import SMALL, backward, model
 from tests.support.world import Worlds
@@ -22,7 +23,8 @@ pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 
 def _report(path: str) -> tuple[str, int]:
     module = model()
-    reducer = GradientReducer(module, keep_steps=3, **SMALL)
+    with mock.patch.object(reducers, "REPORTED_STEPS", 3):
+        reducer = GradientReducer(module, **SMALL)
     size = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad) * 4
     for step in range(5):
         module.zero_grad()

@@ -6,8 +6,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import pytest
+import torch
+
 from tests.support.ranks import Ranks
 
+names_threads = pytest.mark.skipif(torch.__version__ < "2.9", reason="this torch does not name gloo's threads")
+"""For tests of what the package can do only where it finds gloo's threads."""
 TIDY_SECONDS = 30.0
 FUNCTIONS = 20
 """The number of functions per process: native code may fail after torch and DeepSpeed are torn down many times."""

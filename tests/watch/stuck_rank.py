@@ -16,7 +16,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ds_topo.watch import Watch, progress
+from ds_topo.watch import Watch, activity
 
 LIMIT = 2.0
 BUSY_GRACE, PATIENCE = 3.0, 4.0
@@ -121,7 +121,7 @@ def main() -> None:
     """Join the job, start the watch, and do what the arguments say for this rank."""
     does = ["fail", *sys.argv[1:]][int(os.environ["RANK"])]
     dist.init_process_group("gloo", timeout=timedelta(seconds=100))
-    progress.BUSY_GRACE, progress.PATIENCE = BUSY_GRACE, PATIENCE
+    activity.BUSY_GRACE, activity.PATIENCE = BUSY_GRACE, PATIENCE
     Watch(LIMIT)
     dist.barrier()
     if does == "fail":

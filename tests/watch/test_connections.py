@@ -17,8 +17,8 @@ import torch.distributed as dist
 from ds_topo import PipelineParallelGrid
 from ds_topo.torch_names import gloo_threads
 from ds_topo.watch import Watch
-from ds_topo.watch.progress import GRACE
-from tests.support.world import Worlds
+from ds_topo.watch.activity import GRACE
+from tests.support.world import Worlds, names_threads
 
 WAITING = {0: "world", 1: "grid", 2: "new_group"}
 """The group in which each rank waits for rank 3."""
@@ -124,6 +124,7 @@ def _is_blocked(port: int, is_lazy: bool) -> float | None:
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="connections are found on Linux only")
+@names_threads
 @pytest.mark.parametrize("is_lazy", [False, True], ids=["connected", "lazy"])
 def test_a_verdict_ends_collectives_of_every_group_and_spares_loggers(
     world: Worlds, server: Server, is_lazy: bool
@@ -141,6 +142,6 @@ def _count_threads() -> int:
     return len(list(gloo_threads()))
 
 
-@pytest.mark.skipif(torch.__version__ < "2.9", reason="this torch does not name gloo's threads")
+@names_threads
 def test_gloos_threads_are_found_by_name(world: Worlds) -> None:
     assert min(world(2).run(_count_threads)) >= 1

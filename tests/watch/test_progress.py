@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_topo.watch.activity import _PHASES, Activity
-from ds_topo.watch.progress import BUSY_GRACE, GRACE, PATIENCE, MainThread, Progress
+from ds_topo.watch.activity import _PHASES, BUSY_GRACE, GRACE, PATIENCE, Activity, MainThread, Progress
 from ds_topo.watch.watch import EXIT_CODE
 from tests.support.ports import free_port
 from tests.support.rank_main import RANK_ENVIRONMENT
@@ -201,8 +200,7 @@ def test_the_patience_depends_on_the_activity(doing: Activity, limit: float) -> 
 def test_a_traced_process_is_spared() -> None:
     code = """
 import ctypes, os, sys, time
-from ds_topo.watch.progress import Progress
-from ds_topo.watch.activity import Activity
+from ds_topo.watch.activity import Activity, Progress
 libc = ctypes.CDLL(None)
 PTRACE_SEIZE, PTRACE_DETACH = 0x4206, 17
 progress = Progress(lambda: None)

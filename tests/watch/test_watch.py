@@ -21,9 +21,9 @@ from ds_topo import PipelineParallelGrid, initialize
 from ds_topo.engine.engine_patches import STEPS_BETWEEN
 from ds_topo.errors import DisagreementError
 from ds_topo.watch import Watch, job_watch, watch_limit
-from ds_topo.watch.progress import GRACE
+from ds_topo.watch.activity import GRACE
 from tests.support.small_engines import settings
-from tests.support.world import Worlds
+from tests.support.world import Worlds, names_threads
 
 LIMIT = 1.0
 
@@ -92,6 +92,7 @@ def _fails_and_goes_on() -> str:
     return str(watch.verdict)
 
 
+@names_threads
 def test_a_program_that_handles_the_error_continues(world: Worlds) -> None:
     for text in world(3).run(_fails_and_goes_on):
         assert "has failed: ValueError: a sample that cannot be read" in text

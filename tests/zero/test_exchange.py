@@ -21,7 +21,7 @@ from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.zero.exchange import CollectiveExchange, Copies, Exchange, PeerExchange, Place, exchange_of
 from ds_topo.zero.partitions import PartitionLayout, moved
 from tests.support.ranks import run_ranks
-from tests.support.world import Worlds
+from tests.support.world import Worlds, names_threads
 
 CPU = torch.device("cpu")
 Make = Callable[[ProcessGroup], Exchange]
@@ -58,10 +58,28 @@ def _exchanges(make: Make, dtypes: Sequence[torch.dtype] = DTYPES) -> None:
                 flat.view(size, -1)[rank] = rank
                 gather(flat)
                 assert torch.equal(flat.view(size, -1), torch.arange(size).to(dtype)[:, None].expand(size, numel))
+    if isinstance(exchange, PeerExchange):
+        _all_reduces(exchange)
     assert exchange.gather(torch.empty(0)).wait() > 0
     for _ in range(2):
         exchange.rest()
     assert not any("slices" in thread.name for thread in threading.enumerate())
+
+
+def _all_reduces(exchange: PeerExchange) -> None:
+    """Sum tensors among other exchanges. Some ranks know further ones before others do."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in DTYPES:
+        under_way = []
+        for numel in (1, 300_000, 7, 60_000):
+            flat, other = _numbers(numel, rank, dtype), _numbers(numel, rank, dtype)
+            under_way += [(flat, exchange.all_reduce(flat)), (flat, exchange.reduce_scatter(other))]
+            if rank in (0, size - 1):  # they know the next tensors only after the end of these
+                under_way[-1][1].wait()
+        for flat, pending in under_way:
+            pending.wait()
+            total = torch.stack([_numbers(len(flat) // size, other, dtype) for other in range(size)]).sum(0)
+            assert torch.equal(flat, total)
 
 
 def _on_hosts(hosts: str) -> list[Place]:
@@ -155,7 +173,7 @@ def _yielding() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has this policy")
-@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="torch 2.8 does not name gloo's threads")
+@names_threads
 def test_gloo_threads_yield_while_an_exchange_is_at_work() -> None:
     run_ranks(2, _yielding)
 

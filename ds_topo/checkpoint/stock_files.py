@@ -1,0 +1,224 @@
+"""Describe a checkpoint that DeepSpeed alone saved as a manifest does, from its files.
+
+Files of ZeRO 1 to 3 name the parameters of each group of the optimizer. Without ZeRO the files have positions only, so
+that the groups are those of the job that loads. What no file says comes from that job, too: the optimizer's class, how
+slices split parameters, and which layers of a pipeline are tied.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_topo.checkpoint.deepspeed_reader import (
+    COPIED_MASTERS,
+    FLAT_MASTERS,
+    name_of_model_states,
+    name_of_partition,
+    opened,
+)
+from ds_topo.checkpoint.engine_facts import ELEMENT_BY_ELEMENT
+from ds_topo.checkpoint.manifest import (
+    BF16_OPTIMIZER,
+    Manifest,
+    Place,
+    SavedLayout,
+    SavedOptions,
+    SavedParameter,
+    SavedStructure,
+    merged,
+)
+from ds_topo.checkpoint.saved_model import prefix_of_layer
+from ds_topo.errors import CheckpointLayoutError
+
+_PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def layout_of_files(path: Path, optimizer: str | None) -> SavedLayout | None:
+    """Return the layout of the job that saved a checkpoint; None if its files do not say it.
+
+    Args:
+        path: the checkpoint's own folder.
+        optimizer: the class of the program's optimizer, which files without ZeRO do not name.
+
+    Raises:
+        DamagedCheckpointError: a file cannot be read.
+    """
+    names = sorted(os.listdir(path))
+    first = next((name for name in names if name.endswith("mp_rank_00_model_states.pt") and "layer" not in name), None)
+    if first is None or any(name.startswith("expp_rank") or "_expert_" in name for name in names):
+        return None
+    states = opened(path / first)
+    model_ranks, replicas = states.get("mp_world_size"), states.get("dp_world_size")
+    slices = (states.get("checkpoint_parallel_dimensions") or {}).get("tp_degree", 1 if model_ranks == 1 else None)
+    if not isinstance(model_ranks, int) or not isinstance(replicas, int):
+        return None
+    partition = next((name for name in names if name.endswith("mp_rank_00_optim_states.pt")), None)
+    saved: Any = opened(path / partition)["optimizer_state_dict"] if partition else states.get("optimizer")
+    if first.startswith("zero_pp_rank"):
+        stage, kind = 3, "DeepSpeedZeroOptimizer_Stage3"
+    elif partition is not None:
+        section = (states.get("ds_config") or {}).get("zero_optimization") or {}
+        stage = int(saved.get("zero_stage", section.get("stage", 1)))
+        kind = "DeepSpeedZeroOptimizer" if "zero_stage" in saved else BF16_OPTIMIZER
+    elif saved is None:
+        stage, kind = 0, None
+    else:
+        stage = 0
+        kind = "FP16_Optimizer" if FLAT_MASTERS in saved else "FP16_UnfusedOptimizer" if COPIED_MASTERS in saved else ""
+    is_pipeline = states.get("module") is None
+    weights = opened(next(iter(sorted(path.glob("layer_*"))))) if is_pipeline else states["module"]
+    types = [one.dtype for one in weights.values() if torch.is_tensor(one) and one.is_floating_point()]
+    degrees = {"pipe": model_ranks // (slices or 1), "data": replicas, "model": slices}
+    return SavedLayout(
+        ",".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1 or axis == "data")
+        if slices
+        else None,
+        model_ranks * replicas,
+        model_ranks,
+        replicas,
+        stage,
+        optimizer if kind == "" else kind,
+        _PRECISIONS.get(types[0], "fp32") if types else "fp32",
+        is_pipeline,
+    )
+
+
+def structure_of_files(path: Path) -> tuple[SavedLayout | None, SavedStructure]:
+    """Return the layout of a checkpoint, and what its config says of the structure, where no job says more.
+
+    Raises:
+        DamagedCheckpointError: a file cannot be read.
+    """
+    if (layout := layout_of_files(path, None)) is None:
+        return None, SavedStructure(None, ())
+    config = opened(path / name_of_model_states(layout, 0)).get("ds_config") or {}
+    kind = (config.get("optimizer") or {}).get("type")
+    kinds = {one.__name__.lower(): one.__name__ for one in ELEMENT_BY_ELEMENT}
+    optimizer = kinds.get(str(kind).lower(), str(kind)) if kind else None
+    structure = SavedStructure(optimizer, (), is_by_element=str(kind).lower() in kinds)
+    return layout_of_files(path, optimizer), structure
+
+
+def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedStructure) -> Manifest:
+    """Describe a checkpoint.
+
+    Args:
+        path: the checkpoint's own folder.
+        layout: its layout, from :func:`layout_of_files`.
+        structure: structure of the job that loads it.
+
+    Raises:
+        CheckpointLayoutError: its files do not say enough.
+        DamagedCheckpointError: a file cannot be read.
+    """
+    if layout is None or (layout.is_pipeline and not (layout.has_partitions and structure.layers)):
+        kind = "a pipeline" if layout is not None else "a model with experts, or of an early DeepSpeed"
+        kind += " without ZeRO" if structure.layers else ""
+        raise CheckpointLayoutError(
+            f"{path} was saved by DeepSpeed alone, and the files of {kind} do not describe the model. Load it in the "
+            "layout that saved it, and save it with ds_topo"
+        )
+    ranks = [opened(path / name_of_model_states(layout, rank)) for rank in range(layout.model_ranks)]
+    aliases = {**structure.aliases, **{alias: name for one in ranks for alias, name in _shared(one).items()}}
+    shapes = [_shapes(one) for one in ranks]
+    trained = {name for one in ranks for name in names_of_vectors(one)}
+    rows: list[SavedParameter] = []
+    buffers = {name for one in ranks for name in one.get("buffer_names") or ()}
+    for rank, name, tensor in _tensors(path, layout, structure, ranks):
+        if name in buffers or name in aliases:
+            continue
+        holders = [other for other, known in enumerate(shapes) if name in known] if layout.is_pipeline else [rank]
+        shape = next((known[name] for known in shapes[rank:] if name in known), tensor.shape)
+        is_trained = not layout.has_partitions or name in trained
+        kind = str(tensor.dtype).removeprefix("torch.")
+        rows.append(SavedParameter(name, tuple(shape), kind, tuple(holders) or (rank,), None, None, is_trained))
+    slices = layout.degrees().get("model", 1)
+    if layout.has_partitions:
+        firsts = range(0, layout.model_ranks, slices)
+        groups = tuple(_groups(path, layout, Place(first, 0), ranks[first]) for first in firsts)
+    else:
+        groups = (_groups_by_position(path, ranks[0].get("optimizer"), rows, structure),)
+        stepped = _with_states(ranks[0].get("optimizer") or {}, groups[0]) if not structure.groups else ()
+        rows = [replace(row, is_trained=not stepped or row.name in stepped) for row in rows]
+    config = (ranks[0].get("ds_config") or {}).get("zero_optimization") or {}
+    known = {key: config[key] for key in ("parameter_alignment", "sub_group_size") if key in config}
+    found = replace(structure, groups=groups, aliases=aliases, options=SavedOptions(**known), bounds=(), buffers=None)
+    return Manifest(path.name, int(ranks[0]["global_steps"]), "", layout, (), merged(rows), {}, found)
+
+
+def _shared(states: Mapping[str, Any]) -> dict[str, str]:
+    return dict(states.get("shared_params") or {})
+
+
+def names_of_vectors(states: Mapping[str, Any]) -> list[str]:
+    """Return the names of the parameters that ZeRO trains on the model rank of a file."""
+    return [name for vector in states.get("param_shapes") or () for name in vector]
+
+
+def _shapes(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the shapes that a rank's file has of parameters: all of them at ZeRO 3."""
+    frozen = states.get("frozen_param_shapes") or {}
+    return {name: shape for vector in (*(states.get("param_shapes") or ()), frozen) for name, shape in vector.items()}
+
+
+def _tensors(
+    path: Path, layout: SavedLayout, structure: SavedStructure, ranks: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Yield a model rank, the name and the tensor of each entry of the module's state dict."""
+    if not layout.is_pipeline:
+        for rank, states in enumerate(ranks):
+            yield from ((rank, name, one) for name, one in states["module"].items() if torch.is_tensor(one))
+        return
+    for number in range(len(structure.layers)):
+        prefix = prefix_of_layer(structure, number)
+        for place, file in enumerate(sorted(path.glob(f"layer_{number:02d}-*model_states.pt"))):
+            yield from ((place, f"{prefix}{key}", one) for key, one in opened(file).items() if torch.is_tensor(one))
+
+
+def _groups(path: Path, layout: SavedLayout, place: Place, states: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return the names in each group of an optimizer of ZeRO: a group has one vector, or at stage 3 several."""
+    saved = opened(path / name_of_partition(layout, place))["optimizer_state_dict"]
+    inner = saved.get("optimizer_state_dict" if layout.zero_stage == 3 else "base_optimizer_state")
+    vectors = states["param_shapes"]
+    numbers = [one["params"] for one in inner["param_groups"]] if isinstance(inner, dict) else [[*range(len(vectors))]]
+    return tuple(tuple(name for number in of_group for name in vectors[number]) for of_group in numbers)
+
+
+def _with_states(saved: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> set[str]:
+    """Return the parameters with states in an optimizer without ZeRO, where no job says which are frozen."""
+    states = saved.get("optimizer_state_dict", saved).get("state", {}) if FLAT_MASTERS not in saved else {}
+    return {name for number, name in enumerate(name for names in groups for name in names) if states.get(number)}
+
+
+def _groups_by_position(
+    path: Path, saved: Any, rows: Sequence[SavedParameter], structure: SavedStructure
+) -> tuple[tuple[str, ...], ...]:
+    """Return the names in each group of an optimizer without ZeRO, after comparing the sizes of its states."""
+    everything = (tuple(row.name for row in rows),)  # as of an optimizer of module.parameters(), with frozen ones
+    names = structure.groups[0] if structure.groups else everything
+    if saved is None:
+        return names
+    inner, shapes = saved.get("optimizer_state_dict", saved), {row.name: row.shape for row in rows}
+    counts = [len(group["params"]) for group in inner["param_groups"]]
+    if FLAT_MASTERS in saved:  # one vector for each group
+        counts = [len(vector) for vector in names] if len(counts) == len(names) else counts
+    elif counts == [len(rows)]:
+        names = everything
+    problem, own = "", [*map(len, names)]
+    for number, name in enumerate(sum(names, ()) if counts == own else ()):
+        for key, value in inner["state"].get(number, {}).items() if FLAT_MASTERS not in saved else ():
+            if torch.is_tensor(value) and value.dim() and tuple(value.shape) != shapes.get(name):
+                problem = f": {key} in position {number}, of {name!r} here, has the shape {list(value.shape)}"
+    if problem or counts != own:
+        raise CheckpointLayoutError(
+            f"{path} was saved by DeepSpeed alone and without ZeRO, so that its optimizer has positions instead of "
+            f"names, and groups of {counts} parameters are groups of {own} in this job{problem}. Give the optimizer "
+            "its parameters in the order in which they were saved"
+        )
+    return names

@@ -1,0 +1,164 @@
+"""Run ``ds-topo verify``: compare the first steps of a program in a layout with those of one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_topo.cli.shared_options import check_ending, check_topology
+from ds_topo.cli.terminal import cells, counted, progress_of, say, table_of, write_file
+from ds_topo.errors import LaunchError, TopologyError
+from ds_topo.launch.launchers import detect_launch
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ds_topo.verification.comparison import Report
+
+SUMMARY = "check that a layout trains the same model as one process"
+DESCRIPTION = (
+    "Run the first steps of a program in a layout, and again in a reference without tensor, pipeline and sequence "
+    "parallelism, on this machine. Compare outputs of modules, losses, gradients, their norm, weights and optimizer "
+    "states, and report the first difference in the order of computation, with likely causes."
+)
+EXAMPLES = """examples:
+  ds-topo verify train.py --batch-size 16 --topology "pipe=2,data=2,model=2"
+  ds-topo verify --topology "data=2,model=2" --steps 3 --png errors.png train.py
+
+Words after PROGRAM are its own arguments, except --topology SPEC. Under a
+launcher, rank 0 starts all ranks on its own host, and the other ranks end.
+
+exit status: 0 equal, 1 different, 2 undecided, or arguments that are refused
+"""
+_SHOWN = 10
+"""The number of differences in the table."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("program", metavar="PROGRAM", help="Python file that trains an engine of DeepSpeed")
+    add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="its arguments")
+    add("--topology", metavar="SPEC", help='layout to verify: "pipe=2,data=2,model=2"')
+    add("--steps", type=int, default=2, metavar="N", help="optimizer steps to compare; default: %(default)d")
+    add("--no-dropout", action="store_true", help="disable dropout in all runs")
+    add("--timeout", type=float, default=600.0, metavar="S", help="seconds for each run; default: %(default)g")
+    add("--keep", metavar="FOLDER", help="keep the recordings in this folder; default: delete them")
+    add("--json", metavar="FILE", help="write results as JSON; - for standard output")
+    add("--png", metavar="FILE", help="draw the error of each tensor on each rank")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the program in all layouts and report."""
+    topology, words = _without_topology(arguments.arguments)
+    topology = topology or arguments.topology
+    if topology is None:
+        raise TopologyError('--topology is missing: give the layout to verify, such as --topology "pipe=2,data=2"')
+    check_topology("--topology", topology)
+    check_ending("--png", arguments.png, (".png",))
+    if not 0 < arguments.timeout < math.inf:
+        raise TopologyError(f"--timeout {arguments.timeout}: give seconds above 0")
+
+    with suppress(LaunchError):  # without a launcher
+        if detect_launch().rank:
+            return 0  # rank 0 starts all ranks on its own host
+    from ds_topo.verification.runs import verify_program
+
+    with progress_of(shown=True, command="verify") as progress:
+        report = verify_program(
+            arguments.program,
+            *words,
+            topology=topology,
+            steps=arguments.steps,
+            has_dropout=not arguments.no_dropout,
+            timeout=arguments.timeout,
+            keep=arguments.keep,
+            progress=progress,
+        )
+    if arguments.json == "-":
+        print(json.dumps(report.as_json()))
+    else:
+        from rich.console import Console
+
+        print_report(Console(), report)
+        if arguments.json is not None:
+            write_file("--json", arguments.json, json.dumps(report.as_json()))
+    if arguments.png is not None:
+        save_errors(report, Path(arguments.png))
+    return report.status
+
+
+def _without_topology(words: list[str]) -> tuple[str | None, list[str]]:
+    """Take ``--topology SPEC`` out of a program's arguments.
+
+    >>> _without_topology(["--size", "2", "--topology=data=2", "-v"])
+    ('data=2', ['--size', '2', '-v'])
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--topology")
+    known, others = parser.parse_known_args(words)
+    return known.topology, others
+
+
+def print_report(console: Console, report: Report) -> None:
+    """Print the verdict, the first difference with its causes, a table of further ones, and what is not compared."""
+    steps, tensors = counted(report.steps, "step"), counted(report.compared, "tensor")
+    say(console, f"{report.topology} against {report.reference}: {steps}, {tensors}")
+    if report.status == 0:
+        console.print("Equal, as far as rounding allows.", style="bold green", highlight=False)
+    if report.undecided:
+        console.print("Undecided:", style="bold yellow", highlight=False)
+        for why in report.undecided:
+            say(console, f"  {why}")
+    if report.findings:
+        first = report.findings[0]
+        console.print("The first difference:", style="bold red", highlight=False)
+        say(console, f"  {first}")
+        if first.axis is not None:
+            say(console, f"  it follows the axis {first.axis!r}")
+        for number, cause in enumerate(first.causes):
+            say(console, f"  {'likely cause' if not number else 'or'}: {cause}")
+    if len(report.findings) > 1:
+        console.print()
+        table = table_of("step", "what", "tensor", "where", right=("error", "allowed"))
+        for one in report.findings[:_SHOWN]:
+            table.add_row(
+                *cells("start" if one.step < 0 else str(one.step + 1), one.kind, one.name, one.where),
+                f"{one.error:.2g}",
+                f"{one.allowed:.1g}",
+            )
+        console.print(table)
+        if len(report.findings) > _SHOWN:
+            say(console, f"and {len(report.findings) - _SHOWN:,} further ones")
+    for note in report.notes:
+        say(console, f"note: {note}")
+
+
+def save_errors(report: Report, path: Path) -> None:
+    """Draw the errors of the last step that was compared, relative to what rounding allows, by tensor and rank.
+
+    Raises:
+        TopologyError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib.colors import TwoSlopeNorm
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise TopologyError("pictures need matplotlib: pip install matplotlib") from error
+    rows = [row for row in report.errors if row.step == report.errors[-1].step]
+    values = [[math.log10(min(max(one / row.allowed, 1e-3), 1e6)) for one in row.errors] for row in rows]
+    figure = Figure(figsize=(4 + 0.25 * report.ranks, 1.5 + 0.16 * len(rows)), layout="constrained")
+    axes = figure.add_subplot(xlabel="rank", title=f"{report.topology}, step {rows[0].step + 1}" if rows else "equal")
+    if rows:
+        image = axes.imshow(values, aspect="auto", cmap="RdBu_r", norm=TwoSlopeNorm(0, -3, 6), interpolation="nearest")
+        axes.set_yticks(range(len(rows)), [f"{row.kind} {row.name}" for row in rows], fontsize=6)
+        axes.set_xticks(range(report.ranks))
+        figure.colorbar(image, label="error / allowed, powers of 10")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise TopologyError(f"--png {str(path)!r} cannot be written: {error}") from error

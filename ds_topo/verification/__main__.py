@@ -1,0 +1,134 @@
+"""Run a program as one rank of a recorded run: ``python -m ds_topo.verification OPTIONS PROGRAM [ARGUMENT ...]``.
+
+:mod:`ds_topo.verification.runs` starts it. ``OPTIONS`` is a JSON object with the fields of :class:`RankOptions`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import runpy
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ds_topo.launch.launchers import REFERENCE, TOPOLOGY_OVERRIDE
+from ds_topo.ledger import always, ledger
+from ds_topo.mpu import patches
+from ds_topo.verification.recorder import Finished, Recording, recording
+
+_IMPORTED = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """The options of one rank."""
+
+    folder: str
+    steps: int
+    weights_from: str | None = None
+    noise: int | None = None
+    has_dropout: bool = True
+
+
+def main(words: list[str]) -> None:
+    """Record a program's steps, then end this process at once, so that the program does not go on."""
+    options, program = RankOptions(**json.loads(words[0])), words[1]
+    sys.argv = words[1:]
+    sys.path[0] = str(Path(program).resolve().parent)
+    what = Recording(
+        Path(options.folder),
+        options.steps,
+        None if options.weights_from is None else Path(options.weights_from),
+        options.noise,
+    )
+    with ExitStack() as undo:
+        if REFERENCE in os.environ:
+            undo.callback(ledger.bind(patches.CONFIGURE, without_partitions))
+        if not options.has_dropout:
+            undo.callback(ledger.bind(patches.DROPOUT, always(lambda input, *_, **__: input)))
+            undo.callback(ledger.bind(patches.ATTENTION_DROPOUT, without_attention_dropout))
+        if not uses_ds_topo(Path(program)):
+            _use_grid()
+        undo.enter_context(recording(what))
+        try:
+            runpy.run_path(program, run_name="__main__")
+        except Finished:
+            dist.barrier()  # no rank ends while another one may still receive from it
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+
+
+def without_attention_dropout(attend: Any) -> Any:
+    """Build the replacement of ``scaled_dot_product_attention``."""
+
+    @wraps(attend)
+    def attend_to_all(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **more: Any
+    ) -> Any:
+        return attend(query, key, value, attn_mask, 0.0, **more)
+
+    return attend_to_all
+
+
+def uses_ds_topo(program: Path) -> bool:
+    """Tell whether a program imports ds_topo, itself or in a module beside it, and so creates its own grid."""
+    waiting, known = [program], {program}
+    while waiting:
+        path = waiting.pop()
+        names = _IMPORTED.findall(path.read_text(encoding="utf-8"))
+        if "ds_topo" in names:
+            return True
+        beside = {program.with_name(f"{name}.py") for name in names} - known
+        waiting += [one for one in beside if one.is_file()]
+        known |= beside
+    return False
+
+
+def without_partitions(construct: Any) -> Any:
+    """Build the replacement of DeepSpeed's config that omits ZeRO 1 and 2 in fp32.
+
+    In other precisions DeepSpeed's optimizers without ZeRO compute other updates. ``BF16_Optimizer`` takes a step
+    without gradients when it is built, which counts in Adam's bias correction, and losses in fp16 are not scaled.
+    """
+
+    @wraps(construct)
+    def configure(self: Any, config: Any, *arguments: Any, **named: Any) -> None:
+        content = config
+        if isinstance(config, (str, os.PathLike)) and os.path.exists(config):
+            content = json.loads(Path(config).read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            section = content.get("zero_optimization")
+            halves = [content.get(name) for name in ("fp16", "bf16", "bfloat16")]
+            is_half = any(isinstance(one, dict) and one.get("enabled") for one in halves)
+            if not is_half and not (isinstance(section, dict) and section.get("stage") == 3):
+                content = {name: value for name, value in content.items() if name != "zero_optimization"}
+        construct(self, content, *arguments, **named)
+
+    return configure
+
+
+def _use_grid() -> None:
+    """Put a grid in use for a program that knows DeepSpeed alone."""
+    from ds_topo.engine.grid import PipelineParallelGrid
+    from ds_topo.engine.start import init_distributed
+    from ds_topo.engine.use import use
+
+    if importlib.util.find_spec("accelerate") is not None:  # use() patches it where it is imported
+        importlib.import_module("accelerate")
+    init_distributed(verbose=False)
+    use(PipelineParallelGrid(os.environ[TOPOLOGY_OVERRIDE]))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    main(sys.argv[1:])

@@ -1,0 +1,485 @@
+"""Compare recorded runs in the order of computation, and explain the first difference.
+
+A difference is a relative error: the norm of the difference over the norm of the reference's tensor, on each rank's
+part of it. What rounding allows is measured for each tensor, as the error of a reference with artificial rounding
+errors. Gradients after reduction are compared with the mean, over the samples' shares, of the reference's gradients
+before reduction, and the reported norm with the norm of that mean, so that DeepSpeed's own averaging is checked, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from ds_topo.checkpoint.engine_facts import LOCAL_EXPERT
+from ds_topo.topology.axes import MODEL, SEQ
+from ds_topo.verification.causes import Cause, explain
+from ds_topo.verification.recorder import MASTER, Part, box_of, whole_tensors
+from ds_topo.verification.records import Run, Step, distance, error_of, masked, peers, ratio, sum_of
+
+OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED, WEIGHT, START, REPLICAS = (
+    "output",
+    "loss",
+    "gradient",
+    "reduced gradient",
+    "norm",
+    "skipped step",
+    "weight",
+    "first weight",
+    "replicas",
+)
+"""The kinds of what is compared, in the order of computation but for the last two, which are compared first."""
+_TIMES_ROUNDING = 10.0
+"""The error that is allowed, as a multiple of the measured error of rounding."""
+_LEAST = {"float64": 1e-5, "float32": 1e-5, "bfloat16": 1.6e-2, "float16": 2e-3}
+"""The error that is always allowed, by the data type of the weights: twice the precision of a half type."""
+_USELESS = 0.5
+"""A tensor is not compared if rounding allows this error."""
+_SMALL = 1e-3
+"""Gradients below this share of the mean square of all gradients count as noise."""
+_STRIDES = (1, 2, 3, 4, 6, 8)
+"""The numbers of pieces of a sliced output that are tried; query, key and value are three."""
+EXACT = 1e-12
+
+
+class Error(NamedTuple):
+    """The errors of one tensor in a report."""
+
+    step: int
+    kind: str
+    name: str
+    errors: tuple[float, ...]
+    """The error of each rank; NaN if it has no part of the tensor."""
+    allowed: float
+
+
+class Row(NamedTuple):
+    """One tensor that was compared, and the error on each rank that has a part of it."""
+
+    kind: str
+    name: str
+    errors: dict[int, float]
+    is_partial_sum: bool = False
+    """True if the values on the ranks of the model axis add up to the reference's."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A difference that rounding does not explain."""
+
+    step: int
+    kind: str
+    name: str
+    error: float
+    allowed: float
+    ranks: tuple[int, ...]
+    where: str
+    """Which ranks differ, such as ``ranks with model=1``."""
+    axis: str | None
+    """The axis that the difference follows."""
+    causes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        allows = f" (rounding allows {self.allowed:.0e})" if self.allowed > EXACT else ""
+        what = f"`{self.name}` {self.kind}" if self.name else self.kind
+        step = "start" if self.step < 0 else f"step {self.step + 1}"
+        return f"{what}, {step}, {self.where}: relative error {self.error:.2g}{allows}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result of a comparison."""
+
+    topology: str
+    reference: str
+    steps: int
+    ranks: int
+    compared: int
+    """The number of tensors that were compared."""
+    findings: tuple[Finding, ...]
+    """All differences; the first one comes first in the order of computation."""
+    notes: tuple[str, ...]
+    undecided: tuple[str, ...]
+    """Why equal results would prove nothing; empty if they do."""
+    errors: tuple[Error, ...] = field(repr=False, default=())
+    """The errors of all compared tensors, in the order of computation."""
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 equal, 1 different, 2 undecided."""
+        return 2 if self.undecided else 1 if self.findings else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything as values of JSON, which has no infinite numbers: they are null."""
+        return {
+            "status": self.status,
+            "topology": self.topology,
+            "reference": self.reference,
+            "steps": self.steps,
+            "ranks": self.ranks,
+            "compared": self.compared,
+            "findings": [{**asdict(one), "error": _finite(one.error)} for one in self.findings],
+            "notes": list(self.notes),
+            "undecided": list(self.undecided),
+            "errors": [{**one._asdict(), "errors": [_finite(each) for each in one.errors]} for one in self.errors],
+        }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(found: Step, reference: Step) -> Iterator[Row]:
+    """Yield everything that both runs have computed in a step, in the order of the reference's computation."""
+    yield from _outputs(found, reference)
+    yield from _losses(found, reference)
+    yield from _gradients(found, reference)
+    yield from _updates(found, reference)
+
+
+def _outputs(found: Step, reference: Step) -> Iterator[Row]:
+    for name in reference.ranks[0]["outputs"]:
+        if LOCAL_EXPERT.search(name + "."):
+            continue
+        errors: dict[int, float] = {}
+        is_partial = bool(found.holders("outputs", name))
+        for share in range(reference.run.shares):
+            whole = reference.ranks[share]["outputs"].get(name)
+            ranks = [rank for rank in found.holders("outputs", name) if found.run.about[rank]["share"] == share]
+            if whole is None or not ranks:
+                continue
+            own, partial = output_errors({rank: found.ranks[rank]["outputs"][name] for rank in ranks}, whole, found.run)
+            errors.update(own)
+            is_partial &= partial
+        if errors:
+            yield Row(OUTPUT, name, errors, is_partial)
+
+
+def output_errors(outputs: Mapping[int, torch.Tensor], whole: torch.Tensor, run: Run) -> tuple[dict[int, float], bool]:
+    """Return the error of each rank's output, which is the whole or a slice, and whether they add up to the whole."""
+    first = next(iter(outputs.values()))
+    if first.shape == whole.shape:
+        errors = {rank: distance(value, whole) for rank, value in outputs.items()}
+        is_partial = len(outputs) > 1 and distance(
+            torch.stack([value.double() for value in outputs.values()]).sum(0), whole
+        ) < min(errors.values())
+        return errors, is_partial
+    best: dict[int, float] = {}
+    for dim, (size, own) in enumerate(zip(whole.shape, first.shape, strict=False)):
+        if first.dim() != whole.dim() or not own or size % own or size == own:
+            continue
+        for axes in ((MODEL,), (SEQ,), (SEQ, MODEL), (MODEL, SEQ)):
+            places = {rank: _place(run.coordinate(rank), axes, run) for rank in outputs}
+            if size // own != _degree(axes, run):
+                continue
+            for stride in _STRIDES:
+                if own % stride:
+                    continue
+                pieces = whole.unflatten(dim, (stride, size // own, own // stride))
+                errors = {
+                    rank: distance(value, pieces.select(dim + 1, places[rank]).flatten(dim, dim + 1))
+                    if value.shape == first.shape
+                    else math.inf
+                    for rank, value in outputs.items()
+                }
+                if not best or max(errors.values()) < max(best.values()):
+                    best = errors
+    return best, False
+
+
+def _degree(axes: Iterable[str], run: Run) -> int:
+    return math.prod(1 + max(about["coordinate"].get(axis, 0) for about in run.about) for axis in axes)
+
+
+def _place(coordinate: Mapping[str, int], axes: Iterable[str], run: Run) -> int:
+    place = 0
+    for axis in axes:
+        place = place * _degree((axis,), run) + coordinate.get(axis, 0)
+    return place
+
+
+def _losses(found: Step, reference: Step) -> Iterator[Row]:
+    errors = {}
+    for rank, record in enumerate(found.ranks):
+        expected = reference.ranks[found.run.about[rank]["share"]]["losses"]
+        if record["losses"] and len(expected) == len(record["losses"]):
+            errors[rank] = max(
+                ratio((own - there) ** 2, there**2) for own, there in zip(record["losses"], expected, strict=True)
+            )
+        elif len(expected) != len(record["losses"]):
+            errors[rank] = math.inf
+    if errors and any(record["losses"] for record in found.ranks):
+        yield Row(LOSS, "", errors)
+
+
+def _gradients(found: Step, reference: Step) -> Iterator[Row]:
+    """Yield gradients before reduction, after it, and their norm."""
+    expected = reference.sums
+    order = [name for name in reference.ranks[0]["order"] if name in expected]
+    order += [name for name in expected if name not in order]
+    numel = sum(one.numel() for one in expected.values())
+    square = sum(float(one.double().square().sum()) for one in expected.values())
+    least = _SMALL * math.sqrt(square / max(1, numel))
+    for name in order:
+        errors = {}
+        for ranks in peers(found, name):
+            share = found.run.about[ranks[0]]["share"]
+            if (
+                name not in reference.ranks[share]["before"]
+                or len(reference.holders("before", name)) < reference.run.shares
+            ):
+                continue
+            whole, own = reference.before(share, name), sum_of(found, ranks, name)
+            for rank in ranks:
+                errors[rank] = error_of(masked(found.ranks[rank]["before"][name], own), whole, least)
+        if errors:
+            yield Row(GRADIENT, name, errors)
+    if any(record["is_skipped"] for record in (*found.ranks, *reference.ranks)):
+        differ = {
+            rank: float(record["is_skipped"] != reference.ranks[0]["is_skipped"])
+            for rank, record in enumerate(found.ranks)
+        }
+        yield Row(SKIPPED, "", differ)
+    if any(record["after"] for record in found.ranks):
+        clipped = [found.clipping(rank, expected)[1] for rank in range(len(found.ranks))]
+        for name in order:
+            if ranks := found.holders("after", name):
+                parts = {rank: found.after(rank, name, clipped[rank]) for rank in ranks}
+                yield Row(REDUCED, name, {rank: error_of(part, expected[name], least) for rank, part in parts.items()})
+    right = reference.ranks[0]["norm"] or math.sqrt(square)  # some optimizers report the norm of scaled gradients
+    norms = {
+        rank: ratio((record["norm"] - right) ** 2, right**2)
+        for rank, record in enumerate(found.ranks)
+        if record["norm"] and not record["is_skipped"]
+    }
+    if norms and right:
+        yield Row(NORM, "", norms)
+
+
+def _updates(found: Step, reference: Step) -> Iterator[Row]:
+    """Yield weights and states after the step. An error of a weight is relative to the change since the start."""
+    start = reference.run.start
+    theirs = whole_tensors(record["weights"] for record in reference.ranks)
+    for name in theirs:
+        ranks = found.holders("weights", name)
+        if ranks:
+            yield Row(WEIGHT, name, _change_errors(found, ranks, "weights", name, theirs[name], start[name]))
+    keys = dict.fromkeys(key for record in reference.ranks for key in record["states"])
+    for key in keys:
+        whole = whole_tensors(record["states"].get(key, {}) for record in reference.ranks)
+        for name, value in whole.items():
+            ranks = [rank for rank, one in enumerate(found.ranks) if name in one["states"].get(key, {})]
+            parts = {rank: found.ranks[rank]["states"][key][name] for rank in ranks}
+            if key == MASTER:
+                base = start[name].to(value.dtype)
+                parts = {rank: _minus(part, base) for rank, part in parts.items()}
+                value = value - base
+            if ranks:
+                yield Row(key, name, {rank: error_of(part, value) for rank, part in parts.items()})
+
+
+def _change_errors(
+    found: Step, ranks: Iterable[int], kind: str, name: str, whole: torch.Tensor, start: torch.Tensor
+) -> dict[int, float]:
+    change = whole.double() - start.double()
+    least = torch.finfo(whole.dtype).eps * float(start.double().square().mean().sqrt())
+    return {rank: error_of(_minus(found.ranks[rank][kind][name], start), change, least) for rank in ranks}
+
+
+def _minus(part: Part, whole: torch.Tensor) -> Part:
+    return part[0], [
+        (offsets, values.double() - box_of(whole, offsets, values).double()) for offsets, values in part[1]
+    ]
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
+    """Compare the recordings in three folders."""
+    found, expected, noisy = Run(wanted), Run(reference), Run(rounding)
+    findings: list[Finding] = list(_at_start(found))
+    errors: list[Error] = []
+    notes, compared = list(_notes(found, expected)), 0
+    undecided: list[str] = []
+    incomparable: set[str] = set()
+    for number in range(min(found.steps, expected.steps, noisy.steps)):
+        mine, theirs = found.step(number), expected.step(number)
+        allowed = Allowed(rows_of(noisy.step(number), theirs), found.about[0]["dtype"])
+        suspects: list[Finding] = []
+        right: set[str] = set()
+        rows = list(rows_of(mine, theirs))
+        for row in reversed(rows):
+            if row.kind == REDUCED and max(row.errors.values()) <= allowed(row):
+                right.add(row.name)
+        for row in rows:
+            compared += 1
+            limit = allowed(row)
+            if limit >= _USELESS:
+                incomparable.add(f"{row.kind} {row.name}".strip())
+                continue
+            each = tuple(row.errors.get(rank, math.nan) for rank in range(len(found.about)))
+            errors.append(Error(number, row.kind, row.name, each, limit))
+            bad = tuple(rank for rank, error in row.errors.items() if error > limit)
+            if not bad or (row.kind == GRADIENT and row.name in right):  # or it is completed before reduction
+                if not bad and row.kind == OUTPUT:
+                    suspects.clear()
+                continue
+            where, axis = place_of(bad, row.errors, found)
+            finding = Finding(number, row.kind, row.name, max(row.errors.values()), limit, bad, where, axis, ())
+            if row.is_partial_sum and row.kind == OUTPUT:
+                suspects.append(finding)
+                continue
+            findings += suspects
+            suspects.clear()
+            findings.append(finding)
+        findings += _replicas(mine, number)
+        undecided += _undecided(mine, theirs, bool(findings))
+        if findings:
+            findings = _explained(findings, mine, theirs, number)
+            break
+    if incomparable:
+        names = sorted(incomparable)
+        notes.append(f"rounding alone changes {len(names)} tensors by half of their value or more: {names[0]!r}, ...")
+    return Report(
+        found.about[0]["spec"],
+        expected.about[0]["spec"],
+        found.steps,
+        len(found.about),
+        compared,
+        tuple(findings),
+        tuple(notes),
+        tuple(dict.fromkeys(undecided)),
+        tuple(errors),
+    )
+
+
+class Allowed:
+    """What rounding allows for each tensor: a multiple of its measured error, and of the median one of its kind."""
+
+    def __init__(self, rows: Iterable[Row], dtype: str) -> None:
+        self.least = _LEAST.get(dtype, max(_LEAST.values()))
+        self.measured = {(row.kind, row.name): max(row.errors.values()) for row in rows if row.kind != REDUCED}
+        for kind, name in list(self.measured):  # that of gradients alone: reductions of the reference prove nothing
+            if kind == GRADIENT:
+                self.measured[REDUCED, name] = self.measured[kind, name]
+        kinds = defaultdict(list)
+        for (kind, _), error in self.measured.items():
+            kinds[kind].append(error)
+        self.medians = {kind: median(found) for kind, found in kinds.items()}
+
+    def __call__(self, row: Row) -> float:
+        if row.kind == SKIPPED:
+            return EXACT
+        measured = max(self.measured.get((row.kind, row.name), 0.0), self.medians.get(row.kind, 0.0))
+        return max(self.least, _TIMES_ROUNDING * measured)
+
+
+def place_of(bad: Iterable[int], holders: Iterable[int], run: Run) -> tuple[str, str | None]:
+    """Describe ranks by their coordinates, and name the axis that they follow."""
+    wrong, everyone = set(bad), set(holders)
+    if wrong == everyone:
+        return "all ranks" if len(everyone) == len(run.about) else f"all ranks that have it, {sorted(everyone)}", None
+    for axis in run.coordinate(0):
+        values = {run.coordinate(rank)[axis] for rank in wrong}
+        if {rank for rank in everyone if run.coordinate(rank)[axis] in values} == wrong:
+            return f"ranks with {axis}={','.join(map(str, sorted(values)))}", axis
+    return f"ranks {sorted(wrong)}", None
+
+
+def _at_start(found: Run) -> Iterator[Finding]:
+    """Yield replicas that start with different weights, and slices that start with equal ones."""
+    yield from _unequal(found, found.replicas, -1)
+    by_place: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for rank, weights in enumerate(found.starts):
+        place = {axis: index for axis, index in found.coordinate(rank).items() if axis != MODEL}
+        for name in weights:
+            by_place[name, tuple(place.items())].append(rank)
+    for (name, _), ranks in by_place.items():
+        parts = [found.starts[rank][name] for rank in ranks]
+        values = [torch.cat([one.reshape(-1) for _, one in boxes]) for _, boxes in parts if boxes]
+        is_sliced = len(ranks) > 1 and len({tuple(offsets for offsets, _ in boxes) for _, boxes in parts}) == len(parts)
+        if is_sliced and all(torch.equal(values[0], one) for one in values) and values[0].unique().numel() > 1:
+            yield Finding(
+                -1,
+                START,
+                name,
+                math.inf,
+                0.0,
+                tuple(ranks),
+                "all slices are equal",
+                MODEL,
+                ("different random state: ranks along 'model' drew equal values for different slices",),
+            )
+            return
+
+
+def _replicas(found: Step, number: int) -> Iterator[Finding]:
+    yield from _unequal(found.run, [record["replicas"] for record in found.ranks], number)
+
+
+def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
+    """Yield the first tensor that must be equal on several ranks and is not."""
+    values: dict[tuple[Any, ...], dict[int, tuple[Any, ...]]] = defaultdict(dict)
+    for rank, rows in enumerate(replicas):
+        for name, axes, ranks, is_slice, digest in rows:
+            values[name, axes, tuple(ranks)][rank] = (is_slice, digest)
+    for (name, axes, ranks), found in values.items():
+        if name.startswith("random state") or all(is_slice for is_slice, _ in found.values()):
+            continue
+        digests = [digest for _, digest in found.values()]
+        if len(set(digests)) > 1:
+            usual = max(digests, key=digests.count)
+            bad = tuple(rank for rank, (_, digest) in found.items() if digest != usual)
+            cause = (
+                "different random state: the ranks started with different seeds"
+                if number < 0
+                else ("a rank skipped or repeated a step, or changed or lost an update")
+            )
+            yield Finding(
+                number, REPLICAS, name, math.inf, 0.0, bad, f"ranks {list(ranks)} along {axes} differ", axes, (cause,)
+            )
+            return
+
+
+def _notes(found: Run, expected: Run) -> Iterator[str]:
+    names = found.start.keys()
+    if missing := sorted(names - expected.start.keys()):
+        yield f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"
+    elif any(not torch.equal(found.start[name], whole) for name, whole in expected.start.items() if name in names):
+        yield "the program initialises other weights in the reference, which was given those of the layout"
+    first = expected.step(0)
+    norm, right = first.ranks[0]["norm"], math.sqrt(sum(float(one.square().sum()) for one in first.sums.values()))
+    if norm and right and abs(norm / right - 1) > _LEAST["bfloat16"]:
+        yield f"the reference reports {norm / right:.3g} times its norm of gradients; others are compared with that"
+
+
+def _undecided(mine: Step, theirs: Step, is_different: bool) -> Iterator[str]:
+    if is_different and any(record["is_random"] for record in (*mine.ranks, *theirs.ranks)):
+        yield "the model draws random numbers, such as dropout: give --no-dropout, or set it to 0"
+    if all(record["is_skipped"] for record in theirs.ranks) and theirs.number == theirs.run.steps - 1:
+        yield "the last step was skipped because of an overflow: give a smaller initial loss scale, or more --steps"
+
+
+def _explained(findings: list[Finding], mine: Step, theirs: Step, number: int) -> list[Finding]:
+    """Add causes to the first finding."""
+    first, *others = findings
+    if first.causes:
+        return findings
+    causes: list[Cause] = explain(first.kind, first.name, first.ranks, mine, theirs)
+    axis = first.axis or next((cause.axis for cause in causes if cause.axis), None)
+    texts = tuple(cause.text for cause in causes)
+    explained = Finding(
+        first.step, first.kind, first.name, first.error, first.allowed, first.ranks, first.where, axis, texts
+    )
+    return [explained, *others]

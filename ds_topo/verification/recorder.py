@@ -1,0 +1,457 @@
+"""Record on each rank what an engine computes in its first steps, as files of plain tensors.
+
+The first engine that trains is recorded, from its first forward pass on::
+
+    start.pt     whole-model places and values of this rank's weights
+    step_0.pt    activations, losses, gradients before and after reduction, norm, weights and optimizer states
+    step_1.pt    ...
+
+A gradient *before reduction* is summed here, by hooks on parameters, and so does not depend on the reduction. One
+*after reduction* is what the optimizer gets: every part of it that this rank has, at its place in the whole parameter.
+Places are those of checkpoints (:mod:`ds_topo.checkpoint.engine_state`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from ds_topo.checkpoint import engine_facts as facts
+from ds_topo.checkpoint.engine_state import Named, Trained, named_parameters, span_of_zero_3, trained, update_weights
+from ds_topo.checkpoint.shards import Slice, part_of
+from ds_topo.engine.replicas import digest, replicated
+from ds_topo.ledger import ledger
+from ds_topo.mpu import patches
+from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.topology.axes import MODEL
+
+Part = tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]
+"""The shape of a whole tensor, and this rank's boxes of it: offsets and values."""
+Parts = dict[str, Part]
+MASTER = "master"
+"""The key of master weights among the optimizer's states."""
+_EPS_OF_LONG_TYPES = torch.finfo(torch.float32).eps
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What to record, and where."""
+
+    folder: Path
+    """The folder of this run; each rank writes into ``rank_<n>``."""
+    steps: int
+    weights_from: Path | None = None
+    """The folder of another run with whose first weights this one starts."""
+    noise: int | None = None
+    """The seed of artificial rounding errors; None: none."""
+
+    def folder_of(self, rank: int) -> Path:
+        """Return the folder of one rank."""
+        return self.folder / f"rank_{rank}"
+
+
+class Finished(BaseException):
+    """All steps are recorded. It is no ``Exception``, so that programs do not catch it."""
+
+
+@contextmanager
+def recording(what: Recording, engine: DeepSpeedEngine | None = None) -> Iterator[Recorder]:
+    """Record an engine, or the first one that trains inside the ``with`` statement, until :class:`Finished`."""
+    recorder = Recorder(what)
+    with ExitStack() as undo:
+        undo.callback(recorder.detach)
+        for row, method in (
+            (patches.RECORDED_FORWARD, recorder.forward),
+            (patches.RECORDED_BACKWARD, recorder.backward),
+            (patches.RECORDED_STEP, recorder.step),
+            (patches.RECORDED_BATCH, recorder.train_batch),
+        ):
+            if engine is None:
+                undo.callback(ledger.bind(row, partial(_around, method)))
+            elif isinstance(engine, row.owner):  # type: ignore[arg-type]
+                undo.callback(ledger.bind(row, partial(_around_bound, method, engine), engine))
+        yield recorder
+
+
+def _around(method: Callable[..., Any], original: Any) -> Any:
+    @wraps(original)
+    def call(engine: Any, *arguments: Any, **named: Any) -> Any:
+        return method(partial(original, engine), engine, *arguments, **named)
+
+    return call
+
+
+def _around_bound(method: Callable[..., Any], engine: DeepSpeedEngine, original: Any) -> Any:
+    return wraps(original)(partial(method, original, engine))
+
+
+class Recorder:
+    """Writes the steps of one engine."""
+
+    def __init__(self, what: Recording) -> None:
+        self.what = what
+        self.engine: DeepSpeedEngine | None = None
+        self.step_number = 0
+        self._hooks = ExitStack()
+        self._named: list[tuple[Named, Trained | None]] = []
+        self._is_in_forward = False
+        self._micro_batch = 0
+        """The number of forward passes of this step so far."""
+        self._begin_step()
+
+    # -- the engine's methods, while it is recorded ------------------------------------------------------------------
+
+    def forward(self, original: Any, engine: DeepSpeedEngine, *inputs: Any, **named: Any) -> Any:
+        """Record the outputs of modules in the first micro-batch of each step."""
+        if not (engine.module.training and torch.is_grad_enabled()) or not self._attach(engine):
+            return original(*inputs, **named)
+        self._is_in_forward = self._micro_batch == 0
+        state = torch.get_rng_state()
+        try:
+            return original(*inputs, **named)
+        finally:
+            # a pipeline with seed_layers seeds before each layer
+            reseeds = bool(getattr(engine.module, "seed_layers", False))
+            self._is_random |= not (reseeds or torch.equal(state, torch.get_rng_state()))
+            self._micro_batch += 1
+            self._is_in_forward = False
+
+    def backward(self, original: Any, engine: DeepSpeedEngine, loss: Any, *arguments: Any, **named: Any) -> Any:
+        """Record the loss of a plain engine."""
+        if engine is self.engine and not isinstance(engine, PipelineEngine) and torch.is_tensor(loss):
+            self._losses.append(float(loss.detach().float().mean()))
+        return original(loss, *arguments, **named)
+
+    def step(self, original: Any, engine: DeepSpeedEngine, *arguments: Any, **named: Any) -> Any:
+        """Record a step of a plain engine at its end."""
+        if self.engine is None or engine is not self.engine or isinstance(engine, PipelineEngine):
+            return original(*arguments, **named)
+        before = engine.global_steps
+        result = original(*arguments, **named)
+        if engine.global_steps > before:
+            self._end_step()
+        return result
+
+    def train_batch(self, original: Any, engine: PipelineEngine, *arguments: Any, **named: Any) -> Any:
+        """Record a step of a pipeline."""
+        if not self._attach(engine):
+            return original(*arguments, **named)
+        result = original(*arguments, **named)
+        self._losses.append(float(result))
+        self._end_step()
+        return result
+
+    # -- attaching ---------------------------------------------------------------------------------------------------
+
+    def _attach(self, engine: DeepSpeedEngine) -> bool:
+        """Start to record an engine, unless another one is recorded; return whether it is recorded."""
+        if self.engine is not None:
+            return engine is self.engine
+        self.engine = engine
+        masters = {id(one.parameter): one for one in trained(engine)}
+        self._named = [(one, masters.get(id(one.parameter))) for one in named_parameters(engine)]
+        self._watch(engine.module, {one.names[0]: one.parameter for one, _ in self._named})
+        inner = facts.inner_optimizer(engine)
+        if inner is not None:
+            self._hooks.callback(inner.register_step_pre_hook(self._before_update).remove)
+        self._skipped, self._scale = int(engine.skipped_steps), scale_of(engine)
+        folder = self.what.folder_of(dist.get_rank())
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(
+            {"about": about(engine), "weights": self._weights(), "replicas": self._replicas()}, folder / "start.pt"
+        )
+        if self.what.weights_from is not None:
+            self._load(self.what.weights_from)
+        return True
+
+    def _watch(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Record outputs and gradients of a module."""
+        for name, module in model.named_modules():
+            if name:
+                self._hooks.callback(module.register_forward_hook(partial(self._output, name)).remove)
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                self._hooks.callback(parameter.register_hook(partial(self._gradient, name)).remove)
+        if self.what.noise is not None:
+            device = next(model.parameters()).device
+            self._generator = torch.Generator(device=device).manual_seed(self.what.noise + dist.get_rank())
+
+    def record_whole(
+        self,
+        model: nn.Module,
+        steps: Iterable[tuple[Mapping[str, torch.Tensor], Sequence[Any]]],
+        loss_of: Callable[..., torch.Tensor],
+        described: Mapping[str, Any],
+    ) -> None:
+        """Record a whole model without an engine: each step's weights are given, and no optimizer updates them.
+
+        Args:
+            model: the model of one process.
+            steps: for each step the whole weights by name, and the micro-batches.
+            loss_of: ``loss_of(model, *micro_batch)``.
+            described: what :func:`about` says of the rank whose samples these are.
+        """
+        parameters = dict(model.named_parameters())
+        self._watch(model, parameters)
+        folder = self.what.folder_of(int(described["share"]))
+        folder.mkdir(parents=True)
+        for number, (weights, micro_batches) in enumerate(steps):
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(weights[name])
+            if number == 0:
+                start = {name: _plain(_whole(parameter)) for name, parameter in parameters.items()}
+                torch.save({"about": dict(described), "weights": start, "replicas": []}, folder / "start.pt")
+            model.zero_grad()
+            for micro_batch in micro_batches:
+                self._is_in_forward, state = micro_batch is micro_batches[0], torch.get_rng_state()
+                loss = loss_of(model, *micro_batch)
+                self._is_random |= not torch.equal(state, torch.get_rng_state())
+                self._losses.append(float(loss.detach()))
+                (loss / len(micro_batches)).backward()
+            torch.save(
+                {
+                    **{"outputs": self._outputs, "losses": self._losses, "order": list(self._before)},
+                    "before": {name: _plain(_whole(gradient)) for name, gradient in self._before.items()},
+                    **{"arrivals": self._arrivals, "after": {}, "norm": None, "clip": 0.0, "scale": 1.0},
+                    **{"is_skipped": False, "is_random": self._is_random, "rates": []},
+                    **{"weights": {}, "states": {}, "replicas": []},
+                },
+                folder / f"step_{number}.pt",
+            )
+            self._begin_step()
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        self._hooks.close()
+
+    def _load(self, folder: Path) -> None:
+        """Start with the weights that another run has started with."""
+        assert self.engine is not None
+        whole = whole_tensors(torch.load(path, mmap=True)["weights"] for path in sorted(folder.glob("rank_*/start.pt")))
+        with torch.no_grad():
+            for one, master in self._named:
+                value = whole.get(one.names[0])
+                if value is None:
+                    warnings.warn(f"{one.names[0]} is not in the wanted layout, and keeps its own values", stacklevel=2)
+                    continue
+                of_master = self._of_master(one, master, None if master is None else master.master)
+                for held in (of_master, self._held(one)):
+                    for offsets, memory in ({} if held is None else held.boxes).items():
+                        memory.copy_(_box(value, offsets, memory.shape))
+        update_weights(self.engine, [master for _, master in self._named if master is not None])
+
+    # -- what is recorded --------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        self._micro_batch = 0
+        self._losses: list[float] = []
+        self._outputs: dict[str, torch.Tensor] = {}
+        self._before: dict[str, torch.Tensor] = {}
+        self._arrivals: dict[str, int] = {}
+        self._after: Parts = {}
+        self._is_random = False
+
+    def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Record a module's output; with artificial rounding errors, return another one."""
+        if not self._is_in_forward and self.what.noise is None:
+            return None
+        tensors = output if isinstance(output, (tuple, list)) else [output]
+        for number, tensor in enumerate(tensors):
+            if self._is_in_forward and torch.is_tensor(tensor) and tensor.is_floating_point():
+                key = name if number == 0 else f"{name}[{number}]"
+                if key not in self._outputs:
+                    self._outputs[key] = _copied(tensor)
+        if self.what.noise is None:
+            return None
+        if isinstance(output, (tuple, list)):
+            return type(output)([self._rounded(one) for one in output]) if type(output) in (tuple, list) else None
+        return self._rounded(output)
+
+    def _rounded(self, tensor: Any) -> Any:
+        """Multiply each element, and later its gradient, by 1 plus or minus the precision of its type."""
+        if not torch.is_tensor(tensor) or not tensor.is_floating_point():
+            return tensor
+        result = tensor * self._factors(tensor)
+        if result.requires_grad:
+            result.register_hook(lambda gradient: gradient * self._factors(gradient))
+        return result
+
+    def _factors(self, tensor: torch.Tensor) -> torch.Tensor:
+        eps = max(torch.finfo(tensor.dtype).eps, _EPS_OF_LONG_TYPES)
+        signs = torch.randint(0, 2, tensor.shape, generator=self._generator, device=tensor.device)
+        return (1 + eps * (2 * signs - 1)).to(tensor.dtype)
+
+    def _gradient(self, name: str, gradient: torch.Tensor) -> None:
+        """Add a gradient of one micro-batch."""
+        own = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        self._arrivals[name] = self._arrivals.get(name, 0) + 1
+        if name in self._before:
+            self._before[name] += own.float()
+        else:
+            self._before[name] = own.float().clone()
+
+    def _before_update(self, *_: Any) -> None:
+        """Record the gradients that the optimizer gets. ZeRO 3 steps several times."""
+        for one, master in self._named:
+            if master is not None and master.numel and master.master.grad is not None:
+                self._after[one.names[0]] = _plain(self._of_master(one, master, master.master.grad))
+
+    def _end_step(self) -> None:
+        engine = self.engine
+        assert engine is not None
+        scale, skipped, norm = scale_of(engine), int(engine.skipped_steps), engine.get_global_grad_norm()
+        inner = facts.inner_optimizer(engine)
+        record = {
+            "outputs": self._outputs,
+            "losses": self._losses,
+            "before": {
+                one.names[0]: _plain(
+                    part_of(self._before[one.names[0]], one.slice, 0, self._before[one.names[0]].numel())
+                )
+                for one, _ in self._named
+                if one.names[0] in self._before
+            },
+            "order": list(self._before),
+            "arrivals": self._arrivals,
+            "after": self._after,
+            "norm": None if norm is None else float(norm),
+            "clip": float(engine.gradient_clipping() or 0.0),
+            "scale": self._scale,
+            "is_skipped": skipped > self._skipped,
+            "is_random": self._is_random,
+            "rates": [] if inner is None else [float(group["lr"]) for group in inner.param_groups],
+            "weights": self._weights(),
+            "states": self._states(),
+            "replicas": self._replicas(),
+        }
+        torch.save(record, self.what.folder_of(dist.get_rank()) / f"step_{self.step_number}.pt")
+        self._skipped, self._scale = skipped, scale
+        self.step_number += 1
+        self._begin_step()
+        if self.step_number == self.what.steps:
+            raise Finished
+
+    def _weights(self) -> Parts:
+        return {one.names[0]: _plain(self._held(one)) for one, _ in self._named}
+
+    def _held(self, one: Named) -> Any:
+        """Return this rank's part of the weights that forward passes use."""
+        parameter: Any = one.parameter
+        if not hasattr(parameter, "ds_tensor"):
+            memory = parameter.detach()
+            return part_of(memory, one.slice, 0, memory.numel())
+        start, numel = span_of_zero_3(parameter)
+        return part_of(parameter.ds_tensor.detach().view(-1)[:numel], one.slice, start, start + numel)
+
+    def _of_master(self, one: Named, master: Trained | None, tensor: torch.Tensor | None) -> Any:
+        """Return this rank's part of a parameter in a tensor with the layout of master weights."""
+        if master is None or tensor is None or not master.numel:
+            return None
+        return part_of(master.part_of(tensor), one.slice, master.start, master.start + master.numel)
+
+    def _states(self) -> dict[str, Parts]:
+        """Return master weights and optimizer states with a value for each element, by key and parameter."""
+        assert self.engine is not None
+        inner, found = facts.inner_optimizer(self.engine), dict[str, Parts]()
+        for one, master in self._named:
+            if master is None or inner is None or not master.numel:
+                continue
+            states = {MASTER: master.master, **inner.state.get(master.master, {})}
+            for key, value in states.items():
+                if torch.is_tensor(value) and value.shape == master.master.shape and value.dim():
+                    found.setdefault(key, {})[one.names[0]] = _plain(self._of_master(one, master, value))
+        return found
+
+    def _replicas(self) -> list[tuple[str, str, list[int], bool, tuple[int, ...]]]:
+        """Return a digest of each tensor that must be equal on several ranks: name, axes, ranks, is slice, digest."""
+        engine = self.engine
+        assert engine is not None
+        if int(engine.zero_optimization_stage()) == 3:
+            return []
+        slices = isinstance(engine.mpu, MpuGrid) and engine.mpu.get_axis_size(MODEL) > 1
+        return [
+            (
+                row.name,
+                row.axes,
+                dist.get_process_group_ranks(row.group),
+                row.is_slice,
+                tuple(map(int, digest(row.tensor).tolist())),
+            )
+            for row in replicated(engine, slices)
+        ]
+
+
+def scale_of(engine: DeepSpeedEngine) -> float:
+    """Return the present loss scale; 1 without one."""
+    for name in ("cur_scale", "loss_scale"):
+        value = getattr(engine.optimizer, name, None)
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 1.0
+
+
+def about(engine: DeepSpeedEngine) -> Mapping[str, Any]:
+    """Describe this rank and its engine."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    coordinate, share, shares, spec = {"data": rank}, rank, world, f"data={world}"
+    if isinstance(engine.mpu, MpuGrid):
+        topology, place = engine.mpu.topology(), engine.mpu.grid_rank
+        coordinate = dict(topology.get_coord(place)._asdict())
+        share, shares, spec = engine.mpu.get_sample_rank(), engine.mpu.get_sample_world_size(), topology.spec
+    return {
+        "rank": rank,
+        "coordinate": coordinate,
+        "share": share,
+        "shares": shares,
+        "spec": spec,
+        "zero": int(engine.zero_optimization_stage()),
+        "dtype": str(next(engine.module.parameters(), torch.empty(0)).dtype).removeprefix("torch."),
+    }
+
+
+# -- plain tensors -----------------------------------------------------------------------------------------------------
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _whole(tensor: torch.Tensor) -> Any:
+    return part_of(tensor.detach(), Slice(tuple(tensor.shape)), 0, tensor.numel())
+
+
+def _plain(part: Any) -> Part:
+    return tuple(part.shape), [(offsets, _copied(memory)) for offsets, memory in part.boxes.items()]
+
+
+def _box(whole: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    return whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]
+
+
+def whole_tensors(ranks: Any) -> dict[str, torch.Tensor]:
+    """Assemble whole tensors from the parts of all ranks; of equal places the last one stays."""
+    result: dict[str, torch.Tensor] = {}
+    for parts in ranks:
+        for name, (shape, boxes) in parts.items():
+            for offsets, values in boxes:
+                if name not in result:
+                    result[name] = torch.zeros(shape, dtype=values.dtype)
+                _box(result[name], offsets, values.shape).copy_(values)
+    return result
+
+
+def box_of(whole: torch.Tensor, offsets: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
+    """Return the part of a whole tensor that lies where a rank's values do."""
+    return _box(whole, offsets, tuple(values.shape))

@@ -1,0 +1,225 @@
+"""Load checkpoints that DeepSpeed alone saved, in the layout that saved them and, by conversion, in others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import PipelineModule as StockPipelineModule
+from torch import nn
+
+from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, cli, initialize
+from ds_topo.errors import CheckpointError, CheckpointLayoutError, DamagedCheckpointError
+from tests.support.small_engines import start
+from tests.support.training import destroy_engine, engine_config
+from tests.support.world import Worlds
+
+LAYERS = [(4, 16), (16, 4), (4, 4), (4, 4)]
+ADAM = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
+
+
+def _module(*, is_larger: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(*sizes) for sizes in LAYERS))
+    module[2].requires_grad_(False)
+    module[3].register_buffer("scale", torch.ones(2))
+    if is_larger:
+        module.append(nn.Linear(4, 4))
+    return module
+
+
+def _config(zero: int, **more: Any) -> dict[str, Any]:
+    return engine_config(2, zero_optimization={"stage": zero}, optimizer=ADAM, **more)
+
+
+def _train(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))  # the same on all ranks
+        loss = F.mse_loss(engine(inputs.to(next(engine.module.parameters()).dtype)).float(), inputs.sin())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+CASES = [*(("fp32", zero) for zero in (0, 1, 2, 3)), ("bf16", 0), ("bf16", 1), ("fp16", 2)]
+
+
+def _precision(name: str) -> dict[str, Any]:
+    return {} if name == "fp32" else {name: {"enabled": True}}
+
+
+def _save_stock(folder: Path) -> dict[str, list[float]]:
+    start()
+    found = {}
+    for precision, zero in CASES:
+        engine, *_ = deepspeed.initialize(model=_module(), config=_config(zero, **_precision(precision)))
+        _train(engine, range(2))
+        with torch.no_grad():
+            engine.module[3].scale.fill_(0.5)
+        engine.save_checkpoint(str(folder / f"{precision}{zero}"), "stock", client_state={"sample": 7})
+        found[f"{precision}{zero}"] = _train(engine, range(2, 4))
+        engine.destroy()
+    return found
+
+
+@contextmanager
+def _engine(zero: int, *, is_larger: bool = False, **more: Any) -> Iterator[Any]:
+    start()
+    grid = PipelineParallelGrid(f"data={dist.get_world_size()}")
+    engine, *_ = initialize(model=_module(is_larger=is_larger), config=_config(zero, **more), mpu=grid)
+    yield engine
+    destroy_engine(engine)
+    grid.destroy()
+
+
+def _load(folder: Path) -> list[tuple[str, int, str, list[float]]]:
+    found = []
+    for precision, zero in CASES:
+        for to in (0, 1, 3) if precision == "fp32" else (zero, 3):
+            with _engine(to, **_precision(precision)) as engine:
+                path, said = folder / f"{precision}{zero}", ""
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    try:
+                        _, state = checkpoint.load(engine, path)
+                    except CheckpointLayoutError as error:
+                        said = str(error)
+                        _, state = checkpoint.load(engine, path, convert=True)
+                assert state["sample"] == 7
+                assert float(engine.module[3].scale.sum()) == 1.0
+                found.append((f"{precision}{zero}", to, said, _train(engine, range(2, 4))))
+    return found
+
+
+@pytest.fixture(scope="module")
+def stock(world: Worlds, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[float]]]:
+    """Return a folder of checkpoints of two ranks, and the losses of the two steps after each."""
+    folder = tmp_path_factory.mktemp("stock")
+    return folder, world(2).run(_save_stock, folder)[0]
+
+
+def test_stock_checkpoints_load_at_other_degrees_and_stages(
+    world: Worlds, stock: tuple[Path, dict[str, list[float]]]
+) -> None:
+    folder, expected = stock
+    [found] = world(1).run(_load, folder)
+    for name, to, said, losses in found:
+        if said:
+            assert f"is of data=2 (2 ranks), ZeRO {name[-1]}, {name[:-1]}; this job is data=1 (1 rank)" in said
+            assert "load(engine, folder, convert=True) in this job" in said
+            assert "ds-topo convert" in said
+        assert bool(said) == (not name.endswith("0") or to > 0), "without ZeRO, any number of replicas reads the files"
+        assert losses == pytest.approx(expected[name], rel=1e-5 if name.startswith("fp32") else 1e-2), (name, to)
+
+
+def _load_converted(folder: Path) -> list[float]:
+    with _engine(2) as engine:
+        checkpoint.load(engine, folder)
+        return _train(engine, range(2, 4))
+
+
+def test_command_converts_stock_checkpoints(
+    world: Worlds, stock: tuple[Path, dict[str, list[float]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, expected = stock
+    for name in ("fp320", "fp321", "fp323"):
+        there = str(tmp_path / name)
+        assert cli.main(["convert", str(folder / name), there, "--topology", "data=1", "--zero", "2"]) == 0
+        assert world(1).run(_load_converted, there) == [pytest.approx(expected[name], rel=1e-5)]
+        assert cli.main(["convert", str(folder / name), f"{there}.pt", "--to", "torch"]) == 0
+        assert torch.load(f"{there}.pt")["3.scale"].tolist() == [0.5, 0.5]
+
+
+def _refuse(folder: Path) -> list[str]:
+    said = []
+    for zero, name, more in ((0, "fp32", {}), (1, "fp32", {}), (1, "fp32", {"is_larger": True})):
+        with _engine(zero, **more) as engine:
+            before = [one.detach().clone() for one in engine.module.parameters()]
+            options = {"tag": "stock", "convert": zero == 1}
+            with pytest.raises(CheckpointError) as caught:
+                checkpoint.load(engine, folder / f"{name}{3 if more else 2}", **options)
+            said.append(str(caught.value))
+            assert all(map(torch.equal, before, engine.module.parameters()))
+            (folder / "fp322/stock/zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink(missing_ok=True)
+    return said
+
+
+def test_stock_checkpoints_that_cannot_be_loaded_are_refused(
+    world: Worlds, stock: tuple[Path, dict[str, list[float]]]
+) -> None:
+    layout, missing, model = world(1).run(_refuse, stock[0])[0]
+    assert "DeepSpeedZeroOptimizer at ZeRO 2 became" in layout
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing" in missing
+    assert "is of another model: it has no parameter '4.weight' [4, 4]" in model
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+def _specs() -> list[LayerSpec]:
+    return [LayerSpec(nn.Linear, *sizes) for sizes in LAYERS]
+
+
+def _train_pipeline(engine: Any, steps: range) -> list[float]:
+    found = []
+    for step in steps:
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        found.append(float(engine.train_batch(iter([(half, half.sin()) for half in inputs.chunk(2)]))))
+    return found
+
+
+def _save_pipeline(folder: Path) -> list[float]:
+    start()
+    module = StockPipelineModule(_specs(), num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=_config(1, gradient_accumulation_steps=2))
+    _train_pipeline(engine, range(2))
+    engine.save_checkpoint(str(folder), "stock")
+    losses = _train_pipeline(engine, range(2, 4))
+    engine.destroy()
+    return losses
+
+
+def _load_pipeline(folder: Path, topology: str, method: str) -> tuple[str, list[float]]:
+    start()
+    grid = PipelineParallelGrid(topology)
+    module = PipelineModule(_specs(), grid=grid, loss_fn=F.mse_loss, partition_method=method)
+    engine, *_ = initialize(model=module, config=_config(1, gradient_accumulation_steps=2))
+    said = ""
+    try:
+        checkpoint.load(engine, folder)
+    except CheckpointLayoutError as error:
+        said = str(error)
+        checkpoint.load(engine, folder, convert=True)
+    losses = _train_pipeline(engine, range(2, 4))
+    destroy_engine(engine)
+    grid.destroy()
+    return said, losses
+
+
+def test_stock_pipelines_load_with_other_stages(world: Worlds, tmp_path: Path) -> None:
+    expected = world(2).run(_save_pipeline, tmp_path)[0]
+    for topology, method, reason in (
+        ("pipe=2", "uniform", ""),
+        ("pipe=2", "parameters", "has '1.weight' on another stage of the pipeline"),
+        ("pipe=1", "uniform", "pipe=2 became pipe=1"),
+    ):
+        for said, losses in world(int(topology[-1])).run(_load_pipeline, tmp_path, topology, method):
+            assert reason in said
+            assert bool(reason) == bool(said)
+            assert losses == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(CheckpointLayoutError, match="files of a pipeline do not describe the model"):
+        checkpoint.convert(checkpoint.look_at(tmp_path, "stock"), tmp_path / "to", "data=1")
+    (tmp_path / "stock/zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"mp_rank_01_optim_states\.pt is missing"):
+        checkpoint.convert(checkpoint.look_at(tmp_path, "stock"), tmp_path / "to", "data=1")

@@ -1,0 +1,219 @@
+"""Differences and their causes, in records without a run."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_topo.cli.verify_command import _without_topology, print_report, save_errors
+from ds_topo.verification.__main__ import uses_ds_topo
+from ds_topo.verification.comparison import Report, compare
+
+COORDINATES = [{"data": data, "model": model} for data in range(2) for model in range(2)]
+Records = list[dict[str, Any]]
+
+
+def _wholes(share: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(share)
+    return {
+        "split": torch.randn(4, 3, generator=generator) + 1,
+        "whole": torch.randn(5, generator=generator) + 1,
+    }
+
+
+def _part(name: str, whole: torch.Tensor, model: int | None) -> Any:
+    if name == "split" and model is not None:
+        return tuple(whole.shape), [((2 * model, 0), whole[2 * model : 2 * model + 2].clone())]
+    return tuple(whole.shape), [((0,) * whole.dim(), whole.clone())]
+
+
+def _records(coordinates: list[dict[str, int]]) -> Records:
+    """The records of a right step of descent with rate 1, of two parameters, one of which slices split."""
+    mean = {name: sum(_wholes(share)[name] for share in range(2)) / 2 for name in ("split", "whole")}
+    norm = float(sum(one.square().sum() for one in mean.values())) ** 0.5
+    start = {name: torch.ones_like(one) for name, one in mean.items()}
+    found = []
+    for rank, coordinate in enumerate(coordinates):
+        own, model, share = _wholes(coordinate["data"]), coordinate.get("model"), coordinate["data"]
+        about = {"coordinate": coordinate, "share": share, "shares": 2, "spec": "data=2,model=2", "rank": rank}
+        weights = {name: _part(name, start[name] - mean[name], model) for name in mean}
+        start_of = {name: _part(name, start[name], model) for name in mean}
+        found.append(
+            {
+                "about": {**about, "dtype": "float32"},
+                "start": start_of,
+                "replicas": [],
+                "outputs": {"layer": own["whole"].clone()},
+                "losses": [1.0 + share],
+                "before": {name: _part(name, one, model) for name, one in own.items()},
+                "order": ["whole", "split"],
+                "arrivals": {"whole": 1, "split": 1},
+                "after": {name: _part(name, one, model) for name, one in mean.items()},
+                "norm": norm,
+                "clip": 0.0,
+                "scale": 1.0,
+                "is_skipped": False,
+                "is_random": False,
+                "rates": [1.0],
+                "weights": weights,
+                "states": {},
+            }
+        )
+    return found
+
+
+def _write(records: Records, folder: Path) -> Path:
+    for rank, record in enumerate(records):
+        own = folder / f"rank_{rank}"
+        own.mkdir(parents=True)
+        start = {"about": record["about"], "weights": record["start"], "replicas": record["replicas"]}
+        torch.save(start, own / "start.pt")
+        torch.save(record, own / "step_0.pt")
+    return folder
+
+
+def _compared(change: Callable[[Records], None], folder: Path) -> Report:
+    wanted = _records(COORDINATES)
+    change(wanted)
+    reference = _records([{"data": share} for share in range(2)])
+    noisy = copy.deepcopy(reference)
+    for record in noisy:
+        record["outputs"]["layer"] *= 1 + 1e-6
+    folders = (_write(wanted, folder / "w"), _write(reference, folder / "r"), _write(noisy, folder / "n"))
+    return compare(*folders)
+
+
+def _nothing(records: Records) -> None:
+    pass
+
+
+def _scale(kind: str, name: str, factor: float, ranks: tuple[int, ...]) -> Callable[[Records], None]:
+    def change(records: Records) -> None:
+        for rank in ranks:
+            value = records[rank][kind][name]
+            if torch.is_tensor(value):
+                value *= factor
+            else:
+                for _, values in value[1]:
+                    values *= factor
+
+    return change
+
+
+def _half_of_a_slice(records: Records) -> None:
+    for kind in ("before", "after"):
+        _scale(kind, "split", 0.5, (1, 3))(records)
+
+
+def _unreduced(records: Records) -> None:
+    for record in records:
+        record["after"]["whole"] = copy.deepcopy(record["before"]["whole"])
+
+
+def _norm_without_a_slice(records: Records) -> None:
+    square = float(records[1]["after"]["split"][1][0][1].square().sum())
+    for record in records:
+        record["norm"] = (record["norm"] ** 2 - square) ** 0.5
+
+
+def _lost_loss(records: Records) -> None:
+    records[3]["losses"] = []
+
+
+def _of_other_share(records: Records) -> None:
+    for record in records[:2]:
+        record["outputs"]["layer"] = records[2]["outputs"]["layer"].clone()
+
+
+def _stale(records: Records) -> None:
+    for record in records[2:]:
+        record["weights"]["whole"] = copy.deepcopy(record["start"]["whole"])
+
+
+def _skipped(records: Records) -> None:
+    records[1]["is_skipped"] = True
+
+
+def _equal_slices(records: Records) -> None:
+    for record in records:
+        record["start"]["split"][1][0][1].copy_(torch.arange(6.0).view(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "ranks", "axis", "cause"),
+    [
+        (_scale("outputs", "layer", 2.0, (1, 3)), "output", (1, 3), "model", "times 2, the degree of"),
+        (_of_other_share, "output", (0, 1), "data", "samples of share 1 instead of 0"),
+        (_lost_loss, "loss", (3,), None, "lost micro-batch"),
+        (_half_of_a_slice, "gradient", (1, 3), "model", "times 0.5"),
+        (_unreduced, "reduced gradient", (0, 1, 2, 3), "data", "not reduced over the replicas"),
+        (
+            _scale("after", "split", 0.5, (0, 1, 2, 3)),
+            "reduced gradient",
+            (0, 1, 2, 3),
+            "data",
+            "divided by the number",
+        ),
+        (_norm_without_a_slice, "norm", (0, 1, 2, 3), "model", "leaves out the slices [1]"),
+        (_stale, "weight", (2, 3), "data", "stale"),
+        (_skipped, "skipped step", (1,), None, "ranks [1] alone skipped"),
+        (_equal_slices, "first weight", (0, 1), "model", "equal values for different slices"),
+    ],
+)
+def test_first_difference_is_explained(
+    change: Callable[[Records], None], kind: str, ranks: tuple[int, ...], axis: str | None, cause: str, tmp_path: Path
+) -> None:
+    report = _compared(change, tmp_path)
+    first = report.findings[0]
+    assert (report.status, first.kind, first.ranks) == (1, kind, ranks)
+    assert cause in first.causes[0]
+    assert first.axis == axis
+
+
+def test_equal_records_are_equal(tmp_path: Path) -> None:
+    report = _compared(_nothing, tmp_path)
+    assert (report.status, report.findings, report.notes) == (0, (), ())
+
+
+def test_rounding_that_was_measured_is_allowed(tmp_path: Path) -> None:
+    assert _compared(_scale("outputs", "layer", 1 + 5e-6, (1, 3)), tmp_path).status == 0
+
+
+def test_difference_with_dropout_is_undecided(tmp_path: Path) -> None:
+    def change(records: Records) -> None:
+        records[0]["is_random"] = True
+        _stale(records)
+
+    report = _compared(change, tmp_path)
+    assert report.status == 2
+    assert "--no-dropout" in report.undecided[0]
+
+
+def test_report_is_printed_and_drawn(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    report = _compared(_unreduced, tmp_path)
+    console = Console(record=True, width=100, file=io.StringIO())
+    print_report(console, report)
+    assert "likely cause: not reduced over the replicas" in console.export_text()
+    save_errors(report, tmp_path / "errors.png")
+    assert (tmp_path / "errors.png").stat().st_size > 1000
+    assert report.as_json()["findings"][0]["kind"] == "reduced gradient"
+
+
+def test_topology_is_taken_from_the_programs_arguments() -> None:
+    assert _without_topology(["-x", "--topology", "data=2", "--top", "3"]) == ("data=2", ["-x", "--top", "3"])
+
+
+def test_imports_of_modules_beside_a_program_are_found(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("import os\nfrom parts import layers\n")
+    assert not uses_ds_topo(program)
+    (tmp_path / "parts.py").write_text("from ds_topo import use\n")
+    assert uses_ds_topo(program)
