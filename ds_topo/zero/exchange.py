@@ -463,7 +463,9 @@ class _Peers:
         """The number of pieces exchanged so far. It is the same on all ranks, and so are the tags made from it."""
 
     def pieces(self, job: _Job) -> Generator[_Messages, None, None]:
-        """Yield the pieces of a tensor, in order."""
+        """Yield the pieces of a tensor, in order; none if no other rank shares it."""
+        if not job.rounds:
+            return
         slices = job.flat.view(self._size, -1)
         numel = max(1, self._message_bytes // slices.itemsize)
         for start in range(0, slices.shape[1], numel):

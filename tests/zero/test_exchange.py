@@ -129,6 +129,22 @@ def _over_copies(order: Sequence[str]) -> None:
             exchange.rest()
 
 
+def _alone_in_shard() -> None:
+    with ProcessGrid("data=2,shard=1") as grid:
+        exchange = exchange_of(grid.get_group("shard"), CPU, Copies(grid.get_group("data"), grid.get_group("data")))
+        flat = torch.ones(4)
+        exchange.gather(flat).wait()
+        exchange.reduce_scatter(flat, over_copies=False).wait()
+        assert flat.tolist() == [1.0] * 4
+        exchange.reduce_scatter(flat).wait()
+        assert flat.tolist() == [2.0] * 4
+        exchange.rest()
+
+
+def test_a_partition_of_one_rank_has_nothing_to_gather(world: Worlds) -> None:
+    world(2).run(_alone_in_shard)
+
+
 @pytest.mark.parametrize("order", [("data", "shard"), ("shard", "data")])
 def test_slices_are_summed_over_their_copies(world: Worlds, order: Sequence[str]) -> None:
     world(4).run(_over_copies, order)
