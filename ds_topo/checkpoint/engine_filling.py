@@ -204,16 +204,17 @@ class EngineFilling:
 
     def _copy_weight(self, row: Row) -> None:
         parameter: Any = row.named.parameter
+        key = MASTER if self._has_states else WEIGHT  # also for what is frozen here, and may be more precise
         if row.trained is not None:
-            place, key = row.trained, MASTER if self._has_states else WEIGHT
+            place = row.trained
             if place.numel:
                 into = place.part_of(place.master)
                 into.copy_(self._read(row, key, place.start, place.start + place.numel).view(into.shape))
         elif hasattr(parameter, "ds_tensor"):
             start, numel = span_of_zero_3(parameter)
-            parameter.ds_tensor.view(-1)[:numel].copy_(self._read(row, WEIGHT, start, start + numel))
+            parameter.ds_tensor.view(-1)[:numel].copy_(self._read(row, key, start, start + numel))
         else:
-            parameter.copy_(self._read(row, WEIGHT, 0, parameter.numel()).view(parameter.shape))
+            parameter.copy_(self._read(row, key, 0, parameter.numel()).view(parameter.shape))
 
     def _copy_states(self, rows: Sequence[Row]) -> None:
         assert self._inner is not None
