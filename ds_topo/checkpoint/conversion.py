@@ -27,15 +27,13 @@ A conversion that was killed is resumed by the next one of the same checkpoint t
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import json
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from os import PathLike
 from pathlib import Path
@@ -59,7 +57,7 @@ from ds_topo.checkpoint.engine_facts import (
 )
 from ds_topo.checkpoint.engine_facts import restore_random_states as set_random_states
 from ds_topo.checkpoint.engine_filling import Comparison, EngineFilling
-from ds_topo.checkpoint.engine_state import SCHEDULER, restore_progress
+from ds_topo.checkpoint.engine_state import SCHEDULER, Rename, names_of_buffers, renaming, restore_progress
 from ds_topo.checkpoint.file_filling import FileContent, Filling, Region, fill_all, make_room
 from ds_topo.checkpoint.folder import (
     LATEST,
@@ -77,12 +75,13 @@ from ds_topo.checkpoint.folder import (
 )
 from ds_topo.checkpoint.loading import DIGESTS, SIZES
 from ds_topo.checkpoint.loading import load as load_as_it_is
-from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, structure_from
+from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, SavedStructure, structure_from
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
 from ds_topo.checkpoint.safe_reading import OF_DEEPSPEED, reading_checkpoint, refused_types, unreadable
 from ds_topo.checkpoint.saved_model import expert_of, model_of, require_splits
 from ds_topo.checkpoint.saving import free_bytes
 from ds_topo.checkpoint.target import Target, require_loadable, target_of
+from ds_topo.checkpoint.weight_files import WeightFiles, files_of_weights, require_safetensors, write_safetensors
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -385,10 +384,79 @@ def to_single_file(
         raise CheckpointError(f"{path} is a folder: give the file to write, such as {path / 'weights.pt'}")
     if kind not in ("torch", "safetensors"):
         raise ValueError(f"kind={abridged(kind)} is not a format of a single file: give 'torch' or 'safetensors'")
-    if kind == "safetensors" and importlib.util.find_spec("safetensors") is None:
-        raise CheckpointError(
-            "--to safetensors needs the package safetensors, which is not installed: pip install safetensors"
-        )
+    if kind == "safetensors":
+        require_safetensors()
+    source = _whole_weights(checkpoint, manifest, path.parent, path)
+    parameters = source.model.parameters
+    if kind == "safetensors":
+        _write_safetensors(source, path, None, None, progress)
+        return path
+    draft = path.with_name(f".{path.name}.part")
+    draft.unlink(missing_ok=True)
+
+    def content() -> dict[str, Any]:
+        found: dict[str, Any] = {name: Region.of_weight(one, 0, 1) for name, one in parameters.items()}
+        found.update({alias: found[name] for alias, name in source.model.structure.aliases.items()})
+        return {**found, **dict(source.buffers())}
+
+    file = FileContent(draft.name, content)
+    with fitting_files(checkpoint.path), _naming(path):
+        make_room([file], draft.parent)
+        filling = Filling(source, 1, file, draft.parent)
+    filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))
+    flush(draft)
+    os.replace(draft, path)
+    flush(path.parent)
+    return path
+
+
+def to_hugging_face(
+    checkpoint: Checkpoint,
+    folder: str | PathLike[str],
+    *,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    largest: int = 5 * 10**9,
+    progress: Progress = lambda step, done, of: None,
+) -> Path:
+    """Write all weights as Hugging Face's ``save_pretrained`` does: ``model.safetensors``, or several and an index.
+
+    Weights have the module's types, with slices put together. A tied parameter is written once, under its first name.
+    Buffers are written too. One file after the other is in memory. ``config.json`` and the tokenizer are not written:
+    copy those of the model.
+
+    Args:
+        checkpoint: checkpoint to read.
+        folder: the folder, which may exist; other files of weights in it are refused.
+        rename: from the checkpoint's names to those of the files, as :func:`load` has it; each one to one name.
+        largest: bytes of weights in one file.
+        progress: called while the files are written.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, slices cannot be put together, there is too little space,
+            safetensors is not installed, or the folder has weights already.
+    """
+    path, manifest = check_folder(folder), readable(_checked(checkpoint))
+    if type(largest) is not int or largest < 1:
+        raise ValueError(f"largest={abridged(largest)}: give the bytes of weights in one file, such as {5 * 10**9:_}")
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file: give a folder for the files of the model")
+    if known := sorted(
+        one.name for one in path.glob("*") if one.suffix in (".safetensors", ".bin") or ".index." in one.name
+    ):
+        raise CheckpointError(f"{path} has files of weights already, {listed(known, 3)}: give another folder")
+    require_safetensors()
+    source = _whole_weights(checkpoint, manifest, path, path)
+    _write_safetensors(source, path, rename, largest, progress)
+    return path
+
+
+def _whole_weights(checkpoint: Checkpoint, manifest: Manifest, folder: Path, path: Path) -> Source:
+    """Open a checkpoint whose weights will be put together and written into a folder, which is made.
+
+    Raises:
+        CheckpointLayoutError: slices cannot be put together.
+        CheckpointSpaceError: there is too little space.
+    """
     with fitting_files(checkpoint.path):
         model = model_of(manifest)
         require_splits(model, 1)
@@ -396,39 +464,48 @@ def to_single_file(
     with fitting_files(checkpoint.path):
         source.require_equal_copies(1, has_states=False)
     needed = sum(one.numel_of_slice(1) * one.dtype.itemsize for one in model.parameters.values())
-    if (free := free_bytes(path.parent)) < needed:
+    if (free := free_bytes(folder)) < needed:
         raise CheckpointSpaceError(
             f"{path} takes {needed:,} bytes, and its disk has {free:,}. Free some space, or write to another disk. "
             "Nothing was written"
         )
-    draft = path.with_name(f".{path.name}.part")
     with _naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.unlink(missing_ok=True)
-    if kind == "torch":
+        folder.mkdir(parents=True, exist_ok=True)
+    return source
 
-        def content() -> dict[str, Any]:
-            found: dict[str, Any] = {name: Region.of_weight(one, 0, 1) for name, one in model.parameters.items()}
-            found.update({alias: found[name] for alias, name in model.structure.aliases.items()})
-            return {**found, **dict(source.buffers())}
 
-        file = FileContent(draft.name, content)
-        with fitting_files(checkpoint.path), _naming(path):
-            make_room([file], draft.parent)
-            filling = Filling(source, 1, file, draft.parent)
-        filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))
-    else:  # this package writes all at once, and refuses tensors that share memory, such as other names of the same
-        weights: dict[str, torch.Tensor] = {}
-        for number, (name, one) in enumerate(model.parameters.items(), 1):
-            elements = source.elements(name, WEIGHT, 0, 1, 0, one.numel_of_slice(1))
-            weights[name] = elements.view(one.shape_of_slice(1)).detach().contiguous()
-            progress("parameters", number, len(model.parameters))
-        weights.update((name, buffer.clone()) for name, buffer in source.buffers())
-        importlib.import_module("safetensors.torch").save_file(weights, draft, metadata={"format": "pt"})
-    flush(draft)
-    os.replace(draft, path)
-    flush(path.parent)
-    return path
+def _write_safetensors(
+    source: Source,
+    path: Path,
+    rename: Mapping[str, str] | Callable[[str], str] | None,
+    largest: int | None,
+    progress: Progress,
+) -> None:
+    parameters, buffers = source.model.parameters, dict(source.buffers())
+    sizes = {name: one.numel_of_slice(1) * one.dtype.itemsize for name, one in parameters.items()}
+    sizes.update((name, one.nbytes) for name, one in buffers.items())
+
+    def read(name: str) -> torch.Tensor:
+        if (one := parameters.get(name)) is None:
+            return buffers[name].clone()
+        return source.elements(name, WEIGHT, 0, 1, 0, one.numel_of_slice(1)).view(one.shape_of_slice(1))
+
+    new_names = {name: new for name in sizes for new in renaming(rename)(name)}
+    old_names = {new: name for name, new in new_names.items()}
+    if len(old_names) < len(sizes):
+        twice = next(name for name, new in new_names.items() if old_names[new] != name)
+        raise CheckpointError(
+            f"rename gives {twice!r} and {old_names[new_names[twice]]!r} the same name, {new_names[twice]!r}: give "
+            "each its own"
+        )
+    with fitting_files(source.folder), _naming(path):
+        write_safetensors(
+            {new: sizes[name] for new, name in old_names.items()},
+            lambda new: read(old_names[new]),
+            path,
+            largest,
+            progress,
+        )
 
 
 def load(
@@ -445,15 +522,19 @@ def load(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
     custom_load_fn: Callable[..., None] | None = None,
+    rename: Rename = None,
 ) -> tuple[str, dict[str, Any]]:
     """Load a checkpoint into an engine; with ``convert=True`` it may have another layout. Collective over all ranks.
+
+    With ``convert=True`` it may also be plain weights: Hugging Face's folder of a model, or a file of safetensors or of
+    torch. Then weights and buffers are loaded, and nothing else changes.
 
     If the files do not fit the engine's layout, every rank reads its own elements out of them, by the names of
     parameters. Nothing is written to the disk.
 
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.
-        folder: folder of all checkpoints.
+        folder: folder of all checkpoints; or plain weights.
         tag: the only tag to load. By default it is the one that ``latest`` names, or else the newest complete one.
         convert: convert the checkpoint if this layout cannot read its files: other degrees, stages of a pipeline,
             stages of ZeRO, precision, groups of the optimizer, or frozen parameters. Random states are restored if the
@@ -467,9 +548,11 @@ def load(
         load_lr_scheduler_states: see there.
         load_module_only: see there.
         custom_load_fn: see there; not possible with a conversion.
+        rename: from the module's names of parameters to those of plain weights: a function, or a mapping that may omit
+            names that stay. A pipeline's are ``"3.weight"``, and ``"tied_modules.<key>.weight"`` if tied.
 
     Returns:
-        The checkpoint's own folder, and the ``client_state`` that was saved.
+        The checkpoint's own folder, and the ``client_state`` that was saved; of plain weights their path, and nothing.
 
     Raises:
         CheckpointLayoutError: this layout cannot read the files, and with ``convert`` cannot be reached; the message
@@ -494,6 +577,11 @@ def load(
             custom_load_fn=custom_load_fn,
             **options,
         )
+    except MissingCheckpointError as error:  # raised on all ranks
+        if not convert or tag is not None:
+            raise
+        _load_plain_weights(engine, Path(folder), rename, error, is_strict=load_module_strict)
+        return str(folder), {}
     except CheckpointLayoutError:  # raised on all ranks
         if not convert:
             raise
@@ -516,7 +604,8 @@ def load(
     has_scheduler = load_lr_scheduler_states and not load_module_only
     with reading_checkpoint(found.path):
         source = _reachable(engine, meeting, found, manifest, has_states=has_states)
-        filling = _compared(engine, meeting, found, source, has_states=has_states, is_strict=load_module_strict)
+        filling = _step(meeting, found.path, "described", lambda: EngineFilling(engine, source, has_states=has_states))
+        _compare(engine, meeting, found.path, source, filling, is_strict=load_module_strict)
         state: dict[str, Any] = {}
 
         def copy() -> None:
@@ -534,9 +623,48 @@ def load(
             if restore_random_states and is_like and states.exists():
                 set_random_states(engine, opened(states))
 
-        _step(meeting, found, "copied", copy)
-        _step(meeting, found, "weights updated", filling.finish)
+        _step(meeting, found.path, "copied", copy)
+        _step(meeting, found.path, "weights updated", filling.finish)
     return str(found.path), state
+
+
+def _load_plain_weights(
+    engine: Any, path: Path, rename: Rename, missing: MissingCheckpointError, *, is_strict: bool
+) -> None:
+    """Load plain files of weights.
+
+    Raises:
+        MissingCheckpointError: there are none.
+        CheckpointError: as :func:`load`; the same on every rank.
+    """
+    meeting = Meeting.begin(f"loading weights of {path}", f"{is_strict=}")
+
+    def look() -> None:
+        if not files_of_weights(path):
+            raise missing
+        WeightFiles(path, SavedStructure(None, ()), ())  # rank 0 alone keeps the class of an error
+
+    meeting.decided("files", look)
+    structure = _structure_of_job(engine, meeting)
+
+    def open_files() -> WeightFiles:
+        new_names, splits = renaming(rename), structure.splits
+        splits = {**splits, **{alias: splits[name] for alias, name in structure.aliases.items() if name in splits}}
+        renamed = replace(
+            structure,
+            splits={new: split for name, split in splits.items() for new in new_names(name)},
+            undeclared=tuple(new for name in structure.undeclared for new in new_names(name)),
+            aliases={},
+        )
+        files = WeightFiles(path, renamed, set(names_of_buffers(engine, rename).values()))
+        require_splits(files.model, stage_and_slice(engine)[2])
+        return files
+
+    source = _step(meeting, path, "opened", open_files)
+    filling = _step(meeting, path, "described", lambda: EngineFilling(engine, source, rename))
+    _compare(engine, meeting, path, source, filling, is_strict=is_strict)
+    _step(meeting, path, "copied", filling.copy)
+    _step(meeting, path, "weights updated", filling.finish)
 
 
 def _choose(root: Path, tag: str | None) -> str:
@@ -558,11 +686,11 @@ def _choose(root: Path, tag: str | None) -> str:
     return found.tag
 
 
-def _step(meeting: Meeting, found: Checkpoint, done: str, work: Callable[[], Any]) -> Any:
+def _step(meeting: Meeting, path: Path, done: str, work: Callable[[], Any]) -> Any:
     """Do a part of the work on all ranks, and raise on all of them if one fails."""
     failure, result = None, None
     try:
-        with fitting_files(found.path):
+        with fitting_files(path):
             result = work()
     except Exception as error:  # of any class: the other ranks must receive it
         failure = error
@@ -576,42 +704,46 @@ def _reachable(engine: Any, meeting: Meeting, found: Checkpoint, manifest: Manif
     Raises:
         CheckpointLayoutError: the layout cannot be reached; the same on every rank.
     """
-    meeting.post("structure", share_of_structure(engine))
-    meeting.all_or_none("described", None)
+    structure = _structure_of_job(engine, meeting)
     layout, (_, _, slices) = layout_of(engine), stage_and_slice(engine)
 
-    def plan() -> Mapping[str, Any]:
+    def plan() -> None:
+        with fitting_files(found.path):
+            model = model_of(manifest, structure.splits)
+            require_loadable(model, layout, structure, slices, has_states=has_states)
+            Source(model, found.path).require_equal_copies(slices, has_states=has_states)
+
+    meeting.decided("plan", plan)
+    return Source(model_of(manifest, structure.splits), found.path)
+
+
+def _structure_of_job(engine: Any, meeting: Meeting) -> SavedStructure:
+    """Return the structure of the whole model of this job, the same on every rank."""
+
+    def whole() -> Mapping[str, Any]:
         structure = whole_structure(meeting.posted("structure"))
         if structure is None:
             raise CheckpointLayoutError(
                 "no rank of this job describes the structure of its model. Convert the checkpoint by "
                 "ds-topo convert, and load the new one"
             )
-        with fitting_files(found.path):
-            model = model_of(manifest, structure.splits)
-            require_loadable(model, layout, structure, slices, has_states=has_states)
-            Source(model, found.path).require_equal_copies(slices, has_states=has_states)
         return asdict(structure)
 
-    structure = structure_from(meeting.decided("structure", plan))
-    return Source(model_of(manifest, structure.splits), found.path)
+    meeting.post("structure", share_of_structure(engine))
+    meeting.all_or_none("described", None)
+    return structure_from(meeting.decided("structure", whole))
 
 
-def _compared(
-    engine: Any, meeting: Meeting, found: Checkpoint, source: Source, *, has_states: bool, is_strict: bool
-) -> EngineFilling:
+def _compare(
+    engine: Any, meeting: Meeting, path: Path, source: Source, filling: EngineFilling, *, is_strict: bool
+) -> None:
     """Compare the checkpoint with the engines of all ranks.
 
     Raises:
         CheckpointModelError, CheckpointLayoutError: they do not fit; the same on every rank.
     """
-
-    def compare() -> tuple[EngineFilling, Comparison]:
-        filling = EngineFilling(engine, source, has_states=has_states)
-        return filling, filling.compare()
-
-    filling: EngineFilling
-    filling, comparison = _step(meeting, found, "compared", compare)
+    comparison: Comparison = _step(meeting, path, "compared", filling.compare)
+    where = f"the checkpoint {path.name!r} of {path.parent}"
     has_new_slices = stage_and_slice(engine)[2] != source.model.slices
     buffers = (stage_and_slice(engine)[0], digests_of_buffers(engine) if has_new_slices else {})
 
@@ -629,11 +761,9 @@ def _compared(
         problem = next((row.problem for row in rows if row.problem), "")
         if problem or (is_strict and (added or left_out)):
             problem = problem or next(iter(added.values()), "") or left_out[0]
-            raise CheckpointModelError(
-                f"the checkpoint {found.tag!r} of {found.path.parent} is of another model: {problem}"
-            )
+            raise CheckpointModelError(f"{where} is of another model: {problem}")
         if conflict := next((row.conflict for row in rows if row.conflict), ""):
-            raise CheckpointLayoutError(f"the checkpoint {found.tag!r} of {found.path.parent}: {conflict}")
+            raise CheckpointLayoutError(f"{where}: {conflict}")
         known: dict[tuple[int, str], str] = {}
         for _, (stage, digests) in posted:
             for name, digest in digests.items():
@@ -648,9 +778,4 @@ def _compared(
 
     said = meeting.decided_from("difference", (asdict(comparison), buffers), judge)
     if said and dist.get_rank() == 0:
-        warnings.warn(
-            f"the checkpoint {found.tag!r} of {found.path.parent} was loaded although {said}",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    return filling
+        warnings.warn(f"{where} was loaded although {said}", RuntimeWarning, stacklevel=3)

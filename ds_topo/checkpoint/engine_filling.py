@@ -20,13 +20,14 @@ from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.deepspeed_reader import MASTER, WEIGHT, Source, differing
 from ds_topo.checkpoint.engine_state import (
     Named,
+    Rename,
     Trained,
     named_parameters,
+    names_of_buffers,
     restore_hyperparameters,
     span_of_zero_3,
     trained,
     update_weights,
-    whole_name,
 )
 from ds_topo.checkpoint.saved_model import Parameter
 from ds_topo.errors import CheckpointLayoutError
@@ -68,16 +69,20 @@ class EngineFilling:
     Args:
         engine: the engine.
         source: the open checkpoint.
+        rename: from the engine's names to those of the checkpoint, if it is of another program.
         has_states: copy the optimizer's states, too, and not weights alone.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, source: Source, *, has_states: bool) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, source: Source, rename: Rename = None, *, has_states: bool = False
+    ) -> None:
         self._engine, self._source = engine, source
         self._stage, self._place, self._slices = facts.stage_and_slice(engine)
         self._inner = facts.inner_optimizer(engine)
         self._has_states = has_states and self._inner is not None
         self._trained = list(trained(engine))
-        self._named = named_parameters(engine)
+        self._named = named_parameters(engine, rename)
+        self._buffer_names = names_of_buffers(engine, rename)
         self._layers = facts.moe_layers(engine.module)
         self._rows: list[Row] = []
 
@@ -88,19 +93,25 @@ class EngineFilling:
         places = {id(one.parameter): one for one in self._trained}
         for named in self._named:
             own, shape = named.parameter, list(facts.shape_of(named.parameter))
-            saved = next(filter(None, (parameters.get(aliases.get(name, name)) for name in named.names)), None)
-            if saved is None:
+            names = dict.fromkeys(aliases.get(name, name) for name in named.names)
+            found_here = [parameters[name] for name in names if name in parameters]
+            if not found_here:
                 found.added[named.names[0]] = f"it has no parameter {named.names[0]!r} {shape}"
                 continue
-            found.names.append(saved.name)
+            saved, others = found_here[0], found_here[1:]
+            found.names += [one.name for one in found_here]
             layer = facts.moe_layer_of(named.local, self._layers)
-            experts, there = int(layer.num_experts) if layer is not None else 0, saved.shape_of_slice(self._slices)
+            experts, size = int(layer.num_experts) if layer is not None else 0, saved.shape_of_slice(self._slices)
             if saved.experts != experts:
                 problem = f"{saved.name!r} has {saved.experts} experts in the checkpoint, and {experts} in the model"
                 found.problem = found.problem or problem
-            elif list(there) != shape:
+            elif list(size) != shape:
                 found.problem = found.problem or (
-                    f"parameter {saved.name!r} is {list(there)} in the checkpoint ({self._slices} slices), not {shape}"
+                    f"parameter {saved.name!r} is {list(size)} in the checkpoint ({self._slices} slices), not {shape}"
+                )
+            elif unlike := next((one.name for one in others if not self._are_equal(saved, one)), None):
+                found.problem = found.problem or (
+                    f"{saved.name!r} and {unlike!r} differ, and are one parameter in the model"
                 )
             place = places.get(id(own))
             is_trained = place is not None and own.requires_grad
@@ -115,12 +126,21 @@ class EngineFilling:
                 found.conflict = str(error)
         return found
 
+    def _are_equal(self, one: Parameter, other: Parameter) -> bool:
+        if one.shape != other.shape:
+            return False
+        left, right = (
+            self._source.elements(each.name, WEIGHT, self._place, self._slices, 0, each.numel_of_slice(self._slices))
+            for each in (one, other)
+        )
+        return torch.equal(left, right)
+
     def _compare_buffers(self, found: Comparison) -> None:
         saved, kept = self._buffers(), self._engine.module.state_dict(keep_vars=True)
         for local, buffer in self._engine.module.named_buffers():
             if local not in kept:
                 continue
-            name, shape = whole_name(local, self._layers), list(buffer.shape)
+            name, shape = self._buffer_names[local], list(buffer.shape)
             if name not in saved:
                 found.added[name] = f"it has no buffer {name!r} {shape}"
                 continue
@@ -178,7 +198,7 @@ class EngineFilling:
                 self._copy_states(rows)
             saved = self._buffers()
             for local, buffer in self._engine.module.named_buffers():
-                if (value := saved.get(whole_name(local, self._layers))) is not None:
+                if (value := saved.get(self._buffer_names[local])) is not None:
                     buffer.copy_(value)
         if self._has_states:
             self._restore_groups()
