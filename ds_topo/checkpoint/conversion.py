@@ -75,7 +75,7 @@ from ds_topo.checkpoint.folder import (
 )
 from ds_topo.checkpoint.loading import DIGESTS, SIZES
 from ds_topo.checkpoint.loading import load as load_as_it_is
-from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, SavedStructure, structure_from
+from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, SavedSplit, SavedStructure, structure_from
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
 from ds_topo.checkpoint.safe_reading import OF_DEEPSPEED, reading_checkpoint, refused_types, unreadable
 from ds_topo.checkpoint.saved_model import expert_of, model_of, require_splits
@@ -114,6 +114,7 @@ def convert(
     bounds: Sequence[int] = (),
     experts: int | None = None,
     zero_options: Mapping[str, Any] | None = None,
+    padding: Mapping[str, int | tuple[int, int]] | None = None,
     save_latest: bool = True,
     progress: Progress = lambda step, done, of: None,
 ) -> Path:
@@ -133,6 +134,9 @@ def convert(
         experts: expert parallel size of every layer (``ep_size``); by default the saved ones.
         zero_options: ``round_robin_gradients``, ``parameter_alignment`` and ``sub_group_size`` of the new job's section
             ``zero_optimization``, as far as they differ from the saved ones.
+        padding: the rows of parameters whose padding changes, such as a vocabulary's, by name: the rows of the new
+            layout, or a tuple of the rows without padding, if the checkpoint does not say, and the former. Rows of
+            padding are zero in weights and states.
         save_latest: whether the new checkpoint is loaded by default.
         progress: called while the conversion advances.
 
@@ -149,13 +153,26 @@ def convert(
     manifest = readable(checkpoint)
     new_tag = check_tag(checkpoint.tag if tag is None else tag)
     with fitting_files(checkpoint.path):
-        model = model_of(manifest)
+        model = model_of(manifest, _padded_splits(manifest, padding or {}))
         target = target_of(model, spec, zero, method, bounds, experts, zero_options)
         conversion = Conversion(checkpoint, target, to, new_tag)
     with conversion.begin():
         conversion.make_room()
         files = conversion.fill(progress=progress)
         return conversion.commit(files, save_latest=save_latest)
+
+
+def _padded_splits(manifest: Manifest, padding: Mapping[str, int | tuple[int, int]]) -> dict[str, SavedSplit]:
+    names = [row.name for row in manifest.parameters]
+    found = {}
+    for name, given in padding.items():
+        real, padded = (None, given) if isinstance(given, int) else given
+        if name not in names:
+            raise CheckpointLayoutError(
+                f"padding of {name!r}: the checkpoint has no such parameter, but {listed(names)}"
+            )
+        found[name] = SavedSplit(0, 1, real, padded)
+    return found
 
 
 def _check_wanted(
@@ -420,9 +437,9 @@ def to_hugging_face(
 ) -> Path:
     """Write all weights as Hugging Face's ``save_pretrained`` does: ``model.safetensors``, or several and an index.
 
-    Weights have the module's types, with slices put together. A tied parameter is written once, under its first name.
-    Buffers are written too. One file after the other is in memory. ``config.json`` and the tokenizer are not written:
-    copy those of the model.
+    Weights have the module's types, with slices put together and without rows of padding. A tied parameter is written
+    once, under its first name. Buffers are written too. One file after the other is in memory. ``config.json`` and the
+    tokenizer are not written: copy those of the model.
 
     Args:
         checkpoint: checkpoint to read.
@@ -445,12 +462,20 @@ def to_hugging_face(
     ):
         raise CheckpointError(f"{path} has files of weights already, {listed(known, 3)}: give another folder")
     require_safetensors()
-    source = _whole_weights(checkpoint, manifest, path, path)
+    splits = manifest.structure.splits if manifest.structure is not None else {}
+    real = {name: replace(split, padded=split.real) for name, split in splits.items() if split.real is not None}
+    source = _whole_weights(checkpoint, manifest, path, path, real)
     _write_safetensors(source, path, rename, largest, progress)
     return path
 
 
-def _whole_weights(checkpoint: Checkpoint, manifest: Manifest, folder: Path, path: Path) -> Source:
+def _whole_weights(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    folder: Path,
+    path: Path,
+    splits: Mapping[str, SavedSplit] | None = None,
+) -> Source:
     """Open a checkpoint whose weights will be put together and written into a folder, which is made.
 
     Raises:
@@ -458,7 +483,7 @@ def _whole_weights(checkpoint: Checkpoint, manifest: Manifest, folder: Path, pat
         CheckpointSpaceError: there is too little space.
     """
     with fitting_files(checkpoint.path):
-        model = model_of(manifest)
+        model = model_of(manifest, splits)
         require_splits(model, 1)
     source = Source(model, checkpoint.path)
     with fitting_files(checkpoint.path):
@@ -582,7 +607,7 @@ def load(
             raise
         _load_plain_weights(engine, Path(folder), rename, error, is_strict=load_module_strict)
         return str(folder), {}
-    except CheckpointLayoutError:  # raised on all ranks
+    except (CheckpointLayoutError, CheckpointModelError):  # raised on all ranks; a vocabulary may be padded anew
         if not convert:
             raise
     failure = None

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,9 @@ class WeightFiles(Source):
             expert, tensor = expert_of(name), self._tensors[name]
             split = structure.splits.get(expert.numbered(0) if expert else name)
             count = experts[expert.head] if expert else 0
-            parameters[name] = Parameter(name, tuple(tensor.shape), tensor.dtype, True, split, 1, count)
+            one = Parameter(name, tuple(tensor.shape), tensor.dtype, True, split, 1, count)
+            padded = split.padded if split is not None and split.padded not in (None, one.size) else None
+            parameters[name] = replace(one, padded=padded)
         self.model = SavedModel(parameters, structure, self.layout, 1, dict.fromkeys(names, 0))
 
     def _elements(self, model_rank: int, parameter: Parameter, key: str, start: int, stop: int) -> torch.Tensor:

@@ -51,6 +51,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "'{\"round_robin_gradients\": true}'; default: the saved ones",
     )
     add("--experts", metavar="SIZE", type=int, help="expert parallel size of all layers; default: the saved ones")
+    padding = (
+        "rows of a parameter whose padding changes, such as a vocabulary's: with padding, or without and with it "
+        "(NAME=50257:50304); may be given several times"
+    )
+    add("--padding", metavar="NAME=ROWS", action="append", help=padding)
     add("--tag", metavar="TAG", help="tag of the checkpoint to read in FROM; default: the newest")
     add("--new-tag", metavar="TAG", help="tag of the new checkpoint; default: the same")
     method = "of the pipeline: parameters, uniform or type:...; default: the saved one"
@@ -75,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.topology is not None:
         check_topology("--topology", arguments.topology)
     else:
-        layout = ("zero", "experts", "new_tag", "partition_method", "stages")
+        layout = ("zero", "experts", "padding", "new_tag", "partition_method", "stages")
         refuse_without_effect(given_options(arguments, *layout), f"--to {kind} writes weights without a layout")
     if kind != "huggingface":
         refuse_without_effect(given_options(arguments, "rename", "largest"), "they need --to huggingface")
@@ -108,6 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--zero-options {arguments.zero_options!r} is not an object of JSON: give some entries of the config's "
             'section "zero_optimization", such as \'{"round_robin_gradients": true}\''
         )
+    padding = dict(map(_rows, arguments.padding or ()))
     rename = _names(arguments.rename) if arguments.rename is not None else None
     found = _checkpoint(arguments.source, arguments.tag)
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -134,10 +140,24 @@ def run(arguments: argparse.Namespace) -> int:
                 bounds=bounds,
                 experts=arguments.experts,
                 zero_options=zero_options,
+                padding=padding,
                 progress=progress,
             )
     print(path)
     return 0
+
+
+def _rows(text: str) -> tuple[str, int | tuple[int, int]]:
+    """Return the name and the numbers of rows that an option gives.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    name, _, rows = text.rpartition("=")
+    numbers = rows.split(":")
+    if not name or len(numbers) > 2 or not all(number.isascii() and number.isdigit() for number in numbers):
+        raise CheckpointError(f"--padding {text!r}: give a name and rows, such as embedding.weight=50257:50304")
+    return name, int(numbers[0]) if len(numbers) == 1 else (int(numbers[0]), int(numbers[1]))
 
 
 def _names(path: Path) -> dict[str, str]:
