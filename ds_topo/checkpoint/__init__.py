@@ -3,7 +3,7 @@
 :func:`save` and :func:`load` take any engine. Engines on a grid call them from their own ``save_checkpoint`` and
 ``load_checkpoint``. :func:`checkpoints_in` and :func:`look_at` check the checkpoints of a folder without an engine, as
 ``ds-topo checkpoint FOLDER`` does. :func:`convert` and ``load(..., convert=True)`` convert to other degrees and ZeRO
-stages, and :func:`to_single_file` to one plain file of weights, as ``ds-topo convert`` does.
+stages, and :func:`to_single_file` and :func:`to_hugging_face` to plain files of weights, as ``ds-topo convert`` does.
 
 :class:`TorchState` and :func:`load_torch` exchange the same state with other programs through
 ``torch.distributed.checkpoint``, in its own format.
@@ -19,6 +19,7 @@ from ds_topo._lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from ds_topo.checkpoint.conversion import convert as convert
+    from ds_topo.checkpoint.conversion import to_hugging_face as to_hugging_face
     from ds_topo.checkpoint.conversion import to_single_file as to_single_file
     from ds_topo.checkpoint.folder import Checkpoint as Checkpoint
     from ds_topo.checkpoint.folder import checkpoints_in as checkpoints_in
@@ -43,6 +44,7 @@ _MODULES = {
     "look_at": "folder",
     "save": "saving",
     "save_in_background": "saving",
+    "to_hugging_face": "conversion",
     "to_single_file": "conversion",
 }
 __all__ = sorted(_MODULES)

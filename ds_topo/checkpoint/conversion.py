@@ -1,7 +1,8 @@
-"""Convert checkpoints to other degrees, another ZeRO stage or one plain file of weights.
+"""Convert checkpoints to other degrees, another ZeRO stage or plain files of weights.
 
-:func:`convert` writes a checkpoint of another layout, and :func:`to_single_file` one file of weights. Loading with
-``convert=True`` (``loading``) copies into a live engine instead. These modules take part:
+:func:`convert` writes a checkpoint of another layout, :func:`to_single_file` one file of weights, and
+:func:`to_hugging_face` Hugging Face's files. Loading with ``convert=True`` (``loading``) copies into a live engine
+instead. These modules take part:
 
 ====================  ================================================================================================
 ``saved_model``       describes all parameters of the checkpoint, whatever the layout that saved it
@@ -12,6 +13,7 @@
 ``deepspeed_writer``  lays out the new files
 ``file_filling``      fills them in place, and resumes after a kill
 ``engine_filling``    copies into a live engine
+``weight_files``      reads and writes plain files of weights
 ====================  ================================================================================================
 
 The steps of a conversion into files:
@@ -28,14 +30,12 @@ A conversion that was killed is resumed by the next one of the same checkpoint t
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from os import PathLike
 from pathlib import Path
@@ -50,6 +50,7 @@ from ds_topo.checkpoint.disk import check_folder, discard, failure_to_write, flu
 from ds_topo.checkpoint.engine_facts import (
     versions,
 )
+from ds_topo.checkpoint.engine_state import renaming
 from ds_topo.checkpoint.file_filling import FileContent, Filling, Region, fill_all, make_room
 from ds_topo.checkpoint.folder import (
     LATEST,
@@ -61,14 +62,16 @@ from ds_topo.checkpoint.folder import (
     told,
     wrong_without_manifest,
 )
-from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter
+from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, SavedSplit
 from ds_topo.checkpoint.safe_reading import refused_types, unreadable
 from ds_topo.checkpoint.saved_model import expert_of, model_of, require_splits
 from ds_topo.checkpoint.saving import free_bytes
 from ds_topo.checkpoint.stock_files import manifest_of_files, structure_of_files
 from ds_topo.checkpoint.target import Target, target_of
+from ds_topo.checkpoint.weight_files import require_safetensors, write_safetensors
 from ds_topo.errors import (
     CheckpointError,
+    CheckpointLayoutError,
     CheckpointSpaceError,
     CheckpointVersionError,
     DamagedCheckpointError,
@@ -97,6 +100,7 @@ def convert(
     bounds: Sequence[int] = (),
     experts: int | None = None,
     zero_options: Mapping[str, Any] | None = None,
+    padding: Mapping[str, int | tuple[int, int]] | None = None,
     save_latest: bool = True,
     progress: Progress = lambda step, done, of: None,
 ) -> Path:
@@ -116,6 +120,9 @@ def convert(
         experts: expert parallel size of every layer (``ep_size``); by default the saved ones.
         zero_options: ``round_robin_gradients``, ``parameter_alignment`` and ``sub_group_size`` of the new job's section
             ``zero_optimization``, as far as they differ from the saved ones.
+        padding: the rows of parameters whose padding changes, such as a vocabulary's, by name: the rows of the new
+            layout, or a tuple of the rows without padding, if the checkpoint does not say, and the former. Rows of
+            padding are zero in weights and states.
         save_latest: whether the new checkpoint is loaded by default.
         progress: called while the conversion advances.
 
@@ -131,13 +138,26 @@ def convert(
     _check_wanted(spec, zero, method, bounds, experts, zero_options)
     manifest = readable(checkpoint)
     new_tag = check_tag(checkpoint.tag if tag is None else tag)
-    model = model_of(manifest)
+    model = model_of(manifest, _padded_splits(manifest, padding or {}))
     target = target_of(model, spec, zero, method, bounds, experts, zero_options)
     conversion = Conversion(checkpoint, manifest, target, to, new_tag)
     with conversion.begin():
         conversion.make_room()
         files = conversion.fill(progress=progress)
         return conversion.commit(files, save_latest=save_latest)
+
+
+def _padded_splits(manifest: Manifest, padding: Mapping[str, int | tuple[int, int]]) -> dict[str, SavedSplit]:
+    names = [row.name for row in manifest.parameters]
+    found = {}
+    for name, given in padding.items():
+        real, padded = (None, given) if isinstance(given, int) else given
+        if name not in names:
+            raise CheckpointLayoutError(
+                f"padding of {name!r}: the checkpoint has no such parameter, but {listed(names)}"
+            )
+        found[name] = SavedSplit(0, 1, real, padded)
+    return found
 
 
 def _check_wanted(
@@ -364,45 +384,132 @@ def to_single_file(
         raise CheckpointError(f"{path} is a folder: give the file to write, such as {path / 'weights.pt'}")
     if kind not in ("torch", "safetensors"):
         raise ValueError(f"kind={abridged(kind)} is not a format of a single file: give 'torch' or 'safetensors'")
-    if kind == "safetensors" and importlib.util.find_spec("safetensors") is None:
-        raise CheckpointError(
-            "--to safetensors needs the package safetensors, which is not installed: pip install safetensors"
-        )
-    model = model_of(manifest)
-    require_splits(model, 1)
-    source = Source(model, checkpoint.path)
-    source.require_equal_copies(1, has_states=False)
-    needed = sum(one.numel_of_slice(1) * one.dtype.itemsize for one in model.parameters.values())
-    if (free := free_bytes(path.parent)) < needed:
-        raise CheckpointSpaceError(
-            f"{path} takes {needed:,} bytes, and its disk has {free:,}. Free some space, or write to another disk. "
-            "Nothing was written"
-        )
+    if kind == "safetensors":
+        require_safetensors()
+    source = _whole_weights(checkpoint, manifest, path.parent, path)
+    parameters = source.model.parameters
+    if kind == "safetensors":
+        _write_safetensors(source, path, None, None, progress)
+        return path
     draft = path.with_name(f".{path.name}.part")
+    draft.unlink(missing_ok=True)
+
+    def content() -> dict[str, Any]:
+        found: dict[str, Any] = {name: Region.of_weight(one, 0, 1) for name, one in parameters.items()}
+        found.update({alias: found[name] for alias, name in source.model.structure.aliases.items()})
+        return {**found, **dict(source.buffers())}
+
+    file = FileContent(draft.name, content)
     with _naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.unlink(missing_ok=True)
-    if kind == "torch":
-
-        def content() -> dict[str, Any]:
-            found: dict[str, Any] = {name: Region.of_weight(one, 0, 1) for name, one in model.parameters.items()}
-            found.update({alias: found[name] for alias, name in model.structure.aliases.items()})
-            return {**found, **dict(source.buffers())}
-
-        file = FileContent(draft.name, content)
-        with _naming(path):
-            make_room([file], draft.parent)
-            filling = Filling(source, 1, file, draft.parent)
-        filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))
-    else:  # this package writes all at once, and refuses tensors that share memory, such as other names of the same
-        weights: dict[str, torch.Tensor] = {}
-        for number, (name, one) in enumerate(model.parameters.items(), 1):
-            elements = source.elements(name, WEIGHT, 0, 1, 0, one.numel_of_slice(1))
-            weights[name] = elements.view(one.shape_of_slice(1)).detach().contiguous()
-            progress("parameters", number, len(model.parameters))
-        weights.update((name, buffer.clone()) for name, buffer in source.buffers())
-        importlib.import_module("safetensors.torch").save_file(weights, draft, metadata={"format": "pt"})
+        make_room([file], draft.parent)
+        filling = Filling(source, 1, file, draft.parent)
+    filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))
     flush(draft)
     os.replace(draft, path)
     flush(path.parent)
     return path
+
+
+def to_hugging_face(
+    checkpoint: Checkpoint,
+    folder: str | PathLike[str],
+    *,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    largest: int = 5 * 10**9,
+    progress: Progress = lambda step, done, of: None,
+) -> Path:
+    """Write all weights as Hugging Face's ``save_pretrained`` does: ``model.safetensors``, or several and an index.
+
+    Weights have the module's types, with slices put together and without rows of padding. A tied parameter is written
+    once, under its first name. Buffers are written too. One file after the other is in memory. ``config.json`` and the
+    tokenizer are not written: copy those of the model.
+
+    Args:
+        checkpoint: checkpoint to read.
+        folder: the folder, which may exist; other files of weights in it are refused.
+        rename: from the checkpoint's names to those of the files: a function, or a mapping that may omit names that
+            stay.
+        largest: bytes of weights in one file.
+        progress: called while the files are written.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, slices cannot be put together, there is too little space,
+            safetensors is not installed, or the folder has weights already.
+    """
+    path, manifest = check_folder(folder), readable(_checked(checkpoint))
+    if type(largest) is not int or largest < 1:
+        raise ValueError(f"largest={abridged(largest)}: give the bytes of weights in one file, such as {5 * 10**9:_}")
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file: give a folder for the files of the model")
+    if known := sorted(
+        one.name for one in path.glob("*") if one.suffix in (".safetensors", ".bin") or ".index." in one.name
+    ):
+        raise CheckpointError(f"{path} has files of weights already, {listed(known, 3)}: give another folder")
+    require_safetensors()
+    splits = manifest.structure.splits if manifest.structure is not None else {}
+    real = {name: replace(split, padded=split.real) for name, split in splits.items() if split.real is not None}
+    source = _whole_weights(checkpoint, manifest, path, path, real)
+    _write_safetensors(source, path, rename, largest, progress)
+    return path
+
+
+def _whole_weights(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    folder: Path,
+    path: Path,
+    splits: Mapping[str, SavedSplit] | None = None,
+) -> Source:
+    """Open a checkpoint whose weights will be put together and written into a folder, which is made.
+
+    Raises:
+        CheckpointLayoutError: slices cannot be put together.
+        CheckpointSpaceError: there is too little space.
+    """
+    model = model_of(manifest, splits)
+    require_splits(model, 1)
+    source = Source(model, checkpoint.path)
+    source.require_equal_copies(1, has_states=False)
+    needed = sum(one.numel_of_slice(1) * one.dtype.itemsize for one in model.parameters.values())
+    if (free := free_bytes(folder)) < needed:
+        raise CheckpointSpaceError(
+            f"{path} takes {needed:,} bytes, and its disk has {free:,}. Free some space, or write to another disk. "
+            "Nothing was written"
+        )
+    with _naming(path):
+        folder.mkdir(parents=True, exist_ok=True)
+    return source
+
+
+def _write_safetensors(
+    source: Source,
+    path: Path,
+    rename: Mapping[str, str] | Callable[[str], str] | None,
+    largest: int | None,
+    progress: Progress,
+) -> None:
+    parameters, buffers = source.model.parameters, dict(source.buffers())
+    sizes = {name: one.numel_of_slice(1) * one.dtype.itemsize for name, one in parameters.items()}
+    sizes.update((name, one.nbytes) for name, one in buffers.items())
+
+    def read(name: str) -> torch.Tensor:
+        if (one := parameters.get(name)) is None:
+            return buffers[name].clone()
+        return source.elements(name, WEIGHT, 0, 1, 0, one.numel_of_slice(1)).view(one.shape_of_slice(1))
+
+    new_names = {name: new for name in sizes for new in renaming(rename)(name)}
+    old_names = {new: name for name, new in new_names.items()}
+    if len(old_names) < len(sizes):
+        twice = next(name for name, new in new_names.items() if old_names[new] != name)
+        raise CheckpointError(
+            f"rename gives {twice!r} and {old_names[new_names[twice]]!r} the same name, {new_names[twice]!r}: give "
+            "each its own"
+        )
+    with _naming(path):
+        write_safetensors(
+            {new: sizes[name] for new, name in old_names.items()},
+            lambda new: read(old_names[new]),
+            path,
+            largest,
+            progress,
+        )

@@ -299,6 +299,8 @@ class Source:
         first, split = self.model.stage_of[name] * saved, parameter.split
         if parameter.is_stacked:
             return self._of_stacked(first, parameter, key, place, slices, start, stop)
+        if parameter.padded is not None:
+            return self._padded(parameter, key, parameter.numel_of_slice(slices) * place, start, stop)
         if slices == saved or split is None:
             return self._elements(first + (place if slices == saved else 0), parameter, key, start, stop)
 
@@ -318,6 +320,19 @@ class Source:
 
         wanted = Slice(parameter.shape_of_slice(parts), 0, parts, place)
         return elements_of_slice(read, wanted, parameter.slices, start, stop)
+
+    def _padded(self, parameter: Parameter, key: str, base: int, start: int, stop: int) -> torch.Tensor:
+        """Return elements from ``base`` on of a parameter with another padding, which is zero."""
+        assert parameter.split is not None
+        first, numel = self.model.stage_of[parameter.name] * self.model.slices, math.prod(parameter.shape)
+        low, end = base + start, min(base + stop, (parameter.split.real or 0) * math.prod(parameter.shape[1:]))
+        parts = [self._elements(first, parameter, key, 0, 1)[:0]]  # of the right type
+        while low < end:
+            number, offset = divmod(low, numel)
+            until = min(end, (number + 1) * numel)
+            parts.append(self._elements(first + number, parameter, key, offset, offset + until - low))
+            low = until
+        return torch.cat([*parts, parts[0].new_zeros(stop - start - sum(map(len, parts)))])
 
     def numel_of(self, local: str, place: Place) -> int:
         """Return the number of elements of a rank's parameter, by its local name."""
@@ -378,8 +393,8 @@ class Source:
     def _stacked_weight(self, model_rank: int, parameter: Parameter, part: int, start: int, stop: int) -> torch.Tensor:
         """Return elements of the stacked weights of the experts of a part, which have a file each."""
         name, held = parameter.name, parameter.shape[0]
-        numel, layers = math.prod(parameter.shape[1:]), dict.fromkeys(map(layer_of_experts, self.model.experts))
-        layer, holders = [*layers].index(layer_of_experts(name)), self.ranks.holders(model_rank, name, part)
+        numel, layers = math.prod(parameter.shape[1:]), self.model.experts_of_stages[model_rank // self.model.slices]
+        layer, holders = layers.index(layer_of_experts(name)), self.ranks.holders(model_rank, name, part)
         first, weights = start // numel, []
         for number in range(part * held + first, part * held + -(-stop // numel)):
             file = self._first(name_of_expert(layer, number, place.model_rank) for place in holders)
@@ -391,7 +406,7 @@ class Source:
         name = parameter.name
         if (expert := expert_of(name)) is not None and parameter.experts:
             weight = self.entry(self.expert_file(model_rank, expert.head, expert.number), name)
-        elif self.layout.is_pipeline:
+        elif self.has_layer_files(model_rank):
             number, key = entry_of(self._in_layers, self.folder / "layer_*", name)
             weight = self.entry(self.layer_files[number][model_rank % self.model.slices], key)
         elif self.layout.zero_stage == 3:  # frozen
@@ -413,7 +428,7 @@ class Source:
 
     def optimizer_of(self, holders: tuple[Place, ...]) -> dict[str, Any]:
         """Return the state that an optimizer without ZeRO saved on one of these ranks."""
-        if not self.layout.experts:
+        if holders[0].model_rank // self.model.slices not in self.model.experts_of_stages:
             content = self.model_states(holders[0].model_rank)
         else:
             parts = self.ranks.parts[max(self.ranks.parts)]
@@ -422,14 +437,18 @@ class Source:
 
     def expert_file(self, model_rank: int, head: str, number: int) -> str:
         """Return the name of the file with the weights of an expert, or of a slice of it."""
-        layers = dict.fromkeys(map(layer_of_experts, self.model.experts))
-        layer, holders = [*layers].index(head), self.ranks.expert_holders(model_rank, head, number)
+        layer = self.model.experts_of_stages[model_rank // self.model.slices].index(head)
+        holders = self.ranks.expert_holders(model_rank, head, number)
         return self._first(name_of_expert(layer, number, place.model_rank) for place in holders)
 
     def _first(self, names: Iterable[str]) -> str:
         """Return the first file that exists: only one of the ranks that hold the same content writes it."""
         candidates = list(dict.fromkeys(names))
         return next((name for name in candidates if (self.folder / name).exists()), candidates[0])
+
+    def has_layer_files(self, model_rank: int) -> bool:
+        """Return True if a pipeline's stage saved a file for each layer, which it does not with experts."""
+        return self.layout.is_pipeline and model_rank // self.model.slices not in self.model.experts_of_stages
 
     @cached_property
     def layer_files(self) -> list[list[str]]:
@@ -465,18 +484,17 @@ class Source:
         Raises:
             CheckpointLayoutError: a parameter or buffer differs, or cannot be cut into so many slices.
         """
-        saved, states = self.model.slices, self.states_of_groups if has_states else []
+        saved = self.model.slices
         if slices == saved:
             return
-        groups = {
-            name: one for stage in self.model.structure.groups for one, names in enumerate(stage) for name in names
-        }
+        in_optimizer = {name for stage in self.model.structure.groups for names in stage for name in names}
         for name, one in self.model.parameters.items():
             if one.split is not None:
                 continue
             keys = [WEIGHT]
-            if has_states and (group := groups.get(self.ranks.local_name(name))) is not None:
-                keys += [MASTER, *(key for key, value in states[group].items() if isinstance(value, torch.dtype))]
+            if has_states and self.ranks.local_name(name) in in_optimizer:
+                _, states = self.of_parameter(name)
+                keys += [MASTER, *(key for key, value in states.items() if isinstance(value, torch.dtype))]
             first = self.model.stage_of[name] * saved
             for key in keys:
                 copies = (self._elements(first + place, one, key, 0, math.prod(one.shape)) for place in range(saved))
@@ -537,16 +555,16 @@ class Source:
     def buffers_of(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the entries beside parameters that a slice saved, under the module's names."""
         parameters = self.model.parameters
-        if self.layout.is_pipeline:
-            for name, (number, key) in self._in_layers.items():
-                if name not in parameters:
-                    yield name, self.content(self.layer_files[number][place])[key]
-        else:
-            for first in range(0, self.layout.model_ranks, self.model.slices):
-                states = self.model_states(first + place)
-                names = states.get("buffer_names") or ()
-                yield from ((name, states["module"][name]) for name in names if name in states["module"])
-        for head, count in self.model.experts.items():
-            for number in range(0 if head in parameters else count):  # AutoEP's files have nothing else
-                file = self.content(self.expert_file(place, head, number))
+        for name, (number, key) in self._in_layers.items() if self.layout.is_pipeline else ():
+            if name not in parameters:
+                yield name, self.content(self.layer_files[number][place])[key]
+        for first in range(0, self.layout.model_ranks, self.model.slices):
+            if self.has_layer_files(first):
+                continue
+            states = self.model_states(first + place)
+            names = states.get("buffer_names") or ()
+            yield from ((name, states["module"][name]) for name in names if name in states["module"])
+        for stage, heads in self.model.experts_of_stages.items():  # AutoEP's files have nothing else
+            for head, number in ((one, number) for one in heads for number in range(self.model.experts.get(one, 0))):
+                file = self.content(self.expert_file(stage * self.model.slices + place, head, number))
                 yield from ((name, value) for name, value in file.items() if name not in parameters)

@@ -70,7 +70,8 @@ def layout_of(engine: DeepSpeedEngine) -> manifests.SavedLayout:
         is_data_first = bool(engine._config.use_data_before_expert_parallel_)
         experts = [manifests.SavedExperts(int(automatic.autoep_size), data_first=is_data_first)]
     else:
-        plans = [groups.plan for groups in registry.of(engine.mpu)] if engine.has_moe_layers else []
+        may_have = engine.has_moe_layers or isinstance(engine, PipelineEngine)  # on another stage than this rank's
+        plans = [groups.plan for groups in registry.of(engine.mpu)] if may_have else []
         experts = [
             manifests.SavedExperts(plan.expert_parallel_size, plan.expert_tensor_parallel, plan.use_data_before_expert)
             for plan in plans
@@ -201,10 +202,14 @@ def split_of(tensor: torch.Tensor) -> manifests.SavedSplit | None:
     """Return how slices split a parameter or buffer; None if they do not, or if it is unknown.
 
     Megatron's layers declare it by attributes, and the layers of DeepSpeed's AutoTP in a mapping. AutoTP can also split
-    into unequal parts, which a :class:`~ds_topo.checkpoint.manifest.SavedSplit` cannot describe.
+    into unequal parts, which a :class:`~ds_topo.checkpoint.manifest.SavedSplit` cannot describe. ``unpadded_size`` is
+    our own attribute, for a dimension with padding.
     """
     if (dim := int(getattr(tensor, "partition_dim", -1))) >= 0:
-        return manifests.SavedSplit(dim, int(getattr(tensor, "partition_stride", 1)))
+        real = getattr(tensor, "unpadded_size", None)
+        return manifests.SavedSplit(
+            dim, int(getattr(tensor, "partition_stride", 1)), None if real is None else int(real)
+        )
     automatic = getattr(tensor, DS_AUTOTP_UC_META, None) or {}
     at, sizes = automatic.get("partition_dim"), automatic.get("sub_param_sizes") or (1,)
     is_unknown = automatic.get("conversion", {}).get("unsupported_reason") or automatic.get("replicated")
@@ -286,7 +291,8 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
         if (first := first_names.setdefault(id(parameter), name)) != name:
             aliases[name] = first
         elif (split := split_of(parameter)) is not None:
-            splits[name] = split
+            padded = shape_of(parameter)[split.dim] * stage_and_slice(engine)[2] if split.real is not None else None
+            splits[name] = replace(split, padded=padded)
         elif getattr(parameter, "tensor_model_parallel", False):
             undeclared.append(name)
     splits |= {name: split for name, buffer in module.named_buffers() if (split := split_of(buffer)) is not None}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,22 @@ from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.deepspeed_reader import MASTER, WEIGHT, Source, differing
 from ds_topo.checkpoint.engine_state import (
     Named,
+    Rename,
     Trained,
     named_parameters,
+    names_of_buffers,
+    renaming,
     restore_hyperparameters,
     span_of_zero_3,
     trained,
     update_weights,
-    whole_name,
 )
 from ds_topo.checkpoint.manifest import SavedStructure, structure_from
 from ds_topo.checkpoint.rank_zero import Meeting
-from ds_topo.checkpoint.saved_model import Parameter, model_of
+from ds_topo.checkpoint.saved_model import Parameter, model_of, require_splits
 from ds_topo.checkpoint.stock_files import layout_of_files, manifest_of_files
 from ds_topo.checkpoint.target import require_loadable
+from ds_topo.checkpoint.weight_files import WeightFiles
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError
 
 _ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam"}
@@ -76,16 +79,20 @@ class EngineFilling:
     Args:
         engine: the engine.
         source: the open checkpoint.
+        rename: from the engine's names to those of the checkpoint, if it is of another program.
         has_states: copy the optimizer's states, too, and not weights alone.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, source: Source, *, has_states: bool) -> None:
+    def __init__(
+        self, engine: DeepSpeedEngine, source: Source, rename: Rename = None, *, has_states: bool = False
+    ) -> None:
         self._engine, self._source = engine, source
         self._stage, self._place, self._slices = facts.stage_and_slice(engine)
         self._inner = facts.inner_optimizer(engine)
         self._has_states = has_states and self._inner is not None
         self._trained = list(trained(engine))
-        self._named = named_parameters(engine)
+        self._named = named_parameters(engine, rename)
+        self._buffer_names = names_of_buffers(engine, rename)
         self._layers, self._stacked = facts.moe_layers(engine.module), facts.stacked_experts(engine.module)
         self._rows: list[Row] = []
 
@@ -96,21 +103,27 @@ class EngineFilling:
         places = {id(one.parameter): one for one in self._trained}
         for named in self._named:
             own, shape = named.parameter, list(facts.shape_of(named.parameter))
-            saved = next(filter(None, (parameters.get(aliases.get(name, name)) for name in named.names)), None)
-            if saved is None:
+            names = dict.fromkeys(aliases.get(name, name) for name in named.names)
+            found_here = [parameters[name] for name in names if name in parameters]
+            if not found_here:
                 found.added[named.names[0]] = f"it has no parameter {named.names[0]!r} {shape}"
                 continue
-            found.names.append(saved.name)
+            saved, others = found_here[0], found_here[1:]
+            found.names += [one.name for one in found_here]
             layer = facts.moe_layer_of(named.local, self._layers)
             layer = layer or self._stacked.get(named.local)
             pieces = named.slice.slices if saved.is_stacked else self._slices
-            experts, there = int(layer.num_experts) if layer is not None else 0, saved.shape_of_slice(pieces)
+            experts, size = int(layer.num_experts) if layer is not None else 0, saved.shape_of_slice(pieces)
             if saved.experts != experts:
                 problem = f"{saved.name!r} has {saved.experts} experts in the checkpoint, and {experts} in the model"
                 found.problem = found.problem or problem
-            elif list(there) != shape:
+            elif list(size) != shape:
                 found.problem = found.problem or (
-                    f"parameter {saved.name!r} is {list(there)} in the checkpoint ({self._slices} slices), not {shape}"
+                    f"parameter {saved.name!r} is {list(size)} in the checkpoint ({self._slices} slices), not {shape}"
+                )
+            elif unlike := next((one.name for one in others if not self._are_equal(saved, one)), None):
+                found.problem = found.problem or (
+                    f"{saved.name!r} and {unlike!r} differ, and are one parameter in the model"
                 )
             place = places.get(id(own))
             is_trained = place is not None and own.requires_grad
@@ -125,12 +138,21 @@ class EngineFilling:
                 found.conflict = str(error)
         return found
 
+    def _are_equal(self, one: Parameter, other: Parameter) -> bool:
+        if one.shape != other.shape:
+            return False
+        left, right = (
+            self._source.elements(each.name, WEIGHT, self._place, self._slices, 0, each.numel_of_slice(self._slices))
+            for each in (one, other)
+        )
+        return torch.equal(left, right)
+
     def _compare_buffers(self, found: Comparison) -> None:
         saved, kept = self._buffers(), self._engine.module.state_dict(keep_vars=True)
         for local, buffer in self._engine.module.named_buffers():
             if local not in kept:
                 continue
-            name, shape = whole_name(local, self._layers), list(buffer.shape)
+            name, shape = self._buffer_names[local], list(buffer.shape)
             if name not in saved:
                 found.added[name] = f"it has no buffer {name!r} {shape}"
                 continue
@@ -188,7 +210,7 @@ class EngineFilling:
                 self._copy_states(rows)
             saved = self._buffers()
             for local, buffer in self._engine.module.named_buffers():
-                if (value := saved.get(whole_name(local, self._layers))) is not None:
+                if (value := saved.get(self._buffer_names[local])) is not None:
                     buffer.copy_(value)
         if self._has_states:
             self._restore_groups()
@@ -204,16 +226,17 @@ class EngineFilling:
 
     def _copy_weight(self, row: Row) -> None:
         parameter: Any = row.named.parameter
+        key = MASTER if self._has_states else WEIGHT  # also for what is frozen here, and may be more precise
         if row.trained is not None:
-            place, key = row.trained, MASTER if self._has_states else WEIGHT
+            place = row.trained
             if place.numel:
                 into = place.part_of(place.master)
                 into.copy_(self._read(row, key, place.start, place.start + place.numel).view(into.shape))
         elif hasattr(parameter, "ds_tensor"):
             start, numel = span_of_zero_3(parameter)
-            parameter.ds_tensor.view(-1)[:numel].copy_(self._read(row, WEIGHT, start, start + numel))
+            parameter.ds_tensor.view(-1)[:numel].copy_(self._read(row, key, start, start + numel))
         else:
-            parameter.copy_(self._read(row, WEIGHT, 0, parameter.numel()).view(parameter.shape))
+            parameter.copy_(self._read(row, key, 0, parameter.numel()).view(parameter.shape))
 
     def _copy_states(self, rows: Sequence[Row]) -> None:
         assert self._inner is not None
@@ -266,14 +289,23 @@ class EngineFilling:
 
 
 def opened_for(
-    engine: DeepSpeedEngine, meeting: Meeting, path: Path, *, has_states: bool, is_strict: bool
+    engine: DeepSpeedEngine,
+    meeting: Meeting,
+    path: Path,
+    rename: Rename = None,
+    *,
+    is_plain: bool = False,
+    has_states: bool,
+    is_strict: bool,
 ) -> tuple[Source, EngineFilling]:
     """Open a checkpoint and compare it with the engines of all ranks; nothing is changed. Collective.
 
     Args:
         engine: the engine.
         meeting: the operation of all ranks.
-        path: the checkpoint's own folder.
+        path: the checkpoint's own folder; or plain weights.
+        rename: from the engine's names to those of plain weights.
+        is_plain: the path has plain weights.
         has_states: whether the optimizer's states are to be loaded, too.
         is_strict: refuse parameters and buffers that only one of them has; otherwise rank 0 warns.
 
@@ -294,11 +326,16 @@ def opened_for(
                 "ds-topo convert, and load the new one"
             )
         source = opened_source(structure)
-        require_loadable(source.model, layout, structure, slices, has_states=has_states)
+        if is_plain:
+            require_splits(source.model, slices)
+        else:
+            require_loadable(source.model, layout, structure, slices, has_states=has_states)
         source.require_equal_copies(slices, has_states=has_states)
         return asdict(structure)
 
     def opened_source(structure: SavedStructure) -> Source:
+        if is_plain:
+            return _plain_weights(engine, path, rename, structure)
         if (manifest := folders.manifest_of(path)) is None:
             saved = layout_of_files(path, facts.name_of_optimizer(engine))
             manifest = manifest_of_files(path, saved, structure)
@@ -308,7 +345,7 @@ def opened_for(
     source = meeting.step("opened", lambda: opened_source(structure))
 
     def compare() -> tuple[EngineFilling, Comparison]:
-        filling = EngineFilling(engine, source, has_states=has_states)
+        filling = EngineFilling(engine, source, rename, has_states=has_states)
         return filling, filling.compare()
 
     filling: EngineFilling
@@ -353,8 +390,21 @@ def opened_for(
     return source, filling
 
 
+def _plain_weights(engine: DeepSpeedEngine, path: Path, rename: Rename, structure: SavedStructure) -> WeightFiles:
+    """Open plain weights, with the structure of this job under the names of the files."""
+    new_names, splits = renaming(rename), structure.splits
+    splits = {**splits, **{alias: splits[name] for alias, name in structure.aliases.items() if name in splits}}
+    renamed = replace(
+        structure,
+        splits={new: split for name, split in splits.items() for new in new_names(name)},
+        undeclared=tuple(new for name in structure.undeclared for new in new_names(name)),
+        aliases={},
+    )
+    return WeightFiles(path, renamed, set(names_of_buffers(engine, rename).values()))
+
+
 def _require_visible(path: Path) -> None:
-    if not path.is_dir():
+    if not path.exists():
         raise CheckpointError(f"{path} is not visible here, but all ranks must share its file system")
 
 

@@ -268,7 +268,7 @@ def named_parameters(engine: DeepSpeedEngine, rename: Rename = None) -> list[Nam
             "which are stages and which are slices: pass a grid as mpu"
         )
     _, place, slices = facts.stage_and_slice(engine)
-    structure, layers, new_names = facts.structure_of(engine), facts.moe_layers(engine.module), _renaming(rename)
+    structure, layers, new_names = facts.structure_of(engine), facts.moe_layers(engine.module), renaming(rename)
     stacked = facts.stacked_experts(engine.module)
     if structure.undeclared and slices > 1:
         raise CheckpointLayoutError(
@@ -319,7 +319,13 @@ def _slice(name: str, shape: tuple[int, ...], split: SavedSplit | None, slices: 
     return Slice(shape, split.dim, slices, place, split.stride)
 
 
-def _renaming(rename: Rename) -> Callable[[str], tuple[str, ...]]:
+def renaming(rename: Rename) -> Callable[[str], tuple[str, ...]]:
+    """Return a function from a name of the engine's module to the names in the other program.
+
+    Raises:
+        ValueError: by the function, if ``rename`` gives something else than names.
+    """
+
     def new_names(name: str) -> tuple[str, ...]:
         new = name if rename is None else rename(name) if callable(rename) else rename.get(name, name)
         names = new if isinstance(new, tuple) else (new,)
@@ -335,6 +341,12 @@ def whole_name(local: str, layers: Mapping[str, MoE]) -> str:
     if (layer := facts.moe_layer_of(local, layers)) is None:
         return local
     return _numbered(local, layer, dist.get_rank(deepspeed_groups._get_expert_parallel_group(layer.expert_group_name)))
+
+
+def names_of_buffers(engine: DeepSpeedEngine, rename: Rename = None) -> dict[str, str]:
+    """Return the name in the whole model, or in another program, of each of this rank's buffers."""
+    layers, new_names = facts.moe_layers(engine.module), renaming(rename)
+    return {local: new_names(whole_name(local, layers))[0] for local, _ in engine.module.named_buffers()}
 
 
 def _numbered(name: str, layer: MoE, rank: int) -> str:
@@ -440,7 +452,7 @@ class EngineState:
             if master is not None and inner is not None:
                 names_in_groups[master.group] += one.everywhere
                 self._add_states(one, master, inner.state.get(master.master, {}))
-        saved, new_names = engine.module.state_dict(keep_vars=True), _renaming(rename)
+        saved, new_names = engine.module.state_dict(keep_vars=True), renaming(rename)
         for name, value in engine.module.named_buffers():
             if name in saved:
                 new = new_names(name)[0]

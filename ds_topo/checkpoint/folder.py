@@ -315,14 +315,10 @@ def other_kind(path: Path) -> str:
     weights = next((file for file in files if file.suffix in (".safetensors", ".bin", ".pt", ".pth")), None)
     if weights is None:
         return ""
-    if weights.suffix == ".safetensors":
-        reader = f"storage_reader=torch.distributed.checkpoint.HuggingFaceStorageReader({str(weights.parent)!r})"
-        remedy = f", or with load_torch(engine, {str(weights.parent)!r}, {reader}, load_optimizer_states=False)"
-    else:
-        remedy = ""
+    where = weights if path.is_file() or weights.suffix in (".pt", ".pth") else path
     return (
         f"{weights.name} seems to hold weights alone: load them into the module before deepspeed.initialize, by "
-        f"from_pretrained() or load_state_dict(){remedy}"
+        f"from_pretrained() or load_state_dict(), or into the engine, by load(engine, {str(where)!r}, convert=True)"
     )
 
 

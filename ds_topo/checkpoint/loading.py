@@ -6,7 +6,8 @@
     rank 0      finds the next candidate that is complete by the sizes of its files, and readable in this layout
     all ranks   check their share of the files (digests if requested, types to build), and their parameters
     rank 0      decides: load it, convert it, try the next one, or raise
-    all ranks   DeepSpeed loads the files; or each rank copies its elements out of them, by name (``engine_filling``)
+    all ranks   DeepSpeed loads the files; or each rank copies its elements out of them, by name (``engine_filling``),
+                which it also does with plain weights
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.deepspeed_reader import Source, name_of_model_states, opened
 from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.engine_filling import opened_for
-from ds_topo.checkpoint.engine_state import SCHEDULER, restore_progress
+from ds_topo.checkpoint.engine_state import SCHEDULER, Rename, restore_progress
 from ds_topo.checkpoint.folder import Checkpoint, wrong_without_manifest
 from ds_topo.checkpoint.manifest import SavedLayout, why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
@@ -47,6 +48,7 @@ from ds_topo.checkpoint.safe_reading import (
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
 from ds_topo.checkpoint.stock_files import layout_of_files, names_of_vectors
+from ds_topo.checkpoint.weight_files import files_of_weights
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -104,6 +106,7 @@ def load(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
     custom_load_fn: Callable[..., None] | None = None,
+    rename: Rename = None,
 ) -> tuple[str, dict[str, Any]]:
     """Load a checkpoint into an engine; with ``convert=True`` it may have another layout. Collective over all ranks.
 
@@ -115,9 +118,12 @@ def load(
     If the files do not fit the engine's layout, and with ``convert=True``, every rank reads its own elements out of
     them, by the names of parameters. Nothing is written to the disk.
 
+    With ``convert=True`` it may also be plain weights: Hugging Face's folder of a model, or a file of safetensors or of
+    torch. Then weights and buffers are loaded, and nothing else changes.
+
     Args:
         engine: the engine that ``deepspeed.initialize`` returned.
-        folder: the folder of all checkpoints.
+        folder: the folder of all checkpoints; or plain weights.
         tag: the only checkpoint to load. By default see above.
         convert: convert the checkpoint if this layout cannot read its files: other degrees, stages of a pipeline,
             stages of ZeRO, precision, groups of the optimizer, or frozen parameters. Random states are restored if the
@@ -132,9 +138,11 @@ def load(
         load_lr_scheduler_states: see there.
         load_module_only: see there.
         custom_load_fn: see there; not possible with a conversion.
+        rename: from the module's names of parameters to those of plain weights: a function, or a mapping that may omit
+            names that stay. A pipeline's are ``"3.weight"``, and ``"tied_modules.<key>.weight"`` if tied.
 
     Returns:
-        The checkpoint's own folder, and the ``client_state`` that was saved.
+        The checkpoint's own folder, and the ``client_state`` that was saved; of plain weights their path, and nothing.
 
     Raises:
         TypeError, ValueError: the engine, the tag or ``verify`` is invalid.
@@ -170,6 +178,9 @@ def load(
     choice = _Choice(engine, root, name, options)
     for attempt in count(1):
         chosen, reason = meeting.decided(f"choice {attempt}", choice.next)
+        if not chosen:
+            _load_plain_weights(engine, meeting, root, rename, is_strict=load_module_strict)
+            return str(root), {}
         share = choice.check(root / chosen, reason)
         if (is_fitting := meeting.decided_from(f"check {attempt}", share, choice.accepts)) is not None:
             break
@@ -254,6 +265,19 @@ def _load_by_name(engine: DeepSpeedEngine, meeting: Meeting, path: Path, options
         return {key: value for key, value in saved.items() if key not in OF_DEEPSPEED}
 
 
+def _load_plain_weights(
+    engine: DeepSpeedEngine, meeting: Meeting, path: Path, rename: Rename, *, is_strict: bool
+) -> None:
+    """Copy plain weights into the engine.
+
+    Raises:
+        CheckpointError: as :func:`_load_by_name`.
+    """
+    _, filling = opened_for(engine, meeting, path, rename, is_plain=True, has_states=False, is_strict=is_strict)
+    meeting.step("copied", filling.copy)
+    meeting.step("weights updated", filling.finish)
+
+
 def _of_checkpoint(engine: DeepSpeedEngine, path: Path, read: Callable[..., Any]) -> Callable[..., Any]:
     """Let the function with which ZeRO 3 reads weights alone read this checkpoint, and only this rank's slice."""
 
@@ -306,7 +330,7 @@ class _Choice:
     def next(self) -> tuple[str, str]:
         """Return, on rank 0, the tag of the next candidate that is complete by the sizes of its files.
 
-        The second text is why its files do not fit this layout, or empty.
+        The second text is why its files do not fit this layout, or empty. An empty tag stands for plain weights.
 
         Raises:
             MissingCheckpointError, DamagedCheckpointError: there is none.
@@ -325,7 +349,11 @@ class _Choice:
                 self.chosen = checkpoint
                 return checkpoint.tag, self._why_unreachable(checkpoint)
             self.damaged.append(checkpoint)
-        raise self._nothing()
+        error, options = self._nothing(), self._options
+        may_be_plain = options.convert and self._tag is None and not options.has_custom_function
+        if may_be_plain and isinstance(error, MissingCheckpointError) and files_of_weights(self._root):
+            return "", ""
+        raise error
 
     def check(self, path: Path, reason: str) -> dict[str, Any]:
         """Check a share of the files, and this rank's parameters unless the layout differs; on every rank.
@@ -403,8 +431,9 @@ class _Choice:
             next((share[kind] for share in posted if share[kind]), "")
             for kind in ("model", "order", "refused", "scheduler")
         )
-        if model:
+        if model and not self._options.convert:
             raise CheckpointModelError(f"{where} is of another model: {model}")
+        order = order or model  # a vocabulary may be padded anew; the copy by name compares models once more
         if order and not self._options.convert:
             raise CheckpointLayoutError(f"{where} {order}")
         if order and self._options.has_custom_function:

@@ -53,10 +53,16 @@ class SavedSplit:
 
     dim: int
     stride: int = 1
+    real: int | None = None
+    """The size of the whole dimension without padding, such as the words of a padded vocabulary; None if unknown."""
+    padded: int | None = None
+    """The size of the whole dimension with padding, if ``real`` is known."""
 
     def __post_init__(self) -> None:
         if self.dim < 0 or self.stride < 1:
             raise ValueError(f"dim={self.dim}, stride={self.stride}: the first must be >= 0, and the second >= 1")
+        if (self.real or 0) < 0 or (self.padded or 0) < 0:
+            raise ValueError(f"real={self.real}, padded={self.padded}: sizes must be >= 0")
 
 
 @dataclass(frozen=True)

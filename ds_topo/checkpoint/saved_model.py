@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -46,6 +46,14 @@ class Parameter:
     """Number of experts in the layer; 0 if the parameter does not belong to an expert."""
     is_stacked: bool = False
     """True if AutoEP stacks the experts of a rank in this parameter. Its slices are then the parts of the experts."""
+    padded: int | None = None
+    """Size of the whole split dimension in the new layout, if its padding changes; None if the size stays."""
+
+    @property
+    def size(self) -> int:
+        """The size of the whole split dimension, as it was saved."""
+        assert self.split is not None
+        return self.shape[self.split.dim] * self.slices
 
     def shape_of_slice(self, slices: int) -> tuple[int, ...]:
         """Return the shape that a slice has among ``slices``.
@@ -53,10 +61,10 @@ class Parameter:
         >>> Parameter("weight", (4, 2), torch.float32, True, SavedSplit(0), 2).shape_of_slice(4)
         (2, 2)
         """
-        if self.split is None or slices == self.slices:
+        if self.split is None or (slices == self.slices and self.padded is None):
             return self.shape
         sizes = list(self.shape)
-        sizes[self.split.dim] = sizes[self.split.dim] * self.slices // slices
+        sizes[self.split.dim] = (self.size if self.padded is None else self.padded) // slices
         return tuple(sizes)
 
     def numel_of_slice(self, slices: int) -> int:
@@ -82,6 +90,16 @@ class SavedModel:
         rows = self.parameters.items()
         return {name if one.is_stacked else head_of(name): one.experts for name, one in rows if one.experts}
 
+    @cached_property
+    def experts_of_stages(self) -> dict[int, list[str]]:
+        """The layers of experts of each stage that has some, in order: DeepSpeed numbers them in each stage."""
+        found: dict[int, dict[str, None]] = {}
+        for name, one in self.parameters.items():
+            if one.experts:
+                layer = layer_of_experts(name if one.is_stacked else head_of(name))
+                found.setdefault(self.stage_of[name], {})[layer] = None
+        return {stage: list(layers) for stage, layers in found.items()}
+
 
 def slices_of(layout: SavedLayout) -> int:
     """Return the degree of ``model``.
@@ -103,7 +121,7 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
 
     Args:
         manifest: the checkpoint's manifest.
-        declared: splits of parameters for which the manifest has none.
+        declared: splits of parameters for which the manifest has none, and the padded sizes of the new layout.
 
     Raises:
         CheckpointLayoutError: the manifest lacks information, the experts cannot be converted, or slices of a parameter
@@ -112,6 +130,9 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
     structure = _structure_with_experts(manifest)
     slices = slices_of(manifest.layout)
     splits = {**(declared or {}), **structure.splits}
+    for name, new in (declared or {}).items():
+        if new.padded is not None:
+            splits[name] = _padded_anew(name, structure.splits.get(name, new), new)
     stages: dict[str, int] = {}
     rows: dict[str, SavedParameter] = {}
     for row in sorted(manifest.parameters, key=lambda row: row.model_ranks[0] // slices):
@@ -143,9 +164,14 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
                 one = Parameter(name, row.shape, dtype, row.is_trained, split, slices, row.experts or 0)
                 if _is_stacked(row):
                     one = replace(one, split=SavedSplit(0), slices=structure.experts[name], is_stacked=True)
-                parameters[name] = one
-                stage_of[name] = stages[row.name]
-    model = SavedModel(parameters, structure, manifest.layout, slices, stage_of)
+                elif first in (declared or {}) and split is not None and split.padded not in (None, one.size):
+                    one = replace(one, padded=split.padded)
+                parameters[name], stage_of[name] = one, stages[row.name]
+    padded = {name: splits[name] for name, new in (declared or {}).items() if new.padded is not None}
+    structure = replace(structure, splits={**structure.splits, **padded})
+    has_experts = any(one.experts for one in parameters.values())  # a pipeline may have groups for nothing
+    layout = manifest.layout if has_experts else replace(manifest.layout, experts=())
+    model = SavedModel(parameters, structure, layout, slices, stage_of)
     if problem := next(_contradictions(model), ""):
         raise DamagedCheckpointError(f"the manifest of {manifest.tag!r} contradicts itself: {problem}")
     return model
@@ -180,6 +206,26 @@ def _is_stacked(row: SavedParameter) -> bool:
     return row.experts is not None and not head_of(row.name)
 
 
+def _padded_anew(name: str, saved: SavedSplit, new: SavedSplit) -> SavedSplit:
+    """Return the split of a parameter whose padding the new layout gives.
+
+    Raises:
+        CheckpointLayoutError: it is unknown what is padding, or the real size differs.
+    """
+    real = saved.real if saved.real is not None else new.real
+    if real is None:
+        raise CheckpointLayoutError(
+            f"{name!r}: the checkpoint does not say how many rows are padding. Give the rows without it as well, such "
+            f"as {name}=50257:{new.padded}"
+        )
+    if new.real not in (None, real):
+        raise CheckpointLayoutError(
+            f"{name!r} has {real} rows without padding in the checkpoint, and {new.real} here: only the padding can "
+            "change. Give it as many"
+        )
+    return replace(saved, real=real, padded=new.padded)
+
+
 def _structure_with_experts(manifest: Manifest) -> SavedStructure:
     """Return the structure, with the sizes of expert groups added if an earlier release left them out."""
     structure, layout, tag = manifest.structure, manifest.layout, manifest.tag
@@ -191,12 +237,9 @@ def _structure_with_experts(manifest: Manifest) -> SavedStructure:
     rows = [row for row in manifest.parameters if row.experts is not None]
     heads = {row.name if _is_stacked(row) else head_of(row.name): None for row in rows}
     problem, remedy = "", ""
-    if bool(heads) != bool(layout.experts) or any(
-        _is_stacked(row) and row.name not in structure.experts for row in rows
-    ):
+    is_other_kind = not layout.experts if heads else bool(layout.experts) and not layout.is_pipeline
+    if is_other_kind or any(_is_stacked(row) and row.name not in structure.experts for row in rows):
         problem = "has experts that are not of deepspeed.moe.layer.MoE or AutoEP, which cannot be converted"
-    elif heads and layout.is_pipeline:
-        problem = "has experts in a PipelineModule, which cannot be converted"
     elif unknown := [head for head in heads if head not in structure.experts]:
         if len(layout.experts) == 1:
             return replace(structure, experts=dict.fromkeys(heads, layout.experts[0].size))
@@ -213,10 +256,8 @@ def require_splits(model: SavedModel, slices: int) -> None:
     Raises:
         CheckpointLayoutError: a parameter does not declare its split, or its size is not a multiple.
     """
-    if slices == model.slices:
-        return
     undeclared = [name for name in model.structure.undeclared if model.parameters[name].split is None]
-    if undeclared:
+    if undeclared and slices != model.slices:
         raise CheckpointLayoutError(
             f"model={model.slices} cannot become model={slices}: {listed(undeclared, 3)} are marked as slices "
             "(tensor_model_parallel) and do not declare along which dimension. Set partition_dim on these parameters "
@@ -224,9 +265,19 @@ def require_splits(model: SavedModel, slices: int) -> None:
             f"can be loaded with model={model.slices} only"
         )
     for one in model.parameters.values():
-        if one.split is None or one.is_stacked:
+        if one.split is None or one.is_stacked or (slices == model.slices and one.padded is None):
             continue
-        full, pieces = one.shape[one.split.dim] * model.slices, one.split.stride * slices
+        full, pieces = one.size if one.padded is None else one.padded, one.split.stride * slices
+        if one.padded is not None and (one.split.dim, one.split.stride) != (0, 1):
+            raise CheckpointLayoutError(
+                f"{one.name!r}: slices split dimension {one.split.dim} with stride {one.split.stride}, and the padding "
+                "can change along dimension 0 with stride 1 only. Keep its size"
+            )
+        if one.padded is not None and (one.split.real or 0) > min(full, one.size):
+            raise CheckpointLayoutError(
+                f"{one.name!r} has {one.size} rows in the checkpoint, {full} in the new layout, and {one.split.real} "
+                "of them are no padding, which must not be more than either. Give other rows (unpadded_size, --padding)"
+            )
         if full % pieces:
             raise CheckpointLayoutError(
                 f"model={slices}: {one.name!r} has {full} elements along dimension {one.split.dim}, which must be a "
@@ -296,20 +347,23 @@ def bounds_of(model: SavedModel, slices: int, stages: int, method: str | None, g
         return saved.bounds
     kinds = [layer.kind for layer in saved.layers]
 
-    def bounds_by(name: str, slices: int, stages: int) -> tuple[int, ...]:
+    def bounds_by(name: str, numel: Callable[[Parameter], int], stages: int) -> tuple[int, ...]:
         prefixes = [prefix_of_layer(saved, number) for number in range(layers)]
         trained = [one for one in model.parameters.values() if one.is_trained]  # tied ones count in each layer
-        weights = [sum(one.numel_of_slice(slices) for one in trained if one.name.startswith(of)) for of in prefixes]
+        weights = [sum(numel(one) for one in trained if one.name.startswith(of)) for of in prefixes]
         try:
             return stage_bounds(name, weights, kinds, stages)
         except ValueError as error:
             raise CheckpointLayoutError(f"partition_method={error}") from None
 
+    def new_numel(one: Parameter) -> int:
+        return one.numel_of_slice(slices)
+
     if method is not None:
-        return bounds_by(method, slices, stages)
+        return bounds_by(method, new_numel, stages)
     for name in [saved.method] if saved.method else ["parameters", "uniform"]:
-        if saved.bounds and bounds_by(name, model.slices, saved_stages) == saved.bounds:
-            return bounds_by(name, slices, stages)
+        if saved.bounds and bounds_by(name, lambda one: math.prod(one.shape), saved_stages) == saved.bounds:
+            return bounds_by(name, new_numel, stages)
     raise CheckpointLayoutError(
         f"the pipeline's stages begin with layers {list(saved.bounds[:-1])}, which is not what "
         f"partition_method={saved.method or 'parameters'!r} gives, so that it cannot divide layers into {stages} "

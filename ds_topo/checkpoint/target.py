@@ -247,6 +247,11 @@ def _problems(model: SavedModel, zero: int) -> Iterator[str]:
             "its experts are those of AutoEP. Convert while loading (convert=True), or save and load in torch's format "
             "(TorchState), or convert by python -m deepspeed.checkpoint.ds_to_universal"
         )
+    if saved.experts and saved.is_pipeline:
+        yield (
+            "it has experts in a PipelineModule, where the job decides how stages group them; convert while loading "
+            "(convert=True)"
+        )
     if saved.experts and zero > 2:
         yield f"ZeRO {zero} with experts: DeepSpeed's MoE supports ZeRO 0, 1 and 2"
     if saved.is_pipeline and zero > 1:
@@ -297,7 +302,7 @@ def _sizes_of_experts(model: SavedModel, size: int | None) -> tuple[Mapping[str,
 def _require_same_experts(model: SavedModel, layout: SavedLayout) -> None:
     """Refuse experts that slices split in one layout only."""
     kinds = [{groups.tensor_parallel for groups in one.experts} for one in (model.layout, layout)]
-    if kinds[0] != kinds[1]:
+    if model.experts and kinds[0] != kinds[1]:
         raise CheckpointLayoutError(
             "experts are tensor parallel either in the checkpoint or in this job, and not in the other: both must "
             "agree. Set enable_expert_tensor_parallelism as it was when the checkpoint was saved"

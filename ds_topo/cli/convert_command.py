@@ -27,6 +27,7 @@ EXAMPLES = """examples:
   ds-topo convert runs/gpt/global_step9 runs/plain --topology "data=8" --zero 3
   ds-topo convert runs/moe runs/moe4 --topology "data=8" --experts 4
   ds-topo convert runs/gpt weights.pt --to torch
+  ds-topo convert runs/gpt weights --to huggingface --rename names.json
 """
 _STEPS = {"megabytes": "writing megabytes", "parameters": "putting parameters together", "files": "flushing files"}
 
@@ -35,7 +36,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     add("source", metavar="FROM", type=Path, help="folder of checkpoints, of which the newest is read, or of one")
-    add("to", metavar="TO", type=Path, help="folder of checkpoints for the new one; a file with --to")
+    add(
+        "to",
+        metavar="TO",
+        type=Path,
+        help="folder of checkpoints for the new one; with --to a file, or a folder (huggingface)",
+    )
     add("--topology", metavar="SPEC", help='the new topology with all degrees, such as "pipe=2,data=4"')
     add("--zero", type=int, choices=(0, 1, 2, 3), help="ZeRO stage; default: the saved one")
     add(
@@ -45,13 +51,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "'{\"round_robin_gradients\": true}'; default: the saved ones",
     )
     add("--experts", metavar="SIZE", type=int, help="expert parallel size of all layers; default: the saved ones")
+    padding = (
+        "rows of a parameter whose padding changes, such as a vocabulary's: with padding, or without and with it "
+        "(NAME=50257:50304); may be given several times"
+    )
+    add("--padding", metavar="NAME=ROWS", action="append", help=padding)
     add("--tag", metavar="TAG", help="tag of the checkpoint to read in FROM; default: the newest")
     add("--new-tag", metavar="TAG", help="tag of the new checkpoint; default: the same")
     method = "of the pipeline: parameters, uniform or type:...; default: the saved one"
     add("--partition-method", metavar="METHOD", help=method)
     stages = "first layer of every stage, and the number of layers; default: by --partition-method"
     add("--stages", metavar="0,3,6", help=stages)
-    add("--to", dest="kind", choices=("torch", "safetensors"), help="write one file of weights instead")
+    kinds = "write weights instead: one file, or Hugging Face's files with an index (huggingface)"
+    add("--to", dest="kind", choices=("torch", "safetensors", "huggingface"), help=kinds)
+    add("--rename", metavar="FILE", type=Path, help="JSON of new names by names in FROM; with --to huggingface")
+    add("--largest", metavar="BYTES", type=int, help="bytes of weights in one file of --to huggingface; default: 5e9")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,12 +80,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.topology is not None:
         check_topology("--topology", arguments.topology)
     else:
-        layout = ("zero", "experts", "new_tag", "partition_method", "stages")
+        layout = ("zero", "experts", "padding", "new_tag", "partition_method", "stages")
         refuse_without_effect(given_options(arguments, *layout), f"--to {kind} writes weights without a layout")
-    if kind is not None and to.is_dir():
+    if kind != "huggingface":
+        refuse_without_effect(given_options(arguments, "rename", "largest"), "they need --to huggingface")
+    if kind in ("torch", "safetensors") and to.is_dir():
         raise CheckpointError(f"{to} is a folder: give the file to write, such as {to / 'weights.pt'}")
-    if kind is None and to.exists() and not to.is_dir():
-        raise CheckpointError(f"{to} is a file: give a folder of checkpoints for the new one")
+    if kind in (None, "huggingface") and to.exists() and not to.is_dir():
+        what = "of checkpoints for the new one" if kind is None else "for the files of the model"
+        raise CheckpointError(f"{to} is a file: give a folder {what}")
     try:
         bounds = tuple(int(number) for number in arguments.stages.split(",")) if arguments.stages else ()
     except ValueError:
@@ -96,16 +113,21 @@ def run(arguments: argparse.Namespace) -> int:
             f"--zero-options {arguments.zero_options!r} is not an object of JSON: give some entries of the config's "
             'section "zero_optimization", such as \'{"round_robin_gradients": true}\''
         )
+    padding = dict(map(_rows, arguments.padding or ()))
+    rename = _names(arguments.rename) if arguments.rename is not None else None
     found = _checkpoint(arguments.source, arguments.tag)
     warnings.filterwarnings("ignore", category=FutureWarning)
     with progress_of(True, "convert") as show:
         show("planning", 0, 0)
-        from ds_topo.checkpoint.conversion import convert, to_single_file
+        from ds_topo.checkpoint.conversion import convert, to_hugging_face, to_single_file
 
         def progress(name: str, done: int, of: int) -> None:
             show(_STEPS[name], done, of)
 
-        if kind is not None:
+        if kind == "huggingface":
+            options = {} if arguments.largest is None else {"largest": arguments.largest}
+            path = to_hugging_face(found, to, rename=rename, progress=progress, **options)
+        elif kind is not None:
             path = to_single_file(found, to, kind, progress)
         else:
             path = convert(
@@ -118,10 +140,39 @@ def run(arguments: argparse.Namespace) -> int:
                 bounds=bounds,
                 experts=arguments.experts,
                 zero_options=zero_options,
+                padding=padding,
                 progress=progress,
             )
     print(path)
     return 0
+
+
+def _rows(text: str) -> tuple[str, int | tuple[int, int]]:
+    """Return the name and the numbers of rows that an option gives.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    name, _, rows = text.rpartition("=")
+    numbers = rows.split(":")
+    if not name or len(numbers) > 2 or not all(number.isascii() and number.isdigit() for number in numbers):
+        raise CheckpointError(f"--padding {text!r}: give a name and rows, such as embedding.weight=50257:50304")
+    return name, int(numbers[0]) if len(numbers) == 1 else (int(numbers[0]), int(numbers[1]))
+
+
+def _names(path: Path) -> dict[str, str]:
+    """Return the new names that a file of JSON holds.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    try:
+        names = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"--rename {path}: {error}") from None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(f'--rename {path} must hold names by names, such as {{"1.weight": "blocks.0.weight"}}')
+    return names
 
 
 def _checkpoint(source: Path, tag: str | None) -> Checkpoint:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +27,14 @@ from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.conversion import convert, to_single_file
 from ds_topo.checkpoint.deepspeed_reader import Source
 from ds_topo.checkpoint.deepspeed_writer import Writer
+from ds_topo.checkpoint.engine_filling import EngineFilling
 from ds_topo.checkpoint.manifest import Place, SavedSplit
 from ds_topo.checkpoint.shards import Slice, elements_of_slice
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError, TopologyError
 from tests.checkpoint.conversions.layouts import AFTER, BEFORE, TAG, TOLERANCE, Layout, go_on, greatest_difference, save
 from tests.checkpoint.handmade import slice_of
 from tests.support import gpt_training
+from tests.support.ranks import run_ranks
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds
@@ -483,6 +488,73 @@ def test_killed_conversion_is_resumed(saved: Saved, tmp_path: Path, monkeypatch:
     monkeypatch.undo()
     convert(found, tmp_path / "at once", "data=4")
     _same_checkpoint(tmp_path / "at once" / TAG, tmp_path / TAG)
+
+
+KILLS = [
+    *((Source, "elements", count) for count in (0, 50)),
+    *((conversion, "replace_text", count) for count in (0, 1, 2)),  # the plan, the manifest, latest
+    *((conversion, name, 0) for name in ("make_room", "fill_all", "put_in_place", "discard", "flush")),
+]
+"""Where a conversion dies: a function, and the number of calls before that."""
+
+
+@pytest.mark.parametrize(("owner", "name", "count"), KILLS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_conversion_killed_at_any_point_leaves_nothing_half_written(
+    saved: Saved, tmp_path: Path, owner: Any, name: str, count: int
+) -> None:
+    found, _ = saved(PIPELINE)
+    convert(found, tmp_path / "at once", "data=4")
+    function, left = getattr(owner, name), [count]
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return function(*arguments, **options)
+
+    if (child := os.fork()) == 0:
+        setattr(owner, name, dying)
+        with suppress(BaseException):
+            convert(found, tmp_path / "to", "data=4")
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert checkpoint.look_at(found.path.parent, TAG, digests=True).is_whole
+    assert all(one.is_whole for one in checkpoint.checkpoints_in(tmp_path / "to", digests=True))
+    convert(found, tmp_path / "to", "data=4")
+    assert [path.name for path in (tmp_path / "to").iterdir() if path.name.startswith(".")] == []
+    _same_checkpoint(tmp_path / "at once" / TAG, tmp_path / "to" / TAG)
+
+
+def _die_while_loading(layout: Layout, folder: Path, rank: int, name: str) -> None:
+    own = getattr(EngineFilling, name)
+
+    def dying(self: EngineFilling) -> Any:
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(self)
+
+    setattr(EngineFilling, name, dying)
+    try:
+        go_on(layout, folder, {"convert": True})
+    except Exception as error:
+        (folder / f"rank{dist.get_rank()}.txt").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["compare", "copy", "finish"])
+def test_rank_killed_while_loading_ends_the_others(saved: Saved, tmp_path: Path, rank: int, name: str) -> None:
+    found, expected = saved(PIPELINE)
+    shutil.copytree(found.path.parent, tmp_path / "from")
+    layout = Layout("data=1,model=2", 0)
+    with pytest.raises(AssertionError, match=r"killed|died"):
+        run_ranks(2, _die_while_loading, layout, tmp_path / "from", rank, name, deadline=90, timeout=20)
+    told = (tmp_path / "from" / f"rank{1 - rank}.txt").read_text()
+    assert "Error" in told
+    assert checkpoint.look_at(tmp_path / "from", TAG, digests=True).is_whole
+    losses = run_ranks(2, go_on, layout, tmp_path / "from", {"convert": True})[0]
+    assert greatest_difference(losses, expected) < TOLERANCE
 
 
 def test_conversion_to_another_layout_discards_the_files_of_a_killed_one(

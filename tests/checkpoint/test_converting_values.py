@@ -379,7 +379,7 @@ def test_checkpoints_of_other_programs_are_named_with_the_function_that_loads_th
         said,
         (
             "load it with load_torch(engine,",
-            "or with load_torch(engine,",
+            "or into the engine, by load(engine,",
             "by from_pretrained() or load_state_dict()",
             "no checkpoint in",
             "it has checkpoints of DeepSpeed, ['step1']: load one with load(engine,",

@@ -226,7 +226,8 @@ def _flat(value: Any, place: str = "") -> dict[str, Any]:
     value = vars(value) if hasattr(value, "cur_scale") else value
     if not isinstance(value, dict):
         return {place: value}
-    return {key: one for name in value for key, one in _flat(value[name], f"{place}.{name}").items()}
+    names = [name for name in value if name != "cur_hysteresis"]  # files without ZeRO do not have it
+    return {key: one for name in names for key, one in _flat(value[name], f"{place}.{name}").items()}
 
 
 def _load_changed(folder: Path) -> tuple[list[str], list[str]]:

@@ -1,0 +1,1 @@
+"""Convert checkpoints between jobs drawn at random: ``python -m tests.checkpoint.matrix``."""

@@ -1,0 +1,63 @@
+"""Experts in pipelines keep their values in other stages, degrees and ZeRO stages, and jobs continue alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_topo import checkpoint
+from ds_topo.errors import CheckpointLayoutError
+from tests.support.exhaustive import mark_exhaustive
+from tests.support.moe_training import EXPERTS, Case, canonical_name, trainer
+from tests.support.training import Run, assert_trained_alike
+from tests.support.world import Worlds
+
+pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
+
+BEFORE, STEPS, TAG = 2, 4, "saved"
+PAIRS = [
+    (Case("pipe=2,data=2", (0, 2, 2, 2), 1), Case("data=2", (0, 1, 1, 1), 0)),
+    (Case("pipe=2,data=2", (0, 0, 2, 0), 0), Case("pipe=2,data=1", (0, 0, 1, 0), 0)),
+    (Case("pipe=2,data=2", (0, 2, 0, 0), 0), Case("data=4", (0, 4, 0, 0), 1)),
+    (Case("data=2,pipe=2", (2, 2, 0, 2), 0), Case("pipe=2,data=1", (1, 1, 0, 1), 1)),
+    (Case("pipe=2,data=1,model=2", (0, 2, 2, 0), 1), Case("pipe=2,data=2", (0, 1, 1, 0), 1)),
+    (
+        Case("pipe=2,data=1,model=2", (0, 1, 1, 0), 1, tensor_parallel=True),
+        Case("pipe=1,data=2", (0, 2, 2, 0), 0, tensor_parallel=True),
+    ),
+    (Case("data=1", (0, 1, 0, 1), 0), Case("pipe=2,data=2", (0, 2, 0, 2), 1)),
+]
+
+
+def _save(case: Case, folder: Path) -> None:
+    with trainer(case) as rank:
+        rank.train(range(BEFORE))
+        checkpoint.save(rank.engine, folder, TAG)
+
+
+def _go_on(case: Case, folder: Path, reference: Run) -> None:
+    with trainer(case) as rank:
+        rank.train(range(7, 8))
+        checkpoint.load(rank.engine, folder, TAG, convert=True)
+        run = rank.train(range(BEFORE, STEPS))
+        expected = rank.share_of(reference)
+        expected.losses = expected.losses[BEFORE:]
+        assert_trained_alike(run, expected, losses=1e-5, tensors=1e-5)
+
+
+@pytest.mark.parametrize(("case", "now"), mark_exhaustive(PAIRS, lambda number, _: number == 0), ids=str)
+def test_experts_in_a_pipeline_continue_alike(world: Worlds, case: Case, now: Case, tmp_path: Path) -> None:
+    world(case.world_size).run(_save, case, tmp_path)
+    world(now.world_size).run(_go_on, now, tmp_path, now.reference(STEPS))
+    found = checkpoint.look_at(tmp_path, TAG)
+    with pytest.raises(CheckpointLayoutError, match=r"experts in a PipelineModule, .*convert while loading"):
+        checkpoint.convert(found, tmp_path / "to", now.topology)
+    weights = torch.load(checkpoint.to_single_file(found, tmp_path / "weights.pt"), weights_only=True)
+    names = {canonical_name(name) for name in weights}
+    reference = case.reference(BEFORE)
+    assert names == reference.parameters.keys()
+    assert sum(".experts." in name for name in names) == 2 * EXPERTS * sum(size > 0 for size in case.sizes)
+    for name, value in weights.items():
+        assert torch.allclose(value, reference.parameters[canonical_name(name)], atol=1e-5), name

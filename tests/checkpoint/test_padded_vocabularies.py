@@ -1,0 +1,218 @@
+"""The padding of a vocabulary follows the degree of ``model``: real rows keep every bit, and new rows are zero."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file
+from torch import nn
+
+from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
+from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError
+from tests.support.exhaustive import mark_exhaustive
+from tests.support.small_engines import start
+from tests.support.training import destroy_engine, engine_config
+from tests.support.world import Worlds
+
+REAL = 21
+"""Words of the vocabulary. Jobs pad it to a multiple of 8 times the degree of ``model``."""
+
+
+def _rows(slices: int) -> int:
+    return -(-REAL // (8 * slices)) * 8 * slices
+
+
+class Words(nn.Module):
+    """One slice of an embedding of words, in which each slice trains its own rows."""
+
+    def __init__(self, slices: int, place: int, real: int | None = REAL, rows: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1 + place)
+        self.embedding = nn.Embedding((rows or _rows(slices)) // slices, 3)
+        torch.manual_seed(0)
+        self.norm = nn.Linear(3, 3)
+        weight: Any = self.embedding.weight
+        weight.tensor_model_parallel, weight.partition_dim = True, 0
+        if real is not None:
+            weight.unpadded_size = real
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.embedding(words).square().mean() + self.norm(self.norm.weight).square().mean()
+        return loss
+
+
+@contextmanager
+def _engine(topology: str, zero: int, precision: str = "fp32", **model: Any) -> Iterator[Any]:
+    start()
+    with PipelineParallelGrid(topology) as grid:
+        module = Words(grid.get_slice_parallel_world_size(), grid.get_slice_parallel_rank(), **model)
+        half = {} if precision == "fp32" else {precision: {"enabled": True}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = engine_config(2, zero_optimization={"stage": zero}, **half)
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+            engine, *_ = initialize(model=module, config=config, optimizer=optimizer, mpu=grid)
+        yield engine
+        destroy_engine(engine)
+
+
+def _train(engine: Any) -> None:
+    rows = engine.module.embedding.num_embeddings
+    for _ in range(2):
+        engine.backward(engine(torch.arange(rows)))
+        engine.step()
+
+
+def _save(topology: str, zero: int, precision: str, folder: Path) -> None:
+    with _engine(topology, zero, precision) as engine:
+        _train(engine)
+        checkpoint.save(engine, folder, "saved")
+
+
+def _states(folder: Path, slices: int, zero: int) -> dict[str, torch.Tensor]:
+    """Return the rows of the embedding's weight and states at ZeRO 0 or on one replica, read from the files alone."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for place in range(slices):
+        model = torch.load(folder / f"mp_rank_{place:02d}_model_states.pt", weights_only=False)
+        shape = model["module"]["embedding.weight"].shape
+        found.setdefault("weight", []).append(model["module"]["embedding.weight"])
+        if zero:
+            name = next(folder.glob(f"*zero_pp_rank_0_mp_rank_{place:02d}_optim_states.pt"))
+            file = torch.load(name, weights_only=False)["optimizer_state_dict"]
+            state = {
+                "fp32": file["single_partition_of_fp32_groups"][0],
+                **file["base_optimizer_state"]["state"].get(0, {}),
+            }
+        else:
+            state = model["optimizer"]["state"].get(0, {})
+        for key, value in state.items():
+            if key != "step":
+                found.setdefault(key, []).append(value.reshape(-1)[: shape.numel()].view(shape))
+    return {key: torch.cat(values) for key, values in found.items()}
+
+
+CASES = [(0, "fp32", 1, 4), (1, "bf16", 1, 2), (0, "fp32", 2, 1), (2, "fp32", 2, 1), (1, "fp32", 1, 3)]
+"""The stage, the precision, and the degrees of ``model`` before and after; ``data`` is 1."""
+
+
+@pytest.mark.parametrize(("zero", "precision", "old", "new"), mark_exhaustive(CASES, lambda number, _: number < 3))
+def test_padding_follows_the_degree_of_model(
+    world: Worlds, tmp_path: Path, zero: int, precision: str, old: int, new: int
+) -> None:
+    world(old).run(_save, f"data=1,model={old}", zero, precision, tmp_path / "from")
+    found = checkpoint.look_at(tmp_path / "from", "saved")
+    before = _states(found.path, old, zero)
+    arguments = ["--topology", f"data=1,model={new}", "--padding", f"embedding.weight={_rows(new)}"]
+    assert cli.main(["convert", str(found.path), str(tmp_path / "to"), *arguments]) == 0
+    after = _states(tmp_path / "to/saved", new, zero)
+    assert after.keys() == before.keys()
+    for key, value in before.items():
+        assert len(value) == _rows(old)
+        assert len(after[key]) == _rows(new)
+        assert after[key].dtype == value.dtype
+        assert torch.equal(after[key][:REAL], value[:REAL]), key
+        padding = value[REAL:] if _rows(new) == _rows(old) else torch.zeros(_rows(new) - REAL, 3, dtype=value.dtype)
+        assert torch.equal(after[key][REAL:], padding), key
+    there = checkpoint.look_at(tmp_path / "to", "saved", digests=True)
+    assert there.is_whole
+    assert there.manifest is not None
+    assert there.manifest.structure is not None
+    split = there.manifest.structure.splits["embedding.weight"]
+    assert (split.real, split.padded) == (REAL, _rows(new))
+    checkpoint.to_hugging_face(found, tmp_path / "weights")
+    weights = load_file(tmp_path / "weights/model.safetensors")
+    assert torch.equal(weights["embedding.weight"], before["weight"][:REAL])
+
+
+def _load_all(folder: Path) -> list[str]:
+    wrong = []
+    for topology, zero in (("model=2", 1), ("model=2", 0), ("data=2", 3), ("data=2", 2)):
+        for source in ("saved", "files"):
+            with _engine(topology, zero) as engine:
+                slices, place = engine.mpu.get_slice_parallel_world_size(), engine.mpu.get_slice_parallel_rank()
+                if source == "saved":
+                    checkpoint.load(engine, folder, "saved", convert=True)
+                else:
+                    checkpoint.load(engine, folder / "files", convert=True)
+                    checkpoint.save(engine, folder / f"{topology} {zero}", "saved")
+                    continue
+                checkpoint.save(engine, folder / f"{topology} {zero}", "again")
+                before = _states(folder / "saved", 1, 0)
+                if zero == 3:
+                    continue
+                rows = engine.module.embedding.num_embeddings
+                expected = torch.zeros(_rows(slices), 3)
+                expected[:REAL] = before["weight"][:REAL]
+                own = engine.module.embedding.weight.detach()
+                if _rows(slices) == len(before["weight"]):
+                    expected = before["weight"]  # nothing changes, and the padding is kept
+                if not torch.equal(own, expected[place * rows : (place + 1) * rows]):
+                    wrong.append(f"{topology} {zero} {source}")
+                _train(engine)
+    return wrong
+
+
+def test_engines_pad_what_they_load(world: Worlds, tmp_path: Path) -> None:
+    world(1).run(_save, "data=1", 0, "fp32", tmp_path)
+    before = _states(tmp_path / "saved", 1, 0)
+    checkpoint.to_hugging_face(checkpoint.look_at(tmp_path, "saved"), tmp_path / "files")
+    assert world(2).run(_load_all, tmp_path) == [[], []]
+    for name, slices, zero in (("model=2 1", 2, 1), ("model=2 0", 2, 0)):
+        after = _states(tmp_path / name / "again", slices, zero)
+        for key, value in before.items():
+            assert torch.equal(after[key][:REAL], value[:REAL]), key
+            assert not after[key][REAL:].any(), key
+        assert torch.equal(_states(tmp_path / name / "saved", slices, zero)["weight"][:REAL], before["weight"][:REAL])
+    for tag in ("again", "saved"):
+        weights = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "data=2 3"), tag)
+        assert torch.equal(weights["embedding.weight"][:REAL], before["weight"][:REAL])
+
+
+def _refuse(folder: Path) -> list[str]:
+    said = []
+    for model, kind in (
+        ({"real": REAL - 1, "rows": 32}, CheckpointLayoutError),
+        ({"real": None, "rows": 32}, CheckpointModelError),
+        ({"rows": 20}, CheckpointLayoutError),
+    ):
+        with _engine("data=1", 1, **model) as engine, pytest.raises(kind) as caught:
+            checkpoint.load(engine, folder, "saved", convert=True)
+        said.append(str(caught.value))
+    with _engine("data=1", 1, rows=32) as engine:  # the same degrees with other padding
+        checkpoint.load(engine, folder, "saved", convert=True)
+        assert not engine.module.embedding.weight[REAL:].any()
+    return said
+
+
+def test_unknown_padding_is_refused(world: Worlds, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world(1).run(_save, "data=1", 1, "fp32", tmp_path)
+    [said] = world(1).run(_refuse, tmp_path)
+    for text, expected in zip(
+        said,
+        ("has 21 rows without padding in the checkpoint, and 20 here", "is [24, 3] in the checkpoint", "20 in the new"),
+        strict=True,
+    ):
+        assert expected in text
+    found = checkpoint.look_at(tmp_path, "saved")
+    for padding, wrong in (
+        ({"embedding.weight": 20}, "20 in the new layout, and 21"),
+        ({"embedding.weight": 31}, r"has 31 elements along dimension 0, which must be a multiple of 2"),
+        ({"embedding.weight": (20, 32)}, "has 21 rows without padding"),
+        ({"norm.weight": 32}, "does not say how many rows are padding"),
+        ({"words": 32}, "the checkpoint has no such parameter"),
+    ):
+        with pytest.raises(CheckpointLayoutError, match=wrong):
+            checkpoint.convert(found, tmp_path / "to", "data=1,model=2", padding=padding)
+    for text in ("embedding.weight", "=3", "a=b", "a=1:2:3"):
+        options = ["--topology", "data=1", "--padding", text]
+        assert cli.main(["convert", str(found.path), str(tmp_path / "to"), *options]) == 2
+        assert "give a name and rows" in capsys.readouterr().err
+    with pytest.raises(CheckpointError):
+        checkpoint.convert(found, tmp_path / "to", "data=1,model=2", padding={"embedding.weight": (21, 30, 1)})  # type: ignore[dict-item]
