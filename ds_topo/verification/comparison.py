@@ -251,19 +251,19 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
         }
         yield Row(SKIPPED, "", differ)
     if any(record["after"] for record in found.ranks):
-        clipped = [found.clipping(rank, expected)[1] for rank in range(len(found.ranks))]
+        clipped = [found.clipping(rank, expected) for rank in range(len(found.ranks))]
         for name in order:
             if ranks := found.holders("after", name):
-                parts = {rank: found.after(rank, name, clipped[rank]) for rank in ranks}
+                parts = {rank: found.after(rank, name, clipped[rank][0]) for rank in ranks}
                 yield Row(REDUCED, name, {rank: error_of(part, expected[name], least) for rank, part in parts.items()})
-    right = reference.ranks[0]["norm"] or math.sqrt(square)  # some optimizers report the norm of scaled gradients
-    norms = {
-        rank: ratio((record["norm"] - right) ** 2, right**2)
-        for rank, record in enumerate(found.ranks)
-        if record["norm"] and not record["is_skipped"]
-    }
-    if norms and right:
-        yield Row(NORM, "", norms)
+        right = reference.ranks[0]["norm"] or math.sqrt(square)  # some optimizers report the norm of scaled gradients
+        norms = {
+            rank: ratio((norm - right) ** 2, right**2)
+            for rank, (_, norm) in enumerate(clipped)
+            if norm and not found.ranks[rank]["is_skipped"]
+        }
+        if norms and right:
+            yield Row(NORM, "", norms)
 
 
 def _updates(found: Step, reference: Step) -> Iterator[Row]:
