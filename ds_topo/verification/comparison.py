@@ -36,8 +36,8 @@ OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED, WEIGHT, START, REPLICAS = (
     "replicas",
 )
 """The kinds of what is compared, in the order of computation but for the last two, which are compared first."""
-_TIMES_ROUNDING = 10.0
-"""The error that is allowed, as a multiple of the measured error of rounding."""
+_TIMES_ROUNDING, _OF_UPDATES = 5.0, 20.0
+"""The error that is allowed, as a multiple of the measured error of rounding; optimizers amplify it."""
 _LEAST = {"float64": 1e-5, "float32": 1e-5, "bfloat16": 1.6e-2, "float16": 2e-3}
 """The error that is always allowed, by the data type of the weights: twice the precision of a half type."""
 _USELESS = 0.5
@@ -382,7 +382,8 @@ class Allowed:
         if row.kind == SKIPPED:
             return EXACT
         measured = max(self.measured.get((row.kind, row.name), 0.0), self.medians.get(row.kind, 0.0))
-        return max(self.least, _TIMES_ROUNDING * measured)
+        is_update = row.kind not in (OUTPUT, LOSS, GRADIENT, REDUCED, NORM)
+        return max(self.least, (_OF_UPDATES if is_update else _TIMES_ROUNDING) * measured)
 
 
 def place_of(bad: Iterable[int], holders: Iterable[int], run: Run) -> tuple[str, str | None]:

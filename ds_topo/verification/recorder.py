@@ -289,18 +289,18 @@ class Recorder:
         return self._rounded(output)
 
     def _rounded(self, tensor: Any) -> Any:
-        """Multiply each element, and later its gradient, by 1 plus or minus the precision of its type."""
+        """Multiply each element, and later its gradient, by 1 plus or minus half of the precision of its type."""
         if not torch.is_tensor(tensor) or not tensor.is_floating_point():
             return tensor
-        result = tensor * self._factors(tensor)
+        result = (tensor * self._factors(tensor)).to(tensor.dtype)
         if result.requires_grad:
-            result.register_hook(lambda gradient: gradient * self._factors(gradient))
+            result.register_hook(lambda gradient: (gradient * self._factors(gradient)).to(gradient.dtype))
         return result
 
     def _factors(self, tensor: torch.Tensor) -> torch.Tensor:
         eps = max(torch.finfo(tensor.dtype).eps, _EPS_OF_LONG_TYPES)
         signs = torch.randint(0, 2, tensor.shape, generator=self._generator, device=tensor.device)
-        return (1 + eps * (2 * signs - 1)).to(tensor.dtype)
+        return 1 + eps * (signs.double() - 0.5)  # in a shorter type it would be rounded to 1
 
     def _gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Add a gradient of one micro-batch."""
