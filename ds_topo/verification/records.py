@@ -107,7 +107,10 @@ class Step:
         right = math.sqrt(sum(float(one.double().square().sum()) for one in expected.values()))
         if not norm and 0 < clip < right and factors:
             return found, clip / found
-        reasons = [1.0, *(clip / (each + 1e-6) for each in {norm or right, (norm or right) / scale} if 0 < clip < each)]
+        reasons = [
+            1.0,
+            *(clip / (each + 1e-6) for each in {norm or right, (norm or right) / scale} if 0 < clip < each < math.inf),
+        ]
         return min(reasons, key=lambda reason: abs(math.log(found / reason))), norm
 
     def after(self, rank: int, name: str, factor: float) -> Part:
