@@ -36,8 +36,8 @@ OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED, WEIGHT, START, REPLICAS = (
     "replicas",
 )
 """The kinds of what is compared, in the order of computation but for the last two, which are compared first."""
-_TIMES_ROUNDING = 10.0
-"""The error that is allowed, as a multiple of the measured error of rounding."""
+_TIMES_ROUNDING, _OF_UPDATES = 5.0, 20.0
+"""The error that is allowed, as a multiple of the measured error of rounding; optimizers amplify it."""
 _LEAST = {"float64": 1e-5, "float32": 1e-5, "bfloat16": 1.6e-2, "float16": 2e-3}
 """The error that is always allowed, by the data type of the weights: twice the precision of a half type."""
 _USELESS = 0.5
@@ -251,19 +251,19 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
         }
         yield Row(SKIPPED, "", differ)
     if any(record["after"] for record in found.ranks):
-        clipped = [found.clipping(rank, expected)[1] for rank in range(len(found.ranks))]
+        clipped = [found.clipping(rank, expected) for rank in range(len(found.ranks))]
         for name in order:
             if ranks := found.holders("after", name):
-                parts = {rank: found.after(rank, name, clipped[rank]) for rank in ranks}
+                parts = {rank: found.after(rank, name, clipped[rank][0]) for rank in ranks}
                 yield Row(REDUCED, name, {rank: error_of(part, expected[name], least) for rank, part in parts.items()})
-    right = reference.ranks[0]["norm"] or math.sqrt(square)  # some optimizers report the norm of scaled gradients
-    norms = {
-        rank: ratio((record["norm"] - right) ** 2, right**2)
-        for rank, record in enumerate(found.ranks)
-        if record["norm"] and not record["is_skipped"]
-    }
-    if norms and right:
-        yield Row(NORM, "", norms)
+        right = reference.ranks[0]["norm"] or math.sqrt(square)  # some optimizers report the norm of scaled gradients
+        norms = {
+            rank: ratio((norm - right) ** 2, right**2)
+            for rank, (_, norm) in enumerate(clipped)
+            if norm and not found.ranks[rank]["is_skipped"]
+        }
+        if norms and right:
+            yield Row(NORM, "", norms)
 
 
 def _updates(found: Step, reference: Step) -> Iterator[Row]:
@@ -382,7 +382,8 @@ class Allowed:
         if row.kind == SKIPPED:
             return EXACT
         measured = max(self.measured.get((row.kind, row.name), 0.0), self.medians.get(row.kind, 0.0))
-        return max(self.least, _TIMES_ROUNDING * measured)
+        is_update = row.kind not in (OUTPUT, LOSS, GRADIENT, REDUCED, NORM)
+        return max(self.least, (_OF_UPDATES if is_update else _TIMES_ROUNDING) * measured)
 
 
 def place_of(bad: Iterable[int], holders: Iterable[int], run: Run) -> tuple[str, str | None]:

@@ -28,7 +28,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from ds_topo.checkpoint import engine_facts as facts
-from ds_topo.checkpoint.engine_state import Named, Trained, named_parameters, span_of_zero_3, trained, update_weights
+from ds_topo.checkpoint.engine_state import Named, Trained, named_parameters, span_of_zero_3, trained
 from ds_topo.checkpoint.shards import Slice, part_of
 from ds_topo.engine.replicas import digest, replicated
 from ds_topo.ledger import ledger
@@ -169,7 +169,13 @@ class Recorder:
         folder = self.what.folder_of(dist.get_rank())
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(
-            {"about": about(engine), "weights": self._weights(), "replicas": self._replicas()}, folder / "start.pt"
+            {
+                "about": about(engine),
+                "weights": self._weights(),
+                "masters": self._states().get(MASTER, {}),
+                "replicas": self._replicas(),
+            },
+            folder / "start.pt",
         )
         if self.what.weights_from is not None:
             self._load(self.what.weights_from)
@@ -237,20 +243,23 @@ class Recorder:
         self._hooks.close()
 
     def _load(self, folder: Path) -> None:
-        """Start with the weights that another run has started with."""
-        assert self.engine is not None
-        whole = whole_tensors(torch.load(path, mmap=True)["weights"] for path in sorted(folder.glob("rank_*/start.pt")))
+        """Start with the weights and master weights that another run has started with.
+
+        Some of DeepSpeed's optimizers step without gradients when they are built, so that master weights have decayed.
+        """
+        starts = [torch.load(path, mmap=True) for path in sorted(folder.glob("rank_*/start.pt"))]
+        weights, masters = (whole_tensors(one[kind] for one in starts) for kind in ("weights", "masters"))
         with torch.no_grad():
             for one, master in self._named:
-                value = whole.get(one.names[0])
-                if value is None:
-                    warnings.warn(f"{one.names[0]} is not in the wanted layout, and keeps its own values", stacklevel=2)
+                name = one.names[0]
+                if name not in weights:
+                    warnings.warn(f"{name} is not in the wanted layout, and keeps its own values", stacklevel=2)
                     continue
                 of_master = self._of_master(one, master, None if master is None else master.master)
-                for held in (of_master, self._held(one)):
-                    for offsets, memory in ({} if held is None else held.boxes).items():
-                        memory.copy_(_box(value, offsets, memory.shape))
-        update_weights(self.engine, [master for _, master in self._named if master is not None])
+                for whole, held in ((masters.get(name), of_master), (weights[name], self._held(one))):
+                    if whole is not None and held is not None:
+                        for offsets, memory in held.boxes.items():
+                            memory.copy_(_box(whole, offsets, memory.shape))
 
     # -- what is recorded --------------------------------------------------------------------------------------------
 
@@ -280,18 +289,18 @@ class Recorder:
         return self._rounded(output)
 
     def _rounded(self, tensor: Any) -> Any:
-        """Multiply each element, and later its gradient, by 1 plus or minus the precision of its type."""
+        """Multiply each element, and later its gradient, by 1 plus or minus half of the precision of its type."""
         if not torch.is_tensor(tensor) or not tensor.is_floating_point():
             return tensor
-        result = tensor * self._factors(tensor)
+        result = (tensor * self._factors(tensor)).to(tensor.dtype)
         if result.requires_grad:
-            result.register_hook(lambda gradient: gradient * self._factors(gradient))
+            result.register_hook(lambda gradient: (gradient * self._factors(gradient)).to(gradient.dtype))
         return result
 
     def _factors(self, tensor: torch.Tensor) -> torch.Tensor:
         eps = max(torch.finfo(tensor.dtype).eps, _EPS_OF_LONG_TYPES)
         signs = torch.randint(0, 2, tensor.shape, generator=self._generator, device=tensor.device)
-        return (1 + eps * (2 * signs - 1)).to(tensor.dtype)
+        return 1 + eps * (signs.double() - 0.5)  # in a shorter type it would be rounded to 1
 
     def _gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Add a gradient of one micro-batch."""

@@ -90,8 +90,8 @@ class Step:
         whole = whole_tensors([{name: record["before"][name]}])[name].float()
         return whole / float(record["scale"])
 
-    def clipping(self, rank: int, expected: Mapping[str, torch.Tensor]) -> tuple[float, float]:
-        """Return the factor of a rank's gradients after reduction, and what clipping explains of it.
+    def clipping(self, rank: int, expected: Mapping[str, torch.Tensor]) -> tuple[float, float | None]:
+        """Return the factor by which a rank's gradients were clipped, and the norm that it reports or clips by.
 
         DeepSpeed clips by the norm of scaled or of unscaled gradients, and does not report every norm. The factor is
         the median over all parameters, so that one wrong gradient does not change it.
@@ -103,10 +103,15 @@ class Step:
             if own > 0 and there > 0 and math.isfinite(own):
                 factors.append(math.sqrt(own / there))
         found = median(factors) if factors else 1.0
-        clip, scale = record["clip"], record["scale"]
-        norm = record["norm"] or math.sqrt(sum(float(one.double().square().sum()) for one in expected.values()))
-        reasons = [1.0, *(clip / (each + 1e-6) for each in {norm, norm / scale} if 0 < clip < each)]
-        return found, min(reasons, key=lambda reason: abs(math.log(found / reason)))
+        clip, scale, norm = record["clip"], record["scale"], record["norm"]
+        right = math.sqrt(sum(float(one.double().square().sum()) for one in expected.values()))
+        if not norm and 0 < clip < right and factors:
+            return found, clip / found
+        reasons = [
+            1.0,
+            *(clip / (each + 1e-6) for each in {norm or right, (norm or right) / scale} if 0 < clip < each < math.inf),
+        ]
+        return min(reasons, key=lambda reason: abs(math.log(found / reason))), norm
 
     def after(self, rank: int, name: str, factor: float) -> Part:
         """Return a rank's part of a gradient after reduction, before clipping by ``factor``."""

@@ -34,9 +34,8 @@ class Job:
         """The job of the reference."""
         topology = ProcessTopology.from_spec(self.topology)
         is_half = self.settings.keys() & {"bf16", "fp16"}  # as in ds_topo.verification.__main__
-        return Job(
-            f"data={degree(topology, sample_axes(topology))}", self.is_pipeline, self.settings if is_half else {}
-        )
+        settings = {key: value for key, value in self.settings.items() if is_half or key != "zero_optimization"}
+        return Job(f"data={degree(topology, sample_axes(topology))}", self.is_pipeline, settings)
 
 
 def record(
