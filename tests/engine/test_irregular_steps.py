@@ -249,11 +249,13 @@ def _layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
 
-def _adversaries(reduced: bool, through_engine: bool, clears: bool, torch_style: bool, **more: Any) -> torch.Tensor:
+def _adversaries(
+    reduced: bool, through_engine: bool, clears: bool, torch_style: bool, freezes: bool = False, **more: Any
+) -> torch.Tensor:
     """Train a generator and a discriminator, each with an engine; return the last loss and all parameters.
 
     The generator's loss passes through the discriminator. If its gradients are not cleared, they are added to those of
-    the discriminator's own loss.
+    the discriminator's own loss. With ``freezes`` the discriminator gets no gradients of the generator's loss.
     """
     torch.manual_seed(0)
     with PipelineParallelGrid("data=2") as grid:
@@ -263,7 +265,9 @@ def _adversaries(reduced: bool, through_engine: bool, clears: bool, torch_style:
         for step in range(8):
             noise = samples(2 * step)
             made = generator(noise)
+            judge.module.requires_grad_(not freezes)
             loss = ((judge if through_engine else judge.module)(made) - 1).square().mean()
+            judge.module.requires_grad_(True)
             generator.backward(loss)
             generator.step()
             if clears:
@@ -287,8 +291,11 @@ def _adversaries_as_without(stage: int, *program: bool) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
-def _adversaries_alone(clears: bool) -> torch.Tensor:
-    """Train as :func:`_adversaries`, with torch alone, on the samples of two ranks."""
+def _adversaries_alone(clears: bool, freezes: bool, replaces: bool) -> torch.Tensor:
+    """Train as :func:`_adversaries`, with torch alone, on the samples of two ranks.
+
+    With ``replaces`` the discriminator steps on the gradients of its last backward pass alone.
+    """
     torch.manual_seed(0)
     generator, judge = _layers(), _layers()
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (generator, judge)]
@@ -298,8 +305,10 @@ def _adversaries_alone(clears: bool) -> torch.Tensor:
             torch.cat([samples_of(rank, number) for rank in range(2)]) for number in (2 * step, 2 * step + 1)
         )
         made = generator(noise)
+        judge.requires_grad_(not freezes)
         ((judge(made) - 1).square().mean() / 2).backward()
-        if clears:
+        judge.requires_grad_(True)
+        if clears or (replaces and step % 2 == 1):
             judge.zero_grad()
         loss = ((judge(real) - 1).square().mean() + judge(made.detach()).square().mean()) / 2
         (loss / 2).backward()
@@ -310,24 +319,25 @@ def _adversaries_alone(clears: bool) -> torch.Tensor:
     return torch.cat([each.detach().flatten() for module in (generator, judge) for each in module.parameters()])
 
 
-def _adversaries_as_alone(cases: list[tuple[int, bool, bool, bool]]) -> None:
+def _adversaries_as_alone(cases: list[tuple[int, bool, bool, bool, bool]]) -> None:
     start()
-    for stage, through_engine, clears, reduced in cases:
-        found = _adversaries(reduced, through_engine, clears, False, zero_optimization={"stage": stage})
-        message = f"stage {stage}, {through_engine=}, {clears=}, {reduced=}: {{}}".format
-        torch.testing.assert_close(found[1:], _adversaries_alone(clears), rtol=1e-5, atol=1e-6, msg=message)
+    for stage, through_engine, clears, freezes, reduced in cases:
+        found = _adversaries(reduced, through_engine, clears, False, freezes, zero_optimization={"stage": stage})
+        message = f"stage {stage}, {through_engine=}, {clears=}, {freezes=}, {reduced=}: {{}}".format
+        alone = _adversaries_alone(clears, freezes, replaces=through_engine and stage > 0)
+        torch.testing.assert_close(found[1:], alone, rtol=1e-5, atol=1e-6, msg=message)
 
 
 @pytest.mark.exhaustive
 def test_adversaries_train_as_in_one_process(world: Worlds) -> None:
-    """Without ``zero_grad()``, a loss that passes through another engine trains otherwise in DeepSpeed itself."""
+    """A loss that passes through another engine is a backward pass of that engine for DeepSpeed.
+
+    At ZeRO 1 and 2 the last backward pass of a step replaces the gradients of those before it.
+    """
     programs = [
-        (0, False, False),
-        (0, False, True),
-        (1, False, False),
-        (1, False, True),
-        (1, True, True),
-        (2, True, True),
+        *((stage, False, clears, False) for stage in (0, 1) for clears in (False, True)),
+        *((stage, False, False, True) for stage in (0, 1, 2)),
+        *((stage, True, clears, False) for stage in (1, 2) for clears in (False, True)),
     ]
     world(2).run(_adversaries_as_alone, [(*program, reduced) for program in programs for reduced in (False, True)])
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer and accelerate have the same losses, rates, norms and steps on a grid as without one."""
+"""Hugging Face's Trainer and accelerate have the same samples, losses, rates and norms on a grid as without one."""
 
 from __future__ import annotations
 
@@ -52,19 +52,45 @@ def recorded_steps() -> Iterator[list[tuple[float, ...]]]:
 
     def recording(engine: Any, *args: Any, **options: Any) -> None:
         take(engine, *args, **options)
-        norm, scale = engine.get_global_grad_norm(), getattr(engine.optimizer, "cur_scale", 1.0)
+        norm, scale = engine.get_global_grad_norm() or 0.0, getattr(engine.optimizer, "cur_scale", 1.0)
         found.append((engine.get_lr()[0], float(norm), float(scale), engine.skipped_steps))
 
     with patch.object(DeepSpeedEngine, "_take_model_step", recording):
         yield found
 
 
-Steps = tuple[list[float], list[tuple[float, ...]]]
-"""The loss of each step, and what :func:`recorded_steps` yields."""
+@contextmanager
+def recorded_samples(data: type) -> Iterator[list[int]]:
+    """Record the index of each sample of a data set that this rank reads."""
+    found: list[int] = []
+    read = data.__getitem__  # type: ignore[attr-defined]
+
+    def recording(samples: Any, index: int) -> Any:
+        found.append(index)
+        return read(samples, index)
+
+    with patch.object(data, "__getitem__", recording):
+        yield found
+
+
+def in_order(read: list[int], share: int, batches: int, samples: int) -> list[int]:
+    """Return the samples of the first batches of all ranks, ``samples`` of each share and batch, by batch and share."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (share, read))
+    by_share = dict(sorted(each for each in everyone if each[1]))  # the middle of a pipeline reads nothing
+    assert all(len(own) >= batches * samples for own in by_share.values())
+    starts = range(0, batches * samples, samples)
+    return [index for start in starts for own in by_share.values() for index in own[start : start + samples]]
+
+
+Steps = tuple[list[float], list[tuple[float, ...]], list[int]]
+"""The loss of each step, and what :func:`recorded_steps` and :func:`in_order` return."""
 
 
 def assert_alike(found: Steps, expected: Steps) -> None:
     assert len(expected[0]) == len(expected[1]) == STEPS
+    assert found[2] == expected[2]
+    assert len(set(found[2])) == len(found[2]) > STEPS
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
     assert found[1] == [pytest.approx(step, rel=1e-4) for step in expected[1]]
 
@@ -85,7 +111,11 @@ def _fine_tuned(folder: str, layouts: tuple[tuple[str, int], ...]) -> dict[str, 
         torch.manual_seed(0)
         model, tokens = example.model_and_tokens(arguments)
         data = example.Sequences(tokens, arguments.context, arguments.seed)
-        with PipelineParallelGrid("data=4" if spec == "stock" else spec) as grid, recorded_steps() as steps:
+        with (
+            PipelineParallelGrid("data=4" if spec == "stock" else spec) as grid,
+            recorded_steps() as steps,
+            recorded_samples(example.Sequences) as read,
+        ):
             if spec == "stock":
                 with patch.object(example, "deepspeed_config", partial(_without_reducer, example.deepspeed_config)):
                     losses = example.train_with_trainer(model, data, grid, arguments)
@@ -94,7 +124,9 @@ def _fine_tuned(folder: str, layouts: tuple[tuple[str, int], ...]) -> dict[str, 
                 train = example.train_pipeline if "pipe" in spec else example.train_with_trainer
                 with use(grid):
                     losses = train(model, data, grid, arguments)
-            found[f"{spec} {zero}"] = losses, steps
+            replicas = grid.get_sample_world_size()
+            order = in_order(read, grid.get_sample_rank(), 2 * STEPS, arguments.batch_size // replicas // 2)
+            found[f"{spec} {zero}"] = losses, steps, order
         _forget_frameworks()
     return found
 
@@ -133,11 +165,17 @@ class Sequences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def _long_sequences(spec: str, zero: int) -> Steps:
     """Return the mean losses and the steps of a loop whose sequences accelerate and DeepSpeed split."""
-    with recorded_steps() as steps:
-        return _losses_of_long_sequences(spec, zero), steps
+    with recorded_steps() as steps, recorded_samples(Sequences) as read:
+        losses, share = _losses_of_long_sequences(spec, zero)
+        return losses, steps, in_order(read, share, STEPS // 2, 1)
 
 
-def _losses_of_long_sequences(spec: str, zero: int) -> list[float]:
+def _share(grid: PipelineParallelGrid | None) -> int:
+    """Return which of four samples this rank reads; the ranks of a sequence train on each other's."""
+    return dist.get_rank() if grid is None else 2 * grid.get_axis_rank("data") + grid.get_axis_rank("seq")
+
+
+def _losses_of_long_sequences(spec: str, zero: int) -> tuple[list[float], int]:
     import accelerate.accelerator
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig, ParallelismConfig
@@ -174,7 +212,7 @@ def _losses_of_long_sequences(spec: str, zero: int) -> list[float]:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader: Any = torch.utils.data.DataLoader(Sequences(), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses = []
+    losses, share = [], _share(grid)
     for _, samples in zip(range(STEPS), loader, strict=False):
         labels = samples.pop("shift_labels")
         assert samples["input_ids"].shape == (1, LENGTH // 2)
@@ -189,7 +227,7 @@ def _losses_of_long_sequences(spec: str, zero: int) -> list[float]:
     if grid is not None:
         assert model.mpu is grid
         grid.destroy()
-    return losses
+    return losses, share
 
 
 def _prepare_for_all_ranks(prepare: Any, *args: Any, **options: Any) -> Any:
@@ -215,8 +253,8 @@ def _exchange(ctx: Any, group: Any, received: list[torch.Tensor], *sent: torch.T
     return tuple(received)
 
 
-def _trainer_of_sequences(spec: str, zero: int, folder: str) -> list[tuple[float, float]]:
-    """Return the losses and norms of a Trainer that splits sequences."""
+def _trainer_of_sequences(spec: str, zero: int, folder: str) -> Steps:
+    """Return the losses, the steps and the samples of a Trainer that splits sequences."""
     import accelerate.accelerator
     from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
     from torch.distributed.nn.functional import _AlltoAll
@@ -260,12 +298,15 @@ def _trainer_of_sequences(spec: str, zero: int, folder: str) -> list[tuple[float
         disable_tqdm=True,
     )
     trainer = Trainer(model, arguments, train_dataset=Sequences())
-    trainer.train()
+    share = _share(grid)
+    with recorded_steps() as steps, recorded_samples(Sequences) as read:
+        trainer.train()
     assert trainer.model_wrapped.train_batch_size() == 2
     if grid is not None:
         assert trainer.model_wrapped.mpu is grid
         grid.destroy()
-    return [(step["loss"], step["grad_norm"]) for step in trainer.state.log_history if "grad_norm" in step]
+    losses = [step["loss"] for step in trainer.state.log_history if "grad_norm" in step]
+    return losses, steps, in_order(read, share, STEPS // 2, 1)
 
 
 @pytest.mark.exhaustive
@@ -274,11 +315,9 @@ def test_trainer_splits_sequences_along_seq_in_any_order(tmp_path: Path) -> None
         run_ranks(4, _trainer_of_sequences, spec, zero, str(tmp_path))[0]
         for spec, zero in (("stock", 1), ("data=2,seq=2", 1), ("seq=2,data=2", 1), ("seq=2,data=2", 3))
     )
-    assert len(stock) == STEPS
     assert in_stock_order == stock
     for found in others:
-        assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in stock], rel=1e-6)
-        assert [norm for _, norm in found] == pytest.approx([norm for _, norm in stock], rel=1e-5)
+        assert_alike(found, stock)
 
 
 def _attention_of_a_grid(spec: str) -> list[tuple[float, float]]:
@@ -320,8 +359,7 @@ def _attention_of_a_grid(spec: str) -> list[tuple[float, float]]:
         }
         engine, *_ = deepspeed.initialize(model=model, mpu=mpu, config=config, model_parameters=model.parameters())
         assert engine.mpu is grid
-        rank = 2 * grid.get_axis_rank("data") + grid.get_axis_rank("seq")  # each rank reads samples of its own
-        loader: Any = torch.utils.data.DataLoader(samples[rank::4], batch_size=1)  # type: ignore[arg-type]
+        loader: Any = torch.utils.data.DataLoader(samples[_share(grid) :: 4], batch_size=1)  # type: ignore[arg-type]
         place, group = mpu.get_sequence_parallel_rank(), mpu.get_sequence_parallel_group()
         batches = UlyssesSPDataLoaderAdapter(loader, place, group, grid.get_axis_size("seq"), engine.device)
         for _, batch in zip(range(STEPS), batches, strict=False):
