@@ -366,8 +366,11 @@ def opened_for(
         where = f"the checkpoint {path.name!r} of {path.parent}"
         problem = next((row.problem for row in rows if row.problem), "")
         if problem or (is_strict and (added or left_out)):
-            problem = problem or next(iter(added.values()), "") or left_out[0]
-            raise CheckpointModelError(f"{where} is of another model: {problem}")
+            shape, problem = problem, problem or next(iter(added.values()), "") or left_out[0]
+            raise CheckpointModelError(
+                f"{where} is of another model: {problem}. Build the model and freeze its parameters as when it was saved"
+                + ("" if shape else ", or load what both have (load_module_strict=False)")
+            )
         if conflict := next((row.conflict for row in rows if row.conflict), ""):
             raise CheckpointLayoutError(f"{where}: {conflict}")
         known: dict[tuple[int, str], str] = {}
