@@ -368,8 +368,8 @@ def opened_for(
         if problem or (is_strict and (added or left_out)):
             shape, problem = problem, problem or next(iter(added.values()), "") or left_out[0]
             raise CheckpointModelError(
-                f"{where} is of another model: {problem}. Build the model and freeze its parameters as when it was saved"
-                + ("" if shape else ", or load what both have (load_module_strict=False)")
+                f"{where} is of another model: {problem}. Build the model and freeze its parameters as when it was "
+                "saved" + ("" if shape else ", or load what both have (load_module_strict=False)")
             )
         if conflict := next((row.conflict for row in rows if row.conflict), ""):
             raise CheckpointLayoutError(f"{where}: {conflict}")
