@@ -135,7 +135,7 @@ def convert(
         CheckpointSpaceError: the disk has too little space. In all of these cases nothing was written.
     """
     to, checkpoint = check_folder(folder), _checked(checkpoint)
-    _check_wanted(spec, zero, method, bounds, experts, zero_options)
+    _check_wanted(spec, zero, method, bounds, experts, zero_options, padding)
     manifest = readable(checkpoint)
     new_tag = check_tag(checkpoint.tag if tag is None else tag)
     model = model_of(manifest, _padded_splits(manifest, padding or {}))
@@ -161,7 +161,7 @@ def _padded_splits(manifest: Manifest, padding: Mapping[str, int | tuple[int, in
 
 
 def _check_wanted(
-    spec: object, zero: object, method: object, bounds: object, experts: object, zero_options: object
+    spec: object, zero: object, method: object, bounds: object, experts: object, zero_options: object, padding: object
 ) -> None:
     """Refuse values of wrong types, which must not look like faults of the checkpoint.
 
@@ -169,6 +169,9 @@ def _check_wanted(
         TypeError: the message names the argument.
     """
     are_numbers = isinstance(bounds, Sequence) and all(isinstance(bound, int) for bound in bounds)
+    rows = [*padding.values()] if isinstance(padding, Mapping) else []
+    numbers = [list(one) if isinstance(one, tuple) else [one, one] for one in rows]
+    are_rows = all(len(pair) == 2 and all(type(number) is int and number >= 0 for number in pair) for pair in numbers)
     for name, value, is_right, wanted in (
         ("spec", spec, isinstance(spec, str), 'a topology with all degrees, such as "data=4"'),
         ("zero", zero, zero is None or type(zero) is int, "the stage 0, 1, 2 or 3"),
@@ -180,6 +183,12 @@ def _check_wanted(
             zero_options,
             zero_options is None or isinstance(zero_options, Mapping),
             "options of zero_optimization, such as {'round_robin_gradients': True}",
+        ),
+        (
+            "padding",
+            padding,
+            padding is None or (isinstance(padding, Mapping) and are_rows),
+            "rows by name, such as {'embedding.weight': 50304}, or (50257, 50304) with those without padding",
         ),
     ):
         if not is_right:

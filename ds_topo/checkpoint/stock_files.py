@@ -145,7 +145,8 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
     else:
         groups = (_groups_by_position(path, ranks[0].get("optimizer"), rows, structure),)
         stepped = _with_states(ranks[0].get("optimizer") or {}, groups[0]) if not structure.groups else ()
-        rows = [replace(row, is_trained=not stepped or row.name in stepped) for row in rows]
+        trained = stepped or {name for names in groups[0] for name in names}
+        rows = [replace(row, is_trained=row.name in trained) for row in rows]
     config = (ranks[0].get("ds_config") or {}).get("zero_optimization") or {}
     known = {key: config[key] for key in ("parameter_alignment", "sub_group_size") if key in config}
     found = replace(structure, groups=groups, aliases=aliases, options=SavedOptions(**known), bounds=(), buffers=None)

@@ -214,7 +214,9 @@ def test_other_layout_is_refused_with_both(world: Worlds, saved: Saved, kind: Ki
     assert reason in text
     assert "in any order of axes" in text
     assert "by ds_topo.checkpoint.load(engine, folder, convert=True) in this job" in text
-    command = re.search(r"or once by the command: ds-topo (convert \S+ \S+ --topology \S+(?: --zero \d)?)$", text)
+    command = re.search(
+        r"or once by the command: ds-topo (convert \S+ \S+ --topology \S+(?: --stages \S+)?(?: --zero \d)?)$", text
+    )
     assert command is not None
     if not kind.experts:  # only the job can give experts to a model without
         can_be_converted = not kind.is_pipeline

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
-from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError
+from ds_topo.errors import CheckpointLayoutError, CheckpointModelError
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
@@ -214,5 +214,6 @@ def test_unknown_padding_is_refused(world: Worlds, tmp_path: Path, capsys: pytes
         options = ["--topology", "data=1", "--padding", text]
         assert cli.main(["convert", str(found.path), str(tmp_path / "to"), *options]) == 2
         assert "give a name and rows" in capsys.readouterr().err
-    with pytest.raises(CheckpointError):
-        checkpoint.convert(found, tmp_path / "to", "data=1,model=2", padding={"embedding.weight": (21, 30, 1)})  # type: ignore[dict-item]
+    for padding in ({"embedding.weight": (21, 30, 1)}, {"embedding.weight": "30"}, {"embedding.weight": -1}, 30):
+        with pytest.raises(TypeError, match="padding="):
+            checkpoint.convert(found, tmp_path / "to", "data=1,model=2", padding=padding)  # type: ignore[arg-type]
