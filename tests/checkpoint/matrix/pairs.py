@@ -137,11 +137,7 @@ def draw_pair(seed: int, number: int) -> Pair:
     source = _side(draw, model, kind, is_stock=route == "from stock")
     target = _side(draw, model, kind, is_stock=route == "to stock")
     same: dict[str, Any] = {"optimizer": source.optimizer} if route != "live" or draw.random() < 0.95 else {}
-    if route == "from stock":  # without a manifest, only the same layout can be loaded
-        same |= {
-            name: getattr(source, name) for name in ("topology", "zero", "options", "precision", "groups", "frozen")
-        }
-    elif route == "to stock":
+    if "stock" in route:
         same |= {"frozen": source.frozen, "precision": source.precision}
     if route != "live":  # offline conversions keep these
         keep = 0.93
