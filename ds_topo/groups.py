@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 
+from ds_topo.engine.autotp import get_tensor_model_parallel_src_rank
 from ds_topo.engine.checks import check_exchange_between_all_ranks
 from ds_topo.engine.experts import create_expert_groups, create_zero_partition_groups
 from ds_topo.engine.grid import PipelineParallelGrid
@@ -19,7 +20,12 @@ from ds_topo.mpu.expert_registry import ExpertGroups
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.expert_tables import expert_parallel_ranks
 
-__all__ = ["ExpertGroups", "create_expert_groups", "create_zero_partition_groups"]
+__all__ = [
+    "ExpertGroups",
+    "create_expert_groups",
+    "create_zero_partition_groups",
+    "get_tensor_model_parallel_src_rank",
+]
 
 
 def _create_expert_and_data_parallel(
@@ -67,14 +73,6 @@ def _get_max_expert_size() -> int | None:
 def _get_expert_parallel_src_rank(group_name: str) -> int:
     """Return the first global rank of the expert parallel group."""
     return min(dist.get_process_group_ranks(deepspeed_groups._get_expert_parallel_group(group_name)))
-
-
-def get_tensor_model_parallel_src_rank() -> int:
-    """Return the first global rank of the tensor model parallel group, the current mpu's or DeepSpeed's own."""
-    grid = _current_grid()
-    if grid is not None:
-        return grid.get_tensor_model_parallel_src_rank()
-    return min(dist.get_process_group_ranks(deepspeed_groups.get_tensor_model_parallel_group()))
 
 
 def _create_zero_param_parallel_group(group_size: int) -> None:

@@ -27,6 +27,7 @@ def test_source_ranks_and_group_ranks_on_every_rank(monkeypatch: pytest.MonkeyPa
             groups.create_expert_groups(grid, 2, tensor_parallel)
             monkeypatch.setattr(deepspeed_groups, "mpu", grid)
             assert groups.get_tensor_model_parallel_src_rank() == rank % 4
+            assert deepspeed_groups.get_tensor_model_parallel_src_rank() == rank % 4
             assert groups._get_expert_parallel_src_rank("ep_size_2") == min(plan.expert_ranks(rank))
             assert groups._get_expert_parallel_rank("ep_size_2") == plan.expert_ranks(rank).index(rank)
             assert groups._get_expert_data_parallel_rank("ep_size_2") == plan.expert_data_ranks(rank).index(rank)

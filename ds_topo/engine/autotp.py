@@ -60,6 +60,13 @@ class TensorParallelGroups(NamedTuple):
         deepspeed_groups._DATA_PARALLEL_GROUP = self.data
 
 
+def get_tensor_model_parallel_src_rank() -> int:
+    """Return the first global rank of the tensor model parallel group, the current mpu's or DeepSpeed's own."""
+    if isinstance(deepspeed_groups.mpu, MpuGrid):
+        return deepspeed_groups.mpu.get_tensor_model_parallel_src_rank()
+    return min(dist.get_process_group_ranks(deepspeed_groups.get_tensor_model_parallel_group()))
+
+
 def complete_size(config: DeepSpeedConfig, grid: MpuGrid) -> None:
     """Set ``autotp_size`` to the degree of ``model`` if the config has a section without it."""
     section = config._param_dict.get(SECTION)

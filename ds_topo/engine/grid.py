@@ -12,14 +12,15 @@ import deepspeed
 import torch
 
 from ds_topo.engine import checks
+from ds_topo.engine.autotp import get_tensor_model_parallel_src_rank
 from ds_topo.engine.engine_patches import forget, patching_engines
-from ds_topo.ledger import ledger
+from ds_topo.ledger import always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.mpu.releases import warn_of_releases
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import AnyTopology
-from ds_topo.topology.axes import SEQ
+from ds_topo.topology.axes import MODEL, SEQ
 from ds_topo.topology.rank_tables import gradient_axes
 
 Answer = TypeVar("Answer")
@@ -87,6 +88,8 @@ class PipelineParallelGrid(MpuGrid):
         with ExitStack() as undo:
             undo.callback(self.destroy)
             self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, patching_engines))
+            if self.get_axis_size(MODEL) > 1:
+                self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, always(get_tensor_model_parallel_src_rank)))
             self.on_destroy(partial(forget, self))
             checks.grids.add(self)
             undo.pop_all()

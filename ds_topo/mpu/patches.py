@@ -70,6 +70,14 @@ CONSTRUCT_ENGINE = Patch(
     process_wide="deepspeed.initialize builds the engine itself, so there is no object to patch before the constructor "
     "runs.",
 )
+SOURCE_OF_SLICES = Patch(
+    deepspeed_groups,
+    "get_tensor_model_parallel_src_rank",
+    instead="The first rank of the group along model.",
+    why="DeepSpeed returns rank // n * n, which is in another group if the ranks along model are no neighbors.",
+    during="a grid with slices exists",
+    process_wide="Programs call it to broadcast the samples of AutoTP.",
+)
 SANITY_CHECK, EXPERT_PARALLEL, TENSOR_PARALLEL_STATES, CONFIGURE_MODEL = _patches(
     DeepSpeedEngine,
     A_CONSTRUCTOR,

@@ -109,6 +109,7 @@ def test_grid_expert_groups_and_reducer_need_few_process_wide_patches(world: Wor
         "runtime.engine.DeepSpeedEngine.__init__",
         "torch.nn.modules.module.Module.zero_grad",
         "torch.optim.optimizer.Optimizer.zero_grad",
+        "utils.groups.get_tensor_model_parallel_src_rank",
     ]
 
 

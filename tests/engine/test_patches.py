@@ -393,6 +393,7 @@ CALLED_BY_PROGRAMS = {
     patches.WRITER_OF_FOLDED_EXPERTS,
     *patches.NAMES_OF_TOPOLOGIES,
     patches.GATHERING_METHODS[1],
+    patches.SOURCE_OF_SLICES,
 }
 """The rows of names that DeepSpeed does not call itself, or only for universal checkpoints."""
 CALLED_BY_VERIFY = {

@@ -51,9 +51,9 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     where = os.environ.get("DS_TOPO_RESULTS")
     if where is None or (report.when != "call" and report.passed) or (report.when == "teardown" and not report.failed):
         return
-    lines = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E  ")]
-    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Failed|Exit)\b", line)]
-    reason = "" if report.passed else (errors or lines or [str(report.longrepr)])[-1]
+    text = report.longreprtext
+    errors = re.findall(r"^(?:E +)?([\w.]+(?:Error|Exception|Failed|Exit)\b.*)", text, re.MULTILINE)
+    reason = "" if report.passed else (errors or text.splitlines())[-1].replace("\t", " ")
     with open(where, "a", encoding="utf-8") as results:
         results.write(f"{report.outcome}\t{report.nodeid}\t{reason}\n")
 

@@ -16,15 +16,31 @@ import pytest
 pytestmark = pytest.mark.exhaustive
 FOLDERS = ("model_parallelism", "runtime/tensor_parallel", "runtime/pipe", "v1/moe", "sequence_parallelism")
 FILES = ("ulysses_alst/test_ulysses_sp_hf.py",)
-DIFFERENT: dict[str, str] = {
-    "TestTpDataloaderCorrectness": "a grid names the ranks whose samples differ, before DeepSpeed asserts",
-    "test_save_load_same_ep_and_metadata": "a grid refuses clipping in half precision without ZeRO, as below",
-    "TestMOETensorParallel": "a grid refuses clipping in half precision without ZeRO, where the norm omits experts",
-    "_router_gate_and_layernorm_grad_parity": "outer: the test takes rank // slices for the index of its samples",
-    "_expert_weight_parity": "outer: as above",
-    "test_sp_loss_backward_stability": "outer: sequence_parallel_size in the config joins neighboring ranks",
+CLIPPING = "a grid refuses clipping in half precision without ZeRO, where the norm omits experts"
+DATA_LOADER = "a grid names the ranks whose samples differ, before DeepSpeed asserts"
+MANIFEST = "a grid refuses files that have changed since they were saved, before DeepSpeed misses their metadata"
+NEIGHBORS = "a grid refuses a sequence_parallel_size that joins neighboring ranks, and names the ranks along seq"
+SAMPLES = "the test takes rank // slices for the index of its samples; it passes with the index along data"
+IN_BOTH = {
+    "TestTpDataloaderCorrectness": DATA_LOADER,
+    "TestMOETensorParallel": CLIPPING,
+    "test_save_load_same_ep_and_metadata": CLIPPING,
+    "test_cpu_gloo_folded_checkpoint_edp_replica_resume": MANIFEST,
 }
-"""Tests that pass with stock DeepSpeed alone, by a part of their name, with the reason."""
+DIFFERENT: dict[str, dict[str, str]] = {
+    "inner": IN_BOTH,
+    "outer": {
+        **IN_BOTH,
+        "test_cpu_gloo_folded_zero0_router_gate_and_layernorm_grad_parity": SAMPLES,
+        "test_cpu_gloo_folded_zero2_router_gate_and_layernorm_grad_parity": SAMPLES,
+        "test_cpu_gloo_crosslane_tp2_ep4_zero0_router_gate_and_layernorm_grad_parity": SAMPLES,
+        "test_cpu_gloo_crosslane_tp2_ep4_zero2_router_gate_and_layernorm_grad_parity": SAMPLES,
+        "test_cpu_gloo_expert_weight_parity_mvp_tp2_ep4": SAMPLES,
+        "test_cpu_gloo_expert_weight_parity_crosslane_tp4_ep4_edp2": SAMPLES,
+        "test_sp_loss_backward_stability": NEIGHBORS,
+    },
+}
+"""Tests that pass with stock DeepSpeed alone: for each order, a part of their name, and the reason."""
 
 
 @cache
@@ -59,5 +75,6 @@ def test_deepspeeds_tests_pass_on_grids(order: str, tmp_path_factory: pytest.Tem
     passed = [name for name, outcome in stock.items() if outcome == "passed"]
     assert len(passed) > 200
     differ = {name: found.get(name) for name in passed if found.get(name) != "passed"}
-    unexpected = {name: outcome for name, outcome in differ.items() if not any(one in name for one in DIFFERENT)}
-    assert not unexpected
+    expected = DIFFERENT[order]
+    assert not {name: outcome for name, outcome in differ.items() if not any(part in name for part in expected)}
+    assert not [part for part in expected if not any(part in name for name in differ)], "these pass by now"
