@@ -372,13 +372,19 @@ def difference_of_orders(engine: DeepSpeedEngine, manifest: manifests.Manifest) 
                 where = f"position {place} of group {group}"
                 return f"{where} is {there} in the checkpoint, and {here} in this job: {_KEEP_ORDER}"
     assert manifest.structure is not None
-    return _difference_of_options(engine, own, manifest.structure.options)
+    return difference_of_options(engine, own, manifest.structure.options)
 
 
-def _difference_of_options(
+def difference_of_options(
     engine: DeepSpeedEngine, groups: Iterable[Sequence[str]], saved: manifests.SavedOptions | None
 ) -> str:
-    """Describe an option of ZeRO that differs in a checkpoint and changes the order of parameters in its files."""
+    """Say which option of ZeRO differs in a checkpoint and changes the order of parameters in its files; empty if none.
+
+    Args:
+        engine: the engine that loads.
+        groups: the names of the parameters of each group of its optimizer.
+        saved: the options of the checkpoint, if they are known.
+    """
     layout, own = layout_of(engine), zero_options_of(engine)
     if not layout.zero_stage or saved in (None, own):
         return ""

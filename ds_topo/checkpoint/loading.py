@@ -47,7 +47,7 @@ from ds_topo.checkpoint.safe_reading import (
 )
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
-from ds_topo.checkpoint.stock_files import layout_of_files, names_of_vectors
+from ds_topo.checkpoint.stock_files import layout_of_files, names_of_vectors, options_of_files
 from ds_topo.checkpoint.weight_files import files_of_weights
 from ds_topo.errors import (
     CheckpointError,
@@ -375,7 +375,7 @@ class _Choice:
                         f"has the optimizer's states by position, and {order}, or load by their names with "
                         "ds_topo.checkpoint.load(..., convert=True), or load parameters alone (load_module_only=True)"
                     )
-            if manifest is None and not reason and options.has_states and (other := self._other_stage(path)):
+            if manifest is None and not reason and options.has_states and (other := self._other_order(path)):
                 found["order"] = other
             if not found["damaged"]:
                 names = [file.path for file in manifest.files] if manifest else sorted(os.listdir(path))
@@ -398,18 +398,23 @@ class _Choice:
             found["damaged"].append(str(error))
         return found
 
-    def _other_stage(self, path: Path) -> str:
-        """Say that DeepSpeed alone saved other layers on this rank's stage; empty if it has not, or if unknown."""
-        file = path / name_of_model_states(self._layout, int(self._engine.checkpoint_mp_rank))
-        if not (self._layout.is_pipeline and self._layout.has_partitions and file.exists()):
+    def _other_order(self, path: Path) -> str:
+        """Say why files that DeepSpeed alone saved have parameters in other places; empty if they have not."""
+        engine, layout = self._engine, self._layout
+        file = path / name_of_model_states(layout, int(engine.checkpoint_mp_rank))
+        if not (layout.has_partitions and file.exists()):
             return ""
+        by_name = "convert by ds_topo.checkpoint.load(engine, folder, convert=True)"
         with suppress(CheckpointError):  # another check names the file
-            saved = [*names_of_vectors(opened(file))]
-            own = [name for names in facts.names_of_groups(self._engine) for name in names]
-            if first := next((name for name in own + saved if (name in own) != (name in saved)), ""):
+            states, groups = opened(file), facts.names_of_groups(engine)
+            if order := facts.difference_of_options(engine, groups, options_of_files(states)):
+                return f"has the optimizer's states by position, and {order}, or {by_name}"
+            saved, own = [*names_of_vectors(states)], [name for names in groups for name in names]
+            other = (name for name in own + saved if (name in own) != (name in saved))
+            if layout.is_pipeline and (first := next(other, "")):
                 return (
                     f"has {first!r} on another stage of the pipeline. Give the pipeline the partition_method that it "
-                    "had, or convert by ds_topo.checkpoint.load(engine, folder, convert=True)"
+                    f"had, or {by_name}"
                 )
         return ""
 
@@ -432,7 +437,10 @@ class _Choice:
             for kind in ("model", "order", "refused", "scheduler")
         )
         if model and not self._options.convert:
-            raise CheckpointModelError(f"{where} is of another model: {model}")
+            raise CheckpointModelError(
+                f"{where} is of another model: {model}. Build the model as when it was saved; if only its slices or "
+                "the padding of a vocabulary differ, convert by ds_topo.checkpoint.load(engine, folder, convert=True)"
+            )
         order = order or model  # a vocabulary may be padded anew; the copy by name compares models once more
         if order and not self._options.convert:
             raise CheckpointLayoutError(f"{where} {order}")

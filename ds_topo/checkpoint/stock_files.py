@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,12 @@ def layout_of_files(path: Path, optimizer: str | None) -> SavedLayout | None:
     )
 
 
+def options_of_files(states: Mapping[str, Any]) -> SavedOptions:
+    """Return the options of ZeRO that a checkpoint was saved with, from the config in its file of weights."""
+    section = (states.get("ds_config") or {}).get("zero_optimization") or {}
+    return SavedOptions(**{key: section[key] for key in asdict(SavedOptions()) if key in section})
+
+
 def structure_of_files(path: Path) -> tuple[SavedLayout | None, SavedStructure]:
     """Return the layout of a checkpoint, and what its config says of the structure, where no job says more.
 
@@ -147,9 +153,8 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
         stepped = _with_states(ranks[0].get("optimizer") or {}, groups[0]) if not structure.groups else ()
         trained = stepped or {name for names in groups[0] for name in names}
         rows = [replace(row, is_trained=row.name in trained) for row in rows]
-    config = (ranks[0].get("ds_config") or {}).get("zero_optimization") or {}
-    known = {key: config[key] for key in ("parameter_alignment", "sub_group_size") if key in config}
-    found = replace(structure, groups=groups, aliases=aliases, options=SavedOptions(**known), bounds=(), buffers=None)
+    options = replace(options_of_files(ranks[0]), round_robin_gradients=False)  # the groups have the order of the files
+    found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers=None)
     return Manifest(path.name, int(ranks[0]["global_steps"]), "", layout, (), merged(rows), {}, found)
 
 
