@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 0  # rank 0 starts all ranks on its own host
     from ds_topo.verification.runs import verify_program
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the ranks, and deletes their files
     with progress_of(shown=True, command="verify") as progress:
         report = verify_program(
             arguments.program,

@@ -160,7 +160,10 @@ class Recorder:
             return engine is self.engine
         self.engine = engine
         masters = {id(one.parameter): one for one in trained(engine)}
-        self._named = [(one, masters.get(id(one.parameter))) for one in named_parameters(engine)]
+        unused = _unused_copies(engine)
+        self._named = [
+            (one, masters.get(id(one.parameter))) for one in named_parameters(engine) if id(one.parameter) not in unused
+        ]
         self._watch(engine.module, {one.names[0]: one.parameter for one, _ in self._named})
         inner = facts.inner_optimizer(engine)
         if inner is not None:
@@ -400,6 +403,18 @@ class Recorder:
             )
             for row in replicated(engine, slices)
         ]
+
+
+def _unused_copies(engine: DeepSpeedEngine) -> set[int]:
+    """Return the ids of parameters of tied modules on later stages, without the tied weights themselves.
+
+    Such a module is often an embedding with positions, of which the last stage uses the tied weight alone.
+    """
+    if not isinstance(engine, PipelineEngine):
+        return set()
+    tied = {id(weight) for weight, _ in type(engine.module).get_tied_weights_and_groups(engine.module)}
+    copies = (one for one in engine.module.parameters() if getattr(one, "ds_pipe_replicated", False))
+    return {id(one) for one in copies if id(one) not in tied}
 
 
 def scale_of(engine: DeepSpeedEngine) -> float:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -68,3 +72,76 @@ def test_failure_of_a_program_is_shown(tmp_path: Path, capsys: pytest.CaptureFix
     program.write_text("raise ValueError('no data')\n")
     assert main(["verify", str(program), "--topology", "data=2"]) == 2
     assert "ValueError: no data" in capsys.readouterr().err
+
+
+PIPELINE = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import deepspeed, torch
+from torch import nn
+from torch.nn import functional as F
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(8, 4), nn.Embedding(6, 4)
+    @property
+    def words_weight(self):
+        return self.words.weight
+    def forward(self, tokens):
+        return self.words(tokens) + self.positions.weight
+
+deepspeed.init_distributed(verbose=False)
+torch.manual_seed(int(os.environ["RANK"]) // 2)  # another seed on each stage, as Megatron's
+layers = [
+    TiedLayerSpec("embed", Embedding, tied_weight_attr="words_weight"), LayerSpec(nn.Linear, 4, 4), torch.tanh,
+    TiedLayerSpec("embed", Embedding, tied_weight_attr="words_weight",
+                  forward_fn=lambda module, hidden: F.linear(hidden, module.words_weight)),
+]
+loss = lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+tokens = torch.arange(16 * 6).view(16, 6) * 5 % 8
+config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 1.0,
+          "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}}
+model = PipelineModule(layers, num_stages=2, loss_fn=loss)
+engine, *_ = deepspeed.initialize(model=model, config=config, training_data=[(one, one) for one in tokens])
+if sys.argv[1:] == ["fault"] and os.environ["RANK"] == "1" and os.environ["WORLD_SIZE"] == "4":
+    next(one for name, one in engine.module.named_parameters() if "position" in name).register_hook(lambda g: 2 * g)
+for _ in range(3):
+    engine.train_batch()
+"""
+
+
+@pytest.mark.exhaustive
+def test_pipeline_of_stock_deepspeed_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its number of stages is replaced, and what a later stage does not use of a tied module is ignored."""
+    program = tmp_path / "train.py"
+    program.write_text(PIPELINE)
+    command = ["verify", "--topology", "pipe=2,data=2", str(program)]
+    assert main(command) == 0, capsys.readouterr()
+    assert main([*command, "fault"]) == 1
+    found = "".join(capsys.readouterr().out.split())
+    assert "`tied_modules.embed.positions.weight`gradient,step1" in found
+
+
+@pytest.mark.exhaustive
+def test_nothing_stays_after_sigterm(tmp_path: Path) -> None:
+    program, pids = tmp_path / "train.py", tmp_path / "pids"
+    pids.mkdir()
+    program.write_text(
+        f"import os, pathlib, time\npathlib.Path({str(pids)!r}, str(os.getpid())).touch()\ntime.sleep(300)\n"
+    )
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "ds_topo", "verify", "--topology", "data=2", str(program)]
+    with subprocess.Popen(command, env={**os.environ, "TMPDIR": str(scratch)}, stderr=subprocess.DEVNULL) as running:
+        until = time.monotonic() + 120
+        while len(list(pids.iterdir())) < 2 and time.monotonic() < until:
+            time.sleep(0.1)
+        running.terminate()
+    assert running.returncode == 143
+    assert list(scratch.glob("ds_topo_verify_*")) == []
+    for pid in pids.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.name), 0)
+    assert len(list(pids.iterdir())) == 2
