@@ -70,18 +70,22 @@ def run(arguments: argparse.Namespace) -> int:
             return 0  # rank 0 starts all ranks on its own host
     from ds_topo.verification.runs import verify_program
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the ranks, and deletes their files
-    with progress_of(shown=True, command="verify") as progress:
-        report = verify_program(
-            arguments.program,
-            *words,
-            topology=topology,
-            steps=arguments.steps,
-            has_dropout=not arguments.no_dropout,
-            timeout=arguments.timeout,
-            keep=arguments.keep,
-            progress=progress,
-        )
+    # the exception ends the ranks, and deletes their files
+    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with progress_of(shown=True, command="verify") as progress:
+            report = verify_program(
+                arguments.program,
+                *words,
+                topology=topology,
+                steps=arguments.steps,
+                has_dropout=not arguments.no_dropout,
+                timeout=arguments.timeout,
+                keep=arguments.keep,
+                progress=progress,
+            )
+    finally:
+        signal.signal(signal.SIGTERM, former)
     if arguments.json == "-":
         print(json.dumps(report.as_json()))
     else:
