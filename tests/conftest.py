@@ -24,8 +24,8 @@ settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in jobs of a shell that run in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)  # else launchers that tests interrupt would ignore it
 
-collect_ignore = ["support/fork_server.py"]
-"""The search for doctests must not import it: importing it starts the work of the fork server."""
+collect_ignore = ["support/fork_server.py", "programs/deepspeeds_tests.py"]
+"""The search for doctests must not import these: the import does the work of the fork server, or changes DeepSpeed."""
 
 
 @pytest.fixture(scope="session")
