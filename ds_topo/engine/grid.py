@@ -24,6 +24,8 @@ from ds_topo.topology.axes import MODEL, SEQ
 from ds_topo.topology.rank_tables import gradient_axes
 
 Answer = TypeVar("Answer")
+_FIRST_OF_SLICES = always(get_tensor_model_parallel_src_rank)
+"""One object for all grids, which share the replacement."""
 
 
 class _WithSeqAxis(Generic[Answer]):
@@ -89,7 +91,7 @@ class PipelineParallelGrid(MpuGrid):
             undo.callback(self.destroy)
             self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, patching_engines))
             if self.get_axis_size(MODEL) > 1:
-                self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, always(get_tensor_model_parallel_src_rank)))
+                self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
             self.on_destroy(partial(forget, self))
             checks.grids.add(self)
             undo.pop_all()
