@@ -26,7 +26,7 @@ def built_from(kind: Any, value: Any) -> Any:
 
     >>> from ds_topo.checkpoint.manifest import SavedSplit
     >>> built_from(dict[str, SavedSplit], {"weight": {"dim": 0}})
-    {'weight': SavedSplit(dim=0, stride=1)}
+    {'weight': SavedSplit(dim=0, stride=1, real=None, padded=None)}
     >>> built_from(dict[str, SavedSplit], {"weight": {"dim": "0"}})
     Traceback (most recent call last):
     ...
