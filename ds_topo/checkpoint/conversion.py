@@ -47,9 +47,7 @@ from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source
 from ds_topo.checkpoint.deepspeed_writer import Writer
 from ds_topo.checkpoint.disk import check_folder, discard, failure_to_write, flush, hold, is_held, replace_text
-from ds_topo.checkpoint.engine_facts import (
-    versions,
-)
+from ds_topo.checkpoint.engine_facts import versions
 from ds_topo.checkpoint.engine_state import renaming
 from ds_topo.checkpoint.file_filling import FileContent, Filling, Region, fill_all, make_room
 from ds_topo.checkpoint.folder import (
@@ -120,8 +118,8 @@ def convert(
         experts: expert parallel size of every layer (``ep_size``); by default the saved ones.
         zero_options: ``round_robin_gradients``, ``parameter_alignment`` and ``sub_group_size`` of the new job's section
             ``zero_optimization``, as far as they differ from the saved ones.
-        padding: the rows of parameters whose padding changes, such as a vocabulary's, by name: the rows of the new
-            layout, or a tuple of the rows without padding, if the checkpoint does not say, and the former. Rows of
+        padding: the rows of parameters whose padding changes, such as a vocabulary's, by name: ``rows`` of the new
+            layout, or ``(real, rows)`` if the checkpoint does not say how many of its rows are no padding. Rows of
             padding are zero in weights and states.
         save_latest: whether the new checkpoint is loaded by default.
         progress: called while the conversion advances.

@@ -11,7 +11,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -55,6 +55,10 @@ class Writer:
     source: Source
     target: Target
     _known_vectors: dict[Any, Vectors] = field(default_factory=dict)
+
+    @cached_property
+    def _partitions_of_files(self) -> Sequence[int]:
+        return self.target.layout.partitions_of_files
 
     def files(self) -> Iterator[FileContent]:
         """Yield all files, always in the same order."""
@@ -237,7 +241,7 @@ class Writer:
         for number, (group, vector) in enumerate(vectors):
             holders = ranks.holders(place.model_rank, next(iter(vector.numels), ""))
             is_saved_here = place in holders  # otherwise another replica saves this partition
-            replica = holders.index(place) if is_saved_here else layout.partition_of(place.replica)
+            replica = holders.index(place) if is_saved_here else self._partitions_of_files[place.replica]
             spans, numel = vector.spans(replica), vector.partition_numel
             if is_saved_here and (kept := self._states(group, (numel,), spans, part)):
                 states[number] = kept

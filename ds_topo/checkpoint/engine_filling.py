@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -352,45 +353,49 @@ def opened_for(
     filling, comparison = meeting.step("compared", compare)
     digests = facts.digests_of_buffers(engine) if slices != source.model.slices else {}
 
-    def judge(posted: list[Any]) -> str:
-        rows = [Comparison(**row) for row, _, _ in posted]
-        names, added = {name for row in rows for name in row.names}, {}
-        for row in rows:
-            added.update(row.added)
-        there: dict[str, Any] = {**source.model.parameters, **dict(source.buffers())}
-        left_out = [
-            f"it has {name!r} {list(one.shape)}, which the model does not have"
-            for name, one in there.items()
-            if name not in names
-        ]
-        where = f"the checkpoint {path.name!r} of {path.parent}"
-        problem = next((row.problem for row in rows if row.problem), "")
-        if problem or (is_strict and (added or left_out)):
-            shape, problem = problem, problem or next(iter(added.values()), "") or left_out[0]
-            raise CheckpointModelError(
-                f"{where} is of another model: {problem}. Build the model and freeze its parameters as when it was "
-                "saved" + ("" if shape else ", or load what both have (load_module_strict=False)")
-            )
-        if conflict := next((row.conflict for row in rows if row.conflict), ""):
-            raise CheckpointLayoutError(f"{where}: {conflict}")
-        known: dict[tuple[int, str], str] = {}
-        for _, stage, digests in posted:
-            for name, digest in digests.items():
-                if known.setdefault((stage, name), digest) != digest:
-                    raise CheckpointLayoutError(
-                        f"the buffer {name!r} differs between slices of this job, and the checkpoint of "
-                        f"model={source.model.slices} has one value for all of its slices: set partition_dim on it, "
-                        "after deepspeed.initialize, if slices split it. Register one that follows from the slice "
-                        "itself with persistent=False"
-                    )
-        return "; ".join([*added.values(), *left_out])
-
+    where = f"the checkpoint {path.name!r} of {path.parent}"
+    judge = partial(_judged, source, where, is_strict=is_strict)
     said = meeting.decided_from("difference", (asdict(comparison), stage, digests), judge)
     if said and dist.get_rank() == 0:
-        warnings.warn(
-            f"the checkpoint {path.name!r} of {path.parent} was loaded although {said}", RuntimeWarning, stacklevel=4
-        )
+        warnings.warn(f"{where} was loaded although {said}", RuntimeWarning, stacklevel=4)
     return source, filling
+
+
+def _judged(source: Source, where: str, posted: list[Any], *, is_strict: bool) -> str:
+    """Judge the comparisons of all ranks on rank 0; return the differences that are tolerated.
+
+    Raises:
+        CheckpointModelError, CheckpointLayoutError: the checkpoint does not fit.
+    """
+    rows = [Comparison(**row) for row, _, _ in posted]
+    names = {name for row in rows for name in row.names}
+    added = {name: said for row in rows for name, said in row.added.items()}
+    there: dict[str, Any] = {**source.model.parameters, **dict(source.buffers())}
+    left_out = [
+        f"it has {name!r} {list(one.shape)}, which the model does not have"
+        for name, one in there.items()
+        if name not in names
+    ]
+    unlike = next((row.problem for row in rows if row.problem), "")
+    if unlike or (is_strict and (added or left_out)):
+        problem = unlike or next(iter(added.values()), "") or left_out[0]
+        raise CheckpointModelError(
+            f"{where} is of another model: {problem}. Build the model and freeze its parameters as when it was saved"
+            + ("" if unlike else ", or load what both have (load_module_strict=False)")
+        )
+    if conflict := next((row.conflict for row in rows if row.conflict), ""):
+        raise CheckpointLayoutError(f"{where}: {conflict}")
+    known: dict[tuple[int, str], str] = {}
+    for _, stage, digests in posted:
+        for name, digest in digests.items():
+            if known.setdefault((stage, name), digest) != digest:
+                raise CheckpointLayoutError(
+                    f"the buffer {name!r} differs between slices of this job, and the checkpoint of "
+                    f"model={source.model.slices} has one value for all of its slices: set partition_dim on it, after "
+                    "deepspeed.initialize, if slices split it. Register one that follows from the slice itself with "
+                    "persistent=False"
+                )
+    return "; ".join([*added.values(), *left_out])
 
 
 def _plain_weights(engine: DeepSpeedEngine, path: Path, rename: Rename, structure: SavedStructure) -> WeightFiles:

@@ -294,17 +294,18 @@ class SavedLayout:
         ((0, 1), (0, 2))
         """
         holders: dict[int, int] = {}
-        for number in range(self.files_of_partitions):
-            holders.setdefault(self.partition_of(number), number)
+        for number, partition in enumerate(self.partitions_of_files):
+            holders.setdefault(partition, number)
         return tuple(holders[partition] for partition in range(self.partitions))
 
-    def partition_of(self, number: int) -> int:
-        """Return the partition of dense parameters that the writer of a file has, whether or not it saves it there."""
+    @property
+    def partitions_of_files(self) -> Sequence[int]:
+        """The partition of dense parameters that the writer of each file has, whether or not it saves it there."""
         if self.files_of_partitions == self.partitions:
-            return number
+            return range(self.partitions)
         topology = ProcessTopology.from_spec(self.topology or "")
-        rank = topology.get_axis_ranks(gradient_axes(topology), 0)[number]
-        return topology.get_axis_index(SHARD, rank)
+        ranks = topology.get_axis_ranks(gradient_axes(topology), 0)
+        return [topology.get_axis_index(SHARD, rank) for rank in ranks]
 
     def degrees(self) -> dict[str, int]:
         """Return the axes with a degree above 1, outermost first; empty if the topology is unknown.

@@ -61,7 +61,9 @@ def files_of_weights(path: Path) -> list[Path]:
 def require_safetensors() -> None:
     """Raise CheckpointError if the package that reads and writes safetensors is not installed."""
     if importlib.util.find_spec("safetensors") is None:
-        raise CheckpointError("this needs the package safetensors, which is not installed: pip install safetensors")
+        raise CheckpointError(
+            "reading or writing safetensors needs the package safetensors, which is not installed: pip install safetensors"
+        )
 
 
 def _tensors_of(path: Path) -> dict[str, torch.Tensor]:

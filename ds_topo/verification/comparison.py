@@ -365,7 +365,7 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
 
 
 class Allowed:
-    """What rounding allows for each tensor: a multiple of its measured error, and of the median one of its kind."""
+    """The error that rounding allows for a tensor: a multiple of its measured error, or of the median of its kind."""
 
     def __init__(self, rows: Iterable[Row], dtype: str) -> None:
         self.least = _LEAST.get(dtype, max(_LEAST.values()))
@@ -468,7 +468,8 @@ def _notes(found: Run, expected: Run) -> Iterator[str]:
 def _undecided(mine: Step, theirs: Step, is_different: bool) -> Iterator[str]:
     if is_different and any(record["is_random"] for record in (*mine.ranks, *theirs.ranks)):
         yield "the model draws random numbers, such as dropout: give --no-dropout, or set it to 0"
-    if all(record["is_skipped"] for record in theirs.ranks) and theirs.number == theirs.run.steps - 1:
+    is_last = theirs.number == theirs.run.steps - 1
+    if not is_different and is_last and all(record["is_skipped"] for record in theirs.ranks):
         yield "the last step was skipped because of an overflow: give a smaller initial loss scale, or more --steps"
 
 

@@ -46,7 +46,7 @@ _EPS_OF_LONG_TYPES = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Recording:
-    """What to record, and where."""
+    """The options of a recording."""
 
     folder: Path
     """The folder of this run; each rank writes into ``rank_<n>``."""

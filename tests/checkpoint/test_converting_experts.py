@@ -22,15 +22,13 @@ from ds_topo.checkpoint.manifest import (
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.target import dealt_anew, require_loadable, target_of
 from ds_topo.errors import CheckpointLayoutError, TopologyError
+from tests.checkpoint.continued_jobs import BEFORE, STEPS, TAG, continue_experts, save_experts
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.moe_training import BATCH, EXPERTS, Case, trainer
 from tests.support.training import Run, assert_trained_alike
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
-
-BEFORE, STEPS = 2, 4
-TAG = "saved"
 
 PLAIN = {"pipeline": False}
 PAIRS = [
@@ -96,8 +94,8 @@ def _values(folder: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(("case", "now"), mark_exhaustive(PAIRS, lambda number, _: number in (0, 2, 5)), ids=str)
 def test_job_with_other_expert_groups_continues_alike(world: Worlds, case: Case, now: Case, tmp_path: Path) -> None:
-    world(case.world_size).run(_save, case, tmp_path)
-    world(now.world_size).run(_go_on, now, tmp_path, now.reference(STEPS))
+    world(case.world_size).run(save_experts, case, tmp_path)
+    world(now.world_size).run(continue_experts, now, tmp_path, now.reference(STEPS))
     found = checkpoint.look_at(tmp_path, TAG)
     sizes = sorted(set(now.sizes) - {0})
     if len(sizes) > 1 or len(set(case.sizes) - {0}) > 1:
@@ -117,7 +115,7 @@ def test_job_with_other_expert_groups_continues_alike(world: Worlds, case: Case,
 
 
 def test_copies_of_a_partition_save_experts_alone(world: Worlds, tmp_path: Path) -> None:
-    world(4).run(_save, Case("shard=2,data=2", (0, 2, 0), 1, **PLAIN, reduced=True), tmp_path)
+    world(4).run(save_experts, Case("shard=2,data=2", (0, 2, 0), 1, **PLAIN, reduced=True), tmp_path)
     held = []
     for rank in range(4):
         file = torch.load(tmp_path / TAG / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", weights_only=False)
@@ -127,7 +125,7 @@ def test_copies_of_a_partition_save_experts_alone(world: Worlds, tmp_path: Path)
 
 def test_single_file_numbers_experts_over_the_layer(world: Worlds, tmp_path: Path) -> None:
     case = PAIRS[0][0]
-    world(case.world_size).run(_save, case, tmp_path)
+    world(case.world_size).run(save_experts, case, tmp_path)
     weights = torch.load(to_single_file(checkpoint.look_at(tmp_path, TAG), tmp_path / "weights.pt"), weights_only=True)
     experts = [name for name in weights if name.endswith(".expand.weight")]
     assert experts == [f"1.moe.deepspeed_moe.experts.deepspeed_experts.{one}.expand.weight" for one in range(EXPERTS)]
@@ -148,7 +146,7 @@ def test_unreachable_expert_layout_is_refused_before_writing(
     world: Worlds, spec: str, options: dict[str, int], said: str, tmp_path: Path
 ) -> None:
     case = replace(PAIRS[0][0], topology="data=2")
-    world(2).run(_save, case, tmp_path / "from")
+    world(2).run(save_experts, case, tmp_path / "from")
     with pytest.raises((TopologyError, CheckpointLayoutError), match=said):
         convert(checkpoint.look_at(tmp_path / "from", TAG), tmp_path / "to", spec, **options)
     assert not (tmp_path / "to").exists()

@@ -9,14 +9,13 @@ import torch
 
 from ds_topo import checkpoint
 from ds_topo.errors import CheckpointLayoutError
+from tests.checkpoint.continued_jobs import BEFORE, STEPS, TAG, continue_experts, save_experts
 from tests.support.exhaustive import mark_exhaustive
-from tests.support.moe_training import EXPERTS, Case, canonical_name, trainer
-from tests.support.training import Run, assert_trained_alike
+from tests.support.moe_training import EXPERTS, Case, canonical_name
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 
-BEFORE, STEPS, TAG = 2, 4, "saved"
 PAIRS = [
     (Case("pipe=2,data=2", (0, 2, 2, 2), 1), Case("data=2", (0, 1, 1, 1), 0)),
     (Case("pipe=2,data=2", (0, 0, 2, 0), 0), Case("pipe=2,data=1", (0, 0, 1, 0), 0)),
@@ -31,26 +30,10 @@ PAIRS = [
 ]
 
 
-def _save(case: Case, folder: Path) -> None:
-    with trainer(case) as rank:
-        rank.train(range(BEFORE))
-        checkpoint.save(rank.engine, folder, TAG)
-
-
-def _go_on(case: Case, folder: Path, reference: Run) -> None:
-    with trainer(case) as rank:
-        rank.train(range(7, 8))
-        checkpoint.load(rank.engine, folder, TAG, convert=True)
-        run = rank.train(range(BEFORE, STEPS))
-        expected = rank.share_of(reference)
-        expected.losses = expected.losses[BEFORE:]
-        assert_trained_alike(run, expected, losses=1e-5, tensors=1e-5)
-
-
 @pytest.mark.parametrize(("case", "now"), mark_exhaustive(PAIRS, lambda number, _: number == 0), ids=str)
 def test_experts_in_a_pipeline_continue_alike(world: Worlds, case: Case, now: Case, tmp_path: Path) -> None:
-    world(case.world_size).run(_save, case, tmp_path)
-    world(now.world_size).run(_go_on, now, tmp_path, now.reference(STEPS))
+    world(case.world_size).run(save_experts, case, tmp_path)
+    world(now.world_size).run(continue_experts, now, tmp_path, now.reference(STEPS))
     found = checkpoint.look_at(tmp_path, TAG)
     with pytest.raises(CheckpointLayoutError, match=r"experts in a PipelineModule, .*convert while loading"):
         checkpoint.convert(found, tmp_path / "to", now.topology)

@@ -25,6 +25,7 @@ from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, initialize
 from ds_topo.checkpoint.deepspeed_reader import differing
 from ds_topo.checkpoint.engine_facts import inner_optimizer
 from ds_topo.errors import CheckpointLayoutError, CheckpointModelError, EngineOptionError
+from tests.checkpoint.continued_jobs import train_pipeline
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds
@@ -328,27 +329,19 @@ def _pipeline(method: str, zero: int, precision: str = "fp32") -> Iterator[Any]:
         grid.destroy()
 
 
-def _train_pipeline(engine: Any, steps: range) -> list[float]:
-    found = []
-    for step in steps:
-        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
-        found.append(float(engine.train_batch(iter([(half, half.sin()) for half in inputs.chunk(2)]))))
-    return found
-
-
 def _change_stages(folder: Path) -> list[tuple[str, list[float]]]:
     found = []
     for zero in (0, 1):  # the second stage has no parameter of the group of large ones
         with _pipeline("uniform", zero) as engine:
             assert len(engine.optimizer.param_groups) == 2 - engine.mpu.get_stage_id()
-            _train_pipeline(engine, range(2))
+            train_pipeline(engine, range(2))
             checkpoint.save(engine, folder / str(zero), "saved")
-            found.append(("", _train_pipeline(engine, range(2, 4))))
+            found.append(("", train_pipeline(engine, range(2, 4))))
     with _pipeline("parameters", 1) as engine:
         with pytest.raises(CheckpointLayoutError) as caught:
             checkpoint.load(engine, folder / "1")
         checkpoint.load(engine, folder / "1", convert=True)
-        found.append((str(caught.value), _train_pipeline(engine, range(2, 4))))
+        found.append((str(caught.value), train_pipeline(engine, range(2, 4))))
     return found
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, checkpoint, cli, initialize
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, DamagedCheckpointError
+from tests.checkpoint.continued_jobs import train_pipeline
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds
@@ -171,21 +172,13 @@ def _specs() -> list[LayerSpec]:
     return [LayerSpec(nn.Linear, *sizes) for sizes in LAYERS]
 
 
-def _train_pipeline(engine: Any, steps: range) -> list[float]:
-    found = []
-    for step in steps:
-        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
-        found.append(float(engine.train_batch(iter([(half, half.sin()) for half in inputs.chunk(2)]))))
-    return found
-
-
 def _save_pipeline(folder: Path) -> list[float]:
     start()
     module = StockPipelineModule(_specs(), num_stages=2, loss_fn=F.mse_loss, partition_method="uniform")
     engine, *_ = deepspeed.initialize(model=module, config=_config(1, gradient_accumulation_steps=2))
-    _train_pipeline(engine, range(2))
+    train_pipeline(engine, range(2))
     engine.save_checkpoint(str(folder), "stock")
-    losses = _train_pipeline(engine, range(2, 4))
+    losses = train_pipeline(engine, range(2, 4))
     engine.destroy()
     return losses
 
@@ -201,7 +194,7 @@ def _load_pipeline(folder: Path, topology: str, method: str) -> tuple[str, list[
     except CheckpointLayoutError as error:
         said = str(error)
         checkpoint.load(engine, folder, convert=True)
-    losses = _train_pipeline(engine, range(2, 4))
+    losses = train_pipeline(engine, range(2, 4))
     destroy_engine(engine)
     grid.destroy()
     return said, losses

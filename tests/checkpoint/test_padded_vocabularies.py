@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,10 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors.torch import load_file
 from torch import nn
 
-from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
+from ds_topo import PipelineParallelGrid, checkpoint, cli
 from ds_topo.errors import CheckpointLayoutError, CheckpointModelError
+from tests.checkpoint.continued_jobs import engine_with_slices
 from tests.support.exhaustive import mark_exhaustive
-from tests.support.small_engines import start
-from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds
 
 REAL = 21
@@ -48,19 +45,11 @@ class Words(nn.Module):
         return loss
 
 
-@contextmanager
-def _engine(topology: str, zero: int, precision: str = "fp32", **model: Any) -> Iterator[Any]:
-    start()
-    with PipelineParallelGrid(topology) as grid:
-        module = Words(grid.get_slice_parallel_world_size(), grid.get_slice_parallel_rank(), **model)
-        half = {} if precision == "fp32" else {precision: {"enabled": True}}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = engine_config(2, zero_optimization={"stage": zero}, **half)
-            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-            engine, *_ = initialize(model=module, config=config, optimizer=optimizer, mpu=grid)
-        yield engine
-        destroy_engine(engine)
+def _engine(topology: str, zero: int, precision: str = "fp32", **model: Any) -> AbstractContextManager[Any]:
+    def build(grid: PipelineParallelGrid) -> Words:
+        return Words(grid.get_slice_parallel_world_size(), grid.get_slice_parallel_rank(), **model)
+
+    return engine_with_slices(topology, build, zero, precision)
 
 
 def _train(engine: Any) -> None:

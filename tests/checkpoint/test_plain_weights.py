@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
+from ds_topo import PipelineParallelGrid, checkpoint, cli
 from ds_topo.checkpoint.manifest import SavedSplit
 from ds_topo.checkpoint.weight_files import files_of_weights
 from ds_topo.errors import CheckpointError, CheckpointModelError, DamagedCheckpointError, MissingCheckpointError
+from tests.checkpoint.continued_jobs import engine_with_slices
 from tests.checkpoint.handmade import slice_of
 from tests.support.exhaustive import mark_exhaustive
-from tests.support.small_engines import start
-from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds
 
 SPLITS = {"embedding.weight": (0, 1), "qkv.weight": (0, 3), "out.weight": (1, 1)}
@@ -50,19 +48,13 @@ class Model(nn.Module):
         return hidden
 
 
-@contextmanager
-def _engine(topology: str, zero: int, precision: str = "fp32", module: nn.Module | None = None) -> Iterator[Any]:
-    start()
-    with PipelineParallelGrid(topology) as grid:
-        module = module or Model(grid.get_slice_parallel_world_size())
-        half = {} if precision == "fp32" else {precision: {"enabled": True}}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = engine_config(2, zero_optimization={"stage": zero}, **half)
-            optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-            engine, *_ = initialize(model=module, config=config, optimizer=optimizer, mpu=grid)
-        yield engine
-        destroy_engine(engine)
+def _engine(
+    topology: str, zero: int, precision: str = "fp32", module: nn.Module | None = None
+) -> AbstractContextManager[Any]:
+    def build(grid: PipelineParallelGrid) -> nn.Module:
+        return module or Model(grid.get_slice_parallel_world_size())
+
+    return engine_with_slices(topology, build, zero, precision)
 
 
 def _weights(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
