@@ -62,7 +62,7 @@ def require_safetensors() -> None:
     """Raise CheckpointError if the package that reads and writes safetensors is not installed."""
     if importlib.util.find_spec("safetensors") is None:
         raise CheckpointError(
-            "reading or writing safetensors needs the package safetensors, which is not installed: pip install safetensors"
+            "safetensors files: this needs the package safetensors, which is not installed: pip install safetensors"
         )
 
 
