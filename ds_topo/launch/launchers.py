@@ -30,7 +30,7 @@ COORDINATE = f"{PREFIX}COORDINATE"
 TOPOLOGY_OVERRIDE, REFERENCE = f"{PREFIX}VERIFY_TOPOLOGY", f"{PREFIX}VERIFY_REFERENCE"
 """The variables by which ``ds-topo verify`` sets the topology of a program's grid, and marks a run as the reference."""
 _REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_SLURM_PORTS = (20000, 30000)
+JOB_PORTS = range(20000, 30000)
 """Ports below the range from which systems choose ports of outgoing connections."""
 _OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
 _MPI_VARIABLES = {
@@ -196,7 +196,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Launch:
     elif reserved.isascii() and reserved.isdecimal():
         port = int(reserved)
     else:  # one that two jobs on a node are unlikely to share
-        port = _SLURM_PORTS[0] + zlib.crc32(job.encode()) % (_SLURM_PORTS[1] - _SLURM_PORTS[0])
+        port = JOB_PORTS[zlib.crc32(job.encode()) % len(JOB_PORTS)]
     node = (host_map.host_index(rank), len(host_map.hosts))
     return Launch("srun", rank, world_size, number("SLURM_LOCALID"), address, port, len(host.slots), node, job)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_topo.errors import TopologyError, VerificationError
-from ds_topo.launch.launchers import REFERENCE, TOPOLOGY_OVERRIDE
+from ds_topo.launch.launchers import JOB_PORTS, REFERENCE, TOPOLOGY_OVERRIDE
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import check_meanings
 from ds_topo.topology.rank_tables import degree, sample_axes
@@ -201,7 +202,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: tuple[str, int] = probe.getsockname()
-    return found[1]
+    """Return a port that no connection of another program takes before the run listens at it."""
+    for port in random.sample(JOB_PORTS, len(JOB_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise VerificationError(f"all ports from {JOB_PORTS[0]} to {JOB_PORTS[-1]} are in use: end other jobs on this host")
