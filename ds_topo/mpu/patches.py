@@ -651,8 +651,8 @@ ATTENTION_DROPOUT = replace(
 CONFIGURE = Patch(
     DeepSpeedConfig,
     "__init__",
-    instead="The same for a config without ZeRO 1 and 2.",
-    why="A reference must not depend on the partitions that it checks.",
+    instead="The same for a config without AutoTP, and without ZeRO 1 and 2 in fp32.",
+    why="A reference must not depend on the slices and partitions that it checks.",
     during="ds-topo verify runs a reference",
     process_wide="DeepSpeed reads the config before the engine exists.",
 )

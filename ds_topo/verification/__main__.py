@@ -52,7 +52,7 @@ def main(words: list[str]) -> None:
     )
     with ExitStack() as undo:
         if REFERENCE in os.environ:
-            undo.callback(ledger.bind(patches.CONFIGURE, without_partitions))
+            undo.callback(ledger.bind(patches.CONFIGURE, of_reference))
         if not options.has_dropout:
             undo.callback(ledger.bind(patches.DROPOUT, always(lambda input, *_, **__: input)))
             undo.callback(ledger.bind(patches.ATTENTION_DROPOUT, without_attention_dropout))
@@ -94,8 +94,8 @@ def uses_ds_topo(program: Path) -> bool:
     return False
 
 
-def without_partitions(construct: Any) -> Any:
-    """Build the replacement of DeepSpeed's config that omits ZeRO 1 and 2 in fp32.
+def of_reference(construct: Any) -> Any:
+    """Build the replacement of DeepSpeed's config that omits AutoTP, and ZeRO 1 and 2 in fp32.
 
     In other precisions DeepSpeed's optimizers without ZeRO compute other updates. ``BF16_Optimizer`` takes a step
     without gradients when it is built, which counts in Adam's bias correction, and losses in fp16 are not scaled.
@@ -107,11 +107,13 @@ def without_partitions(construct: Any) -> Any:
         if isinstance(config, (str, os.PathLike)) and os.path.exists(config):
             content = json.loads(Path(config).read_text(encoding="utf-8"))
         if isinstance(content, dict):
+            omitted = {"tensor_parallel"}  # AutoTP: each process of the reference has whole layers
             section = content.get("zero_optimization")
             halves = [content.get(name) for name in ("fp16", "bf16", "bfloat16")]
             is_half = any(isinstance(one, dict) and one.get("enabled") for one in halves)
             if not is_half and not (isinstance(section, dict) and section.get("stage") == 3):
-                content = {name: value for name, value in content.items() if name != "zero_optimization"}
+                omitted.add("zero_optimization")
+            content = {name: value for name, value in content.items() if name not in omitted}
         construct(self, content, *arguments, **named)
 
     return configure
