@@ -83,6 +83,7 @@ def patching_engines(construct: Any) -> Any:
                 rows += norms.of_unequal_stages(engine) + (norms.OF_PIPELINES if corrects else ())
             if corrects:
                 rows += norms.OF_OPTIMIZERS
+                norms.scale_losses(engine)
             for target in (engine, engine.optimizer):
                 _patch(target, rows, engine.mpu)
             undo.pop_all()

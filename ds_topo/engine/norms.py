@@ -11,10 +11,14 @@ slice of any other, a tied layer on one of its stages, and every expert. DeepSpe
                              group, which hangs if stages have different numbers of groups. ``zero_gradient_norm``
                              replaces it in both cases.
     fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which have no marks, so we copy the
-                             marks of their parameters. It omits experts, and ``BF16_Optimizer`` hangs if ranks have
-                             different expert sizes; ``check_norm`` refuses both. ``of_unequal_stages`` refuses the
-                             former if stages have different numbers of groups. ``BF16_Optimizer`` fails on a slice
-                             without any parameter to count; there we add a zero.
+                             marks of their parameters. It omits experts; with experts ``unfused_gradient_norm``
+                             replaces the norm. ``BF16_Optimizer`` hangs if ranks have different expert sizes, which
+                             ``check_norm`` refuses. ``of_unequal_stages`` refuses the former if stages have different
+                             numbers of groups. ``BF16_Optimizer`` fails on a slice without any parameter to count;
+                             there we add a zero.
+    fp16 without ZeRO        The optimizers divide gradients by the loss scale, but ``engine.backward`` never multiplies
+                             the loss by it: updates are too small by up to that factor, and nothing is clipped.
+                             ``scale_losses`` multiplies.
 """
 
 from __future__ import annotations
@@ -35,6 +39,8 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -45,7 +51,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ds_topo.errors import EngineOptionError, ExpertGroupError, abridged, listed
-from ds_topo.ledger import Make, Patch, always
+from ds_topo.ledger import Make, Patch, always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.expert_registry import registry
 from ds_topo.mpu.mpu import MpuGrid
@@ -302,6 +308,21 @@ def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torc
     return torch.where(norm.isfinite(), norm, -1.0).to(optimizer.device)
 
 
+def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> torch.Tensor:
+    """Return the norm, ``[]``, of the gradients of an engine with experts in fp16 or bf16 without ZeRO.
+
+    Collective over the grid. It replaces the norm that ``FP16_UnfusedOptimizer`` clips by.
+    """
+    counted = [
+        _norm_of(parameter.grad)
+        for parameter in chain.from_iterable(optimizer.fp16_groups)
+        if parameter.grad is not None and _counts_on_this_slice(parameter, grid) and _replica(parameter, grid) == 0
+    ]
+    device = get_accelerator().current_device_name()
+    own = torch.linalg.vector_norm(torch.stack(counted)) if counted else torch.zeros((), device=device)
+    return _norm_over_grid(own, grid)[0]
+
+
 def _clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
     parameters, limit = engine.module.parameters(), engine.gradient_clipping()
     engine._global_grad_norm = clip_grad_norm_(parameters, limit, engine.mpu)
@@ -311,8 +332,21 @@ def _scaled_global_norm(optimizer: DeepSpeedZeroOptimizer, norm_type: int = 2) -
     return zero_gradient_norm(optimizer, optimizer.mpu)
 
 
+def _by_norm_with_experts(clip: Any) -> Any:
+    @wraps(clip)
+    def unscale_and_clip(optimizer: FP16_UnfusedOptimizer, total_norm: object, apply_scale: bool = True) -> Any:
+        optimizer._global_grad_norm = float(unfused_gradient_norm(optimizer, optimizer.mpu))
+        return clip(optimizer, optimizer._global_grad_norm, apply_scale)
+
+    return unscale_and_clip
+
+
 OF_PIPELINES: tuple[tuple[Patch, Make], ...] = ((patches.CLIP_FP32, always(_clip_fp32_gradients)),)
-WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = (*OF_PIPELINES, (patches.ZERO_NORM, always(_scaled_global_norm)))
+WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = (
+    *OF_PIPELINES,
+    (patches.ZERO_NORM, always(_scaled_global_norm)),
+    (patches.UNFUSED_CLIP, _by_norm_with_experts),
+)
 
 
 def of_unequal_stages(engine: DeepSpeedEngine) -> tuple[tuple[Patch, Make], ...]:
@@ -334,6 +368,48 @@ def of_unequal_stages(engine: DeepSpeedEngine) -> tuple[tuple[Patch, Make], ...]
             "stage a parameter of each group"
         )
     return ((patches.ZERO_NORM, always(_scaled_global_norm)),)
+
+
+class _LossScaler:
+    """Scales the losses of an engine in fp16 without ZeRO; it has the methods of torch's ``GradScaler``.
+
+    DeepSpeed's optimizers of fp16 divide gradients by the loss scale themselves.
+    """
+
+    def __init__(self, state: LossScaleConfig) -> None:
+        self._state = state
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = loss.float() * self._state.cur_scale
+        return scaled
+
+    def unscale_(self, optimizer: object) -> None:
+        """No-op: the optimizer does this in its step."""
+
+    def step(self, optimizer: Any) -> None:
+        """Take a step, and let an optimizer that reports the norm of scaled gradients report that of gradients."""
+        scale = self._state.cur_scale
+        optimizer.step()
+        if isinstance(optimizer, FP16_UnfusedOptimizer):
+            optimizer._global_grad_norm /= scale
+
+    def update(self) -> None:
+        """No-op: the optimizer does this in its step."""
+
+
+def scale_losses(engine: DeepSpeedEngine) -> None:
+    """Let an engine in fp16 without ZeRO multiply losses by the loss scale, and log that DeepSpeed's own does not."""
+    if not (engine.fp16_enabled() and isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))):
+        return
+    log_dist(
+        "ds_topo: losses are multiplied by the loss scale, by which DeepSpeed's optimizers of fp16 without ZeRO divide "
+        "gradients. DeepSpeed's own engine does not multiply, so its updates are smaller, and it clips nothing. To "
+        "compare runs, set grid.correct_norms = False",
+        ranks=[0],
+        level=logging.WARNING,
+    )
+    scaler = _LossScaler(engine.optimizer.loss_scale_config)
+    engine.mpu.on_destroy(ledger.bind(patches.LOSS_SCALER, always(scaler), engine))
 
 
 def log_clipping(engine: DeepSpeedEngine) -> None:
@@ -364,11 +440,6 @@ def check_norm(engine: DeepSpeedEngine) -> None:
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) or not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         return
     optimizer = type(engine.optimizer).__name__
-    if engine.has_moe_layers and engine.gradient_clipping() > 0 and isinstance(engine.optimizer, FP16_UnfusedOptimizer):
-        raise ExpertGroupError(
-            f"gradient_clipping={engine.gradient_clipping()} in fp16 or bf16 without ZeRO: DeepSpeed's {optimizer} "
-            "leaves experts out of the norm that it clips by; use ZeRO stage 1 or 2, or gradient_clipping 0"
-        )
     names = {module.expert_group_name for module in engine.module.modules() if isinstance(module, MoE)}
     gathered: list[Any] = [None] * grid.get_model_parallel_world_size()
     own = (grid.get_stage_id(), sorted(names), _has_dense_share(engine))

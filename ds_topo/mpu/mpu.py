@@ -36,8 +36,8 @@ class MpuGrid(ProcessGrid):
     def correct_norms(self) -> bool:
         """True if engines clip by the norm that counts every parameter once. That is the default.
 
-        False leaves DeepSpeed's own norms as they are, so that losses can be compared with those of an earlier job bit
-        by bit. Set it on all ranks before a pipeline or an engine is built.
+        False leaves DeepSpeed's own norms and loss scales as they are, so that losses can be compared with those of an
+        earlier job bit by bit. Set it on all ranks before a pipeline or an engine is built.
         """
         return self._core.correct_norms
 

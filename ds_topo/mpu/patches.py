@@ -208,6 +208,20 @@ UNFUSED_STEP = Patch(
     why="The optimizer takes the norm of gradients. Without marks, shards of all slices but the first are missing.",
     during=THE_GRID,
 )
+UNFUSED_CLIP = Patch(
+    FP16_UnfusedOptimizer,
+    "unscale_and_clip_grads",
+    instead="With experts, the same by ds_topo.engine.norms.unfused_gradient_norm.",
+    why="The optimizer omits experts from the norm.",
+    during=THE_GRID,
+)
+LOSS_SCALER = Patch(
+    DeepSpeedEngine,
+    "torch_autocast_z0_gradscaler",
+    instead="In fp16 without ZeRO, an object that multiplies losses by the loss scale.",
+    why="The optimizers divide gradients by it, but backward() multiplies losses for ZeRO only.",
+    during=THE_GRID,
+)
 BF16_GRADIENTS = Patch(
     BF16_Optimizer,
     "get_grads_for_norm",
@@ -753,7 +767,11 @@ _RELIANCES: dict[type | ModuleType, dict[str, str]] = {
     },
     tensor_fragment: {"hp_fragment_address": "is what safe_get_full_fp32_param and similar functions look up"},
     mixed_precision_linkage: {"link_hp_params": "sets _hp_mapping and _index_in_param_group on parameters"},
-    FP16_UnfusedOptimizer: {"fp16_groups": "lists the parameters whose marks gradients get"},
+    FP16_UnfusedOptimizer: {
+        "fp16_groups": "lists the parameters whose marks gradients get",
+        "loss_scale_config": "holds the loss scale",
+        "_global_grad_norm": "is the norm that the engine reports",
+    },
 }
 _ALL = [value if isinstance(value, tuple) else (value,) for value in list(globals().values())]
 ROWS: tuple[Patch | Reliance, ...] = (

@@ -191,6 +191,8 @@ def train(rows: tuple[Row, ...], side: str) -> list[Record | str]:
     found: list[Record | str] = []
     for row in rows:
         grid = None if side == "stock" else PipelineParallelGrid(row.spec)
+        if grid is not None and row.stage == 0 and row.precision == "fp16":
+            grid.correct_norms = False  # stock divides gradients by the loss scale, but does not multiply losses by it
         module: Any = Layers(row)
         if row.situation == "torch.compile":
             module = torch.compile(module, backend="aot_eager")

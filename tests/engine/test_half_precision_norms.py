@@ -1,23 +1,29 @@
-"""Gradient norms of bf16 engines count every shard, and engines without tensor-parallel parameters train on slices."""
+"""Engines in half precision: norms count every shard and expert, and losses are scaled without ZeRO, too."""
 
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from torch import nn
 
-from ds_topo import PipelineParallelGrid, initialize
+from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize
 from tests.support.small_engines import settings, start
+from tests.support.training import destroy_engine
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}
 BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 100, "hysteresis": 1}}
 
 
 def _norm_of_shards(reduced: bool) -> float:
@@ -69,3 +75,91 @@ def _whole_model_on_slices(topology: str, wide: bool) -> None:
 @pytest.mark.parametrize("topology", ["data=2,model=2", "model=4"])
 def test_slices_without_tensor_parallel_parameters_train(world: Worlds, topology: str, wide: bool) -> None:
     world(4).run(_whole_model_on_slices, topology, wide)
+
+
+class _Chain(nn.Sequential):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            out = layer(hidden)
+            hidden = hidden + (out[0] if isinstance(out, tuple) else out)
+        return hidden
+
+
+def _trained(stage: int, precision: dict[str, Any], with_experts: bool, spec: str) -> list[tuple[float, ...]]:
+    """Train a few steps, of which one overflows in fp16; return losses, norms, loss scales and sums of weights."""
+    is_fp16, seen = "fp16" in precision, []
+    with (
+        PipelineParallelGrid(spec) as grid,
+        mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True),
+    ):
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Linear(8, 8), nn.Linear(8, 8)]
+        if with_experts:
+            groups.create_expert_groups(grid, dist.get_world_size())
+            options = {"k": 1, "use_rts": False, "num_experts": 2, "ep_size": dist.get_world_size()}
+            layers.append(MoE(8, nn.Linear(8, 8), capacity_factor=4.0, **options))
+        module = _Chain(*layers)
+        parameters: Any = [{"params": list(module.parameters()), "name": "all"}]
+        if with_experts:
+            parameters = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(parameters)
+        optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.5)  # AdamW takes a first step when it is built
+        zero = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 1, "gradient_clipping": 0.05}
+        engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, mpu=grid, config=settings(**zero, **precision)
+        )
+        for step in range(6):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            overflows = is_fp16 and step == 3 and dist.get_rank() == dist.get_world_size() - 1
+            inputs = torch.randn(8, 8, generator=generator) * (3e4 if overflows else 1e-2)
+            loss = engine(inputs.to(torch.float16 if is_fp16 else torch.bfloat16)).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+            total = sum(float(p.double().abs().sum()) for p in module.parameters())
+            norm = float(engine.get_global_grad_norm())
+            seen.append((0.0 if overflows else float(loss), norm, engine.skipped_steps, total))
+        destroy_engine(engine)
+    return seen
+
+
+def _half_precision_without_zero(precision: dict[str, Any], with_experts: bool, spec: str) -> None:
+    deepspeed.init_distributed(verbose=False)
+    wanted, found = (_trained(stage, precision, with_experts, spec) for stage in (1, 0))
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("with_experts", [False, True])
+@pytest.mark.parametrize("precision", [FP16, BF16], ids=["fp16", "bf16"])
+def test_half_precision_without_zero_trains_as_with_zero(
+    world: Worlds, precision: dict[str, Any], with_experts: bool
+) -> None:
+    world(2).run(_half_precision_without_zero, precision, with_experts, "data=2")
+
+
+def _pipeline_in_fp16(stage: int) -> list[tuple[float, ...]]:
+    with (
+        PipelineParallelGrid("pipe=2") as grid,
+        mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True),
+    ):
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 8) for _ in range(4)]
+        module = PipelineModule(layers, grid=grid, loss_fn=lambda out, wanted: F.mse_loss(out.float(), wanted.float()))
+        more = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.05, **FP16}
+        engine, *_ = deepspeed.initialize(model=module, config=settings(**more))
+        seen = []
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            data = [tuple(torch.randn(2, 2, 8, generator=generator).half()) for _ in range(2)]
+            loss = float(engine.train_batch(iter(data)))
+            seen.append((loss, float(engine.get_global_grad_norm()), engine.skipped_steps))
+        destroy_engine(engine)
+    return seen
+
+
+def _pipeline_without_zero() -> None:
+    deepspeed.init_distributed(verbose=False)
+    wanted, found = map(_pipeline_in_fp16, (1, 0))
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-4)
+
+
+def test_pipeline_in_fp16_without_zero_trains_as_with_zero(world: Worlds) -> None:
+    world(2).run(_pipeline_without_zero)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
@@ -82,6 +81,8 @@ def _norm(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
         whole = [parameter(v) for v in _values(grid.pipe_parallel_size, grid.slice_parallel_size, size, sliced)]
         expected = float(nn.utils.get_total_norm([one.grad for one in whole]))
         if not partitioned:
+            optimizer = SimpleNamespace(fp16_groups=[made[:2], made[2:]])
+            assert float(norms.unfused_gradient_norm(optimizer, grid)) == pytest.approx(expected, rel=1e-6)
             for order in ORDERS[1:]:
                 of_one_process = float(nn.utils.clip_grad_norm_(whole, math.inf, order))
                 norm = clip_grad_norm_(made, math.inf, grid, order, foreach=False)
@@ -326,16 +327,6 @@ def test_optimizers_with_correct_norms_are_not_checked() -> None:
     assert _check(_engine(optimizer=mock.Mock(spec=DeepSpeedZeroOptimizer)), *EQUAL) is None
     for half in ({}, {"fp16": True}, {"fp16": True, "bf16": False}):
         assert _check(_engine(**half), *EQUAL) == (0, ["ep_size_2"], True)
-
-
-def test_clipping_by_a_norm_without_experts_is_refused() -> None:
-    unfused = {"optimizer": mock.Mock(spec=FP16_UnfusedOptimizer), "clipping": 0.5}
-    with pytest.raises(ExpertGroupError, match=r"^gradient_clipping=0.5 .* leaves experts out"):
-        _check(_engine(**unfused), *EQUAL)
-    without_experts: list[tuple[int, list[str], bool]] = [(0, [], True), (1, [], True)]
-    assert _check(_engine(**unfused, layers=[]), *without_experts) == (0, [], True)
-    assert _check(_engine(**unfused | {"clipping": 0.0}), *EQUAL)
-    assert _check(_engine(**unfused | {"optimizer": object()}), *EQUAL)
 
 
 def test_stages_with_experts_of_other_sizes_are_refused() -> None:

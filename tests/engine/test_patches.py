@@ -188,6 +188,17 @@ def experts_over_shard(folder: str, settings: dict[str, Any]) -> None:
         engine.destroy()
 
 
+def experts_without_zero() -> None:
+    with PipelineParallelGrid("data=4") as grid:
+        module = nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=2, min_capacity=0))
+        groups = configure_moe_param_groups(list(module.parameters()))
+        config = _settings(**BF16, gradient_accumulation_steps=1)
+        engine, *_ = initialize(model=module, model_parameters=groups, mpu=grid, config=config)
+        engine.backward(engine(torch.ones(2, 4, dtype=torch.bfloat16))[0].float().sum())
+        engine.step()
+        engine.destroy()
+
+
 def load_weights_alone(folder: str) -> None:
     """Load the parameters of ZeRO 3 without optimizer states, which reads the partitions of all ranks."""
     with PipelineParallelGrid("data=4") as grid:
@@ -408,6 +419,7 @@ CALLED_BY_VERIFY = {
 """The rows of recorded runs (tests/verification)."""
 VALUES = {
     patches.ZERO_OVERLAP,
+    patches.LOSS_SCALER,
     patches.HP_GRADIENT,
     *patches.LONG_SEQUENCES,
     *patches.ADDRESSES,
@@ -457,6 +469,7 @@ def _calls_of_a_job(folder: str) -> set[tuple[str, str]]:
         plain("shard=2,data=2", gradient_reducer=False, zero_optimization={"stage": 1}, fp16=half)
         experts_over_shard(folder, {"zero_optimization": {"stage": 1}})
         experts_over_shard(folder, FP32_GRADIENTS)
+        experts_without_zero()
         grid_in_use()
         save_and_load(folder, {"zero_optimization": {"stage": 1}})
         save_and_load(folder, FP32_GRADIENTS)

@@ -16,15 +16,12 @@ import pytest
 pytestmark = pytest.mark.exhaustive
 FOLDERS = ("model_parallelism", "runtime/tensor_parallel", "runtime/pipe", "v1/moe", "sequence_parallelism")
 FILES = ("ulysses_alst/test_ulysses_sp_hf.py",)
-CLIPPING = "a grid refuses clipping in half precision without ZeRO, where the norm omits experts"
 DATA_LOADER = "a grid names the ranks whose samples differ, before DeepSpeed asserts"
 MANIFEST = "a grid refuses files that have changed since they were saved, before DeepSpeed misses their metadata"
 NEIGHBORS = "a grid refuses a sequence_parallel_size that joins neighboring ranks, and names the ranks along seq"
 SAMPLES = "the test takes rank // slices for the index of its samples; it passes with the index along data"
 IN_BOTH = {
     "TestTpDataloaderCorrectness": DATA_LOADER,
-    "TestMOETensorParallel": CLIPPING,
-    "test_save_load_same_ep_and_metadata": CLIPPING,
     "test_cpu_gloo_folded_checkpoint_edp_replica_resume": MANIFEST,
 }
 DIFFERENT: dict[str, dict[str, str]] = {
