@@ -437,7 +437,8 @@ def check_norm(engine: DeepSpeedEngine) -> None:
         ExpertGroupError: raised on every rank of the model parallel group; names the optimizer and an alternative.
     """
     grid: MpuGrid = engine.mpu
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) or not (engine.fp16_enabled() or engine.bfloat16_enabled()):
+    corrected = (DeepSpeedZeroOptimizer, FP16_UnfusedOptimizer)
+    if isinstance(engine.optimizer, corrected) or not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         return
     optimizer = type(engine.optimizer).__name__
     names = {module.expert_group_name for module in engine.module.modules() if isinstance(module, MoE)}

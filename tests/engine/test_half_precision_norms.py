@@ -135,16 +135,34 @@ def test_half_precision_without_zero_trains_as_with_zero(
     world(2).run(_half_precision_without_zero, precision, with_experts, "data=2")
 
 
-def _pipeline_in_fp16(stage: int) -> list[tuple[float, ...]]:
+class _Experts(nn.Module):
+    """Experts as a layer of a pipeline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = MoE(8, nn.Linear(8, 8), num_experts=2, k=1, min_capacity=0, capacity_factor=4.0, use_rts=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.moe(hidden)[0]
+
+
+def _pipeline_in_fp16(stage: int, with_experts: bool) -> list[tuple[float, ...]]:
     with (
         PipelineParallelGrid("pipe=2") as grid,
         mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True),
     ):
         torch.manual_seed(0)
-        layers = [nn.Linear(8, 8) for _ in range(4)]
+        layers: list[nn.Module] = [nn.Linear(8, 8) for _ in range(4)]
+        if with_experts:
+            groups.create_expert_groups(grid, 1)
+            layers[3] = _Experts()
         module = PipelineModule(layers, grid=grid, loss_fn=lambda out, wanted: F.mse_loss(out.float(), wanted.float()))
         more = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.05, **FP16}
-        engine, *_ = deepspeed.initialize(model=module, config=settings(**more))
+        parameters: Any = {"params": list(module.parameters()), "name": "all"}
+        if with_experts:
+            parameters = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(parameters)
+        optimizer = torch.optim.SGD([*parameters] if with_experts else [parameters], lr=0.5, momentum=0.5)
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings(**more))
         seen = []
         for step in range(4):
             generator = torch.Generator().manual_seed(step)
@@ -155,11 +173,12 @@ def _pipeline_in_fp16(stage: int) -> list[tuple[float, ...]]:
     return seen
 
 
-def _pipeline_without_zero() -> None:
+def _pipeline_without_zero(with_experts: bool) -> None:
     deepspeed.init_distributed(verbose=False)
-    wanted, found = map(_pipeline_in_fp16, (1, 0))
+    wanted, found = (_pipeline_in_fp16(stage, with_experts) for stage in (1, 0))
     torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-4)
 
 
-def test_pipeline_in_fp16_without_zero_trains_as_with_zero(world: Worlds) -> None:
-    world(2).run(_pipeline_without_zero)
+@pytest.mark.parametrize("with_experts", [False, True])
+def test_pipeline_in_fp16_without_zero_trains_as_with_zero(world: Worlds, with_experts: bool) -> None:
+    world(2).run(_pipeline_without_zero, with_experts)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
@@ -324,7 +325,8 @@ EQUAL = ((0, ["ep_size_2"], True), (1, ["ep_size_2"], True))
 
 def test_optimizers_with_correct_norms_are_not_checked() -> None:
     assert _check(_engine(bf16=False), *EQUAL) is None
-    assert _check(_engine(optimizer=mock.Mock(spec=DeepSpeedZeroOptimizer)), *EQUAL) is None
+    for kind in (DeepSpeedZeroOptimizer, FP16_UnfusedOptimizer):
+        assert _check(_engine(optimizer=mock.Mock(spec=kind)), *EQUAL) is None
     for half in ({}, {"fp16": True}, {"fp16": True, "bf16": False}):
         assert _check(_engine(**half), *EQUAL) == (0, ["ep_size_2"], True)
 
