@@ -85,11 +85,11 @@ class _Chain(nn.Sequential):
         return hidden
 
 
-def _trained(stage: int, precision: dict[str, Any], with_experts: bool, spec: str) -> list[tuple[float, ...]]:
+def _trained(stage: int, precision: dict[str, Any], with_experts: bool, **more: Any) -> list[tuple[float, ...]]:
     """Train a few steps, of which one overflows in fp16; return losses, norms, loss scales and sums of weights."""
     is_fp16, seen = "fp16" in precision, []
     with (
-        PipelineParallelGrid(spec) as grid,
+        PipelineParallelGrid("data=2") as grid,
         mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True),
     ):
         torch.manual_seed(0)
@@ -103,10 +103,8 @@ def _trained(stage: int, precision: dict[str, Any], with_experts: bool, spec: st
         if with_experts:
             parameters = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(parameters)
         optimizer = torch.optim.SGD(parameters, lr=1.0, momentum=0.5)  # AdamW takes a first step when it is built
-        zero = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 1, "gradient_clipping": 0.05}
-        engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, mpu=grid, config=settings(**zero, **precision)
-        )
+        config = settings(zero_optimization={"stage": stage}, gradient_clipping=0.05, **precision, **more)
+        engine, *_ = initialize(model=module, optimizer=optimizer, mpu=grid, config=config)
         for step in range(6):
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
             overflows = is_fp16 and step == 3 and dist.get_rank() == dist.get_world_size() - 1
@@ -121,10 +119,12 @@ def _trained(stage: int, precision: dict[str, Any], with_experts: bool, spec: st
     return seen
 
 
-def _half_precision_without_zero(precision: dict[str, Any], with_experts: bool, spec: str) -> None:
+def _half_precision_without_zero(precision: dict[str, Any], with_experts: bool) -> None:
     deepspeed.init_distributed(verbose=False)
-    wanted, found = (_trained(stage, precision, with_experts, spec) for stage in (1, 0))
-    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-4)
+    wanted = _trained(1, precision, with_experts, gradient_accumulation_steps=1)
+    for reduced in (False, True):
+        found = _trained(0, precision, with_experts, gradient_accumulation_steps=1, gradient_reducer=reduced)
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-4)
 
 
 @pytest.mark.parametrize("with_experts", [False, True])
@@ -132,7 +132,7 @@ def _half_precision_without_zero(precision: dict[str, Any], with_experts: bool, 
 def test_half_precision_without_zero_trains_as_with_zero(
     world: Worlds, precision: dict[str, Any], with_experts: bool
 ) -> None:
-    world(2).run(_half_precision_without_zero, precision, with_experts, "data=2")
+    world(2).run(_half_precision_without_zero, precision, with_experts)
 
 
 class _Experts(nn.Module):
