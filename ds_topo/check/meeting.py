@@ -26,8 +26,8 @@ from torch._C._distributed_c10d import Store  # the class of torch.distributed, 
 from ds_topo.backends import accelerator
 from ds_topo.check.faults import Fault, RankReport
 from ds_topo.errors import LaunchError
-from ds_topo.hosts.placement import fold_numbers
 from ds_topo.launch.launchers import Launch
+from ds_topo.launch.placement import fold_numbers
 
 T = TypeVar("T")
 CLOCK_ROUNDS = 3

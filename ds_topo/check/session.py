@@ -20,9 +20,9 @@ from ds_topo.check.faults import Anomaly, Fault, RankReport, Summary
 from ds_topo.check.meeting import Meeting, StepFailure, report_of
 from ds_topo.check.probes import Device, Hosts
 from ds_topo.errors import TopologyError
-from ds_topo.hosts.placement import group_axes
 from ds_topo.launch.joining import create_world, open_store, take_device, wait_for_all
 from ds_topo.launch.launchers import Launch
+from ds_topo.launch.placement import group_axes
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology import ProcessTopology

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ds_topo.cli.shared_options import add_host_options, host_map_of
 from ds_topo.cli.terminal import counted, progress_of, say, table_of, write_file
 from ds_topo.errors import DisagreementError, LaunchError, TopologyError
-from ds_topo.hosts.placement import few_ranks
+from ds_topo.launch.placement import few_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console

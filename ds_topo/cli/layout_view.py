@@ -15,9 +15,9 @@ from rich.text import Text
 
 from ds_topo.cli.terminal import counted, say, table_of
 from ds_topo.errors import TopologyError, UnknownAxisError
-from ds_topo.hosts import placement as placements
-from ds_topo.hosts.hosts import HostMap, check_size
-from ds_topo.hosts.placement import Placement
+from ds_topo.launch import placement as placements
+from ds_topo.launch.hosts import HostMap, check_size
+from ds_topo.launch.placement import Placement
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import SHARD, axis_in_spec, check_meanings
 from ds_topo.topology.rank_tables import copy_axes, created_groups, grid_groups, model_parallel_axes, neighbor

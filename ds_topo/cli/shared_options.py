@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ds_topo.errors import HostError, TopologyError
-from ds_topo.hosts.hosts import HostMap, Hosts, check_addresses, expand_node_list, read_hostfile, slurm_map
+from ds_topo.launch.hosts import HostMap, Hosts, check_addresses, expand_node_list, read_hostfile, slurm_map
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import check_meanings
 from ds_topo.topology.spec import leaves_out_a_degree

@@ -16,7 +16,7 @@ from ds_topo.cli.shared_options import (
     refuse_without_effect,
 )
 from ds_topo.errors import TopologyError
-from ds_topo.hosts.placement import changed_ranks, gradients_across_hosts, shards_to_other_hosts
+from ds_topo.launch.placement import changed_ranks, gradients_across_hosts, shards_to_other_hosts
 from ds_topo.topology.axes import SHARD
 
 if TYPE_CHECKING:

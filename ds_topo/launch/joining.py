@@ -21,10 +21,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy find
 
 from ds_topo.backends import check_backend, default_backend, device_served_by
 from ds_topo.errors import DisagreementError, HostError, LaunchError, unanswered
-from ds_topo.hosts.hosts import address_of, is_loopback
-from ds_topo.hosts.placement import fold_numbers
 from ds_topo.launch import lifeline
+from ds_topo.launch.hosts import address_of, is_loopback
 from ds_topo.launch.launchers import Launch, detect_launch, is_own_address
+from ds_topo.launch.placement import fold_numbers
 from ds_topo.torch_names import get_several, inherit_timeout, job_timeout, timeout_of
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
