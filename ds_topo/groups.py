@@ -18,7 +18,7 @@ from ds_topo.engine.experts import create_expert_groups, create_zero_partition_g
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.mpu.expert_registry import ExpertGroups
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.topology.expert_tables import expert_parallel_ranks
+from ds_topo.topology.rank_tables import expert_parallel_ranks
 
 __all__ = [
     "ExpertGroups",

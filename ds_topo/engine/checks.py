@@ -40,9 +40,8 @@ from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
-from ds_topo.topology.expert_tables import zero_partition_ranks
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.rank_tables import gradient_axes
+from ds_topo.topology.rank_tables import gradient_axes, zero_partition_ranks
 from ds_topo.topology.spec import mechanisms_of
 from ds_topo.torch_names import job_timeout
 

@@ -19,8 +19,7 @@ from ds_topo.mpu.expert_registry import ExpertGroups, registry
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import EXPERT
-from ds_topo.topology.expert_tables import ExpertPlan, name_of_size, zero_partition_ranks
-from ds_topo.topology.rank_tables import RankGroup
+from ds_topo.topology.rank_tables import ExpertPlan, RankGroup, name_of_size, zero_partition_ranks
 
 # -- groups and tokens ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.errors import ExpertGroupError
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.topology.expert_tables import ExpertPlan
+from ds_topo.topology.rank_tables import ExpertPlan
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,8 +25,7 @@ from ds_topo.planner.job import Layout, Recompute
 from ds_topo.planner.memory import chunks_in_flight, stage_memory
 from ds_topo.planner.search import TIE, Found, Plan, Tally
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
-from ds_topo.topology.expert_tables import ExpertPlan
-from ds_topo.topology.rank_tables import copy_axes, gradient_axes
+from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
 
 COUNTED_HOSTS = 64
 """``host_traffic`` counts at most so many hosts."""
