@@ -57,8 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the check as one rank of the job; rank 0 reports."""
 
     from ds_topo.backends import default_backend, device_served_by
-    from ds_topo.check.meeting import StepFailure
-    from ds_topo.check.session import Options, run_check
+    from ds_topo.check.session import Options, StepFailure, run_check
     from ds_topo.launch.joining import prepare
 
     expected = None if arguments.expect is None else rate(arguments.expect)
