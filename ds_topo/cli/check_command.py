@@ -9,8 +9,7 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ds_topo.cli.shared_options import add_host_options, host_map_of
-from ds_topo.cli.terminal import counted, progress_of, say, table_of, write_file
+from ds_topo.cli.shared import add_host_options, counted, host_map_of, progress_of, say, table_of, write_file
 from ds_topo.errors import DisagreementError, LaunchError, TopologyError
 from ds_topo.launch.placement import few_ranks
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_topo.cli.layout_view import LayoutView
-from ds_topo.cli.terminal import counted
+from ds_topo.cli.shared import counted
 from ds_topo.errors import TopologyError
 
 if TYPE_CHECKING:

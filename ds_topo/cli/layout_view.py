@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_topo.cli.terminal import counted, say, table_of
+from ds_topo.cli.shared import counted, say, table_of
 from ds_topo.errors import TopologyError, UnknownAxisError
 from ds_topo.launch import placement as placements
 from ds_topo.launch.hosts import HostMap, check_size

@@ -12,16 +12,17 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from ds_topo.cli.shared_options import (
+from ds_topo.cli.shared import (
     add_host_options,
     check_ending,
+    counted,
     given_options,
     host_map_of,
     option_of,
     refuse_both,
     refuse_without_effect,
+    write_file,
 )
-from ds_topo.cli.terminal import counted, write_file
 from ds_topo.errors import LaunchError, TopologyError, WorldSizeError
 from ds_topo.planner import hardware
 from ds_topo.planner.config_writer import CONFIGURED, deepspeed_config, how_to_train

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_topo.cli.shared_options import (
+from ds_topo.cli.shared import (
     add_host_options,
     check_ending,
     given_options,

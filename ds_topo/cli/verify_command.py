@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_topo.cli.shared_options import check_ending, check_topology
-from ds_topo.cli.terminal import cells, counted, progress_of, say, table_of, write_file
+from ds_topo.cli.shared import cells, check_ending, check_topology, counted, progress_of, say, table_of, write_file
 from ds_topo.errors import LaunchError, TopologyError
 from ds_topo.launch.launchers import detect_launch
 
