@@ -16,7 +16,7 @@ from ds_topo.engine.autotp import get_tensor_model_parallel_src_rank
 from ds_topo.engine.checks import check_exchange_between_all_ranks
 from ds_topo.engine.experts import create_expert_groups, create_zero_partition_groups
 from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.mpu.expert_registry import ExpertGroups
+from ds_topo.mpu.mpu import ExpertGroups
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.rank_tables import expert_parallel_ranks
 
