@@ -26,13 +26,13 @@ from ds_topo.cli.shared import (
 from ds_topo.errors import LaunchError, TopologyError, WorldSizeError
 from ds_topo.planner import hardware
 from ds_topo.planner.config_writer import CONFIGURED, deepspeed_config, how_to_train
-from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
 from ds_topo.planner.hardware import GIGA, TERA, Accelerator, Cluster, Machine
 from ds_topo.planner.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute, precision_of, software_of
 from ds_topo.planner.model import Model, read_model, transformer
 from ds_topo.planner.published_runs import judge_rows, read_rows
 from ds_topo.planner.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
+from ds_topo.planner.stages import Costs
 from ds_topo.topology.axes import EXPERT
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.spec import MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from ds_topo.errors import TopologyError
 from ds_topo.planner import explain
-from ds_topo.planner.costs import Costs
 from ds_topo.planner.published_runs import Judgement
 from ds_topo.planner.search import Found, Plan, orders_of
+from ds_topo.planner.stages import Costs
 
 SHOWN_ORDERS = 6
 FILE_COLUMNS = 132

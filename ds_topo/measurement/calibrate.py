@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from ds_topo.backends import current_device, synchronize, traits_of
-from ds_topo.planner.costs import Costs
 from ds_topo.planner.hardware import Link, Machine, Speeds, cluster_of
 from ds_topo.planner.job import DEEPSPEED, FP32, Job, Layout
 from ds_topo.planner.model import transformer
+from ds_topo.planner.stages import Costs
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import RankGroup

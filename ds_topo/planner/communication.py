@@ -12,9 +12,9 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from math import ceil, gcd, log2, prod
 
-from ds_topo.planner.costs import Costs
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout
+from ds_topo.planner.stages import Costs
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.layout import Factors
 from ds_topo.topology.process_topology import ProcessTopology

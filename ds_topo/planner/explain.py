@@ -19,11 +19,10 @@ from ds_topo.planner.communication import (
     layout_spans,
     ring_passes,
 )
-from ds_topo.planner.costs import Costs, StageKind
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout, Recompute
-from ds_topo.planner.memory import chunks_in_flight, stage_memory
 from ds_topo.planner.search import TIE, Found, Plan, Tally
+from ds_topo.planner.stages import Costs, StageKind, chunks_in_flight, stage_memory
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
 
