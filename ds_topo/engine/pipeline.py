@@ -23,8 +23,8 @@ from ds_topo.engine.grid import PipelineEngineGrid
 from ds_topo.engine.norms import count_each_parameter_once
 from ds_topo.engine.one_layout import grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
-from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
+from ds_topo.launch.orphans import remove_abandoned_locks
 from ds_topo.ledger import always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid

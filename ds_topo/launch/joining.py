@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy find
 
 from ds_topo.backends import check_backend, default_backend, device_served_by
 from ds_topo.errors import DisagreementError, HostError, LaunchError, unanswered
-from ds_topo.launch import lifeline
+from ds_topo.launch import orphans
 from ds_topo.launch.hosts import address_of, is_loopback
 from ds_topo.launch.launchers import Launch, detect_launch, is_own_address
 from ds_topo.launch.placement import fold_numbers
@@ -194,7 +194,7 @@ def prepare(*, end_with_launcher: bool = True) -> Launch:
     if launch.launcher not in ("torchrun", "deepspeed", "environment"):  # these set all variables themselves
         os.environ.update(launch.variables)
     if end_with_launcher:
-        lifeline.end_with_launcher(launch)
+        orphans.end_with_launcher(launch)
     address = check_master(launch)
     interface = choose_interface(launch, address)
     if interface is not None:
