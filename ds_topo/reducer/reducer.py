@@ -44,17 +44,21 @@ from ds_topo.reducer.buckets import (
     hand_out,
     is_copied_at_once,
 )
-from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go, watch
-from ds_topo.reducer.misuse import (
+from ds_topo.reducer.hooks import (
     REBUILD,
     Changes,
+    GradientHooks,
+    OnGradient,
     changed_in_flight,
     check_module,
     different_steps,
+    keep_alive,
+    let_go,
     missing_gradients,
     unequal_use,
     unexpected_gradient,
     unreduced_gradients,
+    watch,
 )
 from ds_topo.reducer.options import ReductionArguments
 from ds_topo.reducer.parameters import (
