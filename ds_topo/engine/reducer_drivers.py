@@ -34,8 +34,8 @@ from ds_topo.reducer import BucketReducer
 from ds_topo.reducer.hooks import is_held_by
 from ds_topo.reducer.options import BucketSizes, ReductionArguments, ReductionOptions
 from ds_topo.reducer.reducer import StepDriver
+from ds_topo.reducer.reductions import suitable_bucket_bytes
 from ds_topo.reducer.report import BucketTiming, StepTiming
-from ds_topo.reducer.two_level import suitable_bucket_bytes
 
 
 class GradientReducer(BucketReducer):
