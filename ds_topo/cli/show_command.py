@@ -53,11 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ds_topo.cli import layout_view
-    from ds_topo.cli.layout_view import LayoutView
 
     _check_output(arguments)
     host_map = host_map_of(arguments)
-    views = [LayoutView.of(spec, host_map) for spec in arguments.specs]
+    views = [layout_view.LayoutView.of(spec, host_map) for spec in arguments.specs]
     if len({view.topology.world_size() for view in views}) > 1:
         sizes = ", ".join(f"{view.spec} has {view.topology.world_size()}" for view in views)
         raise TopologyError(
@@ -69,9 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     links = views[-1].axis_to_draw(arguments.links)
     for path in (arguments.svg, arguments.png):
         if path is not None:
-            from ds_topo.cli.layout_picture import save_picture
-
-            save_picture(views[-1], links, path, "svg" if path is arguments.svg else "png")
+            layout_view.save_picture(views[-1], links, path, "svg" if path is arguments.svg else "png")
             print(f"picture: {path}", file=sys.stderr)
     console = Console()
     if arguments.json:
