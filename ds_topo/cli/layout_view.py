@@ -24,9 +24,8 @@ from ds_topo.launch import placement as placements
 from ds_topo.launch.hosts import HostMap, check_size
 from ds_topo.launch.placement import Placement
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import SHARD, axis_in_spec, check_meanings
+from ds_topo.topology.axes import EXTRA_MARK, SHARD, axis_in_spec, check_meanings, mechanisms_of, read_config
 from ds_topo.topology.rank_tables import copy_axes, created_groups, grid_groups, model_parallel_axes, neighbor
-from ds_topo.topology.spec import EXTRA_MARK, mechanisms_of, read_config
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

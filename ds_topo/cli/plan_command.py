@@ -33,9 +33,8 @@ from ds_topo.planner.model import Model, read_model, transformer
 from ds_topo.planner.published_runs import judge_rows, read_rows
 from ds_topo.planner.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
 from ds_topo.planner.stages import Costs
-from ds_topo.topology.axes import EXPERT
+from ds_topo.topology.axes import EXPERT, MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
 
 SUMMARY = "choose degrees, order, ZeRO stage and micro-batch; predict memory and seconds"
 DESCRIPTION = (

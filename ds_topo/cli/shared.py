@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from ds_topo.errors import HostError, TopologyError, printable
 from ds_topo.launch.hosts import HostMap, Hosts, check_addresses, expand_node_list, read_hostfile, slurm_map
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import check_meanings
-from ds_topo.topology.spec import leaves_out_a_degree
+from ds_topo.topology.axes import check_meanings, leaves_out_a_degree
 
 if TYPE_CHECKING:
     from rich.console import Console

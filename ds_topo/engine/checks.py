@@ -38,10 +38,9 @@ from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, 
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
-from ds_topo.topology.axes import MODEL, PIPE, SEQ
+from ds_topo.topology.axes import MODEL, PIPE, SEQ, mechanisms_of
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import gradient_axes, zero_partition_ranks
-from ds_topo.topology.spec import mechanisms_of
 from ds_topo.torch_names import job_timeout
 
 

@@ -31,9 +31,8 @@ from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import DATA, PIPE
+from ds_topo.topology.axes import DATA, PIPE, Spec, read_config
 from ds_topo.topology.rank_tables import RankGroup
-from ds_topo.topology.spec import Spec, read_config
 
 __all__ = ["DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec"]
 

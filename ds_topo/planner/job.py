@@ -15,9 +15,8 @@ from functools import cached_property
 from ds_topo.errors import TopologyError
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.model import Model
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import divisors
 
 AXES = (PIPE, DATA, SHARD, SEQ, MODEL)
 """The axes that a plan can have, in the order that is tried first: ``model`` peers are neighbors."""

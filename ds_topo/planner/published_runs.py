@@ -24,9 +24,8 @@ from ds_topo.planner.model import Model, transformer
 from ds_topo.planner.search import LARGEST_MICRO_BATCH, Plan, Wanted, search
 from ds_topo.planner.stages import Costs, memory_use
 from ds_topo.planner.step_time import step_time
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import divisors
 
 MAY_BE_ZERO = ("tensor", "pipe", "context", "virtual_stages", "micro_batch", "experts", "top_k")
 """The fields of a row that may be 0."""

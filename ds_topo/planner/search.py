@@ -25,9 +25,8 @@ from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import AXES, Job, Layout, Recompute, degrees_problem, layout_problem
 from ds_topo.planner.stages import Costs, MemoryUse, largest_states, memory_use
 from ds_topo.planner.step_time import StepTime, schedule_bound, step_time
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import divisors
 
 Degrees: TypeAlias = tuple[int, int, int, int]
 """The degrees of pipe, data, seq, model."""

@@ -9,9 +9,8 @@ from functools import cached_property
 from math import prod
 
 from ds_topo.errors import ExpertSizeError, TopologyError, UnknownAxisError
-from ds_topo.topology.axes import DATA, DEEPSPEED_AXES, EXPERT, MODEL, PIPE, SEQ, SHARD, canonical_axis
+from ds_topo.topology.axes import DATA, DEEPSPEED_AXES, EXPERT, MODEL, PIPE, SEQ, SHARD, canonical_axis, divisors
 from ds_topo.topology.process_topology import PipeDataParallelTopology, ProcessTopology
-from ds_topo.topology.spec import divisors
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
 from ds_topo.errors import ExpertSizeError, TopologyError
+from ds_topo.topology.axes import divisors
 from ds_topo.topology.rank_tables import (
     ExpertPlan,
     expert_parallel_ranks,
@@ -19,7 +20,6 @@ from ds_topo.topology.rank_tables import (
     two_level_ranks,
     zero_partition_ranks,
 )
-from ds_topo.topology.spec import divisors
 from tests.support.topologies import topologies
 
 DEGREES = [
