@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_topo.errors import DisagreementError, abridged, listed
 from ds_topo.ledger import Make, Patch, ledger
+from ds_topo.process_groups.creation import gathered
 from ds_topo.reducer.buckets import is_replaced
 from ds_topo.reducer.parameters import ParameterState
 from ds_topo.torch_names import ZERO_GRAD_OF_MODULES, ZERO_GRAD_OF_OPTIMIZERS
@@ -253,8 +254,7 @@ def unequal_use(names: Sequence[str], ranks: int, size: int) -> RuntimeError:
 
 def different_steps(steps: int, group: dist.ProcessGroup) -> DisagreementError:
     """Return the error for ranks at different steps; collective over the group, so that every rank names them."""
-    everyone: list[tuple[int, int, str]] = [(0, 0, "")] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (steps, dist.get_rank(), socket.gethostname()), group=group)
+    everyone = gathered((steps, dist.get_rank(), socket.gethostname()), group)
     usual = Counter(number for number, _, _ in everyone).most_common(1)[0][0]
     others = [f"rank {rank} on {host} has taken {number}" for number, rank, host in everyone if number != usual]
     more = f"; and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
