@@ -158,7 +158,13 @@ class _Check:
                 described = topology.spec
             except TopologyError as error:
                 described = f"unusable: {error}"
-            return asdict(report_of(launch, described))
+            try:
+                # the identity of the running kernel, equal in all containers of one machine
+                machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            except OSError:
+                machine = platform.node()
+            ranks = launch.local_rank, launch.local_world_size
+            return asdict(RankReport(launch.rank, socket.gethostname(), machine, *ranks, described, versions()))
 
         def judge(answers: dict[int, Any]) -> tuple[list[Fault], dict[str, Any]]:
             reports = [RankReport(**answer) for _, answer in sorted(answers.items())]
@@ -483,19 +489,6 @@ class Meeting:
             self.store.set(now, repr(time.time()))
             offsets.append(0.0)
         return min(offsets)
-
-
-def report_of(launch: Launch, topology: str) -> RankReport:
-    """Return the report of this rank."""
-    try:
-        # the identity of the running kernel, equal in all containers of one machine
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        machine = platform.node()
-    host = socket.gethostname()
-    return RankReport(
-        launch.rank, host, machine, launch.local_rank, launch.local_world_size, topology, versions=versions()
-    )
 
 
 def versions() -> dict[str, str]:

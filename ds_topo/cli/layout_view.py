@@ -639,9 +639,9 @@ def _link(start: Point, end: Point, half: float) -> list[Point]:
     return _curve((x0, y0), ((x0 + x1) / 2 + across, (y0 + y1) / 2 + up), (x1, y1))
 
 
-def _curve(start: Point, control: Point, end: Point, steps: int = 12) -> list[Point]:
+def _curve(start: Point, control: Point, end: Point) -> list[Point]:
     """Return a quadratic Bezier curve."""
-    weights = [((1 - t) ** 2, 2 * t * (1 - t), t * t) for t in (step / steps for step in range(steps + 1))]
+    weights = [((1 - t) ** 2, 2 * t * (1 - t), t * t) for t in (step / 12 for step in range(13))]
     return [
         (a * start[0] + b * control[0] + c * end[0], a * start[1] + b * control[1] + c * end[1]) for a, b, c in weights
     ]

@@ -441,7 +441,7 @@ def _no_plan(job: Job, wanted: Wanted, tally: Tally) -> TopologyError:
     )
 
 
-def _reasons(tally: Tally, shown: int = 4) -> str:
+def _reasons(tally: Tally) -> str:
     """Return the rules that layouts broke, each with the numbers that broke it most often.
 
     If some degrees are possible, the rules that others break are not the reason. Rules about the batch come first,
@@ -453,7 +453,7 @@ def _reasons(tally: Tally, shown: int = 4) -> str:
     rules = sorted(by_rule.values(), key=lambda problems: -problems.total())
     texts = [problems.most_common(1)[0][0] for problems in rules]
     texts.sort(key=lambda text: "the batch of" not in text)
-    return "; ".join(texts[:shown]) or "no degrees multiply to it"
+    return "; ".join(texts[:4]) or "no degrees multiply to it"
 
 
 def _rule(problem: str) -> str:
