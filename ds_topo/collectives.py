@@ -1,4 +1,4 @@
-"""Differentiable collectives over an explicit process group: Megatron's f and g, their duals, and Ulysses' exchange.
+"""Communicate differentiably over a given process group: Megatron's f and g, their duals, and Ulysses' exchange.
 
 ``copy``, ``reduce``, ``scatter`` and ``gather`` are for tensor parallelism, ``all_gather`` and ``reduce_scatter`` for
 sequence parallelism, ``all_to_all`` for the exchange between heads and sequence. For example,

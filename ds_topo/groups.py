@@ -1,4 +1,4 @@
-"""Expert, parameter-partition and sequence groups: ``deepspeed.utils.groups`` for any topology.
+"""Answer for expert, parameter-partition and sequence groups: ``deepspeed.utils.groups`` for any topology.
 
 Every name of ``deepspeed.utils.groups`` exists here. Where DeepSpeed's answer is right for any topology, the name is
 DeepSpeed's own function on DeepSpeed's own state. The functions below replace those that compute ranks from

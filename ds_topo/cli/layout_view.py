@@ -57,7 +57,7 @@ class LayoutView:
     names: dict[str, str]
     host_map: HostMap | None
     mechanisms: tuple[str, ...] = ()
-    """What of DeepSpeed uses an axis, if a config says it, such as ``model=2: AutoTP``."""
+    """The parts of DeepSpeed that use axes according to a config, such as ``model=2: AutoTP``."""
 
     @classmethod
     def of(cls, text: str, host_map: HostMap | None) -> LayoutView:

@@ -65,7 +65,7 @@ SHOWN_PLANS, BOUND = 10, "15%"
 POSITIVE = ("peak_tflops", "memory_gb", "memory_gbps", "link_inside_gbps", "link_across_gbps")
 """The options that are positive numbers."""
 NOT_OF_A_PLAN = ("command", "run", "local_rank", "calibrate", "runs", "within", "json")
-"""What the arguments hold besides the options of a plan."""
+"""The arguments that are no options of a plan."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

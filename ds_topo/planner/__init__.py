@@ -32,7 +32,7 @@ _KINDS = {
     "--model": ("the config of a model", {"model_type", "architectures"}),
     "--machine": ("a file of measurements", {"inside", "across", "speeds"}),
 }
-"""What each option reads, and the keys by which it is recognised."""
+"""The kind of file that each option reads, and the keys by which it is recognised."""
 
 
 def read_json(path: str | Path, name: str) -> Any:

@@ -188,7 +188,7 @@ DEEPSPEED_PIPELINE = replace(DEEPSPEED, name="deepspeed-pipeline", zero=((0, 1),
 """A program whose model is a ``PipelineModule`` in every topology, as in the examples."""
 
 DUALPIPEV = replace(DEEPSPEED_PIPELINE, name="deepspeed-dualpipev", mirrors=True)
-"""The same with a ``DualPipeVModule``."""
+"""A program as ``DEEPSPEED_PIPELINE``, with a ``DualPipeVModule``."""
 
 MEGATRON = Software(
     "megatron", zero=((0, 1, 3), (0, 1), (0, 1)), accumulation_bytes=2, reduction_bytes=2, overlaps_model=True

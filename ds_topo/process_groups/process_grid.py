@@ -1,4 +1,4 @@
-"""The live topology of one rank: its process groups, neighbors and samples. It needs torch, but not DeepSpeed."""
+"""Answer for one rank of a live topology: its process groups, neighbors and samples. It needs torch, not DeepSpeed."""
 
 from __future__ import annotations
 

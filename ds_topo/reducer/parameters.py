@@ -1,4 +1,4 @@
-"""The parameters that a reducer serves, and the routes over which their gradients are reduced."""
+"""Find the parameters that a reducer serves, and define the routes over which their gradients are reduced."""
 
 from __future__ import annotations
 

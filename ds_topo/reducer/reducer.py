@@ -1,4 +1,4 @@
-"""The reducer: hooks on parameters fill buckets, and full buckets are reduced while backward goes on.
+"""Reduce gradients: hooks on parameters fill buckets, and full buckets are reduced while backward goes on.
 
 The states of a reducer, with the call or event on each arrow::
 
@@ -141,8 +141,8 @@ class StepDriver:
     def prefers_to_defer(self, timings: Iterable[StepTiming]) -> bool:
         """Return True if the next step's reductions should be launched after its backward.
 
-        They are, if all ranks of the group prefer it. Ranks must not differ in this, because their backward may have
-        collectives of the same group.
+        It happens only if all ranks of the group prefer it. Ranks must not differ in this, because their backward may
+        have collectives of the same group.
 
         Args:
             timings: those of the last steps, and of the one that ends now, whose ``ended_ns`` is 0.

@@ -1,4 +1,4 @@
-"""Reductions in flight: the routes of parameters, the reductions of buckets, and the notes that ranks sum at the end.
+"""Assign routes to parameters, reduce buckets over them, and sum the ranks' notes at the end of a step.
 
 :func:`assign_routes` chooses process group, divisor, and flat or two-level reduction for every parameter when a reducer
 is built. :func:`launch` starts the reduction of one full bucket over its route. :class:`StepNotes` tells the ranks of a

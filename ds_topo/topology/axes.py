@@ -360,7 +360,7 @@ def read_config(config: str | Path | Mapping[str, object]) -> Spec:
 
 
 def mechanisms_of(config: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, str]:
-    """Return what of DeepSpeed uses each axis of a degree above 1, as far as a config says it.
+    """Return the part of DeepSpeed that uses each axis of a degree above 1, if the config names one.
 
     >>> mechanisms_of({"tensor_parallel": {}, "expert_parallel": {"enabled": True}}, {"model": 2, "data": 4})
     {'model': 'AutoTP'}

@@ -1,4 +1,4 @@
-"""The watch of a job on one rank: it starts, judges where the store cannot be used, and ends calls that are blocked.
+"""Watch a job from one rank: judge the others where the store cannot be used, and end calls that are blocked.
 
 There are three parts. The :class:`~ds_topo.watch.heartbeat.Heartbeat` thread uses the store, and may hang in it when
 the store's server stops. The judging thread here makes no call that can hang. The witness, a small process, answers

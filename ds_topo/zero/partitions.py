@@ -1,4 +1,4 @@
-"""Partition a flat tensor over the ranks of a group: its layout, and the gradients whose sums each rank owns in part.
+"""Partition a flat tensor over the ranks of a group, and sum gradients of which each rank owns a part.
 
 DeepSpeed's ZeRO places parameters one after the other and cuts the whole once. One part of backward then belongs to one
 rank, and links carry its gradients in one direction at a time. In a balanced layout every region is cut evenly, as in
