@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_topo.cli.shared import counted, say, table_of
+from ds_topo.cli.shared import counted, new_figure, save_figure, say, table_of
 from ds_topo.errors import TopologyError, UnknownAxisError
 from ds_topo.launch import placement as placements
 from ds_topo.launch.hosts import HostMap, check_size
@@ -470,29 +470,21 @@ def save_picture(view: LayoutView, axis: str, path: Path, kind: str) -> None:
     Raises:
         TopologyError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        figure = draw(view, axis)
-    except ImportError as error:
-        raise TopologyError("pictures need matplotlib: pip install matplotlib") from error
+    figure = draw(view, axis)
     from matplotlib import rc_context
 
-    try:
-        # keep text as text in an SVG, and leave out the date, so that equal layouts give equal files
-        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_topo"}):
-            figure.savefig(path, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
-    except OSError as error:
-        raise TopologyError(f"picture {str(path)!r} cannot be written: {error}") from error
+    # keep text as text in an SVG, and leave out the date, so that equal layouts give equal files
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "ds_topo"}):
+        save_figure(figure, path, format=kind, dpi=200, metadata={"Date": None} if kind == "svg" else None)
 
 
 def draw(view: LayoutView, axis: str) -> Figure:
     """Return the figure that ``save_picture`` writes."""
-    from matplotlib.figure import Figure
-
     sheet = _sheet(view.rows)
     corners = [sheet.host_corner(host) for host in (min(len(view.rows), sheet.columns) - 1, len(view.rows) - 1)]
     width, height = (max(ends) + size for ends, size in zip(zip(*corners, strict=True), sheet.host_size, strict=True))
     scale = min(0.62, 9.0 / width) if sheet.labelled else 9.0 / width
-    figure = Figure(figsize=(max(3.6, width * scale) + 0.3, height * scale + 1.25), facecolor=PAPER)
+    figure = new_figure(figsize=(max(3.6, width * scale) + 0.3, height * scale + 1.25), facecolor=PAPER)
     plot = figure.add_axes((0.02, 0.02, 0.96, 0.96))
     plot.set_axis_off()
     plot.set_aspect("equal")

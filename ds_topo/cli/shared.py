@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_topo.errors import HostError, TopologyError, printable
 from ds_topo.launch.hosts import HostMap, Hosts, check_addresses, expand_node_list, read_hostfile, slurm_map
@@ -17,6 +17,7 @@ from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import check_meanings, leaves_out_a_degree
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -196,6 +197,31 @@ def write_file(option: str, path: str, text: str) -> None:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise TopologyError(f"{option} {path!r} cannot be written: {error}") from error
+
+
+def new_figure(**options: Any) -> Figure:
+    """Return an empty figure of matplotlib.
+
+    Raises:
+        TopologyError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise TopologyError("pictures need matplotlib: pip install matplotlib") from error
+    return Figure(**options)
+
+
+def save_figure(figure: Figure, path: str | Path, **options: Any) -> None:
+    """Write a figure into a file.
+
+    Raises:
+        TopologyError: the file cannot be written, or its name has an ending that matplotlib does not know.
+    """
+    try:
+        figure.savefig(path, **options)
+    except (OSError, ValueError) as error:
+        raise TopologyError(f"picture {str(path)!r} cannot be written: {error}") from error
 
 
 @contextmanager
