@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -35,7 +35,7 @@ _SIOCGIFADDR = 0x8915
 _NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torchrun's variable: 1 creates a new store after each restart."""
 _MOMENT = 2.0
-"""The longest time, in seconds, that rank 0 waits for the others to read a verdict."""
+"""The longest time, in seconds, that rank 0 waits for the others to read a verdict or another outcome."""
 _LEADER_SHARE = 0.9
 """The share of the timeout after which rank 0 stops waiting, so that the others can still read its verdict."""
 
@@ -288,11 +288,9 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
             verdict = _who_is_missing(store, keys, launch, timeout * _LEADER_SHARE)
         store.set("verdict", json.dumps([verdict, launch.world_size]))
         if verdict:  # this process serves the store and may end now, before the others have read the verdict
-            until = time.monotonic() + min(_MOMENT, timeout.total_seconds() / 4)
             with suppress(RuntimeError):  # the launcher's store is gone
                 readers = sum(store.check([key]) for key in keys) - 1
-                while store.add("read", 0) < readers and time.monotonic() < until:
-                    time.sleep(_MOMENT / 400)
+                await_readers(store, "read", lambda: readers, timeout)
     else:
         try:
             store.wait(["verdict"], timeout)
@@ -309,6 +307,13 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
             verdict += _SAME_SIZE
     if verdict:
         raise DisagreementError(verdict)
+
+
+def await_readers(store: Store, key: str, number: Callable[[], int], limit: timedelta) -> None:
+    """Wait a moment on rank 0, which may serve the store and exit, until so many ranks have counted up a key."""
+    until = time.monotonic() + min(_MOMENT, limit.total_seconds() / 4)
+    while store.add(key, 0) < number() and time.monotonic() < until:
+        time.sleep(_MOMENT / 400)
 
 
 def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str) -> None:
