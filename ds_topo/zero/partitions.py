@@ -187,10 +187,8 @@ def moved(
     incoming = partition.new_empty(sum(here.numel for here, _ in arriving))
     dist.all_to_all_single(incoming, outgoing, _counts(arriving, size), _counts(leaving, size), group=group)
     result = partition.new_zeros(target.partition_numel)
-    position = 0
-    for here, _ in arriving:
-        result[here.address : here.address + here.numel] = incoming[position : position + here.numel]
-        position += here.numel
+    for (here, _), part in zip(arriving, incoming.split([here.numel for here, _ in arriving]), strict=True):
+        result[here.address : here.address + here.numel] = part
     return result
 
 
