@@ -1,4 +1,4 @@
-"""Process topologies, process groups, expert groups and gradient reduction for DeepSpeed, in any axis order.
+"""Give DeepSpeed process topologies, process groups, expert groups and gradient reduction in any order of axes.
 
 Importing this package is fast: torch and DeepSpeed are imported when a name that needs them is first used. Exceptions
 are in :mod:`ds_topo.errors`.

@@ -1,4 +1,4 @@
-"""Differentiable collectives over an explicit process group: Megatron's f and g, their duals, and Ulysses' exchange.
+"""Communicate differentiably over a given process group: Megatron's f and g, their duals, and Ulysses' exchange.
 
 ``copy``, ``reduce``, ``scatter`` and ``gather`` are for tensor parallelism, ``all_gather`` and ``reduce_scatter`` for
 sequence parallelism, ``all_to_all`` for the exchange between heads and sequence. For example,
@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ds_topo.errors import DisagreementError
+from ds_topo.process_groups.creation import gathered
 from ds_topo.torch_names import devices_of
 
 __all__ = ["all_gather", "all_to_all", "copy", "debug", "gather", "reduce", "reduce_scatter", "scatter"]
@@ -90,8 +91,7 @@ def _check_call(operation: str, x: Tensor, group: object, *dims: int) -> None:
 def _compare(operation: str, x: Tensor, group: dist.ProcessGroup, dims: tuple[int, ...]) -> None:
     """Raise on every rank of the group unless all of them are about to do the same."""
     mine = f"{operation}(tensor {list(x.shape)} of {x.dtype}" + "".join(f", dim {dim}" for dim in dims) + ")"
-    calls: list[Any] = [None] * group.size()
-    dist.all_gather_object(calls, mine, group=group)
+    calls = gathered(mine, group)
     if len(set(calls)) > 1:
         ranks_of: dict[str, list[int]] = defaultdict(list)
         for rank, call in zip(dist.get_process_group_ranks(group), calls, strict=True):

@@ -1,4 +1,4 @@
-"""The eleven functions of ``torchshard.distributed``: model-parallel communication without handling groups.
+"""Provide the eleven functions of ``torchshard.distributed``: model-parallel communication without handling groups.
 
 Use it on top of ``torch.distributed``, or on a grid, whose ``model`` group it then uses. It has one group per process;
 ``ds_topo.collectives`` has the same operations, and more, for any group.

@@ -1,4 +1,4 @@
-"""Expert, parameter-partition and sequence groups: ``deepspeed.utils.groups`` for any topology.
+"""Answer for expert, parameter-partition and sequence groups: ``deepspeed.utils.groups`` for any topology.
 
 Every name of ``deepspeed.utils.groups`` exists here. Where DeepSpeed's answer is right for any topology, the name is
 DeepSpeed's own function on DeepSpeed's own state. The functions below replace those that compute ranks from
@@ -16,9 +16,9 @@ from ds_topo.engine.autotp import get_tensor_model_parallel_src_rank
 from ds_topo.engine.checks import check_exchange_between_all_ranks
 from ds_topo.engine.experts import create_expert_groups, create_zero_partition_groups
 from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.mpu.expert_registry import ExpertGroups
+from ds_topo.mpu.mpu import ExpertGroups
 from ds_topo.process_groups.creation import ProcessGroup
-from ds_topo.topology.expert_tables import expert_parallel_ranks
+from ds_topo.topology.rank_tables import expert_parallel_ranks
 
 __all__ = [
     "ExpertGroups",

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers under torchshard's names, over any process group: linear, embedding, and cross entropy.
+"""Split layers over any process group, under torchshard's names: linear, embedding, and cross entropy.
 
 Shapes: h features in, g features out, c classes; n ranks in the group. A *column-parallel* layer computes some outputs
 on each rank, a *row-parallel* one uses some inputs. A pair of them communicates twice per pass (Megatron-LM,

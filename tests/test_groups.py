@@ -9,7 +9,7 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo import PipelineParallelGrid, ProcessTopology, groups
 from ds_topo.errors import EngineOptionError, ExpertGroupError
-from ds_topo.topology.expert_tables import ExpertPlan
+from ds_topo.topology.rank_tables import ExpertPlan
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 

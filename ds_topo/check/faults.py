@@ -9,7 +9,7 @@ from fractions import Fraction
 from statistics import median
 from typing import Any
 
-from ds_topo.hosts.placement import fold_numbers
+from ds_topo.launch.placement import fold_numbers
 
 EXPECTED_SHARE = 0.8
 """A link below this share of its expected bandwidth is a fault."""

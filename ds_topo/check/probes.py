@@ -275,7 +275,7 @@ def time_pair(peer: int | None, device: Device, team: ProcessGroup | None = None
 
 
 def _is_long_enough(fastest: float, slowest: float) -> bool:
-    """Return whether a transfer says something: traffic shapers and switches pass a short burst at full speed."""
+    """Return whether a transfer took long enough: traffic shapers and switches pass a short burst at full speed."""
     return fastest >= ENOUGH_SECONDS or slowest >= TOO_MANY_SECONDS
 
 

@@ -39,8 +39,8 @@ from ds_topo.checkpoint.saved_model import head_of, prefix_of_layer
 from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, Span, resliced, vectors_of
 from ds_topo.checkpoint.target import Target
 from ds_topo.errors import CheckpointLayoutError
-from ds_topo.topology.expert_tables import name_of_size
 from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.rank_tables import name_of_size
 
 _LOSS_SCALE = {"cur_scale": 1.0, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
 """The state of a loss scale, with the values of one that does not change."""

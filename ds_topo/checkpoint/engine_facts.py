@@ -40,8 +40,7 @@ from torch import nn
 from ds_topo.backends import accelerator, device_in_use
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.shards import Span, vectors_of
-from ds_topo.mpu.expert_registry import registry
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.topology.axes import MODEL
 from ds_topo.topology.rank_tables import gradient_axes
 

@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 from ds_topo.checkpoint.json_values import built_from
 from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, abridged
 from ds_topo.topology.axes import SHARD
-from ds_topo.topology.expert_tables import ExpertPlan
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.rank_tables import gradient_axes
+from ds_topo.topology.rank_tables import ExpertPlan, gradient_axes
 
 NAME = "manifest.json"
 """The file's name in the folder of a checkpoint."""

@@ -9,10 +9,9 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ds_topo.cli.shared_options import add_host_options, host_map_of
-from ds_topo.cli.terminal import counted, progress_of, say, table_of, write_file
+from ds_topo.cli.shared import add_host_options, counted, host_map_of, progress_of, say, table_of, write_file
 from ds_topo.errors import DisagreementError, LaunchError, TopologyError
-from ds_topo.hosts.placement import few_ranks
+from ds_topo.launch.placement import few_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,8 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the check as one rank of the job; rank 0 reports."""
 
     from ds_topo.backends import default_backend, device_served_by
-    from ds_topo.check.meeting import StepFailure
-    from ds_topo.check.session import Options, run_check
+    from ds_topo.check.session import Options, StepFailure, run_check
     from ds_topo.launch.joining import prepare
 
     expected = None if arguments.expect is None else rate(arguments.expect)

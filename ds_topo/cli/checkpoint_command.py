@@ -16,9 +16,9 @@ from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.disk import check_folder
 from ds_topo.checkpoint.folder import Checkpoint
 from ds_topo.checkpoint.manifest import SavedParameter
-from ds_topo.cli.terminal import cells, counted, say, table_of
+from ds_topo.cli.shared import cells, counted, say, table_of
 from ds_topo.errors import CheckpointError, MissingCheckpointError
-from ds_topo.hosts.placement import fold_numbers
+from ds_topo.launch.placement import fold_numbers
 
 if TYPE_CHECKING:
     from rich.console import Console

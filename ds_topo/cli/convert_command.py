@@ -12,8 +12,7 @@ from pathlib import Path
 from ds_topo.checkpoint import manifest as manifests
 from ds_topo.checkpoint.disk import check_folder
 from ds_topo.checkpoint.folder import Checkpoint, candidates, check_tag, look_at, other_kind, tags_in, why_passed_over
-from ds_topo.cli.shared_options import check_topology, given_options, refuse_without_effect
-from ds_topo.cli.terminal import progress_of
+from ds_topo.cli.shared import check_topology, given_options, progress_of, refuse_without_effect
 from ds_topo.errors import CheckpointError, MissingCheckpointError, listed
 
 SUMMARY = "write a checkpoint for other degrees, another ZeRO stage, or as one plain file"

@@ -12,29 +12,29 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from ds_topo.cli.shared_options import (
+from ds_topo.cli.shared import (
     add_host_options,
     check_ending,
+    counted,
     given_options,
     host_map_of,
     option_of,
     refuse_both,
     refuse_without_effect,
+    write_file,
 )
-from ds_topo.cli.terminal import counted, write_file
 from ds_topo.errors import LaunchError, TopologyError, WorldSizeError
 from ds_topo.planner import hardware
 from ds_topo.planner.config_writer import CONFIGURED, deepspeed_config, how_to_train
-from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
 from ds_topo.planner.hardware import GIGA, TERA, Accelerator, Cluster, Machine
 from ds_topo.planner.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute, precision_of, software_of
 from ds_topo.planner.model import Model, read_model, transformer
 from ds_topo.planner.published_runs import judge_rows, read_rows
 from ds_topo.planner.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
-from ds_topo.topology.axes import EXPERT
+from ds_topo.planner.stages import Costs
+from ds_topo.topology.axes import EXPERT, MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import MAX_DEGREE, divisors, leaves_out_a_degree, parse_spec
 
 SUMMARY = "choose degrees, order, ZeRO stage and micro-batch; predict memory and seconds"
 DESCRIPTION = (
@@ -65,7 +65,7 @@ SHOWN_PLANS, BOUND = 10, "15%"
 POSITIVE = ("peak_tflops", "memory_gb", "memory_gbps", "link_inside_gbps", "link_across_gbps")
 """The options that are positive numbers."""
 NOT_OF_A_PLAN = ("command", "run", "local_rank", "calibrate", "runs", "within", "json")
-"""What the arguments hold besides the options of a plan."""
+"""The arguments that are no options of a plan."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from ds_topo.errors import TopologyError
+from ds_topo.cli.shared import new_figure, save_figure
 from ds_topo.planner import explain
-from ds_topo.planner.costs import Costs
 from ds_topo.planner.published_runs import Judgement
 from ds_topo.planner.search import Found, Plan, orders_of
+from ds_topo.planner.stages import Costs
 
 SHOWN_ORDERS = 6
 FILE_COLUMNS = 132
@@ -217,12 +217,8 @@ def save_picture(found: Found, path: str | Path) -> None:
     Raises:
         TopologyError: if matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TopologyError("a picture needs matplotlib: pip install matplotlib") from error
     job, plans = found.job, found.plans
-    figure = Figure(figsize=(13, 1.9 + 0.42 * len(plans)), layout="constrained")
+    figure = new_figure(figsize=(13, 1.9 + 0.42 * len(plans)), layout="constrained")
     seconds, memory = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
     layouts = [plan.layout for plan in plans]
     labels = [
@@ -249,10 +245,7 @@ def save_picture(found: Found, path: str | Path) -> None:
         f"{job.batch} sequences of {job.sequence}, {job.precision.name}",
         fontsize=10,
     )
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise TopologyError(f"picture {str(path)!r} cannot be written: {error}") from error
+    save_figure(figure, path, dpi=120)
 
 
 def _bars(axes: Any, rows: list[dict[str, float]], labels: list[str], unit: float, legend_columns: int) -> None:

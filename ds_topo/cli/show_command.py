@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_topo.cli.shared_options import (
+from ds_topo.cli.shared import (
     add_host_options,
     check_ending,
     given_options,
@@ -16,7 +16,7 @@ from ds_topo.cli.shared_options import (
     refuse_without_effect,
 )
 from ds_topo.errors import TopologyError
-from ds_topo.hosts.placement import changed_ranks, gradients_across_hosts, shards_to_other_hosts
+from ds_topo.launch.placement import changed_ranks, gradients_across_hosts, shards_to_other_hosts
 from ds_topo.topology.axes import SHARD
 
 if TYPE_CHECKING:
@@ -53,11 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ds_topo.cli import layout_view
-    from ds_topo.cli.layout_view import LayoutView
 
     _check_output(arguments)
     host_map = host_map_of(arguments)
-    views = [LayoutView.of(spec, host_map) for spec in arguments.specs]
+    views = [layout_view.LayoutView.of(spec, host_map) for spec in arguments.specs]
     if len({view.topology.world_size() for view in views}) > 1:
         sizes = ", ".join(f"{view.spec} has {view.topology.world_size()}" for view in views)
         raise TopologyError(
@@ -69,9 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     links = views[-1].axis_to_draw(arguments.links)
     for path in (arguments.svg, arguments.png):
         if path is not None:
-            from ds_topo.cli.layout_picture import save_picture
-
-            save_picture(views[-1], links, path, "svg" if path is arguments.svg else "png")
+            layout_view.save_picture(views[-1], links, path, "svg" if path is arguments.svg else "png")
             print(f"picture: {path}", file=sys.stderr)
     console = Console()
     if arguments.json:

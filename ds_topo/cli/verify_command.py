@@ -11,8 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_topo.cli.shared_options import check_ending, check_topology
-from ds_topo.cli.terminal import cells, counted, progress_of, say, table_of, write_file
+from ds_topo.cli.shared import (
+    cells,
+    check_ending,
+    check_topology,
+    counted,
+    new_figure,
+    progress_of,
+    save_figure,
+    say,
+    table_of,
+    write_file,
+)
 from ds_topo.errors import LaunchError, TopologyError
 from ds_topo.launch.launchers import detect_launch
 
@@ -151,21 +161,15 @@ def save_errors(report: Report, path: Path) -> None:
     Raises:
         TopologyError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.colors import TwoSlopeNorm
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TopologyError("pictures need matplotlib: pip install matplotlib") from error
     rows = [row for row in report.errors if row.step == report.errors[-1].step]
     values = [[math.log10(min(max(one / row.allowed, 1e-3), 1e6)) for one in row.errors] for row in rows]
-    figure = Figure(figsize=(4 + 0.25 * report.ranks, 1.5 + 0.16 * len(rows)), layout="constrained")
+    figure = new_figure(figsize=(4 + 0.25 * report.ranks, 1.5 + 0.16 * len(rows)), layout="constrained")
     axes = figure.add_subplot(xlabel="rank", title=f"{report.topology}, step {rows[0].step + 1}" if rows else "equal")
     if rows:
+        from matplotlib.colors import TwoSlopeNorm
+
         image = axes.imshow(values, aspect="auto", cmap="RdBu_r", norm=TwoSlopeNorm(0, -3, 6), interpolation="nearest")
         axes.set_yticks(range(len(rows)), [f"{row.kind} {row.name}" for row in rows], fontsize=6)
         axes.set_xticks(range(report.ranks))
         figure.colorbar(image, label="error / allowed, powers of 10")
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise TopologyError(f"--png {str(path)!r} cannot be written: {error}") from error
+    save_figure(figure, path, dpi=120)

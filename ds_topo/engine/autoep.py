@@ -25,7 +25,7 @@ from ds_topo.ledger import always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import EXPERT, MODEL, PIPE, SEQ
-from ds_topo.topology.expert_tables import ExpertPlan
+from ds_topo.topology.rank_tables import ExpertPlan
 
 SECTION, SIZE = "expert_parallel", "autoep_size"
 

@@ -35,15 +35,12 @@ from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.hybrid_sharding import check_sharding
 from ds_topo.engine.one_layout import check_programs, in_use
 from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged, listed
-from ds_topo.mpu.expert_registry import registry
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
-from ds_topo.topology.axes import MODEL, PIPE, SEQ
-from ds_topo.topology.expert_tables import zero_partition_ranks
+from ds_topo.topology.axes import MODEL, PIPE, SEQ, mechanisms_of
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.rank_tables import gradient_axes
-from ds_topo.topology.spec import mechanisms_of
+from ds_topo.topology.rank_tables import gradient_axes, zero_partition_ranks
 from ds_topo.torch_names import job_timeout
 
 

@@ -32,8 +32,7 @@ from ds_topo.engine.replicas import warn_of_unequal_slices
 from ds_topo.errors import ExpertGroupError
 from ds_topo.ledger import Make, Patch
 from ds_topo.mpu import patches
-from ds_topo.mpu.expert_registry import registry
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.mpu.releases import bind_methods
 from ds_topo.watch import job_watch
 

@@ -15,12 +15,10 @@ from ds_topo.engine.norms import check_norm
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
 from ds_topo.ledger import always, ledger
 from ds_topo.mpu import patches
-from ds_topo.mpu.expert_registry import ExpertGroups, registry
-from ds_topo.mpu.mpu import MpuGrid, require_grid
+from ds_topo.mpu.mpu import ExpertGroups, MpuGrid, registry, require_grid
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import EXPERT
-from ds_topo.topology.expert_tables import ExpertPlan, name_of_size, zero_partition_ranks
-from ds_topo.topology.rank_tables import RankGroup
+from ds_topo.topology.rank_tables import ExpertPlan, RankGroup, name_of_size, zero_partition_ranks
 
 # -- groups and tokens ------------------------------------------------------------------------------------------------
 

@@ -53,8 +53,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from ds_topo.errors import EngineOptionError, ExpertGroupError, abridged, listed
 from ds_topo.ledger import Make, Patch, always, ledger
 from ds_topo.mpu import patches
-from ds_topo.mpu.expert_registry import registry
-from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.reducer.parameters import expert_group_name, owners
 from ds_topo.topology.axes import MODEL

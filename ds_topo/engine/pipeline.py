@@ -23,17 +23,16 @@ from ds_topo.engine.grid import PipelineEngineGrid
 from ds_topo.engine.norms import count_each_parameter_once
 from ds_topo.engine.one_layout import grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
-from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
+from ds_topo.launch.orphans import remove_abandoned_locks
 from ds_topo.ledger import always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import DATA, PIPE
+from ds_topo.topology.axes import DATA, PIPE, Spec, read_config
 from ds_topo.topology.rank_tables import RankGroup
-from ds_topo.topology.spec import Spec, read_config
 
 __all__ = ["DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec"]
 

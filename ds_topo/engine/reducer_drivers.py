@@ -31,11 +31,11 @@ from ds_topo.ledger import Patch, after, ledger
 from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer import BucketReducer
-from ds_topo.reducer.misuse import is_held_by
+from ds_topo.reducer.hooks import is_held_by
 from ds_topo.reducer.options import BucketSizes, ReductionArguments, ReductionOptions
 from ds_topo.reducer.reducer import StepDriver
+from ds_topo.reducer.reductions import suitable_bucket_bytes
 from ds_topo.reducer.report import BucketTiming, StepTiming
-from ds_topo.reducer.two_level import suitable_bucket_bytes
 
 
 class GradientReducer(BucketReducer):

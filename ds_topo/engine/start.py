@@ -31,9 +31,9 @@ from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.reducer_drivers import GradientReducer
 from ds_topo.errors import EngineOptionError, abridged
-from ds_topo.launch.extension_locks import remove_abandoned_locks
 from ds_topo.launch.joining import as_timeout, join
 from ds_topo.launch.launchers import REFERENCE, Launch
+from ds_topo.launch.orphans import remove_abandoned_locks
 from ds_topo.ledger import ledger
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.reducer.options import arguments_from_config

@@ -1,8 +1,10 @@
-"""Find out which rank of which job a process is, join the job, and end with its launcher.
+"""Find out which rank runs on which host, join the job, and end with its launcher.
 
-``launchers`` reads the variables of launchers and exports the rank's coordinate, ``joining`` connects the ranks, and
-``lifeline`` ends a rank whose launcher has ended. ``ds_topo.init_distributed()`` also initialises DeepSpeed;
-``ds_topo.launch.joining.join()`` does the same with torch alone.
+``hosts`` and ``placement`` answer before any process exists, with the standard library alone: hostfiles, numbers and
+Slurm's variables give a ``HostMap``, and ``Placement`` combines it with a topology. ``launchers`` reads the variables
+of launchers and exports the rank's coordinate, ``joining`` connects the ranks, and ``orphans`` ends a rank whose
+launcher has ended. ``ds_topo.init_distributed()`` also initialises DeepSpeed; ``ds_topo.launch.joining.join()`` does
+the same with torch alone.
 """
 
 from ds_topo.launch.launchers import Launch, RankFilter, detect_launch, export_coordinates, rank_name

@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -21,10 +21,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # mypy find
 
 from ds_topo.backends import check_backend, default_backend, device_served_by
 from ds_topo.errors import DisagreementError, HostError, LaunchError, unanswered
-from ds_topo.hosts.hosts import address_of, is_loopback
-from ds_topo.hosts.placement import fold_numbers
-from ds_topo.launch import lifeline
+from ds_topo.launch import orphans
+from ds_topo.launch.hosts import address_of, is_loopback
 from ds_topo.launch.launchers import Launch, detect_launch, is_own_address
+from ds_topo.launch.placement import fold_numbers
 from ds_topo.torch_names import get_several, inherit_timeout, job_timeout, timeout_of
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -35,7 +35,7 @@ _SIOCGIFADDR = 0x8915
 _NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """torchrun's variable: 1 creates a new store after each restart."""
 _MOMENT = 2.0
-"""The longest time, in seconds, that rank 0 waits for the others to read a verdict."""
+"""The longest time, in seconds, that rank 0 waits for the others to read a verdict or another outcome."""
 _LEADER_SHARE = 0.9
 """The share of the timeout after which rank 0 stops waiting, so that the others can still read its verdict."""
 
@@ -194,7 +194,7 @@ def prepare(*, end_with_launcher: bool = True) -> Launch:
     if launch.launcher not in ("torchrun", "deepspeed", "environment"):  # these set all variables themselves
         os.environ.update(launch.variables)
     if end_with_launcher:
-        lifeline.end_with_launcher(launch)
+        orphans.end_with_launcher(launch)
     address = check_master(launch)
     interface = choose_interface(launch, address)
     if interface is not None:
@@ -288,11 +288,9 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
             verdict = _who_is_missing(store, keys, launch, timeout * _LEADER_SHARE)
         store.set("verdict", json.dumps([verdict, launch.world_size]))
         if verdict:  # this process serves the store and may end now, before the others have read the verdict
-            until = time.monotonic() + min(_MOMENT, timeout.total_seconds() / 4)
             with suppress(RuntimeError):  # the launcher's store is gone
                 readers = sum(store.check([key]) for key in keys) - 1
-                while store.add("read", 0) < readers and time.monotonic() < until:
-                    time.sleep(_MOMENT / 400)
+                await_readers(store, "read", lambda: readers, timeout)
     else:
         try:
             store.wait(["verdict"], timeout)
@@ -309,6 +307,13 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
             verdict += _SAME_SIZE
     if verdict:
         raise DisagreementError(verdict)
+
+
+def await_readers(store: Store, key: str, number: Callable[[], int], limit: timedelta) -> None:
+    """Wait a moment on rank 0, which may serve the store and exit, until so many ranks have counted up a key."""
+    until = time.monotonic() + min(_MOMENT, limit.total_seconds() / 4)
+    while store.add(key, 0) < number() and time.monotonic() < until:
+        time.sleep(_MOMENT / 400)
 
 
 def create_world(store: Store, launch: Launch, timeout: timedelta, backend: str) -> None:

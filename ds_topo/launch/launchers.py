@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_topo.errors import HostError, LaunchError
-from ds_topo.hosts.slurm import in_step, slurm_map
+from ds_topo.launch.hosts import in_step, slurm_map
 
 if TYPE_CHECKING:
     from ds_topo.topology import ProcessTopology

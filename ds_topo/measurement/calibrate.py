@@ -13,21 +13,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ds_topo.backends import current_device, synchronize, traits_of
-from ds_topo.planner.costs import Costs
 from ds_topo.planner.hardware import Link, Machine, Speeds, cluster_of
 from ds_topo.planner.job import DEEPSPEED, FP32, Job, Layout
 from ds_topo.planner.model import transformer
+from ds_topo.planner.stages import Costs
+from ds_topo.process_groups.creation import gathered
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import RankGroup
-
-Value = TypeVar("Value")
 
 ROUNDS, MESSAGE_ROUNDS, BLOCK_ROUNDS = 15, 5, 5
 MESSAGE_BYTES = 8 << 20
@@ -56,12 +54,12 @@ def calibrate() -> Machine:
         slots = torch.accelerator.device_count() if on_gpu else 1
         return Machine(1, slots, _measure_speeds(device, float(slots if on_gpu else os.cpu_count() or 1)))
     teams: dict[str, list[int]] = {}
-    for rank, name in enumerate(_gathered(socket.gethostname())):
+    for rank, name in enumerate(gathered(socket.gethostname())):
         teams.setdefault(name, []).append(rank)
     hosts = list(teams.values())
     step = _block_step(LARGE, device)
     _rate(step, device, 1.0)  # the first second of a process is slow: its memory was never touched
-    together = fmean(_gathered(_rate(step, device, 2.0)))
+    together = fmean(gathered(_rate(step, device, 2.0)))
     alone = _best_alone(lambda: _rate(step, device, 0.5))
     ranks = dist.get_world_size()
     processors = min(float(ranks), ranks * together / alone, _processors(device))
@@ -258,13 +256,6 @@ def _update_seconds(device: torch.device) -> float:
     return _best(device, update)
 
 
-def _gathered(value: Value) -> list[Value]:
-    """Return the value of every rank; collective."""
-    everyone = [value] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
 def _processors(device: torch.device) -> float:
     """Return the processors of all computers, for ranks on CPUs; collective.
 
@@ -274,7 +265,7 @@ def _processors(device: torch.device) -> float:
         return float("inf")
     boot = Path("/proc/sys/kernel/random/boot_id")
     computer = boot.read_text() if boot.exists() else socket.gethostname()
-    return float(sum(dict(_gathered((computer, os.cpu_count() or 1))).values()))
+    return float(sum(dict(gathered((computer, os.cpu_count() or 1))).values()))
 
 
 def _best_alone(measure: Callable[[], float]) -> float:
@@ -329,13 +320,13 @@ def _link(device: torch.device, grid: ProcessGrid, peer: int | None, together: i
 
     dist.barrier()
     is_first = peer is not None and min(rank, peer) == 0
-    latency = max(_gathered(_best(device, there_and_back, 20, MESSAGE_ROUNDS) / 2 if is_first else 0.0))
+    latency = max(gathered(_best(device, there_and_back, 20, MESSAGE_ROUNDS) / 2 if is_first else 0.0))
     dist.barrier()
     # the mean, not the best: a round in which other pairs pause has the link alone
     seconds = 0.0
     if pair is not None:
         seconds = 1 / _rate(lambda: dist.all_reduce(large, group=pair), device, 0.0, MESSAGE_ROUNDS)
-    seconds = median(number for number in _gathered(seconds) if number)
+    seconds = median(number for number in gathered(seconds) if number)
     return Link(together * MESSAGE_BYTES / max(seconds - 2 * latency, 1e-9), latency)
 
 
@@ -343,7 +334,7 @@ def _start_seconds(device: torch.device, inside: Link | None, across: Link | Non
     """Measure the seconds of a small all_reduce over all ranks beside its hops; collective."""
     value = torch.ones(1, device=device)
     dist.barrier()
-    seconds = median(_gathered(_best(device, lambda: dist.all_reduce(value), 20, MESSAGE_ROUNDS)))
+    seconds = median(gathered(_best(device, lambda: dist.all_reduce(value), 20, MESSAGE_ROUNDS)))
     ranks = dist.get_world_size()
     hops = (across.latency if across else 0.0) * 2 + (inside.latency if inside else 0.0) * max(0, ranks - 2)
     return max(seconds - hops, 0.0)

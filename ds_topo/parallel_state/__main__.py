@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 from ds_topo.engine.grid import PipelineParallelGrid
-from ds_topo.parallel_state.installation import PROGRAMS
+from ds_topo.parallel_state import PROGRAMS
 from ds_topo.parallel_state.program_state import ParallelState
 
 

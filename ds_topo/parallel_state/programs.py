@@ -9,7 +9,7 @@ from torch import Tensor
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import require_same_places
 from ds_topo.errors import TopologyError
-from ds_topo.mpu.expert_registry import ExpertGroups, registry
+from ds_topo.mpu.mpu import ExpertGroups, registry
 from ds_topo.parallel_state.program_state import ParallelState
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import as_topology

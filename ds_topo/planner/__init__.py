@@ -5,9 +5,8 @@
 ``hardware``           accelerators, links and hosts, from tables or from measurements
 ``job``                a job (model, cluster, batch, precision, program), a layout of it, and the rules for layouts
 ``work``               the matrix products, memory traffic, messages and kept bytes of each kind of layer, and seconds
-``costs``              the stages of a pipeline, and the work of their pieces, remembered
+``stages``             the stages of a pipeline, the work of their pieces, and the bytes of a rank at its peak
 ``communication``      the hosts that groups span, and the seconds of collectives over their links
-``memory``             the bytes of a rank at its peak
 ``step_time``          the seconds of a step
 ``search``             the best layouts, and the smallest cluster that fits
 ``explain``            every term in words, and the bytes between hosts
@@ -33,7 +32,7 @@ _KINDS = {
     "--model": ("the config of a model", {"model_type", "architectures"}),
     "--machine": ("a file of measurements", {"inside", "across", "speeds"}),
 }
-"""What each option reads, and the keys by which it is recognised."""
+"""The kind of file that each option reads, and the keys by which it is recognised."""
 
 
 def read_json(path: str | Path, name: str) -> Any:

@@ -12,11 +12,11 @@ from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from math import ceil, gcd, log2, prod
 
-from ds_topo.planner.costs import Costs
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout
+from ds_topo.planner.stages import Costs
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
-from ds_topo.topology.layout import Factors
+from ds_topo.topology.layout import Factors, offsets_of
 from ds_topo.topology.process_topology import ProcessTopology
 
 EXPERT, EXPERT_DATA, GRADIENTS, ENDS, COPIES = "expert", "expert data", "gradients", "ends", "copies"
@@ -133,10 +133,7 @@ def span_of(factors: Factors, world: int, slots: int) -> Span:
     ends = [end for size, stride in factors for end in (stride, stride * size)]
     if world % slots == 0 and all(slots % end == 0 or end % slots == 0 for end in ends):
         return _regular_span(factors, slots)
-    offsets = [0]
-    for size, stride in factors:
-        offsets = [base + step for base in offsets for step in range(0, size * stride, stride)]
-    offsets.sort()
+    offsets = sorted(offsets_of(factors))
     hosts = -(-world // slots)
     sampled = {0, min(1, hosts - 1), hosts // 2, hosts - 1} if hosts > SAMPLED_HOSTS else set(range(hosts))
     spans = [_span_at(host, offsets, factors, world, slots) for host in sampled]

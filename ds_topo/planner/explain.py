@@ -19,14 +19,12 @@ from ds_topo.planner.communication import (
     layout_spans,
     ring_passes,
 )
-from ds_topo.planner.costs import Costs, StageKind
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout, Recompute
-from ds_topo.planner.memory import chunks_in_flight, stage_memory
 from ds_topo.planner.search import TIE, Found, Plan, Tally
+from ds_topo.planner.stages import Costs, StageKind, chunks_in_flight, stage_memory
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
-from ds_topo.topology.expert_tables import ExpertPlan
-from ds_topo.topology.rank_tables import copy_axes, gradient_axes
+from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
 
 COUNTED_HOSTS = 64
 """``host_traffic`` counts at most so many hosts."""

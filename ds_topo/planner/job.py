@@ -15,9 +15,8 @@ from functools import cached_property
 from ds_topo.errors import TopologyError
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.model import Model
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import divisors
 
 AXES = (PIPE, DATA, SHARD, SEQ, MODEL)
 """The axes that a plan can have, in the order that is tried first: ``model`` peers are neighbors."""
@@ -189,7 +188,7 @@ DEEPSPEED_PIPELINE = replace(DEEPSPEED, name="deepspeed-pipeline", zero=((0, 1),
 """A program whose model is a ``PipelineModule`` in every topology, as in the examples."""
 
 DUALPIPEV = replace(DEEPSPEED_PIPELINE, name="deepspeed-dualpipev", mirrors=True)
-"""The same with a ``DualPipeVModule``."""
+"""A program as ``DEEPSPEED_PIPELINE``, with a ``DualPipeVModule``."""
 
 MEGATRON = Software(
     "megatron", zero=((0, 1, 3), (0, 1), (0, 1)), accumulation_bytes=2, reduction_bytes=2, overlaps_model=True

@@ -18,16 +18,14 @@ from typing import Any
 from ds_topo.errors import TopologyError, abridged
 from ds_topo.planner import job as jobs
 from ds_topo.planner import read_json, what_it_is
-from ds_topo.planner.costs import Costs
 from ds_topo.planner.hardware import TERA, Accelerator, accelerator_of, cluster_of_ranks
 from ds_topo.planner.job import Job, Layout, Recompute, Software
-from ds_topo.planner.memory import memory_use
 from ds_topo.planner.model import Model, transformer
 from ds_topo.planner.search import LARGEST_MICRO_BATCH, Plan, Wanted, search
+from ds_topo.planner.stages import Costs, memory_use
 from ds_topo.planner.step_time import step_time
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import divisors
 
 MAY_BE_ZERO = ("tensor", "pipe", "context", "virtual_stages", "micro_batch", "experts", "top_k")
 """The fields of a row that may be 0."""

@@ -21,14 +21,12 @@ from typing import TypeAlias
 
 from ds_topo.errors import TopologyError
 from ds_topo.planner.communication import Span, layout_spans
-from ds_topo.planner.costs import Costs
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import AXES, Job, Layout, Recompute, degrees_problem, layout_problem
-from ds_topo.planner.memory import MemoryUse, largest_states, memory_use
+from ds_topo.planner.stages import Costs, MemoryUse, largest_states, memory_use
 from ds_topo.planner.step_time import StepTime, schedule_bound, step_time
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
-from ds_topo.topology.spec import divisors
 
 Degrees: TypeAlias = tuple[int, int, int, int]
 """The degrees of pipe, data, seq, model."""
@@ -443,7 +441,7 @@ def _no_plan(job: Job, wanted: Wanted, tally: Tally) -> TopologyError:
     )
 
 
-def _reasons(tally: Tally, shown: int = 4) -> str:
+def _reasons(tally: Tally) -> str:
     """Return the rules that layouts broke, each with the numbers that broke it most often.
 
     If some degrees are possible, the rules that others break are not the reason. Rules about the batch come first,
@@ -455,7 +453,7 @@ def _reasons(tally: Tally, shown: int = 4) -> str:
     rules = sorted(by_rule.values(), key=lambda problems: -problems.total())
     texts = [problems.most_common(1)[0][0] for problems in rules]
     texts.sort(key=lambda text: "the batch of" not in text)
-    return "; ".join(texts[:shown]) or "no degrees multiply to it"
+    return "; ".join(texts[:4]) or "no degrees multiply to it"
 
 
 def _rule(problem: str) -> str:

@@ -26,9 +26,9 @@ from ds_topo.planner.communication import (
     with_link_shared,
     with_sends_shared,
 )
-from ds_topo.planner.costs import Costs, Messages, PassCost, PieceCost, StageKind, Sum
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
+from ds_topo.planner.stages import Costs, Messages, PassCost, PieceCost, StageKind, Sum
 from ds_topo.planner.work import Cover
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
 

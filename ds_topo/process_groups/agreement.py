@@ -18,7 +18,6 @@ import hashlib
 import json
 import socket
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, TimeoutError
@@ -33,6 +32,7 @@ import torch.distributed as dist
 
 from ds_topo.backends import device_in_use
 from ds_topo.errors import DisagreementError, StoreTimeoutError, listed, unanswered
+from ds_topo.launch.joining import await_readers
 from ds_topo.torch_names import Store, address_of_store, append, communicates, default_store
 
 Result = TypeVar("Result")
@@ -41,8 +41,6 @@ UNANSWERED_AFTER = 1.2
 MAX_MESSAGE = 4000
 _PATIENCE = 0.9
 """The share of the timeout after which a rank writes the verdict itself; the rest is for the others to read it."""
-_MOMENT = 2.0
-"""The longest time, in seconds, that rank 0 waits for the others to read a verdict or another outcome."""
 _SHOWN_RANKS, _SHOWN_OUTCOMES, _SHOWN_TEXT = 8, 5, 500
 _COMPARED = 3
 """The number of different plans that are compared line by line."""
@@ -111,13 +109,6 @@ def within(limit: timedelta, what: str, call: Callable[[], Result]) -> Result:
             f"{what}: the store of the job{address_of_store()} did not answer within {limit}. The process that serves "
             "it (rank 0, or the launcher on its host) has stopped, its host has, or the link to it is cut"
         ) from None
-
-
-def await_readers(store: Store, key: str, number: Callable[[], int], limit: timedelta) -> None:
-    """Wait a moment on rank 0, which may serve the store and exit, until so many ranks have counted up a key."""
-    until = time.monotonic() + min(_MOMENT, limit.total_seconds() / 4)
-    while store.add(key, 0) < number() and time.monotonic() < until:
-        time.sleep(_MOMENT / 400)
 
 
 def agree(

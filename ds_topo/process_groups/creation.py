@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
-from typing import TypeAlias, cast
+from typing import TypeAlias, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -21,6 +21,7 @@ from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, leave, wit
 from ds_topo.topology.rank_tables import RankGroup
 
 ProcessGroup: TypeAlias = dist.ProcessGroup
+T = TypeVar("T")
 _LONGEST_WAIT = timedelta(seconds=10)
 """The longest time that ``destroy()`` waits for members that are still connecting."""
 _BETWEEN_LOOKS = 0.005
@@ -34,6 +35,13 @@ def require_initialized(what: str) -> None:
             f"{what} needs torch.distributed: call deepspeed.init_distributed() or "
             "torch.distributed.init_process_group() first"
         )
+
+
+def gathered(value: T, group: ProcessGroup | None = None) -> list[T]:
+    """Return the value of every rank of a group, by default of the world, in the order of its ranks; collective."""
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 class ProcessGroups:

@@ -1,4 +1,4 @@
-"""The live topology of one rank: its process groups, neighbors and samples. It needs torch, but not DeepSpeed."""
+"""Answer for one rank of a live topology: its process groups, neighbors and samples. It needs torch, not DeepSpeed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE, export_coordinates
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, require_initialized
 from ds_topo.topology import ProcessTopology, rank_tables
-from ds_topo.topology.axes import canonical_axis, check_meanings
+from ds_topo.topology.axes import Spec, canonical_axis, check_meanings
 from ds_topo.topology.rank_tables import RankGroup
-from ds_topo.topology.spec import Spec
 from ds_topo.torch_names import devices_of, job_timeout, timeout_of
 
 

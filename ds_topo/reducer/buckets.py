@@ -1,4 +1,4 @@
-"""Buckets of gradients: their plan, their memory, and the copies into and out of them.
+"""Plan buckets of gradients, give them memory, and copy gradients into and out of them.
 
 A plan says which parameters share a bucket (:func:`plan_buckets`, :class:`ParameterPlan`). :class:`BucketLayout` builds
 the buckets of a plan and learns a better one in the first step. Gradients are views of a bucket wherever possible;
@@ -314,7 +314,7 @@ class BucketLayout:
         self._lay_out()
 
     def learn(self, group: ProcessGroup) -> None:
-        """After the first step, plan the buckets of all later steps; collective over ``group``."""
+        """Plan the buckets of all later steps after the first one; collective over ``group``."""
         if self.arrivals is None or not self._states:
             return
         last_arrivals = list(dict.fromkeys(reversed(self.arrivals)))[::-1]

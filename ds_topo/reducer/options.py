@@ -1,4 +1,4 @@
-"""The options of a reducer: a frozen value, validated once."""
+"""Define the options of a reducer: a frozen value, validated once."""
 
 from __future__ import annotations
 

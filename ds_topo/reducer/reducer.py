@@ -1,4 +1,4 @@
-"""The reducer: hooks on parameters fill buckets, and full buckets are reduced while backward goes on.
+"""Reduce gradients: hooks on parameters fill buckets, and full buckets are reduced while backward goes on.
 
 The states of a reducer, with the call or event on each arrow::
 
@@ -44,17 +44,21 @@ from ds_topo.reducer.buckets import (
     hand_out,
     is_copied_at_once,
 )
-from ds_topo.reducer.hooks import GradientHooks, OnGradient, keep_alive, let_go, watch
-from ds_topo.reducer.misuse import (
+from ds_topo.reducer.hooks import (
     REBUILD,
     Changes,
+    GradientHooks,
+    OnGradient,
     changed_in_flight,
     check_module,
     different_steps,
+    keep_alive,
+    let_go,
     missing_gradients,
     unequal_use,
     unexpected_gradient,
     unreduced_gradients,
+    watch,
 )
 from ds_topo.reducer.options import ReductionArguments
 from ds_topo.reducer.parameters import (
@@ -137,8 +141,8 @@ class StepDriver:
     def prefers_to_defer(self, timings: Iterable[StepTiming]) -> bool:
         """Return True if the next step's reductions should be launched after its backward.
 
-        They are, if all ranks of the group prefer it. Ranks must not differ in this, because their backward may have
-        collectives of the same group.
+        It happens only if all ranks of the group prefer it. Ranks must not differ in this, because their backward may
+        have collectives of the same group.
 
         Args:
             timings: those of the last steps, and of the one that ends now, whose ``ended_ns`` is 0.

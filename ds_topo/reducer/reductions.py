@@ -1,4 +1,4 @@
-"""Reductions in flight: the routes of parameters, the reductions of buckets, and the notes that ranks sum at the end.
+"""Assign routes to parameters, reduce buckets over them, and sum the ranks' notes at the end of a step.
 
 :func:`assign_routes` chooses process group, divisor, and flat or two-level reduction for every parameter when a reducer
 is built. :func:`launch` starts the reduction of one full bucket over its route. :class:`StepNotes` tells the ranks of a
@@ -8,25 +8,26 @@ route about each other's step.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from ds_topo.backends import traits_of
+from ds_topo.backends import synchronize, traits_of
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket, start_sum_of_rows
-from ds_topo.reducer.options import ReductionOptions
-from ds_topo.reducer.parameters import CommHook, ParameterState, Route, expert_group_name
-from ds_topo.reducer.report import BucketTiming
-from ds_topo.reducer.two_level import (
+from ds_topo.reducer.options import MIB, ReductionOptions
+from ds_topo.reducer.parameters import (
+    CommHook,
+    ParameterState,
+    Route,
     TwoLevelReduction,
+    expert_group_name,
     hosts_of,
-    is_two_level_faster,
-    suitable_bucket_bytes,
     two_level_reduction,
 )
+from ds_topo.reducer.report import BucketTiming
 from ds_topo.topology.rank_tables import has_two_levels
 from ds_topo.torch_names import ReduceOp, premultiplied_sum
 from ds_topo.zero.exchange import Pending
@@ -118,6 +119,51 @@ def _chosen_two_level(
         return two_level
     two_level.destroy()
     return None
+
+
+_ROUNDS = 3
+_SMALL_BUCKET_BYTES = 4 * MIB
+_LARGE_BUCKET_BYTES = 25 * MIB
+_SLOW_LINK_SECONDS = 0.01
+"""A link on which a small bucket takes longer than this is slow."""
+
+
+def suitable_bucket_bytes(group: ProcessGroup, device: torch.device) -> int:
+    """Measure the link and return a suitable capacity of buckets; collective over ``group``.
+
+    On a slow link (below about 3 Gbit/s) communication dominates, and small buckets let it start early. On a fast link
+    launches disturb backward, and large buckets, as in torch's DDP, are better.
+    """
+    if dist.get_world_size(group) == 1:
+        return _LARGE_BUCKET_BYTES
+    bucket = torch.zeros(_SMALL_BUCKET_BYTES // 4, device=device)
+    (seconds,) = _best_seconds([lambda: dist.all_reduce(bucket, group=group)], group, device)
+    return _SMALL_BUCKET_BYTES if seconds > _SLOW_LINK_SECONDS else _LARGE_BUCKET_BYTES
+
+
+def is_two_level_faster(two_level: TwoLevelReduction, group: ProcessGroup, probe: torch.Tensor) -> bool:
+    """Reduce ``probe`` in two levels and flat, alternating, and compare; collective over ``group``."""
+
+    probe.zero_()
+    ways = [lambda: dist.all_reduce(probe, group=group), lambda: two_level.submit(probe).wait()]
+    flat, levels = _best_seconds(ways, group, probe.device)
+    return levels < flat
+
+
+def _best_seconds(ways: Sequence[Callable[[], object]], group: ProcessGroup, device: torch.device) -> list[float]:
+    """Return the slowest rank's best time of each way, after one warm-up round."""
+    times: list[list[float]] = [[] for _ in ways]
+    for _ in range(_ROUNDS):
+        for way, taken in zip(ways, times, strict=True):
+            dist.barrier(group=group)
+            started = time.perf_counter()
+            way()
+            synchronize(device)
+            taken.append(time.perf_counter() - started)
+    best = torch.tensor([min(taken[1:]) for taken in times], device=device)
+    dist.all_reduce(best, op=dist.ReduceOp.MAX, group=group)
+    seconds: list[float] = best.tolist()
+    return seconds
 
 
 def launch(bucket: GradientBucket, is_last: bool) -> Reduction:

@@ -1,4 +1,4 @@
-"""The measurements of a gradient reducer: bytes and times of every bucket, as a table and as a Chrome trace."""
+"""Report the measurements of a reducer: bytes and times of every bucket, as a table and as a Chrome trace."""
 
 from __future__ import annotations
 

@@ -1,14 +1,25 @@
-"""Define the names of axes with a meaning and their synonyms, and suggest corrections of misspelt names."""
+"""Name axes and give them degrees: the axes with a meaning, their synonyms, and specs such as ``pipe=2,data=-1``.
+
+A spec is text, a list, a mapping or a config file that gives the degree of every axis. Errors suggest corrections of
+misspelt names and the nearest degrees that fit.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 import keyword
+import operator
 import unicodedata
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import isqrt, prod
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias, cast
 
-from ds_topo.errors import TopologyError, UnknownAxisError, abridged
+from ds_topo.errors import TopologyError, UnknownAxisError, WorldSizeError, abridged
+from ds_topo.topology.layout import Factors
 
 PIPE, DATA, MODEL, SEQ, EXPERT, SHARD = "pipe", "data", "model", "seq", "expert", "shard"
 DEEPSPEED_AXES = (PIPE, DATA, MODEL)
@@ -119,3 +130,323 @@ def warn_of_misspelling(axis: object, axes: Iterable[str]) -> None:
             RuntimeWarning,
             stacklevel=3,
         )
+
+
+# -- specs -------------------------------------------------------------------------------------------------------------
+
+
+Spec: TypeAlias = "str | Mapping[str, int] | Iterable[tuple[str, int]]"
+"""``"pipe=2,data=4"``, ``{"pipe": 2, "data": 4}`` or ``[("pipe", 2), ("data", 4)]``."""
+
+MAX_AXES, MAX_DEGREE = 64, 2**31 - 1
+EXTRA_MARK = "+"
+"""The mark before an axis name in a spec that declares an axis of replicas without a meaning."""
+_SPEC_EXAMPLE = 'expected "axis=degree,axis=degree,...", outermost axis first, such as "pipe=2,data=4,model=2"'
+
+
+def whole_number(value: object) -> int | None:
+    """Return the integer that a value of any numeric type (NumPy's, a 0-d tensor, ``2.0``) equals, or None.
+
+    >>> whole_number(True), whole_number(2.0), whole_number(2.5), whole_number("2")
+    (1, 2, None, None)
+    """
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return int(value) if isinstance(value, float) and value.is_integer() else None
+
+
+def check_axes(
+    axes: Sequence[str], degrees: Sequence[int], written: Sequence[str] | None = None
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Validate axis names with their degrees; return both in canonical form.
+
+    Raises:
+        TopologyError: names and degrees differ in number, a name is not an identifier or is given twice, or a degree
+            is not a positive integer.
+    """
+    axes, degrees = list(axes), list(degrees)
+    if len(axes) != len(degrees):
+        raise TopologyError(
+            f"{len(axes)} axes {abridged(axes)} but {len(degrees)} degrees {abridged(degrees)}: give one per axis"
+        )
+    if not axes:
+        raise TopologyError('a topology needs at least one axis, such as "data=1"')
+    if len(axes) > MAX_AXES:
+        raise TopologyError(f"{len(axes)} axes: a topology has at most {MAX_AXES}")
+    names: list[str] = []
+    sizes: list[int] = []
+    written = axes if written is None else list(written)
+    for axis, given, degree in zip(axes, written, degrees, strict=True):
+        name = checked_name(axis)
+        if name in names:
+            other = next((text for text in (given, written[names.index(name)]) if text != name), None)
+            synonym = "" if other is None else f" ({abridged(other)} is a synonym of {abridged(name)})"
+            raise TopologyError(
+                f"axis {abridged(name)} is given twice in {abridged(written)}{synonym}: name every axis once"
+            )
+        names.append(name)
+        sizes.append(_checked_degree(given, degree))
+    return tuple(names), tuple(sizes)
+
+
+def _checked_degree(axis: str, degree: object) -> int:
+    size = None if isinstance(degree, bool) else whole_number(degree)  # 2.0, too: programs divide, world_size / stages
+    if size is None:
+        raise TopologyError(
+            f"axis {abridged(axis)}: degree {abridged(degree)} is not an integer; give a whole number >= 1"
+        )
+    if not 1 <= size <= MAX_DEGREE:
+        shown = abridged(size) if abs(size) < 10**30 else "with so many digits"
+        rule = "must be >= 1" if size < 1 else f"must be at most {MAX_DEGREE}"
+        raise TopologyError(f"axis {abridged(axis)}: degree {shown} {rule}")
+    return size
+
+
+class ParsedSpec(NamedTuple):
+    """The axes and degrees of a spec."""
+
+    axes: list[str]
+    degrees: list[int]
+    extra_axes: frozenset[str]
+    """The axes marked with ``+``."""
+
+
+def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
+    """Parse a spec; a degree of -1 is computed from the other degrees and ``world_size``.
+
+    >>> parse_spec("PP=2, data=-1, tensor=2, +copy=2", world_size=16)
+    ParsedSpec(axes=['pipe', 'data', 'model', 'copy'], degrees=[2, 2, 2, 2], extra_axes=frozenset({'copy'}))
+
+    Raises:
+        TopologyError: the spec is malformed, has more than one degree of -1, or has -1 without a world size.
+        WorldSizeError: the product of the degrees is not ``world_size``. The message gives the nearest degrees.
+    """
+    given, degrees = _split_spec(spec)
+    left_out = [position for position, degree in enumerate(degrees) if degree == -1]
+    known_degrees = [1 if degree == -1 else degree for degree in degrees]
+    names, _ = check_axes([_unmarked(axis) for axis in given], known_degrees, given)
+    if len(left_out) > 1:
+        raise TopologyError(
+            f"degrees of {abridged([given[i] for i in left_out])} are all left out (-1): at most one can be computed"
+        )
+    if left_out:
+        known = [degree for degree in degrees if degree != -1]
+        if world_size is None:
+            raise TopologyError(f"axis {given[left_out[0]]!r}: degree -1 needs world_size=: pass it, or a degree")
+        world_size = _checked_world_size(world_size)
+        if world_size % prod(known):
+            others = [position for position in range(len(names)) if position != left_out[0]]
+            nearest = _rounded_down(degrees, [left_out[0], *others], world_size)
+            raise WorldSizeError(
+                f"axis {given[left_out[0]]!r}: degree -1 cannot be computed, the other degrees {known} make "
+                f"{prod(known)}, which does not divide the world size {world_size}. Nearest that does: "
+                f"{spec_text(names, nearest)!r}"
+            )
+        degrees[left_out[0]] = world_size // prod(known)
+    elif world_size is not None:
+        check_world_size(names, degrees, world_size)
+    return ParsedSpec(list(names), degrees, _marked(given, names))
+
+
+def _is_marked(axis: object) -> bool:
+    return isinstance(axis, str) and axis.startswith(EXTRA_MARK)
+
+
+def _unmarked(axis: str) -> str:
+    """Return the canonical name of an axis in a spec."""
+    return axis_in_spec(axis.removeprefix(EXTRA_MARK).strip() if _is_marked(axis) else axis)
+
+
+def _marked(given: Sequence[str], names: Sequence[str]) -> frozenset[str]:
+    extra = frozenset(name for axis, name in zip(given, names, strict=True) if _is_marked(axis))
+    check_declared(names, extra)
+    return extra
+
+
+def is_strided(spec: Spec) -> bool:
+    """Tell whether a spec has strides, as the spec of a topology with interleaved axes has."""
+    return isinstance(spec, str) and ":" in spec and "=" in spec
+
+
+def leaves_out_a_degree(spec: Spec) -> bool:
+    """Tell whether a degree of the spec is -1."""
+    return not is_strided(spec) and -1 in _split_spec(spec)[1]
+
+
+def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...], frozenset[str]]:
+    """Parse ``axis=size:stride*size:stride,...``, outermost factor first, into axes, factors and extra axes.
+
+    >>> parse_strided_spec("pipe=2:2,data=2:4*2:1,model=1")
+    (['pipe', 'data', 'model'], (((2, 2),), ((2, 4), (2, 1)), ()), frozenset())
+
+    Raises:
+        TopologyError: the spec is malformed.
+    """
+    given: list[str] = []
+    layouts: list[Factors] = []
+    for part in spec.split(","):
+        axis, _, text = (word.strip() for word in part.partition("="))
+        try:
+            pairs = [factor.split(":") for factor in text.split("*")] if text != "1" else []
+            factors = tuple((int(size), int(stride)) for size, stride in pairs)
+        except ValueError:
+            raise TopologyError(
+                f"malformed topology {abridged(spec)} at {abridged(part.strip())}: once an axis has strides, every "
+                'axis of a degree above 1 needs them, "axis=size:stride*size:stride", outermost first, such as '
+                '"pipe=2:2,data=2:4*2:1"'
+            ) from None
+        given.append(axis)
+        layouts.append(factors)
+    degrees = [
+        prod(_checked_degree(axis, size) for size, _ in factors) for axis, factors in zip(given, layouts, strict=True)
+    ]
+    names, _ = check_axes([_unmarked(axis) for axis in given], degrees, given)
+    return list(names), tuple(layouts), _marked(given, names)
+
+
+def spec_text(axes: Sequence[str], degrees: Iterable[object], extra_axes: Collection[str] = ()) -> str:
+    """Write a spec that ``parse_spec`` parses, or ``parse_strided_spec`` where degrees are texts with strides.
+
+    >>> spec_text(["pipe", "copy"], [2, 4], extra_axes={"copy"})
+    'pipe=2,+copy=4'
+    """
+    marks = [EXTRA_MARK if axis in extra_axes else "" for axis in axes]
+    return ",".join(f"{mark}{axis}={degree}" for mark, axis, degree in zip(marks, axes, degrees, strict=True))
+
+
+def check_world_size(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> None:
+    """Raise ``WorldSizeError``, with the nearest valid degrees, unless the degrees' product is ``world_size``."""
+    total, world_size = prod(degrees), _checked_world_size(world_size)
+    if total == world_size:
+        return
+    nearest = _nearest_degrees(axes, degrees, world_size)
+    raise WorldSizeError(
+        f"topology {spec_text(axes, degrees)!r:.200} is for {total} ranks ({' x '.join(map(str, degrees)):.100}), but "
+        f"the job has {world_size}: the degrees must multiply to the world size. Nearest that does: "
+        f"{spec_text(axes, nearest)!r:.200}"
+    )
+
+
+def _checked_world_size(world_size: object) -> int:
+    size = None if isinstance(world_size, bool) else whole_number(world_size)
+    if size is None or not 1 <= size <= MAX_DEGREE:  # the search for the nearest degrees takes time of its square root
+        raise WorldSizeError(
+            f"world_size={abridged(world_size)}: give the number of ranks, a whole number from 1 to {MAX_DEGREE}"
+        )
+    return size
+
+
+def read_config(config: str | Path | Mapping[str, object]) -> Spec:
+    """Return the ``topology`` section of a DeepSpeed config, given as a path or mapping: a spec in any form."""
+    if not isinstance(config, (str, PathLike, Mapping)):
+        raise TopologyError(f"config {abridged(config)}: give a path, or the loaded mapping")
+    if isinstance(config, Mapping):
+        source, content = "the config", config
+    else:
+        source = str(config)
+        try:
+            content = json.loads(Path(config).read_text(encoding="utf-8"), object_pairs_hook=_without_doubles)
+        except OSError as error:
+            raise TopologyError(f"config {abridged(source)} cannot be read: {error.strerror or error}") from error
+        except (ValueError, RecursionError) as error:  # of UTF-8 and of numbers too; nested too deeply
+            raise TopologyError(f"config {abridged(source)} is not JSON: {abridged(str(error))}") from error
+    if not isinstance(content, Mapping) or "topology" not in content:
+        raise TopologyError(
+            f'{source:.200} has no "topology" section; add one, such as '
+            '"topology": {"pipe": 2, "data": 4, "model": 2}'
+        )
+    return cast("Spec", content["topology"])
+
+
+def mechanisms_of(config: Mapping[str, Any], degrees: Mapping[str, int]) -> dict[str, str]:
+    """Return the part of DeepSpeed that uses each axis of a degree above 1, if the config names one.
+
+    >>> mechanisms_of({"tensor_parallel": {}, "expert_parallel": {"enabled": True}}, {"model": 2, "data": 4})
+    {'model': 'AutoTP'}
+
+    Args:
+        config: the content of a DeepSpeed config.
+        degrees: the degree of each axis.
+    """
+    names = ("tensor_parallel", "expert_parallel", "hybrid_engine", "compile", "zero_optimization")
+    tensor, experts, hybrid, compiled, zero = (
+        section if isinstance(section := config.get(name), Mapping) else {} for name in names
+    )
+    is_split = isinstance(config.get(names[0]), Mapping) and tensor.get("autotp_size", 2) not in (0, 1)
+    stage, passes = zero.get("stage", 0), compiled.get("passes")
+    uses = {
+        MODEL: "AutoTP" if is_split else "hybrid engine" if hybrid.get("enabled") is True else "",
+        EXPERT: "AutoEP" if experts.get("enabled") is True else "",
+        SEQ: "AutoSP" if isinstance(passes, Sequence) and "autosp" in passes else "",
+        SHARD: f"ZeRO {stage}" if stage in (1, 2, 3) else "",
+    }
+    return {axis: use for axis, use in uses.items() if use and degrees.get(axis, 1) > 1}
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of a JSON file, and refuse a key that is given twice, as DeepSpeed does."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+    return content
+
+
+def _split_spec(spec: Spec) -> tuple[list[str], list[int]]:
+    if isinstance(spec, str):
+        pairs: list[tuple[Any, Any]] = []
+        for part in spec.split(","):
+            axis, equals, degree = (word.strip() for word in part.partition("="))
+            try:
+                pairs.append((axis, int(degree)))
+            except ValueError:
+                equals = ""
+            if not axis or not equals:
+                raise TopologyError(f"malformed topology {abridged(spec)} at {abridged(part.strip())}: {_SPEC_EXAMPLE}")
+    elif isinstance(spec, (set, frozenset)):
+        raise TopologyError(
+            f"malformed topology {abridged(spec)}: a set has no order, but the order of axes places ranks; give a list "
+            "of pairs (axis, degree), or a mapping"
+        )
+    else:
+        try:
+            pairs = [(axis, degree) for axis, degree in (spec.items() if isinstance(spec, Mapping) else spec)]
+        except (TypeError, ValueError) as error:
+            raise TopologyError(
+                f"malformed topology {abridged(spec)}: {_SPEC_EXAMPLE}, or pairs (axis, degree), or a mapping"
+            ) from error
+    return [axis for axis, _ in pairs], [degree for _, degree in pairs]
+
+
+def _nearest_degrees(axes: Sequence[str], degrees: Sequence[int], world_size: int) -> list[int]:
+    """Return degrees with product ``world_size``: with one changed if possible (``data`` first), else rounded down."""
+    order = sorted(range(len(axes)), key=lambda axis: (axes[axis] != "data", axis))
+    nearest = list(degrees)
+    for axis in order:
+        others = prod(degrees) // degrees[axis]
+        if world_size % others == 0:
+            nearest[axis] = world_size // others
+            return nearest
+    return _rounded_down(degrees, order, world_size)
+
+
+def _rounded_down(degrees: Sequence[int], order: Sequence[int], world_size: int) -> list[int]:
+    """Round each degree down to a divisor of what is left, in this order of axes; the first axis gets the rest."""
+    nearest = list(degrees)
+    remaining = world_size
+    for axis in order[1:]:
+        nearest[axis] = max(size for size in divisors(remaining) if size <= degrees[axis])
+        remaining //= nearest[axis]
+    nearest[order[0]] = remaining
+    return nearest
+
+
+def divisors(number: int) -> list[int]:
+    """Return divisors, ascending, in time of the number's square root.
+
+    >>> divisors(12), divisors(9), divisors(1), len(divisors(2**40))
+    ([1, 2, 3, 4, 6, 12], [1, 3, 9], [1], 41)
+    """
+    small = [candidate for candidate in range(1, isqrt(max(0, number)) + 1) if number % candidate == 0]
+    return small + [number // candidate for candidate in reversed(small) if candidate * candidate != number]

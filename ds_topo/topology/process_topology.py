@@ -15,10 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from ds_topo.errors import CoordinateError, TopologyError, UnknownAxisError, abridged
-from ds_topo.topology import spec as specs
-from ds_topo.topology.axes import canonical_axis, check_declared, warn_of_misspelling
+from ds_topo.topology.axes import (
+    Spec,
+    canonical_axis,
+    check_axes,
+    check_declared,
+    check_world_size,
+    is_strided,
+    leaves_out_a_degree,
+    parse_spec,
+    parse_strided_spec,
+    read_config,
+    spec_text,
+    warn_of_misspelling,
+    whole_number,
+)
 from ds_topo.topology.layout import Factors, Layout, index_along, offset_at, offsets_of
-from ds_topo.topology.spec import Spec
 
 __all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "ProcessTopology"]
 
@@ -67,7 +79,7 @@ class ProcessTopology:
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
-        names, degrees = specs.check_axes(axes, dims)
+        names, degrees = check_axes(axes, dims)
         self._set(names, Layout.row_major(degrees))
 
     def _set(self, names: tuple[str, ...], layout: Layout, extra_axes: frozenset[str] = frozenset()) -> None:
@@ -90,10 +102,10 @@ class ProcessTopology:
         >>> ProcessTopology.from_spec([("data", 2), ("pipe", 2)]) == ProcessTopology.from_spec({"data": 2, "pipe": 2})
         True
         """
-        if not specs.is_strided(spec):
-            axes, degrees, extra_axes = specs.parse_spec(spec, world_size)
+        if not is_strided(spec):
+            axes, degrees, extra_axes = parse_spec(spec, world_size)
             return ProcessTopology(axes, degrees).with_extra_axes(extra_axes)
-        axes, factors, extra_axes = specs.parse_strided_spec(str(spec))
+        axes, factors, extra_axes = parse_strided_spec(str(spec))
         topology = cls._laid_out(axes, Layout(factors)).with_extra_axes(extra_axes)
         if world_size is not None:
             topology.check_world_size(world_size)
@@ -111,8 +123,8 @@ class ProcessTopology:
         Raises:
             TopologyError: the section is missing or malformed.
         """
-        spec, launched = specs.read_config(config), os.environ.get("WORLD_SIZE", "")
-        if world_size is None and launched.isdecimal() and specs.leaves_out_a_degree(spec):
+        spec, launched = read_config(config), os.environ.get("WORLD_SIZE", "")
+        if world_size is None and launched.isdecimal() and leaves_out_a_degree(spec):
             world_size = int(launched)
         return cls.from_spec(spec, world_size)
 
@@ -167,7 +179,7 @@ class ProcessTopology:
         if not self._layout.is_row_major:
             strided = [[f"{size}:{stride}" for size, stride in factors] for factors in self._layout.axes]
             degrees = ["*".join(factors) or "1" for factors in strided]
-        return specs.spec_text(self._axes, degrees, self._extra_axes)
+        return spec_text(self._axes, degrees, self._extra_axes)
 
     @property
     def mapping(self) -> dict[Any, int]:
@@ -254,7 +266,7 @@ class ProcessTopology:
         """
         indices: dict[int, int] = {}
         for position, given in self._indices(coordinate).items():
-            index = specs.whole_number(given)
+            index = whole_number(given)
             if index is None or not 0 <= index < self._layout.sizes[position]:
                 return []
             indices[position] = index
@@ -385,7 +397,7 @@ class ProcessTopology:
 
     def check_world_size(self, world_size: int) -> None:
         """Raise ``WorldSizeError``, with the nearest valid topology, unless this one has ``world_size`` ranks."""
-        specs.check_world_size(self._axes, self._layout.sizes, world_size)
+        check_world_size(self._axes, self._layout.sizes, world_size)
 
     def get_data_parallel_world_size(self) -> int:
         """Refuse a topology that was passed as ``mpu=``, of which DeepSpeed asks this first.
@@ -419,7 +431,7 @@ class ProcessTopology:
         return indices
 
     def _checked_index(self, position: int, index: int) -> int:
-        whole = specs.whole_number(index)
+        whole = whole_number(index)
         if whole is None or not 0 <= whole < self._layout.sizes[position]:
             raise CoordinateError(
                 f"index {abridged(index)} of axis {self._axes[position]!r} {_problem(whole)}: "
@@ -428,7 +440,7 @@ class ProcessTopology:
         return whole
 
     def _checked_rank(self, rank: int) -> int:
-        whole = specs.whole_number(rank)
+        whole = whole_number(rank)
         if whole is None or not 0 <= whole < self._layout.size:
             raise TopologyError(
                 f"rank {abridged(rank)} {_problem(whole)}: {self.spec!r} has ranks 0 to {self._layout.size - 1}"

@@ -1,8 +1,8 @@
 """Name a rank that dies, stops or fails on every other rank in time, and end the ranks that wait for it.
 
-Start with ``watch``, the public class and its judging thread. ``heartbeat`` exchanges beats and findings through the
-store, ``activity`` infers what a rank is doing and whether it is stuck after a fault, ``connections`` ends gloo's
-blocked collectives, and ``witness`` answers for a rank that cannot.
+Start with ``watch``, the public class and its judging thread, which ends gloo's blocked collectives. ``heartbeat``
+exchanges beats and findings through the store, ``activity`` infers what a rank is doing and whether it is stuck after a
+fault, and ``witness`` answers for a rank that cannot.
 """
 
 from ds_topo.watch.watch import Watch, job_watch, watch_limit

@@ -74,7 +74,7 @@ _BETWEEN = ("torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/fu
 _ANY = ""
 _WAITS = {
     ("ds_topo/reducer/reductions.py", _ANY): "the reduction of gradients",
-    ("ds_topo/reducer/two_level.py", _ANY): "the reduction of gradients",
+    ("ds_topo/reducer/parameters.py", "submit"): "the reduction of gradients",
     ("ds_topo/zero/arrivals.py", "wait"): "parameters from their owners",
     ("ds_topo/zero/exchange.py", _ANY): "slices from other ranks",
     ("ds_topo/process_groups/agreement.py", "within"): "the store of the job",

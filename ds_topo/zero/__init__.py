@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2 over torch: gradients go to the ranks that own them, updated parameters come back to all ranks.
+"""Implement ZeRO 1 and 2 over torch: gradients go to the ranks that own them, updated parameters return to all ranks.
 
 A flat tensor shared by a group of ``n`` ranks is cut into regions, and each region evenly into ``n`` slices. Rank ``i``
 owns slice ``i`` of every region (:mod:`~ds_topo.zero.partitions`, the file to open first).

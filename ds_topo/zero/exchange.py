@@ -22,14 +22,14 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from ds_topo.backends import SideStream, order_after, traits_of
-from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.topology.rank_tables import has_two_levels, two_level_ranks
 from ds_topo.torch_names import ReduceOp, gloo_threads
 
@@ -121,9 +121,9 @@ def exchange_of(group: ProcessGroup, device: torch.device, copies: Copies | None
         return SingleRankExchange()
     if not traits_of(everyone, device).tagged_messages:
         return CollectiveExchange(group, None if copies is None else copies.group, device)
-    place = dist.get_rank(group), 0 if copies is None else dist.get_rank(copies.group)
+    place = Place(socket.gethostname(), dist.get_rank(group), 0 if copies is None else dist.get_rank(copies.group))
     key = () if copies is None else tuple(dist.get_process_group_ranks(copies.group))
-    return _peer_exchange(everyone, key, lambda: places_in_order(everyone, place))
+    return _peer_exchange(everyone, key, lambda: gathered(place, everyone))
 
 
 def exchange_between(group: ProcessGroup, hosts: tuple[str, ...]) -> PeerExchange:
@@ -140,21 +140,7 @@ def _peer_exchange(group: ProcessGroup, key: tuple[object, ...], places: Callabl
 
 def hosts_in_order(group: ProcessGroup) -> list[str]:
     """Return the host name of every rank of a group, in the order of its ranks; collective."""
-    hosts: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    return hosts
-
-
-def places_in_order(group: ProcessGroup, place: tuple[int, int]) -> list[Place]:
-    """Return the place of every rank of a group, in the order of its ranks; collective.
-
-    Args:
-        group: the ranks.
-        place: the index of this rank's partition, and of this rank among those that hold the partition.
-    """
-    places: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(places, (socket.gethostname(), *place), group=group)
-    return [Place(*found) for found in places]
+    return gathered(socket.gethostname(), group)
 
 
 class _Done:

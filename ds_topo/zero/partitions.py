@@ -1,4 +1,4 @@
-"""Partition a flat tensor over the ranks of a group: its layout, and the gradients whose sums each rank owns in part.
+"""Partition a flat tensor over the ranks of a group, and sum gradients of which each rank owns a part.
 
 DeepSpeed's ZeRO places parameters one after the other and cuts the whole once. One part of backward then belongs to one
 rank, and links carry its gradients in one direction at a time. In a balanced layout every region is cut evenly, as in
@@ -187,10 +187,8 @@ def moved(
     incoming = partition.new_empty(sum(here.numel for here, _ in arriving))
     dist.all_to_all_single(incoming, outgoing, _counts(arriving, size), _counts(leaving, size), group=group)
     result = partition.new_zeros(target.partition_numel)
-    position = 0
-    for here, _ in arriving:
-        result[here.address : here.address + here.numel] = incoming[position : position + here.numel]
-        position += here.numel
+    for (here, _), part in zip(arriving, incoming.split([here.numel for here, _ in arriving]), strict=True):
+        result[here.address : here.address + here.numel] = part
     return result
 
 

@@ -22,8 +22,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from ds_topo import PipelineParallelGrid, ProcessTopology, groups
-from ds_topo.topology.expert_tables import ExpertPlan
-from ds_topo.topology.rank_tables import grid_groups
+from ds_topo.topology.rank_tables import ExpertPlan, grid_groups
 from tests.support.fake_world import fake_world
 
 LAYOUTS = {

@@ -27,12 +27,12 @@ import torch.distributed as dist
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
 from ds_topo.measurement.calibrate import calibrate
 from ds_topo.planner.config_writer import deepspeed_config
-from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import host_traffic
 from ds_topo.planner.hardware import Machine, accelerator_of, cluster_of
 from ds_topo.planner.job import DEEPSPEED_PIPELINE, FP32, Job, Recompute
 from ds_topo.planner.model import transformer
 from ds_topo.planner.search import Plan, Wanted, orders_of, search
+from ds_topo.planner.stages import Costs
 from tests.bench.sides import turns
 from tests.cluster import Cluster
 

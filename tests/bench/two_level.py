@@ -14,7 +14,7 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from ds_topo.reducer.two_level import TwoLevelReduction, hosts_of, two_level_reduction
+from ds_topo.reducer.parameters import TwoLevelReduction, hosts_of, two_level_reduction
 from tests.bench.sides import Times, alternate, ratios, table
 from tests.cluster import Cluster
 

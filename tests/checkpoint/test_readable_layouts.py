@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ds_topo.checkpoint.manifest import SavedExperts, SavedLayout, why_unreachable
-from ds_topo.topology.expert_tables import ExpertPlan
 from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.rank_tables import ExpertPlan
 
 ZERO_1 = SavedLayout("pipe=2,data=2,model=2", 8, 4, 2, 1, "DeepSpeedZeroOptimizer", "fp32", is_pipeline=True)
 ORDERS = [",".join(f"{axis}=2" for axis in order) for order in permutations(("pipe", "data", "model"))]

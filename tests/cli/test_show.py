@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
 from ds_topo.cli import main
-from ds_topo.cli.layout_picture import draw
-from ds_topo.cli.layout_view import LayoutView
-from ds_topo.hosts import Host, HostMap, Hosts
+from ds_topo.cli.layout_view import LayoutView, draw
+from ds_topo.launch.hosts import Host, HostMap, Hosts
 
 SEED = {
     *(f"group pipe, ranks: [{rank}, {rank + 8}]" for rank in range(8)),

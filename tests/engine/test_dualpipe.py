@@ -24,7 +24,7 @@ from torch import nn
 from ds_topo import DualPipeVModule, PipelineParallelGrid, checkpoint, initialize, use
 from ds_topo.cli import main
 from ds_topo.errors import EngineOptionError, TopologyError
-from ds_topo.planner.memory import chunks_in_flight
+from ds_topo.planner.stages import chunks_in_flight
 from ds_topo.planner.step_time import mirrored_bubble
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.gpt_training import BATCH, batch, pipeline, train

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, groups, initialize
 from ds_topo.engine import reducer_drivers
-from ds_topo.reducer import reducer, reductions, two_level
+from ds_topo.reducer import reducer, reductions
+from ds_topo.reducer.reductions import suitable_bucket_bytes
 from tests.support.failing import FailsInBackward
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
@@ -476,7 +477,7 @@ def _links_of_different_speed() -> list[list[str]]:
         slow = dist.get_process_group_ranks(grid.get_data_parallel_group()) == [0, 2]
 
         def measured(group: Any, device: Any) -> int:
-            sizes = two_level.suitable_bucket_bytes(group, device)  # its collectives, whatever they contain
+            sizes = suitable_bucket_bytes(group, device)  # its collectives, whatever they contain
             spans_both = dist.get_world_size(group) == 4
             return max(sizes, 1) * 0 + (700_000 if spans_both or slow else 2_000_000)
 

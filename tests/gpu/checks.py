@@ -35,8 +35,8 @@ from torch.utils._triton import has_triton
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, checkpoint, init_distributed, initialize
 from ds_topo.backends import TRAITS, SideStream, backend_of, order_after, synchronize, traits_of
+from ds_topo.reducer.parameters import two_level_reduction
 from ds_topo.reducer.reductions import StepNotes
-from ds_topo.reducer.two_level import two_level_reduction
 from ds_topo.zero import exchange
 from tests.checkpoint.jobs import Kind, job
 from tests.collectives import test_pairs as collective_cases

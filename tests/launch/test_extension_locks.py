@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from ds_topo.launch import extension_locks
-from ds_topo.launch.extension_locks import OLD_SECONDS, remove_abandoned_locks
+from ds_topo.launch import orphans
+from ds_topo.launch.orphans import OLD_SECONDS, remove_abandoned_locks
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="leases are Linux's")
 BUILD = "from torch.utils.file_baton import FileBaton; import sys, time; assert FileBaton(sys.argv[1]).try_acquire(); "
@@ -54,7 +54,7 @@ def test_held_lock_is_kept(namespaces: list[str], tmp_path: Path) -> None:
 @linux
 def test_concurrent_ranks_remove_a_lock_once(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
-    look = "from ds_topo.launch.extension_locks import remove_abandoned_locks; import sys; "
+    look = "from ds_topo.launch.orphans import remove_abandoned_locks; import sys; "
     script = f"{look} print(len(remove_abandoned_locks(sys.argv[1:])))"
     ranks = [
         subprocess.Popen(
@@ -66,7 +66,7 @@ def test_concurrent_ranks_remove_a_lock_once(tmp_path: Path) -> None:
 
 
 def test_old_lock_of_unknown_state_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extension_locks, "_remove_unless_held", lambda _: None)
+    monkeypatch.setattr(orphans, "_remove_unless_held", lambda _: None)
     lock = tmp_path / "lock"
     lock.touch()
     with warnings.catch_warnings():
@@ -84,10 +84,10 @@ def test_torchs_own_folder_is_searched(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "fused_adam").mkdir()
     (tmp_path / "fused_adam" / "lock").touch()
     (tmp_path / "cpu_adam").mkdir()
-    assert extension_locks._build_folders() == [tmp_path / "fused_adam"]
+    assert orphans._build_folders() == [tmp_path / "fused_adam"]
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     build = tmp_path / "torch_extensions" / "py311_cpu" / "cpu_adam"
     build.mkdir(parents=True)
     (build / "lock").touch()
-    assert extension_locks._build_folders() == [build]
+    assert orphans._build_folders() == [build]

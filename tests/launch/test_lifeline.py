@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ds_topo.launch.lifeline import Ancestor, ancestors_of, kind_of, launcher_above
+from ds_topo.launch.orphans import Ancestor, ancestors_of, kind_of, launcher_above
 
 SSHD = "sshd: root@notty"
 
@@ -63,9 +63,9 @@ def test_ancestors_are_found() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="pidfds")
 def test_a_rank_ends_when_its_launcher_has_ended() -> None:
     program = (
-        "import sys, time; from ds_topo.launch.launchers import Launch; from ds_topo.launch import lifeline\n"
+        "import sys, time; from ds_topo.launch.launchers import Launch; from ds_topo.launch import orphans\n"
         "launch = Launch('torchrun', 3, 4, 1, 'a', 29500)\n"
-        "lifeline._end_with(int(sys.argv[1]), launch)\n"
+        "orphans._end_with(int(sys.argv[1]), launch)\n"
     )
     launcher = subprocess.Popen(["sleep", "600"])
     rank = subprocess.Popen([sys.executable, "-c", program, str(launcher.pid)], stderr=subprocess.PIPE, text=True)

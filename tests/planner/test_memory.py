@@ -9,7 +9,6 @@ from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSche
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_topo.planner.costs import Costs, StageParameters
 from ds_topo.planner.job import (
     BF16,
     DEEPSPEED,
@@ -24,8 +23,8 @@ from ds_topo.planner.job import (
     Share,
     layout_problem,
 )
-from ds_topo.planner.memory import chunks_in_flight, memory_use, state_bytes
 from ds_topo.planner.model import Block
+from ds_topo.planner.stages import Costs, StageParameters, chunks_in_flight, memory_use, state_bytes
 from ds_topo.planner.work import block_work
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.planner.jobs import job, jobs_and_layouts

@@ -11,13 +11,12 @@ from hypothesis import given, settings
 
 from ds_topo.errors import TopologyError
 from ds_topo.planner import search as search_module
-from ds_topo.planner.costs import Costs
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
 from ds_topo.planner.hardware import Cluster, Machine, accelerator_of, cluster_of
 from ds_topo.planner.job import DEEPSPEED, DEEPSPEED_PIPELINE, FP32, MEGATRON, Job, Layout, Software, layout_problem
-from ds_topo.planner.memory import largest_states, memory_use
 from ds_topo.planner.model import transformer
 from ds_topo.planner.search import Wanted, evaluate, fewest_axes_first, orders_of, search, smallest_cluster
+from ds_topo.planner.stages import Costs, largest_states, memory_use
 from ds_topo.planner.step_time import schedule_bound, step_time
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.planner.jobs import CPU_SPEEDS, every_layout, job, jobs_and_layouts

@@ -20,12 +20,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import GradientReducer, backends
-from ds_topo.reducer import ReductionOptions, reductions, two_level
-from ds_topo.reducer import two_level as probes
+from ds_topo.reducer import ReductionOptions, parameters, reductions
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
-from ds_topo.reducer.parameters import ParameterState, Route
+from ds_topo.reducer.parameters import ParameterState, Route, two_level_reduction
 from ds_topo.reducer.reductions import Counts, Reduction, StepNotes, assign_routes, launch, scaling
-from ds_topo.reducer.two_level import two_level_reduction
 from ds_topo.topology.rank_tables import RankGroup
 from ds_topo.zero import exchange
 from tests.support.fake_world import fake_world
@@ -195,7 +193,7 @@ def _bucket_bytes() -> list[int]:
     module = nn.Linear(2, 2)
     sizes = []
     for slow_link_seconds in (0.0, 1e9):
-        with mock.patch.object(probes, "_SLOW_LINK_SECONDS", slow_link_seconds):
+        with mock.patch.object(reductions, "_SLOW_LINK_SECONDS", slow_link_seconds):
             reducer = GradientReducer(module)
             sizes.append(reducer._dense.bucket_bytes)
             reducer.detach()
@@ -462,7 +460,7 @@ HOSTS = {0: "a", 1: "b", 2: "a", 3: "b"}
 
 
 def test_two_level_groups_do_not_depend_on_the_order_of_hosts() -> None:
-    with fake_world(2, 4), mock.patch.object(two_level, "ProcessGroups") as made:
+    with fake_world(2, 4), mock.patch.object(parameters, "ProcessGroups") as made:
         for hosts in (HOSTS, dict(reversed(HOSTS.items()))):
             two_level_reduction(dist.group.WORLD, hosts, CPU)
     first, second = made.call_args_list
@@ -488,7 +486,7 @@ def test_two_levels_on_an_accelerator_use_a_side_stream() -> None:
     with (
         fake_world(0, 4),
         mock.patch.dict(backends.TRAITS, fake=replace(backends.TRAITS["nccl"], communicates=False)),
-        mock.patch.object(two_level, "SideStream", return_value=stream) as made,
+        mock.patch.object(parameters, "SideStream", return_value=stream) as made,
         mock.patch.object(exchange, "order_after") as ordered,
         mock.patch.object(dist, "reduce_scatter_tensor", lambda *_, group: order.append(("scatter", group))),
         mock.patch.object(dist, "all_reduce", lambda *_, group: order.append(("cross", group))),

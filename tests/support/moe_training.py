@@ -26,7 +26,7 @@ from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, ProcessTopology, initialize
 from ds_topo.groups import create_expert_groups
-from ds_topo.topology.expert_tables import ExpertPlan
+from ds_topo.topology.rank_tables import ExpertPlan
 from tests.support.training import (
     Batch,
     Run,

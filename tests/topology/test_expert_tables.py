@@ -12,9 +12,14 @@ from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
 from ds_topo.errors import ExpertSizeError, TopologyError
-from ds_topo.topology.expert_tables import ExpertPlan, expert_parallel_ranks, zero_partition_ranks
-from ds_topo.topology.rank_tables import gradient_axes, two_level_ranks
-from ds_topo.topology.spec import divisors
+from ds_topo.topology.axes import divisors
+from ds_topo.topology.rank_tables import (
+    ExpertPlan,
+    expert_parallel_ranks,
+    gradient_axes,
+    two_level_ranks,
+    zero_partition_ranks,
+)
 from tests.support.topologies import topologies
 
 DEGREES = [

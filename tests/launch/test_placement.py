@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
 from ds_topo.errors import HostError, TopologyError, UnknownAxisError, WorldSizeError
-from ds_topo.hosts import Host, HostMap, Hosts, Placement
-from ds_topo.hosts.hosts import address_of, check_addresses
-from ds_topo.hosts.placement import (
+from ds_topo.launch.hosts import Host, HostMap, Hosts, address_of, check_addresses, slurm_map
+from ds_topo.launch.placement import (
     AxisSpan,
+    Placement,
     changed_ranks,
     few_ranks,
     fold_numbers,
@@ -26,7 +26,6 @@ from ds_topo.hosts.placement import (
     host_runs,
     shards_to_other_hosts,
 )
-from ds_topo.hosts.slurm import slurm_map
 from ds_topo.topology.rank_tables import copy_axes, created_groups, partition_axes
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_topo.errors import HostError
-from ds_topo.hosts.hosts import Host, HostMap, Hosts, parse_hostfile, read_hostfile
+from ds_topo.launch.hosts import Host, HostMap, Hosts, parse_hostfile, read_hostfile
 
 names = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
 pools = st.dictionaries(names, st.integers(1, 9), min_size=1, max_size=6)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from ds_topo.errors import TopologyError, WorldSizeError
-from ds_topo.hosts.hosts import HostMap, Hosts
-from ds_topo.hosts.slurm import fold_node_list
+from ds_topo.launch.hosts import HostMap, Hosts, fold_node_list
 from ds_topo.topology import ProcessTopology
+from ds_topo.topology.axes import Spec
 from ds_topo.topology.rank_tables import axes_of, copy_axes, degree, grid_groups, partition_axes
-from ds_topo.topology.spec import Spec
 
 
 @dataclass(frozen=True)
