@@ -8,6 +8,7 @@ instead. These modules take part:
 ``saved_model``       describes all parameters of the checkpoint, whatever the layout that saved it
 ``stock_files``       describes checkpoints that DeepSpeed alone saved
 ``target``            plans the new layout, or says why it cannot be reached
+``optimizer_groups``  plans the groups of the optimizer on its stages
 ``shards``            computes which elements of which parameter lie where
 ``deepspeed_reader``  reads weights and optimizer states of single parameters from the saved files
 ``deepspeed_writer``  lays out the new files
@@ -137,7 +138,8 @@ def convert(
     manifest = readable(checkpoint)
     new_tag = check_tag(checkpoint.tag if tag is None else tag)
     model = model_of(manifest, _padded_splits(manifest, padding or {}))
-    target = target_of(model, spec, zero, method, bounds, experts, zero_options)
+    saved = Source(model, checkpoint.path)
+    target = target_of(model, spec, zero, method, bounds, experts, zero_options, saved.hyperparameters)
     conversion = Conversion(checkpoint, manifest, target, to, new_tag)
     with conversion.begin():
         conversion.make_room()

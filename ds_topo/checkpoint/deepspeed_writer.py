@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -35,6 +35,7 @@ from ds_topo.checkpoint.deepspeed_reader import (
 )
 from ds_topo.checkpoint.file_filling import FileContent, Region, leaves
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedOptions
+from ds_topo.checkpoint.optimizer_groups import NAME_BESIDE_EXPERTS
 from ds_topo.checkpoint.saved_model import head_of, prefix_of_layer
 from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, Span, resliced, vectors_of
 from ds_topo.checkpoint.target import Target
@@ -44,6 +45,8 @@ from ds_topo.topology.process_topology import ProcessTopology
 
 _LOSS_SCALE = {"cur_scale": 1.0, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
 """The state of a loss scale, with the values of one that does not change."""
+_WITH_EXPERTS = ("num_experts", "ds_autoep_layers")
+"""Entries beside the progress of a stage of a pipeline that only a stage with experts has."""
 Vectors = list[tuple[int, FlatGroup | PartitionedGroup]]
 """The vectors of an optimizer, each with the number of its group. Without ZeRO every parameter has its own."""
 
@@ -85,39 +88,57 @@ class Writer:
         return sum(math.prod(region.shape) * region.dtype.itemsize for region in regions)
 
     def _layer_files(self) -> Iterator[FileContent]:
-        source, slices = self.source, self.target.slices
+        """Yield the files of a pipeline's layers; a stage with experts has none, and keeps its layers together."""
+        slices, names, structure = self.target.slices, self.target.names, self.target.structure
         has_slices = "model" in ProcessTopology.from_spec(self.target.layout.topology or "data=1").axes
-        for number, files in enumerate(source.layer_files):
-            prefix = prefix_of_layer(source.model.structure, number)
-            for place in range(slices if files else 0):
+        stages = [stage for stage in range(len(names)) if stage not in self.target.experts_of_stages]
+        for number in sorted({number for stage in stages for number in structure.layers_of(stage, len(names))}):
+            for place in range(slices if self.source.layer(number) else 0):
                 name = f"layer_{number:02d}{f'-model_{place:02d}' if has_slices else ''}-model_states.pt"
-                yield FileContent(name, partial(self._state_dict, files, prefix, place))
+                yield FileContent(name, partial(self._layer, number, place))
+
+    def _layer(self, number: int, place: int) -> OrderedDict[str, Any]:
+        return self._state_dict(self.source.layer(number), prefix_of_layer(self.source.model.structure, number), place)
+
+    def _module(self, stage: int, place: int) -> OrderedDict[str, Any] | None:
+        """Return the state dict that a stage keeps beside its progress; None if its layers have files of their own."""
+        if not self.target.layout.is_pipeline:
+            slices = range(self.source.model.slices)
+            return self._state_dict([self.source.model_states(one)["module"] for one in slices], "", place)
+        if stage not in self.target.experts_of_stages:
+            return None
+        structure, found = self.target.structure, OrderedDict[str, Any]()
+        own = structure.layers_of(stage, len(self.target.names))
+        for number in sorted(own, key=lambda number: not structure.layers[number].tied):
+            prefix = prefix_of_layer(structure, number)
+            entries = self._layer(number, place) if self.source.layer(number) else {}
+            found.update((f"{prefix}{key}", value) for key, value in entries.items())
+        return found
 
     def _expert_files(self, model_rank: int) -> Iterator[FileContent]:
         """Yield the experts of a model rank and, without ZeRO, the optimizers of its ranks."""
         ranks, (stage, part) = self.target.ranks, divmod(model_rank, self.target.slices)
-        for layer, (head, count) in enumerate(self.source.model.experts.items()):
-            for number in range(count):
+        stages = {head: saved for saved, heads in self.source.model.experts_of_stages.items() for head in heads}
+        for layer, head in enumerate(self.target.experts_of_stages.get(stage, ())):
+            for number in range(self.source.model.experts[head]):
                 if any(place.model_rank == model_rank for place in ranks.expert_holders(model_rank, head, number)):
-                    name = name_of_expert(layer, number, model_rank)
-                    first, count_of_slices = stage * self.source.model.slices, self.source.model.slices
-                    saved = [self.source.expert_file(first + one, head, number) for one in range(count_of_slices)]
-                    yield FileContent(name, partial(self._state_dict, saved, "", part))
-        if not self.target.layout.zero_stage:
+                    name, count = name_of_expert(layer, number, model_rank), self.source.model.slices
+                    files = [self.source.expert_file(stages[head] * count + one, head, number) for one in range(count)]
+                    yield FileContent(name, partial(self._expert, files, part))
+        if not self.target.layout.zero_stage and stage in self.target.experts_of_stages:
             parts = ranks.parts[max(ranks.parts)]
             own = {part: place for place, part in reversed(parts.items()) if place.model_rank == model_rank}
             for number, place in sorted(own.items()):  # the first rank that holds each part
                 yield FileContent(name_of_optimizer(number, model_rank), partial(self._expert_optimizer, place))
 
+    def _expert(self, files: Sequence[str], place: int) -> OrderedDict[str, Any]:
+        return self._state_dict([self.source.content(file) for file in files], "", place)
+
     def _expert_optimizer(self, place: Place) -> Any:
         return {"optimizer": self._whole_optimizer(place)}
 
-    def _state_dict(
-        self, files: Sequence[str], prefix: str, place: int, *, is_model_states: bool = False
-    ) -> OrderedDict[str, Any]:
-        """Return the state dict of a module, like that of the files of all saved slices: parameters and buffers."""
-        contents = [self.source.content(file) for file in files]
-        saved = [content["module"] for content in contents] if is_model_states else contents
+    def _state_dict(self, saved: Sequence[Mapping[str, Any]], prefix: str, place: int) -> OrderedDict[str, Any]:
+        """Return the state dict of a module, like those of all saved slices: parameters and buffers."""
         parameters, structure, slices = self.source.model.parameters, self.source.model.structure, self.target.slices
         is_same = slices == self.source.model.slices
         found: OrderedDict[str, Any] = OrderedDict()
@@ -125,7 +146,7 @@ class Writer:
             name = f"{prefix}{key}"
             one, split = parameters.get(structure.aliases.get(name, name)), structure.splits.get(name)
             if one is None and split is not None and not is_same:
-                values = [content[key] for content in saved]
+                values = [one[key] for one in saved]
                 found[key] = resliced(values, split.dim, split.stride, slices, place)
             elif one is None:
                 found[key] = value
@@ -140,19 +161,20 @@ class Writer:
         stage, place = divmod(of.model_rank, slices)
         are_alike = (source.layout.model_ranks, source.model.slices) == (layout.model_ranks, slices)
         has_partitions = layout.zero_stage > 0
-        module = None
-        if not layout.is_pipeline:
-            files = [name_of_model_states(source.layout, one) for one in range(source.model.slices)]
-            module = self._state_dict(files, "", place, is_model_states=True)
         has_frozen = any(not one.is_trained for one in source.model.parameters.values())
         frozen = self._frozen(of) if layout.zero_stage > 1 and has_frozen else (None, None)  # None: they are excluded
         first = Place(of.model_rank, 0)
         shared = {
             alias: name for alias, name in source.model.structure.aliases.items() if name in self.target.names[stage]
         }
+        with_experts = {}
+        if layout.is_pipeline and (heads := self.target.experts_of_stages.get(stage)):
+            with_experts = {"num_experts": [source.model.experts[head] for head in heads], "ds_autoep_layers": None}
+        saved = source.model_states(of.model_rank if are_alike else 0)
         return {
-            **source.model_states(of.model_rank if are_alike else 0),
-            "module": module,
+            **{key: value for key, value in saved.items() if not layout.is_pipeline or key not in _WITH_EXPERTS},
+            **with_experts,
+            "module": self._module(stage, place),
             "buffer_names": self._buffer_names(stage),
             "optimizer": None if has_partitions else self._whole_optimizer(first),
             "param_shapes": self._shapes(first) if has_partitions else None,
@@ -211,15 +233,16 @@ class Writer:
     def _whole_optimizer(self, place: Place) -> dict[str, Any]:
         """Return the optimizer's state dict without ZeRO: states in the shape of the parameters."""
         vectors, states, part = self._vectors(place), {}, place.model_rank % self.target.slices
-        masters: list[list[Region]] = [[] for _ in self.target.origins]
+        stage = place.model_rank // self.target.slices
+        masters: list[list[Region]] = [[] for _ in self.target.origins[stage]]
         is_flat = self.target.layout.optimizer == "FP16_Optimizer"
         for number, (group, vector) in enumerate(vectors):
             one = self.source.model.parameters[next(iter(vector.numels))]
             shape = (sum(vector.numels.values()),) if is_flat else one.shape_of_slice(self.target.slices)
-            if one.is_trained and (kept := self._states(group, shape, vector.spans(0), part)):
+            if one.is_trained and (kept := self._states(stage, group, shape, vector.spans(0), part)):
                 states[number] = kept
             masters[group].append(Region(shape, torch.float32, MASTER, part, vector.spans(0)))
-        inner = {"state": states, "param_groups": self._param_groups(vectors)}
+        inner = {"state": states, "param_groups": self._param_groups(stage, vectors)}
         if self.target.layout.precision == "fp32":
             return inner
         scale = self.source.loss_scale()
@@ -234,7 +257,7 @@ class Writer:
     def _partition(self, place: Place) -> dict[str, Any]:
         """Return the file of a rank's partition of the optimizer, with ZeRO."""
         layout, ranks = self.target.layout, self.target.ranks
-        part = place.model_rank % self.target.slices
+        stage, part = divmod(place.model_rank, self.target.slices)
         vectors = self._vectors(place)
         states: dict[int, dict[str, Any]] = {}
         masters, paddings, mappings = [], [], []
@@ -243,7 +266,7 @@ class Writer:
             is_saved_here = place in holders  # otherwise another replica saves this partition
             replica = holders.index(place) if is_saved_here else self._partitions_of_files[place.replica]
             spans, numel = vector.spans(replica), vector.partition_numel
-            if is_saved_here and (kept := self._states(group, (numel,), spans, part)):
+            if is_saved_here and (kept := self._states(stage, group, (numel,), spans, part)):
                 states[number] = kept
             if isinstance(vector, FlatGroup):
                 if layout.optimizer != BF16_OPTIMIZER:
@@ -259,7 +282,7 @@ class Writer:
                 mappings.append(OrderedDict(addresses))
             saved = ((numel,), spans) if is_saved_here else ((0,), [])
             masters.append(Region(saved[0], self.source.type_of_masters, MASTER, part, saved[1]))
-        inner = {"state": states, "param_groups": self._param_groups(vectors)}
+        inner = {"state": states, "param_groups": self._param_groups(stage, vectors)}
         if layout.zero_stage == 3:
             content = {
                 "zero_stage": ZeroStageEnum(3),
@@ -308,21 +331,28 @@ class Writer:
             vectors = vectors_of(numels, layout, options, replicas, trained[0].dtype.itemsize)
             yield from ((number, vector) for vector in vectors)
 
-    def _param_groups(self, vectors: Vectors) -> list[dict[str, Any]]:
-        """Return hyperparameters and vectors of every group; groups of experts have the name that DeepSpeed gives."""
+    def _param_groups(self, stage: int, vectors: Vectors) -> list[dict[str, Any]]:
+        """Return hyperparameters and vectors of every group of a stage, with the names that DeepSpeed gives them."""
         found = []
-        for group, numbers in enumerate(self.target.origins):
-            options = dict(_common([self.source.hyperparameters[number] for number in numbers]))
+        for group, origins in enumerate(self.target.origins[stage]):
+            options = dict(_common([self.source.hyperparameters(origin.stage)[origin.group] for origin in origins]))
             if options.get("moe"):
-                head = head_of(self.target.structure.groups[0][group][0])
+                head = head_of(self.target.structure.groups[stage][group][0])
                 options["name"] = name_of_size(self.target.structure.experts[head])
+            elif self.target.layout.is_pipeline and stage in self.target.experts_of_stages:
+                options = {"name": NAME_BESIDE_EXPERTS, **options}
+            elif self.target.layout.is_pipeline and options.get("name") == NAME_BESIDE_EXPERTS:
+                del options["name"]
             found.append({**options, "params": [number for number, (of, _) in enumerate(vectors) if of == group]})
         return found
 
-    def _states(self, group: int, shape: tuple[int, ...], spans: Sequence[Span], place: int) -> dict[str, Any]:
+    def _states(
+        self, stage: int, group: int, shape: tuple[int, ...], spans: Sequence[Span], place: int
+    ) -> dict[str, Any]:
         """Return the states of a tensor of the optimizer: regions, and values of their own, which share no memory."""
         found: dict[str, Any] = {}
-        saved = _common([self.source.states_of_groups[number] for number in self.target.origins[group]])
+        origins = self.target.origins[stage][group]
+        saved = _common([states for origin in origins if (states := self.source.states_of_group(*origin))] or [{}])
         for key, value in saved.items():
             if isinstance(value, torch.dtype):
                 found[key] = Region(shape, value, key, place, spans)
@@ -365,7 +395,7 @@ def _common(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for other in groups[1:]:
         if key := differing({**other, "name": None}, {**groups[0], "name": None}):
             raise CheckpointLayoutError(
-                f"groups of experts that would become one differ in {key} in the optimizer, which has one value for "
-                "all of them in this layout. Choose an expert parallel size that keeps the groups apart"
+                f"groups of parameters that would become one differ in {key} in the optimizer, which has one value for "
+                "all of them in this layout. Choose an expert parallel size or stages that keep the groups apart"
             )
     return groups[0]

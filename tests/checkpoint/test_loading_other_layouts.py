@@ -345,11 +345,32 @@ def _change_stages(folder: Path) -> list[tuple[str, list[float]]]:
     return found
 
 
+def _load_stages(folders: list[Path]) -> list[list[float]]:
+    found = []
+    for folder in folders:
+        with _pipeline("parameters", 1) as engine:
+            checkpoint.load(engine, folder)
+            rates = [group["lr"] for group in engine.optimizer.param_groups]
+            assert rates == ([0.01, 0.02] if engine.mpu.get_stage_id() == 0 else [0.01, 0.02][: len(rates)])
+            found.append(train_pipeline(engine, range(2, 4)))
+    return found
+
+
 def test_pipeline_continues_with_another_partition_method_and_unequal_groups(world: Worlds, tmp_path: Path) -> None:
-    for (_, expected), *others in world(2).run(_change_stages, tmp_path):
+    found = world(2).run(_change_stages, tmp_path)
+    for (_, expected), *others in found:
         assert [losses for _, losses in others] == [pytest.approx(expected, rel=1e-5)] * 2
         assert "stages that begin with layers [0, 2] became stages that begin with [0, 1]" in others[1][0]
         assert "--stages 0,1,4" in others[1][0]
+    folders = [tmp_path / "by command", tmp_path / "and back"]
+    for zero, folder in zip((0, 1), folders, strict=True):
+        saved = checkpoint.look_at(tmp_path / str(zero), "saved")
+        if zero:
+            saved = checkpoint.look_at(checkpoint.convert(saved, tmp_path / "between", "pipe=1").parent, "saved")
+        checkpoint.convert(saved, folder, "pipe=2", zero=1, bounds=(0, 1, 4))
+    for (_, expected), *_ in found:
+        for losses in world(2).run(_load_stages, folders):
+            assert losses == [pytest.approx(expected, rel=1e-5)] * 2
 
 
 def _build_half_pipeline() -> str:
