@@ -35,7 +35,7 @@ from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.engine_filling import opened_for
 from ds_topo.checkpoint.engine_state import SCHEDULER, Rename, restore_progress
 from ds_topo.checkpoint.folder import Checkpoint, wrong_without_manifest
-from ds_topo.checkpoint.manifest import SavedLayout, why_unreachable
+from ds_topo.checkpoint.manifest import Place, SavedLayout, why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
 from ds_topo.checkpoint.safe_reading import (
     OF_DEEPSPEED,
@@ -47,7 +47,7 @@ from ds_topo.checkpoint.safe_reading import (
 )
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
-from ds_topo.checkpoint.stock_files import counts_of_groups, layout_of_files, names_of_vectors, options_of_files
+from ds_topo.checkpoint.stock_files import counts_of_groups, groups_of_partitions, layout_of_files, options_of_files
 from ds_topo.checkpoint.weight_files import files_of_weights
 from ds_topo.errors import (
     CheckpointError,
@@ -418,7 +418,8 @@ class _Choice:
                     f"has {counts} parameters in the groups of the optimizer of a stage, and this job {own_counts}, so "
                     f"that its stages have other layers or its groups other parameters. {keep} {by_name}"
                 )
-            saved, own = [*names_of_vectors(states)], [name for names in groups for name in names]
+            saved_groups = groups_of_partitions(path, layout, Place(int(engine.checkpoint_mp_rank), 0), states)
+            saved, own = ([name for names in one for name in names] for one in (saved_groups, groups))
             other = (name for name in own + saved if (name in own) != (name in saved))
             if layout.is_pipeline and (first := next(other, "")):
                 return f"has {first!r} on another stage of the pipeline. {keep} {by_name}"

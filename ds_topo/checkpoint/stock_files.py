@@ -151,29 +151,19 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
         kind = str(tensor.dtype).removeprefix("torch.")
         rows.append(SavedParameter(name, tuple(shape), kind, tuple(holders) or (rank,), None, None, is_trained))
     slices = layout.degrees().get("model", 1)
+    firsts = range(0, layout.model_ranks, slices)
     if layout.has_partitions:
-        firsts = range(0, layout.model_ranks, slices)
-        groups = tuple(_groups(path, layout, Place(first, 0), ranks[first]) for first in firsts)
+        groups = tuple(groups_of_partitions(path, layout, Place(first, 0), ranks[first]) for first in firsts)
     elif layout.is_pipeline:
-        saved = [ranks[first].get("optimizer") for first in range(0, layout.model_ranks, slices)]
+        saved = [ranks[first].get("optimizer") for first in firsts]
         groups = _groups_of_stages(path, saved, shapes_of_slices, structure)
-        stages = {
-            row.name: [stage for stage, own in enumerate(groups) if any(row.name in names for names in own)]
-            for row in rows
-        }
-        rows = [
-            replace(
-                row,
-                model_ranks=tuple(stage * slices + row.model_ranks[0] for stage in stages[row.name] or (0,)),
-                is_trained=bool(stages[row.name]),
-            )
-            for row in rows
-        ]
     else:
         groups = (_groups_by_position(path, ranks[0].get("optimizer"), rows, structure),)
         stepped = _with_states(ranks[0].get("optimizer") or {}, groups[0]) if not structure.groups else ()
         trained = stepped or {name for names in groups[0] for name in names}
         rows = [replace(row, is_trained=row.name in trained) for row in rows]
+    if not any(shapes):  # no file of weights says which stage has a parameter, or what is trained
+        rows = [_placed(row, groups, slices) for row in rows] if layout.is_pipeline or layout.has_partitions else rows
     options = replace(options_of_files(ranks[0]), round_robin_gradients=False)  # the groups have the order of the files
     found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers=None)
     return Manifest(path.name, int(ranks[0]["global_steps"]), "", layout, (), merged(rows), {}, found)
@@ -208,11 +198,32 @@ def _tensors(
             yield from ((place, f"{prefix}{key}", one) for key, one in opened(file).items() if torch.is_tensor(one))
 
 
-def _groups(path: Path, layout: SavedLayout, place: Place, states: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """Return the names in each group of an optimizer of ZeRO: a group has one vector, or at stage 3 several."""
+def _placed(row: SavedParameter, groups: Sequence[Sequence[Sequence[str]]], slices: int) -> SavedParameter:
+    """Return a parameter on the stages whose optimizer has it, or on the first one if it is frozen."""
+    stages = [stage for stage, own in enumerate(groups) if any(row.name in names for names in own)]
+    place = row.model_ranks[0] % slices
+    return replace(row, model_ranks=tuple(stage * slices + place for stage in stages or (0,)), is_trained=bool(stages))
+
+
+def groups_of_partitions(
+    path: Path, layout: SavedLayout, place: Place, states: Mapping[str, Any]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the names in each group of an optimizer with partitions: a group has one vector, or at stage 3 several.
+
+    Args:
+        path: the checkpoint's own folder.
+        layout: its layout.
+        place: a rank that saved a partition.
+        states: its file of weights. That of ``BF16_Optimizer`` without ZeRO names no parameters, but its partitions do.
+    """
     saved = opened(path / name_of_partition(layout, place))["optimizer_state_dict"]
     inner = saved.get("optimizer_state_dict" if layout.zero_stage == 3 else "base_optimizer_state")
     vectors = states["param_shapes"]
+    if vectors is None:
+        places = [Place(place.model_rank, replica) for replica in range(layout.partitions)]
+        parts = [opened(path / name_of_partition(layout, one))["optimizer_state_dict"] for one in places]
+        mappings = zip(*(part["param_slice_mappings"] for part in parts), strict=True)
+        vectors = [list(dict.fromkeys(name for mapping in of_vector for name in mapping)) for of_vector in mappings]
     numbers = [one["params"] for one in inner["param_groups"]] if isinstance(inner, dict) else [[*range(len(vectors))]]
     return tuple(tuple(name for number in of_group for name in vectors[number]) for of_group in numbers)
 
