@@ -312,7 +312,7 @@ class Conversion:
 
     def fill(self, progress: Progress = lambda step, done, of: None) -> list[SavedFile]:
         """Fill the files and flush them to the disk."""
-        fillings = [Filling(self._source, self._target.slices, file, self._files) for file in self._writer.files()]
+        fillings = [Filling(self._source, file, self._files) for file in self._writer.files()]
         with _naming(self._files):
             digests = fill_all(fillings, self._draft / "done.txt", progress)
         return [
@@ -355,10 +355,10 @@ class Conversion:
             stages = [stage for stage, names in enumerate(self._target.names) if one.name in names]
             row = SavedParameter(
                 one.name if expert is None else expert.numbered("*"),
-                one.shape_of_slice(slices),
+                self._target.shape(one.name),
                 str(one.dtype).removeprefix("torch."),
                 tuple(stage * slices + place for stage in stages for place in range(slices)),
-                one.split.dim if one.split is not None else None,
+                one.split.dim if one.split is not None and not one.is_stacked else None,
                 one.experts or None,
                 one.is_trained,
             )
@@ -411,7 +411,7 @@ def to_single_file(
     file = FileContent(draft.name, content)
     with _naming(path):
         make_room([file], draft.parent)
-        filling = Filling(source, 1, file, draft.parent)
+        filling = Filling(source, file, draft.parent)
     filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))
     flush(draft)
     os.replace(draft, path)

@@ -10,12 +10,22 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from deepspeed import __version__ as DEEPSPEED_VERSION
+from deepspeed.checkpoint.autoep_affine import (
+    autoep_placement_to_affine_map,
+    legacy_uniform_autoep_placement_descriptor,
+)
+from deepspeed.checkpoint.constants import (
+    AFFINE_MAP_PARAMS,
+    AUTOEP_AFFINE_MAPS,
+    AUTOEP_EXPERT_PLACEMENT,
+    UNIVERSAL_CHECKPOINT_INFO,
+)
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -36,8 +46,8 @@ from ds_topo.checkpoint.deepspeed_reader import (
 from ds_topo.checkpoint.file_filling import FileContent, Region, leaves
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedOptions
 from ds_topo.checkpoint.optimizer_groups import NAME_BESIDE_EXPERTS
-from ds_topo.checkpoint.saved_model import head_of, prefix_of_layer
-from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, Span, resliced, vectors_of
+from ds_topo.checkpoint.saved_model import head_of, layer_of_experts, prefix_of_layer
+from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, resliced, vectors_of
 from ds_topo.checkpoint.target import Target
 from ds_topo.errors import CheckpointLayoutError
 from ds_topo.topology.expert_tables import name_of_size
@@ -120,6 +130,9 @@ class Writer:
         ranks, (stage, part) = self.target.ranks, divmod(model_rank, self.target.slices)
         stages = {head: saved for saved, heads in self.source.model.experts_of_stages.items() for head in heads}
         for layer, head in enumerate(self.target.experts_of_stages.get(stage, ())):
+            if stacked := [name for name in self._stacked if layer_of_experts(name) == head]:
+                yield from self._stacked_files(layer, model_rank, stacked)
+                continue
             for number in range(self.source.model.experts[head]):
                 if any(place.model_rank == model_rank for place in ranks.expert_holders(model_rank, head, number)):
                     name, count = name_of_expert(layer, number, model_rank), self.source.model.slices
@@ -130,6 +143,51 @@ class Writer:
             own = {part: place for place, part in reversed(parts.items()) if place.model_rank == model_rank}
             for number, place in sorted(own.items()):  # the first rank that holds each part
                 yield FileContent(name_of_optimizer(number, model_rank), partial(self._expert_optimizer, place))
+
+    @cached_property
+    def _stacked(self) -> list[str]:
+        return [name for name, one in self.source.model.parameters.items() if one.is_stacked]
+
+    def _stacked_files(self, layer: int, model_rank: int, names: Sequence[str]) -> Iterator[FileContent]:
+        """Yield the files of the experts of a layer that AutoEP stacks: each has the weights of one."""
+        count = self.source.model.parameters[names[0]].experts
+        for number in range(count):
+            part = number * self.target.pieces(names[0]) // count
+            if any(place.model_rank == model_rank for place in self.target.ranks.holders(model_rank, names[0], part)):
+                yield FileContent(name_of_expert(layer, number, model_rank), partial(self._of_stacks, names, number))
+
+    def _of_stacks(self, names: Sequence[str], number: int) -> dict[str, Any]:
+        found = {}
+        for name in names:
+            one = self.source.model.parameters[name]
+            whole = Region.of_weight(one, number, one.experts)
+            found[f"{name}.{number}"] = replace(whole, shape=whole.shape[1:])
+        return found
+
+    def _layers_of_auto_ep(self, saved: Sequence[Mapping[str, Any]], of: Place) -> list[dict[str, Any]]:
+        """Return DeepSpeed's description of the layers of AutoEP on the rank that writes it."""
+        found = []
+        for row in saved:
+            names = [name for name in self._stacked if layer_of_experts(name) == row["expert_key_prefix"]]
+            size, part, count = self.target.pieces(names[0]), self.target.piece(names[0], of), int(row["num_experts"])
+            placement = legacy_uniform_autoep_placement_descriptor(count, count // size, size)
+            shapes = {name: (count, *self.source.model.parameters[name].shape[1:]) for name in names}
+            maps = {name: autoep_placement_to_affine_map(placement, shape).to_dict() for name, shape in shapes.items()}
+            holders = self.target.ranks.sharers(names[0], of)
+            new = {
+                "num_local_experts": count // size,
+                "ep_size": size,
+                AUTOEP_EXPERT_PLACEMENT: placement,
+                AUTOEP_AFFINE_MAPS: {**row[AUTOEP_AFFINE_MAPS], AFFINE_MAP_PARAMS: maps},
+                "ep_group_name": name_of_size(size),
+                "ep_rank": part,
+                "expert_data_parallel_rank": holders.index(of),
+                "expert_data_parallel_world_size": len(holders),
+                "global_expert_start": part * (count // size),
+                "global_expert_end": (part + 1) * (count // size),
+            }
+            found.append({**row, **new})
+        return found
 
     def _expert(self, files: Sequence[str], place: int) -> OrderedDict[str, Any]:
         return self._state_dict([self.source.content(file) for file in files], "", place)
@@ -167,10 +225,15 @@ class Writer:
         shared = {
             alias: name for alias, name in source.model.structure.aliases.items() if name in self.target.names[stage]
         }
-        with_experts = {}
+        with_experts: dict[str, Any] = {}
         if layout.is_pipeline and (heads := self.target.experts_of_stages.get(stage)):
             with_experts = {"num_experts": [source.model.experts[head] for head in heads], "ds_autoep_layers": None}
         saved = source.model_states(of.model_rank if are_alike else 0)
+        if self._stacked and saved.get("ds_autoep_layers"):
+            layers = self._layers_of_auto_ep(saved["ds_autoep_layers"], of)
+            with_experts = {"ds_autoep_layers": layers}
+            if isinstance(info := saved.get(UNIVERSAL_CHECKPOINT_INFO), Mapping) and "ds_autoep_layers" in info:
+                with_experts[UNIVERSAL_CHECKPOINT_INFO] = {**info, "ds_autoep_layers": layers}
         return {
             **{key: value for key, value in saved.items() if not layout.is_pipeline or key not in _WITH_EXPERTS},
             **with_experts,
@@ -201,47 +264,47 @@ class Writer:
 
     def _frozen(self, of: Place) -> tuple[OrderedDict[str, Any], OrderedDict[str, Any]]:
         """Return the shapes of parameters that are not trained, and a rank's parts of them."""
-        stage, place = divmod(of.model_rank, self.target.slices)
+        stage = of.model_rank // self.target.slices
         layout, ranks = self.target.layout, self.target.ranks
         shapes: OrderedDict[str, Any] = OrderedDict()
         fragments: OrderedDict[str, Any] = OrderedDict()
         for whole_name in self.target.names[stage]:
             one = self.source.model.parameters[whole_name]
-            if one.is_trained or of not in ranks.holders(of.model_rank, whole_name):
+            if one.is_trained or of not in ranks.sharers(whole_name, of):
                 continue
             name = ranks.local_name(whole_name)
-            shapes[name] = torch.Size(one.shape_of_slice(self.target.slices))
+            pieces, piece = self.target.pieces(whole_name), self.target.piece(whole_name, of)
+            shapes[name] = torch.Size(self.target.shape(whole_name))
             if layout.zero_stage < 3:
-                fragments[name] = Region.of_weight(one, place, self.target.slices)
+                fragments[name] = Region.of_weight(one, piece, pieces)
             else:
                 group = PartitionedGroup({whole_name: shapes[name].numel()}, layout.partitions)
                 spans = group.spans(of.replica)
-                fragments[name] = Region((group.partition_numel,), one.dtype, WEIGHT, place, spans)
+                fragments[name] = Region((group.partition_numel,), one.dtype, WEIGHT, piece, spans, pieces)
         return shapes, fragments
 
     def _shapes(self, place: Place) -> list[OrderedDict[str, Any]]:
         """Return the shapes of the parameters in each vector of the optimizer."""
-        parameters, local_name = self.source.model.parameters, self.target.ranks.local_name
+        local_name = self.target.ranks.local_name
         return [
-            OrderedDict(
-                (local_name(name), torch.Size(parameters[name].shape_of_slice(self.target.slices)))
-                for name in group.numels
-            )
+            OrderedDict((local_name(name), torch.Size(self.target.shape(name))) for name in group.numels)
             for _, group in self._vectors(place)
         ]
 
     def _whole_optimizer(self, place: Place) -> dict[str, Any]:
         """Return the optimizer's state dict without ZeRO: states in the shape of the parameters."""
-        vectors, states, part = self._vectors(place), {}, place.model_rank % self.target.slices
+        vectors, states = self._vectors(place), dict[int, Any]()
         stage = place.model_rank // self.target.slices
         masters: list[list[Region]] = [[] for _ in self.target.origins[stage]]
         is_flat = self.target.layout.optimizer == "FP16_Optimizer"
         for number, (group, vector) in enumerate(vectors):
             one = self.source.model.parameters[next(iter(vector.numels))]
-            shape = (sum(vector.numels.values()),) if is_flat else one.shape_of_slice(self.target.slices)
-            if one.is_trained and (kept := self._states(stage, group, shape, vector.spans(0), part)):
+            pieces, piece = self.target.pieces(one.name), self.target.piece(one.name, place)
+            shape = (sum(vector.numels.values()),) if is_flat else self.target.shape(one.name)
+            master = Region(shape, torch.float32, MASTER, piece, vector.spans(0), pieces)
+            if one.is_trained and (kept := self._states(stage, group, master)):
                 states[number] = kept
-            masters[group].append(Region(shape, torch.float32, MASTER, part, vector.spans(0)))
+            masters[group].append(master)
         inner = {"state": states, "param_groups": self._param_groups(stage, vectors)}
         if self.target.layout.precision == "fp32":
             return inner
@@ -257,16 +320,18 @@ class Writer:
     def _partition(self, place: Place) -> dict[str, Any]:
         """Return the file of a rank's partition of the optimizer, with ZeRO."""
         layout, ranks = self.target.layout, self.target.ranks
-        stage, part = divmod(place.model_rank, self.target.slices)
-        vectors = self._vectors(place)
+        stage, vectors = place.model_rank // self.target.slices, self._vectors(place)
         states: dict[int, dict[str, Any]] = {}
         masters, paddings, mappings = [], [], []
         for number, (group, vector) in enumerate(vectors):
-            holders = ranks.holders(place.model_rank, next(iter(vector.numels), ""))
+            name = next(iter(vector.numels))
+            pieces, piece = self.target.pieces(name), self.target.piece(name, place)
+            holders = ranks.sharers(name, place)
             is_saved_here = place in holders  # otherwise another replica saves this partition
             replica = holders.index(place) if is_saved_here else self._partitions_of_files[place.replica]
             spans, numel = vector.spans(replica), vector.partition_numel
-            if is_saved_here and (kept := self._states(stage, group, (numel,), spans, part)):
+            like = Region((numel,), torch.float32, MASTER, piece, spans, pieces)
+            if is_saved_here and (kept := self._states(stage, group, like)):
                 states[number] = kept
             if isinstance(vector, FlatGroup):
                 if layout.optimizer != BF16_OPTIMIZER:
@@ -281,7 +346,7 @@ class Writer:
                 )
                 mappings.append(OrderedDict(addresses))
             saved = ((numel,), spans) if is_saved_here else ((0,), [])
-            masters.append(Region(saved[0], self.source.type_of_masters, MASTER, part, saved[1]))
+            masters.append(Region(saved[0], self.source.type_of_masters, MASTER, piece, saved[1], pieces))
         inner = {"state": states, "param_groups": self._param_groups(stage, vectors)}
         if layout.zero_stage == 3:
             content = {
@@ -320,14 +385,15 @@ class Writer:
         for number, local in enumerate(self.target.structure.groups[place.model_rank // slices]):
             members = [self.source.model.parameters[ranks.whole_name(name, place)] for name in local]
             if layout.zero_stage == 0 and layout.optimizer == "FP16_Optimizer":
-                yield number, FlatGroup({one.name: one.numel_of_slice(slices) for one in members}, 1)
+                yield number, FlatGroup({one.name: self.target.numel(one.name) for one in members}, 1)
                 continue
             if layout.zero_stage == 0:
-                yield from ((number, PartitionedGroup({one.name: one.numel_of_slice(slices)}, 1)) for one in members)
+                names = [one.name for one in members]
+                yield from ((number, PartitionedGroup({name: self.target.numel(name)}, 1)) for name in names)
                 continue
             trained = [one for one in members if one.is_trained]
-            numels = {one.name: one.numel_of_slice(slices) for one in trained}
-            replicas = len(ranks.holders(place.model_rank, trained[0].name))
+            numels = {one.name: self.target.numel(one.name) for one in trained}
+            replicas = len(ranks.sharers(trained[0].name, place))
             vectors = vectors_of(numels, layout, options, replicas, trained[0].dtype.itemsize)
             yield from ((number, vector) for vector in vectors)
 
@@ -337,7 +403,8 @@ class Writer:
         for group, origins in enumerate(self.target.origins[stage]):
             options = dict(_common([self.source.hyperparameters(origin.stage)[origin.group] for origin in origins]))
             if options.get("moe"):
-                head = head_of(self.target.structure.groups[stage][group][0])
+                first = self.target.structure.groups[stage][group][0]
+                head = head_of(first) or first  # AutoEP stacks experts
                 options["name"] = name_of_size(self.target.structure.experts[head])
             elif self.target.layout.is_pipeline and stage in self.target.experts_of_stages:
                 options = {"name": NAME_BESIDE_EXPERTS, **options}
@@ -346,16 +413,14 @@ class Writer:
             found.append({**options, "params": [number for number, (of, _) in enumerate(vectors) if of == group]})
         return found
 
-    def _states(
-        self, stage: int, group: int, shape: tuple[int, ...], spans: Sequence[Span], place: int
-    ) -> dict[str, Any]:
+    def _states(self, stage: int, group: int, like: Region) -> dict[str, Any]:
         """Return the states of a tensor of the optimizer: regions, and values of their own, which share no memory."""
         found: dict[str, Any] = {}
         origins = self.target.origins[stage][group]
         saved = _common([states for origin in origins if (states := self.source.states_of_group(*origin))] or [{}])
         for key, value in saved.items():
             if isinstance(value, torch.dtype):
-                found[key] = Region(shape, value, key, place, spans)
+                found[key] = replace(like, dtype=value, key=key)
             else:
                 found[key] = value.clone() if torch.is_tensor(value) else value
         return found

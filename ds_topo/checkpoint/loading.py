@@ -35,7 +35,7 @@ from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.engine_filling import opened_for
 from ds_topo.checkpoint.engine_state import SCHEDULER, Rename, restore_progress
 from ds_topo.checkpoint.folder import Checkpoint, wrong_without_manifest
-from ds_topo.checkpoint.manifest import Place, SavedLayout, why_unreachable
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout, why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
 from ds_topo.checkpoint.safe_reading import (
     OF_DEEPSPEED,
@@ -479,6 +479,11 @@ class _Choice:
         own = tuple(map(int, getattr(self._engine.module, "parts", ())))
         if not reason and bounds and own != bounds:
             reason = f"stages that begin with layers {[*bounds[:-1]]} became stages that begin with {[*own[:-1]]}"
+        if not reason and self._options.has_states and saved.optimizer == BF16_OPTIMIZER and not saved.zero_stage:
+            return (
+                f"is of {saved}, and DeepSpeed cannot load the files of {BF16_OPTIMIZER} without ZeRO. Load it by "
+                "ds_topo.checkpoint.load(engine, folder, convert=True)"
+            )
         if not reason:
             return ""
         found = f"is of {saved}; this job is {self._layout}: {reason}."

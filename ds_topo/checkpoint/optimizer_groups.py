@@ -8,7 +8,7 @@ several stages with the same ones are one *kind*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -66,14 +66,16 @@ def planned_groups(
     Raises:
         CheckpointLayoutError: the groups are not clear.
     """
-    saved = model.structure
+    saved, rows = model.structure, model.parameters
+    stacked = frozenset(name for name, one in rows.items() if one.is_stacked)
     was, now = (
         {head: count // one.experts[head] for head, count in model.experts.items()} for one in (saved, structure)
     )
     old, new = (
-        {name: one.numel_of_slice(of) for name, one in model.parameters.items()} for of in (model.slices, slices)
+        {name: one.numel_of_slice(one_structure.experts[name] if one.is_stacked else of) for name, one in rows.items()}
+        for one_structure, of in ((saved, model.slices), (structure, slices))
     )
-    before = [_joined(stage, groups, old) for stage, groups in enumerate(saved.groups)]
+    before = [_joined(stage, groups, old, stacked) for stage, groups in enumerate(saved.groups)]
     kinds = _kinds(before, hyperparameters)
     origins: dict[int, list[Origin]] = {}
     kind_of: dict[str, int] = {}
@@ -96,7 +98,7 @@ def planned_groups(
                 kind: tuple(name for name in local if kind_of.get(_starred(name)) == kind)
                 for kind in _in_order(present, kinds, before)
             }
-        rows: list[tuple[tuple[str, ...], tuple[Origin, ...]]] = []
+        parts: list[tuple[tuple[str, ...], tuple[Origin, ...]]] = []
         for kind, members in own_groups.items():
             trained = tuple(name for name in members if model.parameters[name].is_trained or not are_all_trained)
             if not trained:
@@ -104,13 +106,13 @@ def planned_groups(
                     f"a group of the optimizer would have frozen parameters alone on stage {stage} of {len(stages)}, "
                     "which ZeRO does not support. Use fewer stages, or other bounds of the stages"
                 )
-            rows += [(part, tuple(origins[kind])) for part in _split(trained, new)]
-        if not rows:
+            parts += [(part, tuple(origins[kind])) for part in _split(trained, new, stacked)]
+        if not parts:
             raise CheckpointLayoutError(
                 f"stage {stage} of {len(stages)} would have no trained parameter, which DeepSpeed does not support. "
                 "Use fewer stages, or other bounds of the stages"
             )
-        found.append((tuple(group for group, _ in rows), tuple(origin for _, origin in rows)))
+        found.append((tuple(group for group, _ in parts), tuple(origin for _, origin in parts)))
     return tuple(groups for groups, _ in found), tuple(of_stage for _, of_stage in found)
 
 
@@ -206,13 +208,13 @@ def _require_order_of_module(model: SavedModel, stages: Sequence[Sequence[_Group
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
-def _joined(stage: int, groups: Groups, numels: Mapping[str, int]) -> list[_Group]:
+def _joined(stage: int, groups: Groups, numels: Mapping[str, int], stacked: Container[str] = ()) -> list[_Group]:
     """Join the groups of experts that DeepSpeed has split because they are too large."""
     found: list[_Group] = []
     for number, names in enumerate(groups):
         before = groups[number - 1] if number else ()
-        origin, is_of_experts = Origin(stage, number), _are_experts(names)
-        are_parts = is_of_experts and _are_experts(before)
+        origin, is_of_experts = Origin(stage, number), _are_experts(names, stacked)
+        are_parts = is_of_experts and _are_experts(before, stacked)
         if are_parts and sum(numels[name] for name in before) + numels[names[0]] > _LARGEST_EXPERT_GROUP:
             found[-1] = _Group(found[-1].names + names, (*found[-1].origins, origin), True)
         else:
@@ -220,10 +222,12 @@ def _joined(stage: int, groups: Groups, numels: Mapping[str, int]) -> list[_Grou
     return found
 
 
-def _split(names: tuple[str, ...], numels: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+def _split(
+    names: tuple[str, ...], numels: Mapping[str, int], stacked: Container[str] = ()
+) -> Iterator[tuple[str, ...]]:
     """Split a group of experts that is too large as DeepSpeed does."""
     start, held = 0, 0
-    for place, name in enumerate(names if _are_experts(names) else ()):
+    for place, name in enumerate(names if _are_experts(names, stacked) else ()):
         if place > start and held + numels[name] > _LARGEST_EXPERT_GROUP:
             yield names[start:place]
             start, held = place, 0
@@ -279,5 +283,5 @@ def _number(name: str) -> int:
     return 0 if expert is None else expert.number
 
 
-def _are_experts(names: Sequence[str]) -> bool:
-    return bool(names) and all(map(head_of, names))
+def _are_experts(names: Sequence[str], stacked: Container[str]) -> bool:
+    return bool(names) and all(head_of(name) or name in stacked for name in names)

@@ -7,6 +7,7 @@ layout of a live engine, which has its own groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ from typing import Any
 from ds_topo.checkpoint.manifest import (
     BF16_OPTIMIZER,
     MOST_RANKS,
+    Place,
     SavedExperts,
     SavedLayout,
     SavedOptions,
@@ -54,6 +56,24 @@ class Target:
     origins: tuple[tuple[tuple[Origin, ...], ...], ...]
     """The saved groups that each group of the optimizer of a stage comes from."""
     ranks: RankTable
+
+    def pieces(self, name: str) -> int:
+        """Return the number of slices of a parameter; of parts of the experts, if AutoEP stacks them."""
+        return self.structure.experts[name] if self.model.parameters[name].is_stacked else self.slices
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a slice of a parameter, or of a part of its experts."""
+        return self.model.parameters[name].shape_of_slice(self.pieces(name))
+
+    def numel(self, name: str) -> int:
+        """Return the number of elements of a slice of a parameter, or of a part of its experts."""
+        return math.prod(self.shape(name))
+
+    def piece(self, name: str, place: Place) -> int:
+        """Return the number of the slice, or the part, that a rank holds."""
+        if self.model.parameters[name].is_stacked:
+            return self.ranks.parts[self.structure.experts[name]][place]
+        return place.model_rank % self.slices
 
     @cached_property
     def experts_of_stages(self) -> dict[int, list[str]]:
@@ -102,7 +122,7 @@ def target_of(
     degrees = dict(zip(topology.axes, topology.dims, strict=True))
     slices, stages = degrees.get("model", 1), degrees.get("pipe", 1)
     saved, zero = model.layout, model.layout.zero_stage if zero is None else zero
-    _require_convertible(model, zero)
+    _require_convertible(model, zero, slices)
     require_splits(model, slices)
     parts = max(1, (len(model.structure.bounds) - 1) // (saved.model_ranks // model.slices))  # 2 with DualPipeV
     sizes, expert_groups = _sizes_of_experts(model, experts)
@@ -238,25 +258,31 @@ def _planned(
     return Target(model, layout, replace(structure, groups=groups), slices, names, origins, ranks)
 
 
-def _require_convertible(model: SavedModel, zero: int) -> None:
+def _require_convertible(model: SavedModel, zero: int, slices: int) -> None:
     """Refuse layouts that DeepSpeed does not support or saves in an unknown form."""
-    if problem := next(_problems(model, zero), ""):
+    if problem := next(_problems(model, zero, slices), ""):
         raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be converted: {problem}")
 
 
-def _problems(model: SavedModel, zero: int) -> Iterator[str]:
+def _problems(model: SavedModel, zero: int, slices: int) -> Iterator[str]:
     saved = model.layout
     if zero not in _ZERO_STAGES:
         yield f"ZeRO {abridged(zero)} is not a stage: give one of {list(_ZERO_STAGES)}"
     if saved.optimizer is None:
         yield "it was saved without an optimizer, and only training is converted; write its weights as one plain file"
-    if any(one.is_stacked for one in model.parameters.values()):
+    are_stacked = any(one.is_stacked for one in model.parameters.values())
+    if are_stacked and saved.zero_stage == 3:
         yield (
-            "its experts are those of AutoEP. Convert while loading (convert=True), or save and load in torch's format "
-            "(TorchState), or convert by python -m deepspeed.checkpoint.ds_to_universal"
+            "the experts of AutoEP are in partitions of ZeRO 3, which only the topology that saved them can read. Save "
+            "and load in torch's format (TorchState)"
+        )
+    if are_stacked and (slices > 1 or model.slices > 1):
+        yield (
+            "with AutoEP and AutoTP together, DeepSpeed's files have metadata of both that only live layers make. "
+            "Convert while loading (convert=True), or save and load in torch's format (TorchState)"
         )
     if saved.experts and zero > 2:
-        yield f"ZeRO {zero} with experts: DeepSpeed's MoE supports ZeRO 0, 1 and 2"
+        yield f"ZeRO {zero} with experts: DeepSpeed's MoE supports ZeRO 0, 1 and 2, and AutoEP is converted to these"
     if saved.is_pipeline and zero > 1:
         yield f"ZeRO {zero} with a PipelineModule: DeepSpeed's pipelines support ZeRO 0 and 1"
     if saved.precision == "bf16" and saved.is_pipeline and zero == 0:

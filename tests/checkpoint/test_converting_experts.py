@@ -141,8 +141,11 @@ def test_stacked_experts_are_read_in_parts_of_any_number(tmp_path: Path) -> None
 
 def test_conversions_of_stacked_experts_name_the_ways_that_work() -> None:
     model = model_of(_saved_by_auto_ep(1))
-    with pytest.raises(CheckpointLayoutError, match=r"experts are those of AutoEP. Convert while loading"):
-        target_of(model, "data=4")
+    target = target_of(model, "data=4", experts=4)
+    assert target.structure.experts == {"0.experts.w1": 4}
+    assert model.parameters["0.experts.w1"].shape_of_slice(target.pieces("0.experts.w1")) == (1, 3, 4)
+    with pytest.raises(CheckpointLayoutError, match=r"AutoEP and AutoTP together.* Convert while loading"):
+        target_of(model, "data=2,model=2")
     model = model_of(_saved_by_auto_ep(3))
     with pytest.raises(CheckpointLayoutError, match=r"partitions of ZeRO 3, .* in torch's format \(TorchState\)"):
         require_loadable(model, model.layout, model.structure, 1, has_states=True)

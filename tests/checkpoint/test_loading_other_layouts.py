@@ -439,9 +439,12 @@ def _load_with_position(folder: Path) -> tuple[list[float], float, tuple[int, in
 def test_samples_continue_on_other_ranks_and_random_states_on_the_same(world: Worlds, tmp_path: Path) -> None:
     saved = world(2).run(_save_with_position, tmp_path)
     for size in (1, 2):
-        for rank, (losses, drawn, counts) in enumerate(world(size).run(_load_with_position, tmp_path)):
-            assert losses == pytest.approx(saved[0][0], rel=1e-5)
-            assert counts == (2, 8)
-            seed = torch.Generator().manual_seed(7)
-            own = float(torch.rand((), generator=seed))
-            assert drawn == (saved[rank][1] if size == 2 else own), "other degrees leave random states to the program"
+        there = tmp_path / f"data={size}"
+        checkpoint.convert(checkpoint.look_at(tmp_path, "saved"), there, f"data={size}")
+        for folder in (tmp_path, there):
+            for rank, (losses, drawn, counts) in enumerate(world(size).run(_load_with_position, folder)):
+                assert losses == pytest.approx(saved[0][0], rel=1e-5)
+                assert counts == (2, 8)
+                seed = torch.Generator().manual_seed(7)
+                own = float(torch.rand((), generator=seed))
+                assert drawn == (saved[rank][1] if size == 2 else own), "other degrees leave random states alone"

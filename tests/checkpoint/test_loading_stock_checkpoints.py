@@ -256,7 +256,7 @@ def test_stock_pipelines_load_with_other_stages(world: Worlds, tmp_path: Path) -
         for found in world(int(topology[-1])).run(_load_pipelines, tmp_path, topology, method):
             for name, (said, losses) in found.items():
                 kind, zero = name.split(" to ")
-                is_same = (method, topology, PIPELINES[kind][0]) == ("uniform", "pipe=2", int(zero))
+                is_same = (method, topology, PIPELINES[kind][0]) == ("uniform", "pipe=2", int(zero)) and kind != "bf16"
                 assert bool(said) != is_same, (name, topology, method, said)
                 assert "load(engine, folder, convert=True)" in said or is_same
                 close = 2e-2 if kind == "bf16" else 1e-5
