@@ -126,13 +126,13 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
         DamagedCheckpointError: a file cannot be read.
     """
     if layout is None or (layout.is_pipeline and not structure.layers):
-        kind, remedy = "a model with experts, or of an early DeepSpeed, do not describe the model", ""
+        cause, remedy = "a model with experts, or of an early DeepSpeed, do not describe the model", "Load"
         if layout is not None:
-            kind = "a pipeline do not say which layers are tied"
-            remedy = " Convert while loading, by ds_topo.checkpoint.load(engine, folder, convert=True), or"
+            cause = "a pipeline do not say which layers are tied"
+            remedy = "Convert while loading, by ds_topo.checkpoint.load(engine, folder, convert=True), or load"
         raise CheckpointLayoutError(
-            f"{path} was saved by DeepSpeed alone, and the files of {kind}.{remedy or ' Load'}"
-            f"{' load' if remedy else ''} it in the layout that saved it, and save it with ds_topo"
+            f"{path} was saved by DeepSpeed alone, and the files of {cause}. {remedy} it in the layout that saved it, "
+            "and save it with ds_topo"
         )
     ranks = [opened(path / name_of_model_states(layout, rank)) for rank in range(layout.model_ranks)]
     aliases = {**structure.aliases, **{alias: name for one in ranks for alias, name in _shared(one).items()}}
@@ -162,8 +162,8 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
         stepped = _with_states(ranks[0].get("optimizer") or {}, groups[0]) if not structure.groups else ()
         trained = stepped or {name for names in groups[0] for name in names}
         rows = [replace(row, is_trained=row.name in trained) for row in rows]
-    if not any(shapes):  # no file of weights says which stage has a parameter, or what is trained
-        rows = [_placed(row, groups, slices) for row in rows] if layout.is_pipeline or layout.has_partitions else rows
+    if not any(shapes) and (layout.is_pipeline or layout.has_partitions):  # only the optimizers say what stages train
+        rows = [_placed(row, groups, slices) for row in rows]
     options = replace(options_of_files(ranks[0]), round_robin_gradients=False)  # the groups have the order of the files
     found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers=None)
     return Manifest(path.name, int(ranks[0]["global_steps"]), "", layout, (), merged(rows), {}, found)
