@@ -8,6 +8,7 @@ instead. These modules take part:
 ``saved_model``       describes all parameters of the checkpoint, whatever the layout that saved it
 ``stock_files``       describes checkpoints that DeepSpeed alone saved
 ``target``            plans the new layout, or says why it cannot be reached
+``optimizer_groups``  plans the groups of the optimizer on its stages
 ``shards``            computes which elements of which parameter lie where
 ``deepspeed_reader``  reads weights and optimizer states of single parameters from the saved files
 ``deepspeed_writer``  lays out the new files
@@ -137,7 +138,8 @@ def convert(
     manifest = readable(checkpoint)
     new_tag = check_tag(checkpoint.tag if tag is None else tag)
     model = model_of(manifest, _padded_splits(manifest, padding or {}))
-    target = target_of(model, spec, zero, method, bounds, experts, zero_options)
+    saved = Source(model, checkpoint.path)
+    target = target_of(model, spec, zero, method, bounds, experts, zero_options, saved.hyperparameters)
     conversion = Conversion(checkpoint, manifest, target, to, new_tag)
     with conversion.begin():
         conversion.make_room()
@@ -310,7 +312,7 @@ class Conversion:
 
     def fill(self, progress: Progress = lambda step, done, of: None) -> list[SavedFile]:
         """Fill the files and flush them to the disk."""
-        fillings = [Filling(self._source, self._target.slices, file, self._files) for file in self._writer.files()]
+        fillings = [Filling(self._source, file, self._files) for file in self._writer.files()]
         with _naming(self._files):
             digests = fill_all(fillings, self._draft / "done.txt", progress)
         return [
@@ -353,10 +355,10 @@ class Conversion:
             stages = [stage for stage, names in enumerate(self._target.names) if one.name in names]
             row = SavedParameter(
                 one.name if expert is None else expert.numbered("*"),
-                one.shape_of_slice(slices),
+                self._target.shape(one.name),
                 str(one.dtype).removeprefix("torch."),
                 tuple(stage * slices + place for stage in stages for place in range(slices)),
-                one.split.dim if one.split is not None else None,
+                one.split.dim if one.split is not None and not one.is_stacked else None,
                 one.experts or None,
                 one.is_trained,
             )
@@ -409,7 +411,7 @@ def to_single_file(
     file = FileContent(draft.name, content)
     with _naming(path):
         make_room([file], draft.parent)
-        filling = Filling(source, 1, file, draft.parent)
+        filling = Filling(source, file, draft.parent)
     filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))
     flush(draft)
     os.replace(draft, path)

@@ -250,6 +250,7 @@ class Source:
         self.ranks = RankTable(model, model.layout, model.structure)
         self._open: dict[str, dict[str, Any]] = {}
         self._states: dict[tuple[Place, ...], OptimizerStates] = {}
+        self._of_groups: dict[tuple[int, int], dict[str, Any]] = {}
         self._lock = threading.RLock()
 
     @cached_property
@@ -348,25 +349,27 @@ class Source:
         group, found = states.of_parameter(self.ranks.local_name(name))
         return states.param_groups[group], found
 
-    @cached_property
-    def hyperparameters(self) -> list[dict[str, Any]]:
-        """The hyperparameters of every group of the optimizer."""
+    def hyperparameters(self, stage: int) -> list[dict[str, Any]]:
+        """Return the hyperparameters of every group of the optimizer of a stage."""
         names = ("params", "param_names")
-        groups = self._states_of(self.ranks.holders(0, "")).param_groups
+        groups = self._of_stage(stage).param_groups
         return [{key: value for key, value in group.items() if key not in names} for group in groups]
 
-    @cached_property
-    def states_of_groups(self) -> list[dict[str, Any]]:
-        """The states of every group of the optimizer: the type of a state of every element, otherwise the value."""
-        states = self._states_of(self.ranks.holders(0, ""))
-        return [states.of_group(group) for group in range(len(self.hyperparameters))]
+    def states_of_group(self, stage: int, group: int) -> dict[str, Any]:
+        """Return the states of a group of a stage: the type of a state of every element, otherwise the value."""
+        if (stage, group) not in self._of_groups:
+            self._of_groups[stage, group] = self._of_stage(stage).of_group(group)
+        return self._of_groups[stage, group]
+
+    def _of_stage(self, stage: int) -> OptimizerStates:
+        return self._states_of(self.ranks.holders(stage * self.model.slices, ""))
 
     @cached_property
     def type_of_masters(self) -> torch.dtype:
         """The data type of master weights."""
         if not self.layout.has_partitions and self.layout.precision == "fp32":
             return torch.float32
-        return self._states_of(self.ranks.holders(0, "")).type_of_masters
+        return self._of_stage(0).type_of_masters
 
     def _states_of(self, holders: tuple[Place, ...]) -> OptimizerStates:
         with self._lock:
@@ -449,6 +452,26 @@ class Source:
     def has_layer_files(self, model_rank: int) -> bool:
         """Return True if a pipeline's stage saved a file for each layer, which it does not with experts."""
         return self.layout.is_pipeline and model_rank // self.model.slices not in self.model.experts_of_stages
+
+    def layer(self, number: int) -> list[Mapping[str, Any]]:
+        """Return the state dict of a layer of a pipeline on each slice, without experts.
+
+        It is in files of its own, or in those of a stage with experts. A layer that is a function, or another use of a
+        tied layer, has none.
+        """
+        if files := self.layer_files[number]:
+            return [self.content(file) for file in files]
+        structure, slices, prefix = (
+            self.model.structure,
+            self.model.slices,
+            prefix_of_layer(self.model.structure, number),
+        )
+        for stage in self.model.experts_of_stages:
+            if number in structure.layers_of(stage, len(structure.groups)):
+                modules = [self.model_states(stage * slices + place)["module"] for place in range(slices)]
+                entries = [{key: one for key, one in module.items() if key.startswith(prefix)} for module in modules]
+                return [{key.removeprefix(prefix): one for key, one in own.items()} for own in entries if own]
+        return []
 
     @cached_property
     def layer_files(self) -> list[list[str]]:

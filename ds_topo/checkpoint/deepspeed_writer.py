@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from deepspeed import __version__ as DEEPSPEED_VERSION
+from deepspeed.checkpoint.autoep_affine import (
+    autoep_placement_to_affine_map,
+    legacy_uniform_autoep_placement_descriptor,
+)
+from deepspeed.checkpoint.constants import (
+    AFFINE_MAP_PARAMS,
+    AUTOEP_AFFINE_MAPS,
+    AUTOEP_EXPERT_PLACEMENT,
+    UNIVERSAL_CHECKPOINT_INFO,
+)
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -35,8 +45,9 @@ from ds_topo.checkpoint.deepspeed_reader import (
 )
 from ds_topo.checkpoint.file_filling import FileContent, Region, leaves
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedOptions
-from ds_topo.checkpoint.saved_model import head_of, prefix_of_layer
-from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, Span, resliced, vectors_of
+from ds_topo.checkpoint.optimizer_groups import NAME_BESIDE_EXPERTS
+from ds_topo.checkpoint.saved_model import head_of, layer_of_experts, prefix_of_layer
+from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, resliced, vectors_of
 from ds_topo.checkpoint.target import Target
 from ds_topo.errors import CheckpointLayoutError
 from ds_topo.topology.process_topology import ProcessTopology
@@ -44,6 +55,8 @@ from ds_topo.topology.rank_tables import name_of_size
 
 _LOSS_SCALE = {"cur_scale": 1.0, "cur_iter": 0, "last_overflow_iter": -1, "scale_factor": 2.0, "scale_window": 1000}
 """The state of a loss scale, with the values of one that does not change."""
+_WITH_EXPERTS = ("num_experts", "ds_autoep_layers")
+"""Entries beside the progress of a stage of a pipeline that only a stage with experts has."""
 Vectors = list[tuple[int, FlatGroup | PartitionedGroup]]
 """The vectors of an optimizer, each with the number of its group. Without ZeRO every parameter has its own."""
 
@@ -85,39 +98,105 @@ class Writer:
         return sum(math.prod(region.shape) * region.dtype.itemsize for region in regions)
 
     def _layer_files(self) -> Iterator[FileContent]:
-        source, slices = self.source, self.target.slices
+        """Yield the files of a pipeline's layers; a stage with experts has none, and keeps its layers together."""
+        slices, names, structure = self.target.slices, self.target.names, self.target.structure
         has_slices = "model" in ProcessTopology.from_spec(self.target.layout.topology or "data=1").axes
-        for number, files in enumerate(source.layer_files):
-            prefix = prefix_of_layer(source.model.structure, number)
-            for place in range(slices if files else 0):
+        stages = [stage for stage in range(len(names)) if stage not in self.target.experts_of_stages]
+        for number in sorted({number for stage in stages for number in structure.layers_of(stage, len(names))}):
+            for place in range(slices if self.source.layer(number) else 0):
                 name = f"layer_{number:02d}{f'-model_{place:02d}' if has_slices else ''}-model_states.pt"
-                yield FileContent(name, partial(self._state_dict, files, prefix, place))
+                yield FileContent(name, partial(self._layer, number, place))
+
+    def _layer(self, number: int, place: int) -> OrderedDict[str, Any]:
+        return self._state_dict(self.source.layer(number), prefix_of_layer(self.source.model.structure, number), place)
+
+    def _module(self, stage: int, place: int) -> OrderedDict[str, Any] | None:
+        """Return the state dict that a stage keeps beside its progress; None if its layers have files of their own."""
+        if not self.target.layout.is_pipeline:
+            slices = range(self.source.model.slices)
+            return self._state_dict([self.source.model_states(one)["module"] for one in slices], "", place)
+        if stage not in self.target.experts_of_stages:
+            return None
+        structure, found = self.target.structure, OrderedDict[str, Any]()
+        own = structure.layers_of(stage, len(self.target.names))
+        for number in sorted(own, key=lambda number: not structure.layers[number].tied):
+            prefix = prefix_of_layer(structure, number)
+            entries = self._layer(number, place) if self.source.layer(number) else {}
+            found.update((f"{prefix}{key}", value) for key, value in entries.items())
+        return found
 
     def _expert_files(self, model_rank: int) -> Iterator[FileContent]:
         """Yield the experts of a model rank and, without ZeRO, the optimizers of its ranks."""
         ranks, (stage, part) = self.target.ranks, divmod(model_rank, self.target.slices)
-        for layer, (head, count) in enumerate(self.source.model.experts.items()):
-            for number in range(count):
+        stages = {head: saved for saved, heads in self.source.model.experts_of_stages.items() for head in heads}
+        for layer, head in enumerate(self.target.experts_of_stages.get(stage, ())):
+            if stacked := [name for name in self._stacked if layer_of_experts(name) == head]:
+                yield from self._stacked_files(layer, model_rank, stacked)
+                continue
+            for number in range(self.source.model.experts[head]):
                 if any(place.model_rank == model_rank for place in ranks.expert_holders(model_rank, head, number)):
-                    name = name_of_expert(layer, number, model_rank)
-                    first, count_of_slices = stage * self.source.model.slices, self.source.model.slices
-                    saved = [self.source.expert_file(first + one, head, number) for one in range(count_of_slices)]
-                    yield FileContent(name, partial(self._state_dict, saved, "", part))
-        if not self.target.layout.zero_stage:
+                    name, count = name_of_expert(layer, number, model_rank), self.source.model.slices
+                    files = [self.source.expert_file(stages[head] * count + one, head, number) for one in range(count)]
+                    yield FileContent(name, partial(self._expert, files, part))
+        if not self.target.layout.zero_stage and stage in self.target.experts_of_stages:
             parts = ranks.parts[max(ranks.parts)]
             own = {part: place for place, part in reversed(parts.items()) if place.model_rank == model_rank}
             for number, place in sorted(own.items()):  # the first rank that holds each part
                 yield FileContent(name_of_optimizer(number, model_rank), partial(self._expert_optimizer, place))
 
+    @cached_property
+    def _stacked(self) -> list[str]:
+        return [name for name, one in self.source.model.parameters.items() if one.is_stacked]
+
+    def _stacked_files(self, layer: int, model_rank: int, names: Sequence[str]) -> Iterator[FileContent]:
+        """Yield the files of the experts of a layer that AutoEP stacks: each has the weights of one."""
+        count = self.source.model.parameters[names[0]].experts
+        for number in range(count):
+            part = number * self.target.pieces(names[0]) // count
+            if any(place.model_rank == model_rank for place in self.target.ranks.holders(model_rank, names[0], part)):
+                yield FileContent(name_of_expert(layer, number, model_rank), partial(self._of_stacks, names, number))
+
+    def _of_stacks(self, names: Sequence[str], number: int) -> dict[str, Any]:
+        found = {}
+        for name in names:
+            one = self.source.model.parameters[name]
+            whole = Region.of_weight(one, number, one.experts)
+            found[f"{name}.{number}"] = replace(whole, shape=whole.shape[1:])
+        return found
+
+    def _layers_of_auto_ep(self, saved: Sequence[Mapping[str, Any]], of: Place) -> list[dict[str, Any]]:
+        """Return DeepSpeed's description of the layers of AutoEP on the rank that writes it."""
+        found = []
+        for row in saved:
+            names = [name for name in self._stacked if layer_of_experts(name) == row["expert_key_prefix"]]
+            size, part, count = self.target.pieces(names[0]), self.target.piece(names[0], of), int(row["num_experts"])
+            placement = legacy_uniform_autoep_placement_descriptor(count, count // size, size)
+            shapes = {name: (count, *self.source.model.parameters[name].shape[1:]) for name in names}
+            maps = {name: autoep_placement_to_affine_map(placement, shape).to_dict() for name, shape in shapes.items()}
+            holders = self.target.ranks.sharers(names[0], of)
+            new = {
+                "num_local_experts": count // size,
+                "ep_size": size,
+                AUTOEP_EXPERT_PLACEMENT: placement,
+                AUTOEP_AFFINE_MAPS: {**row[AUTOEP_AFFINE_MAPS], AFFINE_MAP_PARAMS: maps},
+                "ep_group_name": name_of_size(size),
+                "ep_rank": part,
+                "expert_data_parallel_rank": holders.index(of),
+                "expert_data_parallel_world_size": len(holders),
+                "global_expert_start": part * (count // size),
+                "global_expert_end": (part + 1) * (count // size),
+            }
+            found.append({**row, **new})
+        return found
+
+    def _expert(self, files: Sequence[str], place: int) -> OrderedDict[str, Any]:
+        return self._state_dict([self.source.content(file) for file in files], "", place)
+
     def _expert_optimizer(self, place: Place) -> Any:
         return {"optimizer": self._whole_optimizer(place)}
 
-    def _state_dict(
-        self, files: Sequence[str], prefix: str, place: int, *, is_model_states: bool = False
-    ) -> OrderedDict[str, Any]:
-        """Return the state dict of a module, like that of the files of all saved slices: parameters and buffers."""
-        contents = [self.source.content(file) for file in files]
-        saved = [content["module"] for content in contents] if is_model_states else contents
+    def _state_dict(self, saved: Sequence[Mapping[str, Any]], prefix: str, place: int) -> OrderedDict[str, Any]:
+        """Return the state dict of a module, like those of all saved slices: parameters and buffers."""
         parameters, structure, slices = self.source.model.parameters, self.source.model.structure, self.target.slices
         is_same = slices == self.source.model.slices
         found: OrderedDict[str, Any] = OrderedDict()
@@ -125,7 +204,7 @@ class Writer:
             name = f"{prefix}{key}"
             one, split = parameters.get(structure.aliases.get(name, name)), structure.splits.get(name)
             if one is None and split is not None and not is_same:
-                values = [content[key] for content in saved]
+                values = [one[key] for one in saved]
                 found[key] = resliced(values, split.dim, split.stride, slices, place)
             elif one is None:
                 found[key] = value
@@ -140,19 +219,25 @@ class Writer:
         stage, place = divmod(of.model_rank, slices)
         are_alike = (source.layout.model_ranks, source.model.slices) == (layout.model_ranks, slices)
         has_partitions = layout.zero_stage > 0
-        module = None
-        if not layout.is_pipeline:
-            files = [name_of_model_states(source.layout, one) for one in range(source.model.slices)]
-            module = self._state_dict(files, "", place, is_model_states=True)
         has_frozen = any(not one.is_trained for one in source.model.parameters.values())
         frozen = self._frozen(of) if layout.zero_stage > 1 and has_frozen else (None, None)  # None: they are excluded
         first = Place(of.model_rank, 0)
         shared = {
             alias: name for alias, name in source.model.structure.aliases.items() if name in self.target.names[stage]
         }
+        with_experts: dict[str, Any] = {}
+        if layout.is_pipeline and (heads := self.target.experts_of_stages.get(stage)):
+            with_experts = {"num_experts": [source.model.experts[head] for head in heads], "ds_autoep_layers": None}
+        saved = source.model_states(of.model_rank if are_alike else 0)
+        if self._stacked and saved.get("ds_autoep_layers"):
+            layers = self._layers_of_auto_ep(saved["ds_autoep_layers"], of)
+            with_experts = {"ds_autoep_layers": layers}
+            if isinstance(info := saved.get(UNIVERSAL_CHECKPOINT_INFO), Mapping) and "ds_autoep_layers" in info:
+                with_experts[UNIVERSAL_CHECKPOINT_INFO] = {**info, "ds_autoep_layers": layers}
         return {
-            **source.model_states(of.model_rank if are_alike else 0),
-            "module": module,
+            **{key: value for key, value in saved.items() if not layout.is_pipeline or key not in _WITH_EXPERTS},
+            **with_experts,
+            "module": self._module(stage, place),
             "buffer_names": self._buffer_names(stage),
             "optimizer": None if has_partitions else self._whole_optimizer(first),
             "param_shapes": self._shapes(first) if has_partitions else None,
@@ -179,47 +264,48 @@ class Writer:
 
     def _frozen(self, of: Place) -> tuple[OrderedDict[str, Any], OrderedDict[str, Any]]:
         """Return the shapes of parameters that are not trained, and a rank's parts of them."""
-        stage, place = divmod(of.model_rank, self.target.slices)
+        stage = of.model_rank // self.target.slices
         layout, ranks = self.target.layout, self.target.ranks
         shapes: OrderedDict[str, Any] = OrderedDict()
         fragments: OrderedDict[str, Any] = OrderedDict()
         for whole_name in self.target.names[stage]:
             one = self.source.model.parameters[whole_name]
-            if one.is_trained or of not in ranks.holders(of.model_rank, whole_name):
+            if one.is_trained or of not in ranks.sharers(whole_name, of):
                 continue
             name = ranks.local_name(whole_name)
-            shapes[name] = torch.Size(one.shape_of_slice(self.target.slices))
+            pieces, piece = self.target.pieces(whole_name), self.target.piece(whole_name, of)
+            shapes[name] = torch.Size(self.target.shape(whole_name))
             if layout.zero_stage < 3:
-                fragments[name] = Region.of_weight(one, place, self.target.slices)
+                fragments[name] = Region.of_weight(one, piece, pieces)
             else:
                 group = PartitionedGroup({whole_name: shapes[name].numel()}, layout.partitions)
                 spans = group.spans(of.replica)
-                fragments[name] = Region((group.partition_numel,), one.dtype, WEIGHT, place, spans)
+                fragments[name] = Region((group.partition_numel,), one.dtype, WEIGHT, piece, spans, pieces)
         return shapes, fragments
 
     def _shapes(self, place: Place) -> list[OrderedDict[str, Any]]:
         """Return the shapes of the parameters in each vector of the optimizer."""
-        parameters, local_name = self.source.model.parameters, self.target.ranks.local_name
+        local_name = self.target.ranks.local_name
         return [
-            OrderedDict(
-                (local_name(name), torch.Size(parameters[name].shape_of_slice(self.target.slices)))
-                for name in group.numels
-            )
+            OrderedDict((local_name(name), torch.Size(self.target.shape(name))) for name in group.numels)
             for _, group in self._vectors(place)
         ]
 
     def _whole_optimizer(self, place: Place) -> dict[str, Any]:
         """Return the optimizer's state dict without ZeRO: states in the shape of the parameters."""
-        vectors, states, part = self._vectors(place), {}, place.model_rank % self.target.slices
-        masters: list[list[Region]] = [[] for _ in self.target.origins]
+        vectors, states = self._vectors(place), dict[int, Any]()
+        stage = place.model_rank // self.target.slices
+        masters: list[list[Region]] = [[] for _ in self.target.origins[stage]]
         is_flat = self.target.layout.optimizer == "FP16_Optimizer"
         for number, (group, vector) in enumerate(vectors):
             one = self.source.model.parameters[next(iter(vector.numels))]
-            shape = (sum(vector.numels.values()),) if is_flat else one.shape_of_slice(self.target.slices)
-            if one.is_trained and (kept := self._states(group, shape, vector.spans(0), part)):
+            pieces, piece = self.target.pieces(one.name), self.target.piece(one.name, place)
+            shape = (sum(vector.numels.values()),) if is_flat else self.target.shape(one.name)
+            master = Region(shape, torch.float32, MASTER, piece, vector.spans(0), pieces)
+            if one.is_trained and (kept := self._states(stage, group, master)):
                 states[number] = kept
-            masters[group].append(Region(shape, torch.float32, MASTER, part, vector.spans(0)))
-        inner = {"state": states, "param_groups": self._param_groups(vectors)}
+            masters[group].append(master)
+        inner = {"state": states, "param_groups": self._param_groups(stage, vectors)}
         if self.target.layout.precision == "fp32":
             return inner
         scale = self.source.loss_scale()
@@ -234,16 +320,18 @@ class Writer:
     def _partition(self, place: Place) -> dict[str, Any]:
         """Return the file of a rank's partition of the optimizer, with ZeRO."""
         layout, ranks = self.target.layout, self.target.ranks
-        part = place.model_rank % self.target.slices
-        vectors = self._vectors(place)
+        stage, vectors = place.model_rank // self.target.slices, self._vectors(place)
         states: dict[int, dict[str, Any]] = {}
         masters, paddings, mappings = [], [], []
         for number, (group, vector) in enumerate(vectors):
-            holders = ranks.holders(place.model_rank, next(iter(vector.numels), ""))
+            name = next(iter(vector.numels))
+            pieces, piece = self.target.pieces(name), self.target.piece(name, place)
+            holders = ranks.sharers(name, place)
             is_saved_here = place in holders  # otherwise another replica saves this partition
             replica = holders.index(place) if is_saved_here else self._partitions_of_files[place.replica]
             spans, numel = vector.spans(replica), vector.partition_numel
-            if is_saved_here and (kept := self._states(group, (numel,), spans, part)):
+            like = Region((numel,), torch.float32, MASTER, piece, spans, pieces)
+            if is_saved_here and (kept := self._states(stage, group, like)):
                 states[number] = kept
             if isinstance(vector, FlatGroup):
                 if layout.optimizer != BF16_OPTIMIZER:
@@ -258,8 +346,8 @@ class Writer:
                 )
                 mappings.append(OrderedDict(addresses))
             saved = ((numel,), spans) if is_saved_here else ((0,), [])
-            masters.append(Region(saved[0], self.source.type_of_masters, MASTER, part, saved[1]))
-        inner = {"state": states, "param_groups": self._param_groups(vectors)}
+            masters.append(Region(saved[0], self.source.type_of_masters, MASTER, piece, saved[1], pieces))
+        inner = {"state": states, "param_groups": self._param_groups(stage, vectors)}
         if layout.zero_stage == 3:
             content = {
                 "zero_stage": ZeroStageEnum(3),
@@ -297,35 +385,42 @@ class Writer:
         for number, local in enumerate(self.target.structure.groups[place.model_rank // slices]):
             members = [self.source.model.parameters[ranks.whole_name(name, place)] for name in local]
             if layout.zero_stage == 0 and layout.optimizer == "FP16_Optimizer":
-                yield number, FlatGroup({one.name: one.numel_of_slice(slices) for one in members}, 1)
+                yield number, FlatGroup({one.name: self.target.numel(one.name) for one in members}, 1)
                 continue
             if layout.zero_stage == 0:
-                yield from ((number, PartitionedGroup({one.name: one.numel_of_slice(slices)}, 1)) for one in members)
+                names = [one.name for one in members]
+                yield from ((number, PartitionedGroup({name: self.target.numel(name)}, 1)) for name in names)
                 continue
             trained = [one for one in members if one.is_trained]
-            numels = {one.name: one.numel_of_slice(slices) for one in trained}
-            replicas = len(ranks.holders(place.model_rank, trained[0].name))
+            numels = {one.name: self.target.numel(one.name) for one in trained}
+            replicas = len(ranks.sharers(trained[0].name, place))
             vectors = vectors_of(numels, layout, options, replicas, trained[0].dtype.itemsize)
             yield from ((number, vector) for vector in vectors)
 
-    def _param_groups(self, vectors: Vectors) -> list[dict[str, Any]]:
-        """Return hyperparameters and vectors of every group; groups of experts have the name that DeepSpeed gives."""
+    def _param_groups(self, stage: int, vectors: Vectors) -> list[dict[str, Any]]:
+        """Return hyperparameters and vectors of every group of a stage, with the names that DeepSpeed gives them."""
         found = []
-        for group, numbers in enumerate(self.target.origins):
-            options = dict(_common([self.source.hyperparameters[number] for number in numbers]))
+        for group, origins in enumerate(self.target.origins[stage]):
+            options = dict(_common([self.source.hyperparameters(origin.stage)[origin.group] for origin in origins]))
             if options.get("moe"):
-                head = head_of(self.target.structure.groups[0][group][0])
+                first = self.target.structure.groups[stage][group][0]
+                head = head_of(first) or first  # AutoEP stacks experts
                 options["name"] = name_of_size(self.target.structure.experts[head])
+            elif self.target.layout.is_pipeline and stage in self.target.experts_of_stages:
+                options = {"name": NAME_BESIDE_EXPERTS, **options}
+            elif self.target.layout.is_pipeline and options.get("name") == NAME_BESIDE_EXPERTS:
+                del options["name"]
             found.append({**options, "params": [number for number, (of, _) in enumerate(vectors) if of == group]})
         return found
 
-    def _states(self, group: int, shape: tuple[int, ...], spans: Sequence[Span], place: int) -> dict[str, Any]:
+    def _states(self, stage: int, group: int, like: Region) -> dict[str, Any]:
         """Return the states of a tensor of the optimizer: regions, and values of their own, which share no memory."""
         found: dict[str, Any] = {}
-        saved = _common([self.source.states_of_groups[number] for number in self.target.origins[group]])
+        origins = self.target.origins[stage][group]
+        saved = _common([states for origin in origins if (states := self.source.states_of_group(*origin))] or [{}])
         for key, value in saved.items():
             if isinstance(value, torch.dtype):
-                found[key] = Region(shape, value, key, place, spans)
+                found[key] = replace(like, dtype=value, key=key)
             else:
                 found[key] = value.clone() if torch.is_tensor(value) else value
         return found
@@ -365,7 +460,7 @@ def _common(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for other in groups[1:]:
         if key := differing({**other, "name": None}, {**groups[0], "name": None}):
             raise CheckpointLayoutError(
-                f"groups of experts that would become one differ in {key} in the optimizer, which has one value for "
-                "all of them in this layout. Choose an expert parallel size that keeps the groups apart"
+                f"groups of parameters that would become one differ in {key} in the optimizer, which has one value for "
+                "all of them in this layout. Choose an expert parallel size or stages that keep the groups apart"
             )
     return groups[0]

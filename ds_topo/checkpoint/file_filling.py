@@ -42,14 +42,16 @@ class Region:
     key: str
     """Key of the weights or states that fill it."""
     place: int
-    """Number of the slice."""
+    """Number of the slice, or of the part of the experts."""
     spans: Sequence[Span]
+    slices: int
+    """Number of slices, or of parts, in the new layout."""
 
     @classmethod
     def of_weight(cls, parameter: Parameter, place: int, slices: int) -> Region:
-        """Return the region of one of ``slices`` slices of a weight."""
+        """Return the region of one of ``slices`` slices of a weight, or of parts of its experts."""
         span = Span(parameter.name, 0, 0, parameter.numel_of_slice(slices))
-        return cls(parameter.shape_of_slice(slices), parameter.dtype, WEIGHT, place, [span])
+        return cls(parameter.shape_of_slice(slices), parameter.dtype, WEIGHT, place, [span], slices)
 
 
 @dataclass(frozen=True)
@@ -141,13 +143,12 @@ class Filling:
 
     Args:
         source: checkpoint to read.
-        slices: number of slices in the new layout.
         file: content of the file, which :func:`make_room` has written.
         folder: folder of the file.
     """
 
-    def __init__(self, source: Source, slices: int, file: FileContent, folder: Path) -> None:
-        self._source, self._slices = source, slices
+    def __init__(self, source: Source, file: FileContent, folder: Path) -> None:
+        self._source = source
         self.path = folder / file.path
         self.bytes = self.path.stat().st_size
         self._spans: dict[int, tuple[Region, Span]] = {}
@@ -176,7 +177,7 @@ class Filling:
             for offset in sorted(one for one in self._spans if one >= start):
                 _digest(digest, file, position, offset)
                 region, (name, _, first, last) = self._spans[offset]
-                elements = self._source.elements(name, region.key, region.place, self._slices, first, last)
+                elements = self._source.elements(name, region.key, region.place, region.slices, first, last)
                 position = _write(digest, file, offset, elements.to(region.dtype))
                 done(position)
             _digest(digest, file, position, self.bytes)

@@ -35,7 +35,7 @@ from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.engine_filling import opened_for
 from ds_topo.checkpoint.engine_state import SCHEDULER, Rename, restore_progress
 from ds_topo.checkpoint.folder import Checkpoint, wrong_without_manifest
-from ds_topo.checkpoint.manifest import SavedLayout, why_unreachable
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout, why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
 from ds_topo.checkpoint.safe_reading import (
     OF_DEEPSPEED,
@@ -47,7 +47,7 @@ from ds_topo.checkpoint.safe_reading import (
 )
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
-from ds_topo.checkpoint.stock_files import layout_of_files, names_of_vectors, options_of_files
+from ds_topo.checkpoint.stock_files import counts_of_groups, groups_of_partitions, layout_of_files, options_of_files
 from ds_topo.checkpoint.weight_files import files_of_weights
 from ds_topo.errors import (
     CheckpointError,
@@ -402,20 +402,27 @@ class _Choice:
         """Say why files that DeepSpeed alone saved have parameters in other places; empty if they have not."""
         engine, layout = self._engine, self._layout
         file = path / name_of_model_states(layout, int(engine.checkpoint_mp_rank))
-        if not (layout.has_partitions and file.exists()):
+        if not ((layout.has_partitions or layout.is_pipeline) and file.exists()):
             return ""
         by_name = "convert by ds_topo.checkpoint.load(engine, folder, convert=True)"
         with suppress(CheckpointError):  # another check names the file
             states, groups = opened(file), facts.names_of_groups(engine)
             if order := facts.difference_of_options(engine, groups, options_of_files(states)):
                 return f"has the optimizer's states by position, and {order}, or {by_name}"
-            saved, own = [*names_of_vectors(states)], [name for names in groups for name in names]
+            keep = "Give the pipeline the partition_method that it had, or"
+            if not layout.has_partitions:
+                counts, own_counts = counts_of_groups(states.get("optimizer")), [*map(len, groups)]
+                if counts in (None, own_counts):
+                    return ""
+                return (
+                    f"has {counts} parameters in the groups of the optimizer of a stage, and this job {own_counts}, so "
+                    f"that its stages have other layers or its groups other parameters. {keep} {by_name}"
+                )
+            saved_groups = groups_of_partitions(path, layout, Place(int(engine.checkpoint_mp_rank), 0), states)
+            saved, own = ([name for names in one for name in names] for one in (saved_groups, groups))
             other = (name for name in own + saved if (name in own) != (name in saved))
             if layout.is_pipeline and (first := next(other, "")):
-                return (
-                    f"has {first!r} on another stage of the pipeline. Give the pipeline the partition_method that it "
-                    f"had, or {by_name}"
-                )
+                return f"has {first!r} on another stage of the pipeline. {keep} {by_name}"
         return ""
 
     def accepts(self, posted: list[dict[str, Any]]) -> bool | None:
@@ -472,6 +479,11 @@ class _Choice:
         own = tuple(map(int, getattr(self._engine.module, "parts", ())))
         if not reason and bounds and own != bounds:
             reason = f"stages that begin with layers {[*bounds[:-1]]} became stages that begin with {[*own[:-1]]}"
+        if not reason and self._options.has_states and saved.optimizer == BF16_OPTIMIZER and not saved.zero_stage:
+            return (
+                f"is of {saved}, and DeepSpeed cannot load the files of {BF16_OPTIMIZER} without ZeRO. Load it by "
+                "ds_topo.checkpoint.load(engine, folder, convert=True)"
+            )
         if not reason:
             return ""
         found = f"is of {saved}; this job is {self._layout}: {reason}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -93,12 +93,21 @@ class SavedModel:
     @cached_property
     def experts_of_stages(self) -> dict[int, list[str]]:
         """The layers of experts of each stage that has some, in order: DeepSpeed numbers them in each stage."""
-        found: dict[int, dict[str, None]] = {}
-        for name, one in self.parameters.items():
-            if one.experts:
-                layer = layer_of_experts(name if one.is_stacked else head_of(name))
-                found.setdefault(self.stage_of[name], {})[layer] = None
-        return {stage: list(layers) for stage, layers in found.items()}
+        return experts_of_stages(self.parameters, ((self.stage_of[name], name) for name in self.parameters))
+
+
+def experts_of_stages(parameters: Mapping[str, Parameter], placed: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
+    """Return the layers of experts of each stage that has some.
+
+    Args:
+        parameters: all parameters.
+        placed: a stage and the name of a parameter that it has, in the module's order.
+    """
+    found: dict[int, dict[str, None]] = {}
+    for stage, name in placed:
+        if (one := parameters[name]).experts:
+            found.setdefault(stage, {})[layer_of_experts(name if one.is_stacked else head_of(name))] = None
+    return {stage: list(layers) for stage, layers in found.items()}
 
 
 def slices_of(layout: SavedLayout) -> int:

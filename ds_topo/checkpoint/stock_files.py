@@ -1,12 +1,14 @@
 """Describe a checkpoint that DeepSpeed alone saved as a manifest does, from its files.
 
 Files of ZeRO 1 to 3 name the parameters of each group of the optimizer. Without ZeRO the files have positions only, so
-that the groups are those of the job that loads. What no file says comes from that job, too: the optimizer's class, how
-slices split parameters, and which layers of a pipeline are tied.
+that the groups are those of the job that loads, and the stages of a pipeline those whose optimizers fit the files. What
+no file says comes from that job, too: the optimizer's class, how slices split parameters, and which layers of a
+pipeline are tied.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -123,36 +125,45 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
         CheckpointLayoutError: its files do not say enough.
         DamagedCheckpointError: a file cannot be read.
     """
-    if layout is None or (layout.is_pipeline and not (layout.has_partitions and structure.layers)):
-        kind = "a pipeline" if layout is not None else "a model with experts, or of an early DeepSpeed"
-        kind += " without ZeRO" if structure.layers else ""
+    if layout is None or (layout.is_pipeline and not structure.layers):
+        cause, remedy = "a model with experts, or of an early DeepSpeed, do not describe the model", "Load"
+        if layout is not None:
+            cause = "a pipeline do not say which layers are tied"
+            remedy = "Convert while loading, by ds_topo.checkpoint.load(engine, folder, convert=True), or load"
         raise CheckpointLayoutError(
-            f"{path} was saved by DeepSpeed alone, and the files of {kind} do not describe the model. Load it in the "
-            "layout that saved it, and save it with ds_topo"
+            f"{path} was saved by DeepSpeed alone, and the files of {cause}. {remedy} it in the layout that saved it, "
+            "and save it with ds_topo"
         )
     ranks = [opened(path / name_of_model_states(layout, rank)) for rank in range(layout.model_ranks)]
     aliases = {**structure.aliases, **{alias: name for one in ranks for alias, name in _shared(one).items()}}
     shapes = [_shapes(one) for one in ranks]
     trained = {name for one in ranks for name in names_of_vectors(one)}
     rows: list[SavedParameter] = []
+    shapes_of_slices: dict[str, tuple[int, ...]] = {}
     buffers = {name for one in ranks for name in one.get("buffer_names") or ()}
     for rank, name, tensor in _tensors(path, layout, structure, ranks):
         if name in buffers or name in aliases:
             continue
         holders = [other for other, known in enumerate(shapes) if name in known] if layout.is_pipeline else [rank]
+        shapes_of_slices.setdefault(name, tuple(tensor.shape))
         shape = next((known[name] for known in shapes[rank:] if name in known), tensor.shape)
         is_trained = not layout.has_partitions or name in trained
         kind = str(tensor.dtype).removeprefix("torch.")
         rows.append(SavedParameter(name, tuple(shape), kind, tuple(holders) or (rank,), None, None, is_trained))
     slices = layout.degrees().get("model", 1)
+    firsts = range(0, layout.model_ranks, slices)
     if layout.has_partitions:
-        firsts = range(0, layout.model_ranks, slices)
-        groups = tuple(_groups(path, layout, Place(first, 0), ranks[first]) for first in firsts)
+        groups = tuple(groups_of_partitions(path, layout, Place(first, 0), ranks[first]) for first in firsts)
+    elif layout.is_pipeline:
+        saved = [ranks[first].get("optimizer") for first in firsts]
+        groups = _groups_of_stages(path, saved, shapes_of_slices, structure)
     else:
         groups = (_groups_by_position(path, ranks[0].get("optimizer"), rows, structure),)
         stepped = _with_states(ranks[0].get("optimizer") or {}, groups[0]) if not structure.groups else ()
         trained = stepped or {name for names in groups[0] for name in names}
         rows = [replace(row, is_trained=row.name in trained) for row in rows]
+    if not any(shapes) and (layout.is_pipeline or layout.has_partitions):  # only the optimizers say what stages train
+        rows = [_placed(row, groups, slices) for row in rows]
     options = replace(options_of_files(ranks[0]), round_robin_gradients=False)  # the groups have the order of the files
     found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers=None)
     return Manifest(path.name, int(ranks[0]["global_steps"]), "", layout, (), merged(rows), {}, found)
@@ -187,11 +198,32 @@ def _tensors(
             yield from ((place, f"{prefix}{key}", one) for key, one in opened(file).items() if torch.is_tensor(one))
 
 
-def _groups(path: Path, layout: SavedLayout, place: Place, states: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
-    """Return the names in each group of an optimizer of ZeRO: a group has one vector, or at stage 3 several."""
+def _placed(row: SavedParameter, groups: Sequence[Sequence[Sequence[str]]], slices: int) -> SavedParameter:
+    """Return a parameter on the stages whose optimizer has it, or on the first one if it is frozen."""
+    stages = [stage for stage, own in enumerate(groups) if any(row.name in names for names in own)]
+    place = row.model_ranks[0] % slices
+    return replace(row, model_ranks=tuple(stage * slices + place for stage in stages or (0,)), is_trained=bool(stages))
+
+
+def groups_of_partitions(
+    path: Path, layout: SavedLayout, place: Place, states: Mapping[str, Any]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the names in each group of an optimizer with partitions: a group has one vector, or at stage 3 several.
+
+    Args:
+        path: the checkpoint's own folder.
+        layout: its layout.
+        place: a rank that saved a partition.
+        states: its file of weights. That of ``BF16_Optimizer`` without ZeRO names no parameters, but its partitions do.
+    """
     saved = opened(path / name_of_partition(layout, place))["optimizer_state_dict"]
     inner = saved.get("optimizer_state_dict" if layout.zero_stage == 3 else "base_optimizer_state")
     vectors = states["param_shapes"]
+    if vectors is None:
+        places = [Place(place.model_rank, replica) for replica in range(layout.partitions)]
+        parts = [opened(path / name_of_partition(layout, one))["optimizer_state_dict"] for one in places]
+        mappings = zip(*(part["param_slice_mappings"] for part in parts), strict=True)
+        vectors = [list(dict.fromkeys(name for mapping in of_vector for name in mapping)) for of_vector in mappings]
     numbers = [one["params"] for one in inner["param_groups"]] if isinstance(inner, dict) else [[*range(len(vectors))]]
     return tuple(tuple(name for number in of_group for name in vectors[number]) for of_group in numbers)
 
@@ -228,3 +260,79 @@ def _groups_by_position(
             "its parameters in the order in which they were saved"
         )
     return names
+
+
+def _groups_of_stages(
+    path: Path, saved: Sequence[Any], shapes: Mapping[str, tuple[int, ...]], structure: SavedStructure
+) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Return the names in each group of the optimizers of a pipeline without ZeRO, by stage.
+
+    The files do not say which layers a stage has. Its optimizer's positions fit those of one run of layers.
+
+    Args:
+        path: the checkpoint's own folder.
+        saved: the optimizer's state of each stage.
+        shapes: the shapes of all parameters, on one slice.
+        structure: the structure of the job that loads.
+
+    Raises:
+        CheckpointLayoutError: no division of the layers fits, or several do.
+    """
+    if saved[0] is None:
+        return tuple(() for _ in saved)
+    names_of_layers = [
+        [name for name in shapes if name.startswith(prefix_of_layer(structure, number))]
+        for number in range(len(structure.layers))
+    ]
+    of_job = {name: number for stage in structure.groups for number, names in enumerate(stage) for name in names}
+    has_unequal_stages = len({len(stage) for stage in structure.groups}) > 1
+    for group_of in (
+        [] if has_unequal_stages else [of_job, dict.fromkeys(shapes, 0)]
+    ):  # the latter if it has frozen ones, too
+
+        def groups_of(start: int, stop: int, group_of: Mapping[str, int] = group_of) -> tuple[tuple[str, ...], ...]:
+            layers = sorted(range(start, stop), key=lambda number: not structure.layers[number].tied)
+            names = dict.fromkeys(name for number in layers for name in names_of_layers[number])
+            numbers = sorted({group_of[name] for name in names if name in group_of})
+            return tuple(tuple(name for name in names if group_of.get(name) == number) for number in numbers)
+
+        divisions: dict[int, set[tuple[Any, ...]]] = {0: {()}}
+        for stage, own in enumerate(saved):
+            longer: dict[int, set[tuple[Any, ...]]] = {}
+            for start, known in divisions.items():
+                last = len(structure.layers) if stage == len(saved) - 1 else start + 1
+                for stop in range(max(last, start + 1), len(structure.layers) + 1):
+                    if _fits(own, groups := groups_of(start, stop), shapes):
+                        longer.setdefault(stop, set()).update((*one, groups) for one in known)
+            divisions = longer
+        if len(found := divisions.get(len(structure.layers), set())) == 1:
+            return next(iter(found))
+    raise CheckpointLayoutError(
+        f"{path} was saved by DeepSpeed alone and without ZeRO, so that its optimizers have positions instead of "
+        f"names: groups of {[*map(counts_of_groups, saved)]} parameters on its stages, which no single division of "
+        "this job's layers gives. Give the optimizer its groups and parameters as when it was saved, on every stage, "
+        "or load the checkpoint in the layout that saved it"
+    )
+
+
+def counts_of_groups(saved: Any) -> list[int] | None:
+    """Return the numbers of parameters in the groups of an optimizer without ZeRO; None if its state has none."""
+    if saved is None or FLAT_MASTERS in saved:  # one vector for each group
+        return None
+    return [len(group["params"]) for group in saved.get("optimizer_state_dict", saved)["param_groups"]]
+
+
+def _fits(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return True if a state of an optimizer without ZeRO can be that of these groups."""
+    if FLAT_MASTERS in saved:
+        numels = [sum(math.prod(shapes[name]) for name in names) for names in groups]
+        return [one.numel() for one in saved[FLAT_MASTERS]] == numels
+    inner = saved.get("optimizer_state_dict", saved)
+    if counts_of_groups(saved) != [*map(len, groups)]:
+        return False
+    names = dict(enumerate(name for group in groups for name in group))
+    return all(
+        not torch.is_tensor(value) or not value.dim() or tuple(value.shape) == shapes[names[number]]
+        for number, states in inner["state"].items()
+        for value in states.values()
+    )

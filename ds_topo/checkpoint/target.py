@@ -7,25 +7,28 @@ layout of a live engine, which has its own groups.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby, pairwise
+from functools import cached_property
 from typing import Any
 
 from ds_topo.checkpoint.manifest import (
     BF16_OPTIMIZER,
     MOST_RANKS,
+    Place,
     SavedExperts,
     SavedLayout,
     SavedOptions,
     SavedStructure,
 )
+from ds_topo.checkpoint.optimizer_groups import Hyperparameters, Origin, planned_groups
 from ds_topo.checkpoint.saved_model import (
     RankTable,
     SavedModel,
     bounds_of,
     expert_of,
-    head_of,
+    experts_of_stages,
     names_of_stage,
     require_splits,
 )
@@ -37,11 +40,6 @@ _OPTIMIZERS = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "Dee
 """DeepSpeed's optimizers by ZeRO stage; without ZeRO it is the program's own."""
 _HALF_OPTIMIZERS = ("FP16_Optimizer", "FP16_UnfusedOptimizer")
 """DeepSpeed's optimizers for half precision without ZeRO, fp16 and bf16."""
-_LARGEST_EXPERT_GROUP = 178_956_971
-"""Elements of a group of experts: DeepSpeed's ``split_params_into_different_moe_groups_for_optimizer``."""
-
-Groups = tuple[tuple[str, ...], ...]
-"""Names of the parameters in each group of the optimizer, on one stage."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +53,33 @@ class Target:
     slices: int
     names: tuple[tuple[str, ...], ...]
     """Names of each stage's parameters, in the module's order."""
-    origins: tuple[tuple[int, ...], ...]
-    """The saved groups that each group of the optimizer comes from; only groups of experts come from several."""
+    origins: tuple[tuple[tuple[Origin, ...], ...], ...]
+    """The saved groups that each group of the optimizer of a stage comes from."""
     ranks: RankTable
+
+    def pieces(self, name: str) -> int:
+        """Return the number of slices of a parameter; of parts of the experts, if AutoEP stacks them."""
+        return self.structure.experts[name] if self.model.parameters[name].is_stacked else self.slices
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a slice of a parameter, or of a part of its experts."""
+        return self.model.parameters[name].shape_of_slice(self.pieces(name))
+
+    def numel(self, name: str) -> int:
+        """Return the number of elements of a slice of a parameter, or of a part of its experts."""
+        return math.prod(self.shape(name))
+
+    def piece(self, name: str, place: Place) -> int:
+        """Return the number of the slice, or the part, that a rank holds."""
+        if self.model.parameters[name].is_stacked:
+            return self.ranks.parts[self.structure.experts[name]][place]
+        return place.model_rank % self.slices
+
+    @cached_property
+    def experts_of_stages(self) -> dict[int, list[str]]:
+        """The layers of experts of each stage that has some, in the order in which DeepSpeed numbers them."""
+        stages = enumerate(self.names)
+        return experts_of_stages(self.model.parameters, ((stage, name) for stage, names in stages for name in names))
 
 
 def target_of(
@@ -68,6 +90,7 @@ def target_of(
     bounds: Sequence[int] = (),
     experts: int | None = None,
     options: Mapping[str, Any] | None = None,
+    hyperparameters: Hyperparameters | None = None,
 ) -> Target:
     """Plan the layout of a topology.
 
@@ -79,6 +102,8 @@ def target_of(
         bounds: first layer of every stage and the number of layers, instead of a method.
         experts: expert parallel size of every layer; by default the saved ones.
         options: options of ``zero_optimization`` that differ from the saved ones.
+        hyperparameters: those of the saved groups of each stage, which say what groups of several stages belong
+            together; None if they cannot be read.
 
     Raises:
         TopologyError, CheckpointLayoutError: the layout cannot be reached; the message says why.
@@ -97,7 +122,7 @@ def target_of(
     degrees = dict(zip(topology.axes, topology.dims, strict=True))
     slices, stages = degrees.get("model", 1), degrees.get("pipe", 1)
     saved, zero = model.layout, model.layout.zero_stage if zero is None else zero
-    _require_convertible(model, zero)
+    _require_convertible(model, zero, slices)
     require_splits(model, slices)
     parts = max(1, (len(model.structure.bounds) - 1) // (saved.model_ranks // model.slices))  # 2 with DualPipeV
     sizes, expert_groups = _sizes_of_experts(model, experts)
@@ -119,7 +144,7 @@ def target_of(
         saved.is_pipeline,
         expert_groups,
     )
-    return _planned(model, layout, structure, slices)
+    return _planned(model, layout, structure, slices, hyperparameters)
 
 
 def _optimizer_of(model: SavedModel, zero: int) -> str | None:
@@ -209,51 +234,55 @@ def _require_by_element(model: SavedModel, layout: SavedLayout, structure: Saved
         )
 
 
-def _planned(model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int) -> Target:
+def _planned(
+    model: SavedModel,
+    layout: SavedLayout,
+    structure: SavedStructure,
+    slices: int,
+    hyperparameters: Hyperparameters | None,
+) -> Target:
     """Return the target, after checking that its ranks and its optimizer can hold the model."""
     _require_known_format(model)
     _require_by_element(model, layout, structure, slices)
     ranks, stages = _ranks(model, layout, structure), layout.model_ranks // slices
-    names = _names_of_stages(model, structure, stages)
-    stage_groups = _groups(model, structure, slices, names)
-    if layout.has_partitions:  # ZeRO leaves parameters that are not trained out of the groups
-        stage_groups = tuple(tuple(_trained(model, group) for group in stage) for stage in stage_groups)
-    structure = replace(structure, groups=stage_groups)
-    origins = _origins(model, structure)
-    for stage, groups in enumerate(structure.groups):
-        for number, group in enumerate(groups):
-            if not group:
-                raise CheckpointLayoutError(
-                    f"group {number} of the optimizer would have no parameter on stage {stage} of {stages}, which "
-                    "DeepSpeed does not support. Use fewer stages, or other bounds of the stages"
-                )
-    return Target(model, layout, structure, slices, names, origins, ranks)
+    names = tuple(tuple(names_of_stage(structure, list(model.parameters), stage, stages)) for stage in range(stages))
+    groups, origins = planned_groups(
+        model, structure, slices, names, hyperparameters, are_all_trained=layout.has_partitions
+    )
+    counts = [*map(len, groups)]
+    if len({*counts}) > 1 and layout.optimizer == "FP16_UnfusedOptimizer":
+        raise CheckpointLayoutError(
+            f"the stages would have parameters in {counts} groups of the optimizer, with which {layout.optimizer} "
+            "would hang in the first step. Use ZeRO 1, or other bounds of the stages"
+        )
+    return Target(model, layout, replace(structure, groups=groups), slices, names, origins, ranks)
 
 
-def _require_convertible(model: SavedModel, zero: int) -> None:
+def _require_convertible(model: SavedModel, zero: int, slices: int) -> None:
     """Refuse layouts that DeepSpeed does not support or saves in an unknown form."""
-    if problem := next(_problems(model, zero), ""):
+    if problem := next(_problems(model, zero, slices), ""):
         raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be converted: {problem}")
 
 
-def _problems(model: SavedModel, zero: int) -> Iterator[str]:
+def _problems(model: SavedModel, zero: int, slices: int) -> Iterator[str]:
     saved = model.layout
     if zero not in _ZERO_STAGES:
         yield f"ZeRO {abridged(zero)} is not a stage: give one of {list(_ZERO_STAGES)}"
     if saved.optimizer is None:
         yield "it was saved without an optimizer, and only training is converted; write its weights as one plain file"
-    if any(one.is_stacked for one in model.parameters.values()):
+    are_stacked = any(one.is_stacked for one in model.parameters.values())
+    if are_stacked and saved.zero_stage == 3:
         yield (
-            "its experts are those of AutoEP. Convert while loading (convert=True), or save and load in torch's format "
-            "(TorchState), or convert by python -m deepspeed.checkpoint.ds_to_universal"
+            "the experts of AutoEP are in partitions of ZeRO 3, which only the topology that saved them can read. Save "
+            "and load in torch's format (TorchState)"
         )
-    if saved.experts and saved.is_pipeline:
+    if are_stacked and (slices > 1 or model.slices > 1):
         yield (
-            "it has experts in a PipelineModule, where the job decides how stages group them; convert while loading "
-            "(convert=True)"
+            "with AutoEP and AutoTP together, DeepSpeed's files have metadata of both that only live layers make. "
+            "Convert while loading (convert=True), or save and load in torch's format (TorchState)"
         )
     if saved.experts and zero > 2:
-        yield f"ZeRO {zero} with experts: DeepSpeed's MoE supports ZeRO 0, 1 and 2"
+        yield f"ZeRO {zero} with experts: DeepSpeed's MoE supports ZeRO 0, 1 and 2, and AutoEP is converted to these"
     if saved.is_pipeline and zero > 1:
         yield f"ZeRO {zero} with a PipelineModule: DeepSpeed's pipelines support ZeRO 0 and 1"
     if saved.precision == "bf16" and saved.is_pipeline and zero == 0:
@@ -279,10 +308,6 @@ def _require_known_format(model: SavedModel) -> None:
             f"{listed(left_out, 3)} are in the optimizer and were left out of the checkpoint "
             "(exclude_frozen_parameters): freeze parameters before deepspeed.initialize, or save them, too"
         )
-
-
-def _names_of_stages(model: SavedModel, structure: SavedStructure, stages: int) -> Groups:
-    return tuple(tuple(names_of_stage(structure, list(model.parameters), stage, stages)) for stage in range(stages))
 
 
 def _sizes_of_experts(model: SavedModel, size: int | None) -> tuple[Mapping[str, int], tuple[SavedExperts, ...]]:
@@ -332,141 +357,12 @@ def _ranks(model: SavedModel, layout: SavedLayout, structure: SavedStructure) ->
     return ranks
 
 
-def _groups(
-    model: SavedModel, structure: SavedStructure, slices: int, names: Sequence[Sequence[str]]
-) -> tuple[Groups, ...]:
-    """Return the optimizer's groups of every stage."""
-    saved = model.structure
-    if saved.experts:
-        was, now = (
-            {head: count // one.experts[head] for head, count in model.experts.items()} for one in (saved, structure)
-        )
-        old, new = (
-            {name: one.numel_of_slice(of) for name, one in model.parameters.items()} for of in (model.slices, slices)
-        )
-        return tuple(dealt_anew(groups, was, now, old, new) for groups in saved.groups)
-    if not structure.layers or structure.bounds == saved.bounds:
-        return saved.groups
-    for groups, stage in zip(saved.groups, _names_of_stages(model, saved, len(saved.groups)), strict=True):
-        order = {name: place for place, name in enumerate(stage)}
-        for number, group in enumerate(groups):
-            for one, other in pairwise(group):
-                if order[one] > order[other]:
-                    raise CheckpointLayoutError(
-                        f"group {number} of the optimizer has {one!r} before {other!r}, which is not the module's "
-                        "order: it is unknown how other stages would order it. Give the optimizer its parameters in "
-                        "the module's order, or convert while loading, where the job says it"
-                    )
-    group_of = _group_of(model)
-    count = max(map(len, saved.groups))
-    return tuple(
-        tuple(tuple(name for name in stage if group_of.get(name) == number) for number in range(count))
-        for stage in names
-    )
-
-
 def _group_of(model: SavedModel) -> dict[str, int]:
     """Return the saved group of every parameter of the optimizer, by local names."""
     return {name: number for groups in model.structure.groups for number, names in enumerate(groups) for name in names}
-
-
-def _trained(model: SavedModel, names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if model.parameters[name].is_trained)
 
 
 def _starred(name: str) -> str:
     """Return a name that all experts of a layer have in common."""
     expert = expert_of(name)
     return name if expert is None else expert.numbered("*")
-
-
-def _are_experts(names: Sequence[str]) -> bool:
-    return bool(names) and all(map(head_of, names))
-
-
-def dealt_anew(
-    groups: Groups, was: Mapping[str, int], now: Mapping[str, int], old: Mapping[str, int], new: Mapping[str, int]
-) -> Groups:
-    """Return the optimizer's groups of a rank that gets another number of experts.
-
-    DeepSpeed splits groups of experts that are too large, so they are joined first and split again.
-
-    Args:
-        groups: groups of a rank, with local names.
-        was: number of experts of each layer that a rank had.
-        now: number of experts that it gets.
-        old: number of elements of each parameter before.
-        new: number of elements of each parameter after.
-
-    Raises:
-        CheckpointLayoutError: the order of the experts is not clear.
-    """
-    joined: list[tuple[str, ...]] = []
-    for number, group in enumerate(groups):
-        before = groups[number - 1] if number else ()
-        are_parts = _are_experts(before) and _are_experts(group)
-        if are_parts and sum(old[name] for name in before) + old[group[0]] > _LARGEST_EXPERT_GROUP:
-            joined[-1] += group
-        else:
-            joined.append(group)
-    found: list[tuple[str, ...]] = []
-    for names in joined:
-        anew = list(_with_experts(names, was, now))
-        start, held = 0, 0
-        for place, name in enumerate(anew if _are_experts(anew) else ()):
-            if place > start and held + new[name] > _LARGEST_EXPERT_GROUP:
-                found.append(tuple(anew[start:place]))
-                start, held = place, 0
-            held += new[name]
-        found.append(tuple(anew[start:]))
-    return tuple(found)
-
-
-def _with_experts(names: Sequence[str], was: Mapping[str, int], now: Mapping[str, int]) -> Iterator[str]:
-    """Yield the names of a group with another number of experts in each layer."""
-    for head, run in groupby(names, key=head_of):
-        own = list(run)
-        if not head or was[head] == now[head]:
-            yield from own
-            continue
-        first = [expert for name in own if (expert := expert_of(name)) is not None and expert.number == 0]
-        if own != [one.numbered(number) for number in range(was[head]) for one in first]:
-            raise CheckpointLayoutError(
-                f"a group of the optimizer has {listed(own, 3)} in another order than the module's, one expert after "
-                "the other: it is unknown how another number of experts would be ordered. Give the optimizer its "
-                "parameters in the module's order, or convert while loading, where the job says it"
-            )
-        yield from (one.numbered(number) for number in range(now[head]) for one in first)
-
-
-def _origins(model: SavedModel, structure: SavedStructure) -> tuple[tuple[int, ...], ...]:
-    """Return the saved groups that each group comes from.
-
-    Several of experts may become one where sizes change, or where DeepSpeed has split what is too large.
-    """
-    if not model.experts:
-        count = {len(groups) for groups in (*model.structure.groups, *structure.groups)}
-        if len(count) != 1:
-            raise CheckpointLayoutError(
-                f"the optimizer has {min(count)} groups of parameters on one stage and {max(count)} on another, in the "
-                "checkpoint or in the new layout: it is unknown which of them belong together. Give the optimizer as "
-                "many groups on every stage, each with a parameter"
-            )
-        return tuple((number,) for number in range(count.pop()))
-
-    saved = model.structure.groups[0]
-    holding: dict[str, set[int]] = {}
-    for number, names in enumerate(saved):
-        for name in names:
-            holding.setdefault(_starred(name), set()).add(number)
-    found = []
-    for names in structure.groups[0]:
-        numbers = sorted(set().union(*(holding.get(_starred(name), ()) for name in names)))
-        are_all = all(_are_experts(saved[number]) for number in numbers)
-        if are_all != _are_experts(names) or (len(numbers) > 1 and not are_all):
-            raise CheckpointLayoutError(
-                f"{listed(names, 3)} are one group of the optimizer, and were saved in groups {numbers}, of which not "
-                "all are of experts: it is unknown what belongs together. Give the optimizer the groups that it had"
-            )
-        found.append(tuple(numbers))
-    return tuple(found)

@@ -3,7 +3,8 @@
     python -m tests.checkpoint --kills 200
 
 The faults are kills of all ranks, of one and of rank 0, a full disk, truncated files and changed bytes. They run in
-turn for ZeRO 1 and 3, a pipeline and a mixture of experts. Each takes about four seconds on two cores.
+turn for ZeRO 1 and 3, a pipeline, a mixture of experts, and a job that converts the checkpoint of another model. Each
+takes about four seconds on two cores.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from tests.checkpoint.jobs import KINDS
-from tests.checkpoint.kills import FAULTS, Rounds
+from tests.checkpoint.kills import FAULTS, INTERRUPTED, Rounds
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=24, help="the number of saves to interrupt")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=INTERRUPTED, default=list(INTERRUPTED))
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -26,15 +26,37 @@ def save_experts(case: Case, folder: Path) -> None:
         checkpoint.save(rank.engine, folder, TAG)
 
 
-def continue_experts(case: Case, folder: Path, reference: Run) -> None:
+def continue_experts(case: Case, folder: Path, reference: Run, convert: bool = True) -> None:
     """Load into an engine that has trained on other samples, and continue as a single process does."""
     with trainer(case) as rank:
         rank.train(range(7, 8))
-        checkpoint.load(rank.engine, folder, TAG, convert=True)
+        checkpoint.load(rank.engine, folder, TAG, convert=convert)
         run = rank.train(range(BEFORE, STEPS))
         expected = rank.share_of(reference)
         expected.losses = expected.losses[BEFORE:]
         assert_trained_alike(run, expected, losses=1e-5, tensors=1e-5)
+
+
+def values_in(folder: Path) -> dict[str, object]:
+    """Return every tensor, number and string of all files, by its place."""
+    found: dict[str, object] = {}
+
+    def add(value: object, where: str) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                add(item, f"{where}.{key}")
+        elif isinstance(value, (list, tuple)):
+            for number, item in enumerate(value):
+                add(item, f"{where}.{number}")
+        elif torch.is_tensor(value):
+            found[where] = (value.dtype, value.tolist())
+        elif isinstance(value, (int, float, str)):
+            found[where] = value
+
+    for path in sorted(folder.glob("*_states.pt")):
+        if not path.name.startswith("random"):
+            add(torch.load(path, weights_only=False), path.name)
+    return found
 
 
 @contextmanager

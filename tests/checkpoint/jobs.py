@@ -40,10 +40,14 @@ class Kind:
     bf16: bool = False
     width: int = WIDTH
     reduced: bool = False
+    extra: str = ""
+    """The name of a further layer."""
+    saver: Kind | None = None
+    """The kind of another job, which saved what this one converts while loading."""
 
     def __str__(self) -> str:
         words = [self.topology.replace("=", "").replace(",", "-"), f"zero{self.zero}"]
-        words += [name for name in ("is_pipeline", "experts", "bf16", "reduced") if getattr(self, name)]
+        words += [name for name in ("is_pipeline", "experts", "bf16", "reduced", "extra") if getattr(self, name)]
         return "-".join(words)
 
 
@@ -125,6 +129,8 @@ class Job:
                 create_expert_groups(self.grid, kind.experts)
             layer = Mixture(kind.width, kind.experts) if kind.experts else Layer(kind.width)
             module = nn.Sequential(Layer(kind.width), layer, Layer(kind.width))
+            if kind.extra:
+                module.add_module(kind.extra, Layer(kind.width))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self.engine, *_ = initialize(model=module, config=config, mpu=self.grid)

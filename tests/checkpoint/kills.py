@@ -28,12 +28,18 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from ds_topo import checkpoint
 from ds_topo.checkpoint import disk
 from ds_topo.checkpoint import folder as folders
+from ds_topo.checkpoint.engine_filling import EngineFilling
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
 from ds_topo.errors import CheckpointError
-from tests.checkpoint.jobs import KINDS, Kind, job
+from tests.checkpoint.jobs import KINDS, Job, Kind, job
 from tests.support.ranks import RankFailure, Ranks
 
 RANKS = 2
+INTERRUPTED = {
+    **KINDS,
+    "changed": Kind("data=2", zero=1, extra="added", saver=Kind("data=2", zero=3, extra="removed")),
+}
+"""The kinds of jobs that are interrupted."""
 FAULTS = ("all", "one", "first", "full", "truncated", "byte")
 """SIGKILL of all ranks, of the last, or of rank 0; a full disk; after the save, a truncated file or a changed byte."""
 _SLOW = 0.05
@@ -62,7 +68,7 @@ class Rounds:
     """One kind of job, with its uninterrupted run."""
 
     def __init__(self, name: str, folder: Path, draw: random.Random) -> None:
-        self.name, self.kind, self.folder, self.draw = name, KINDS[name], folder, draw
+        self.name, self.kind, self.folder, self.draw = name, INTERRUPTED[name], folder, draw
         self.before = folder / "before"
         self.wanted, self.save_seconds = self._uninterrupted()
 
@@ -157,19 +163,35 @@ def _is_damaged(folder: Path) -> bool:
 
 def _train_through(kind: Kind, before: Path, slow: Path) -> tuple[dict[int, Any], float]:
     """Save step 2; return states and losses after every step from 2 on, and the seconds of a slowed save."""
-    states = {}
-    with job(kind) as here:
+    with job(kind.saver or kind) as here:
         here.train(range(2))
         checkpoint.save(here.engine, before, "step2", {"step": 2})
-        states[2] = (here.state(), [])
-        for step in range(2, 6):
-            losses = here.train(range(step, step + 1))
-            states[step + 1] = (here.state(), losses)
+        if kind.saver is None:
+            return _train_on(here, slow)
+    with job(kind) as here:
         with _slowed(0.5):
             started = time.perf_counter()
-            checkpoint.save(here.engine, slow, "last")
+            _load(here, before)
             seconds = time.perf_counter() - started
-    return states, seconds
+        states, of_save = _train_on(here, slow)
+    return states, seconds + of_save
+
+
+def _train_on(here: Job, slow: Path) -> tuple[dict[int, Any], float]:
+    states: dict[int, Any] = {2: (here.state(), [])}
+    for step in range(2, 6):
+        losses = here.train(range(step, step + 1))
+        states[step + 1] = (here.state(), losses)
+    with _slowed(0.5):
+        started = time.perf_counter()
+        checkpoint.save(here.engine, slow, "last")
+        return states, time.perf_counter() - started
+
+
+def _load(here: Job, folder: Path, **options: Any) -> dict[str, Any]:
+    """Load the newest checkpoint, also that of another job; return what the program saved."""
+    is_changed = here.kind.saver is not None
+    return checkpoint.load(here.engine, folder, convert=is_changed, load_module_strict=not is_changed, **options)[1]
 
 
 def _go_on(kind: Kind, folder: Path) -> tuple[int, dict[int, Any], str]:
@@ -177,7 +199,7 @@ def _go_on(kind: Kind, folder: Path) -> tuple[int, dict[int, Any], str]:
     with job(kind) as here, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("always", message="checkpoints in")
-        _, state = checkpoint.load(here.engine, folder, verify="digests")
+        state = _load(here, folder, verify="digests")
         first = int(state["step"])
         states: dict[int, Any] = {first: (here.state(), [])}
         for step in range(first, 6):
@@ -192,14 +214,18 @@ def _go_on(kind: Kind, folder: Path) -> tuple[int, dict[int, Any], str]:
 
 def _save_next(kind: Kind, folder: Path) -> None:
     with job(kind) as here:
-        checkpoint.load(here.engine, folder)
+        _load(here, folder)
         here.train(range(2, 4))
         checkpoint.save(here.engine, folder, "step4", {"step": 4})
 
 
 def _save_slowly(kind: Kind, folder: Path, mark: Path, seed: float) -> None:
     with job(kind) as here:
-        checkpoint.load(here.engine, folder)
+        dist.barrier()
+        if dist.get_rank() == 0 and kind.saver is not None:
+            mark.touch()
+        with _slowed(seed):
+            _load(here, folder)
         here.train(range(2, 4))
         dist.barrier()
         if dist.get_rank() == 0:
@@ -211,7 +237,7 @@ def _save_slowly(kind: Kind, folder: Path, mark: Path, seed: float) -> None:
 def _save_on_full_disk(kind: Kind, folder: Path, rank: int, moment: float) -> str:
     """Return the error of a save in which a rank's disk is full; on rank 0 also for the manifest and latest."""
     with job(kind) as here:
-        checkpoint.load(here.engine, folder)
+        _load(here, folder)
         here.train(range(2, 4))
         with _full_disk(rank, moment):
             try:
@@ -251,6 +277,7 @@ _STEPS: Sequence[tuple[Any, str]] = (
     (disk, "replace_text"),
     (folders, "put_in_place"),
     (disk, "discard"),
+    *((EngineFilling, name) for name in ("compare", "copy", "finish")),
 )
 
 

@@ -19,13 +19,13 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     why_unreachable,
 )
+from ds_topo.checkpoint.optimizer_groups import dealt_anew
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.target import dealt_anew, require_loadable, target_of
+from ds_topo.checkpoint.target import require_loadable, target_of
 from ds_topo.errors import CheckpointLayoutError, TopologyError
-from tests.checkpoint.continued_jobs import BEFORE, STEPS, TAG, continue_experts, save_experts
+from tests.checkpoint.continued_jobs import STEPS, TAG, continue_experts, save_experts, values_in
 from tests.support.exhaustive import mark_exhaustive
-from tests.support.moe_training import BATCH, EXPERTS, Case, trainer
-from tests.support.training import Run, assert_trained_alike
+from tests.support.moe_training import BATCH, EXPERTS, Case
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -53,45 +53,6 @@ PAIRS = [
 ]
 
 
-def _save(case: Case, folder: Path) -> None:
-    with trainer(case) as rank:
-        rank.train(range(BEFORE))
-        checkpoint.save(rank.engine, folder, TAG)
-
-
-def _go_on(case: Case, folder: Path, reference: Run) -> None:
-    """Load into an engine that has trained on other samples, and continue as a single process does."""
-    with trainer(case) as rank:
-        rank.train(range(7, 8))
-        checkpoint.load(rank.engine, folder, TAG, convert=True)
-        run = rank.train(range(BEFORE, STEPS))
-        expected = rank.share_of(reference)
-        expected.losses = expected.losses[BEFORE:]
-        assert_trained_alike(run, expected, losses=1e-5, tensors=1e-5)
-
-
-def _values(folder: Path) -> dict[str, object]:
-    """Return every tensor, number and string of all files, by its place."""
-    found: dict[str, object] = {}
-
-    def add(value: object, where: str) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                add(item, f"{where}.{key}")
-        elif isinstance(value, (list, tuple)):
-            for number, item in enumerate(value):
-                add(item, f"{where}.{number}")
-        elif torch.is_tensor(value):
-            found[where] = (value.dtype, value.tolist())
-        elif isinstance(value, (int, float, str)):
-            found[where] = value
-
-    for path in sorted(folder.glob("*_states.pt")):
-        if not path.name.startswith("random"):
-            add(torch.load(path, weights_only=False), path.name)
-    return found
-
-
 @pytest.mark.parametrize(("case", "now"), mark_exhaustive(PAIRS, lambda number, _: number in (0, 2, 5)), ids=str)
 def test_job_with_other_expert_groups_continues_alike(world: Worlds, case: Case, now: Case, tmp_path: Path) -> None:
     world(case.world_size).run(save_experts, case, tmp_path)
@@ -108,7 +69,7 @@ def test_job_with_other_expert_groups_continues_alike(world: Worlds, case: Case,
     assert between.manifest is not None
     assert [groups.size for groups in between.manifest.layout.experts] == sizes
     convert(between, back, case.topology, zero=case.zero, experts=max(case.sizes))
-    before, after = _values(found.path), _values(back / TAG)
+    before, after = values_in(found.path), values_in(back / TAG)
     differing = [key for key in before if "clip_grad" not in key and before[key] != after.get(key, "nothing")]
     assert differing == []
     assert [key for key in after if key.partition(".pt")[0] not in {one.partition(".pt")[0] for one in before}] == []
@@ -180,8 +141,11 @@ def test_stacked_experts_are_read_in_parts_of_any_number(tmp_path: Path) -> None
 
 def test_conversions_of_stacked_experts_name_the_ways_that_work() -> None:
     model = model_of(_saved_by_auto_ep(1))
-    with pytest.raises(CheckpointLayoutError, match=r"experts are those of AutoEP. Convert while loading"):
-        target_of(model, "data=4")
+    target = target_of(model, "data=4", experts=4)
+    assert target.structure.experts == {"0.experts.w1": 4}
+    assert model.parameters["0.experts.w1"].shape_of_slice(target.pieces("0.experts.w1")) == (1, 3, 4)
+    with pytest.raises(CheckpointLayoutError, match=r"AutoEP and AutoTP together.* Convert while loading"):
+        target_of(model, "data=2,model=2")
     model = model_of(_saved_by_auto_ep(3))
     with pytest.raises(CheckpointLayoutError, match=r"partitions of ZeRO 3, .* in torch's format \(TorchState\)"):
         require_loadable(model, model.layout, model.structure, 1, has_states=True)

@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.runtime.zero.muon.original_muon import MuonWithAuxAdam
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
 from ds_topo.checkpoint.conversion import convert, to_single_file
+from ds_topo.checkpoint.engine_facts import is_element_by_element
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, MissingCheckpointError
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
@@ -282,6 +285,18 @@ def test_optimizer_of_whole_tensors_is_refused(world: Worlds, tmp_path: Path, ze
     with pytest.raises(CheckpointLayoutError, match=r"Adafactor is not known to update each element.*--to torch"):
         convert(checkpoint.look_at(tmp_path / "saved", "saved"), tmp_path / "to", spec, zero=to)
     to_single_file(checkpoint.look_at(tmp_path / "saved", "saved"), tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_known"),
+    [
+        *((kind, True) for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, Declared)),
+        *((kind, False) for kind in (torch.optim.Adafactor, torch.optim.Muon, MuonWithAuxAdam, FusedLamb)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_optimizers_that_look_at_several_elements_are_known_by_their_class(kind: Any, is_known: bool) -> None:
+    assert is_element_by_element(kind.__new__(kind)) == is_known
 
 
 # -- weights alone -----------------------------------------------------------------------------------------------------

@@ -345,11 +345,32 @@ def _change_stages(folder: Path) -> list[tuple[str, list[float]]]:
     return found
 
 
+def _load_stages(folders: list[Path]) -> list[list[float]]:
+    found = []
+    for folder in folders:
+        with _pipeline("parameters", 1) as engine:
+            checkpoint.load(engine, folder)
+            rates = [group["lr"] for group in engine.optimizer.param_groups]
+            assert rates == ([0.02], [0.01, 0.02])[engine.mpu.get_stage_id()]
+            found.append(train_pipeline(engine, range(2, 4)))
+    return found
+
+
 def test_pipeline_continues_with_another_partition_method_and_unequal_groups(world: Worlds, tmp_path: Path) -> None:
-    for (_, expected), *others in world(2).run(_change_stages, tmp_path):
+    found = world(2).run(_change_stages, tmp_path)
+    for (_, expected), *others in found:
         assert [losses for _, losses in others] == [pytest.approx(expected, rel=1e-5)] * 2
         assert "stages that begin with layers [0, 2] became stages that begin with [0, 1]" in others[1][0]
         assert "--stages 0,1,4" in others[1][0]
+    folders = [tmp_path / "by command", tmp_path / "and back"]
+    for zero, folder in zip((0, 1), folders, strict=True):
+        saved = checkpoint.look_at(tmp_path / str(zero), "saved")
+        if zero:
+            saved = checkpoint.look_at(checkpoint.convert(saved, tmp_path / "between", "pipe=1").parent, "saved")
+        checkpoint.convert(saved, folder, "pipe=2", zero=1, bounds=(0, 1, 4))
+    for (_, expected), *_ in found:
+        for losses in world(2).run(_load_stages, folders):
+            assert losses == [pytest.approx(expected, rel=1e-5)] * 2
 
 
 def _build_half_pipeline() -> str:
@@ -418,9 +439,12 @@ def _load_with_position(folder: Path) -> tuple[list[float], float, tuple[int, in
 def test_samples_continue_on_other_ranks_and_random_states_on_the_same(world: Worlds, tmp_path: Path) -> None:
     saved = world(2).run(_save_with_position, tmp_path)
     for size in (1, 2):
-        for rank, (losses, drawn, counts) in enumerate(world(size).run(_load_with_position, tmp_path)):
-            assert losses == pytest.approx(saved[0][0], rel=1e-5)
-            assert counts == (2, 8)
-            seed = torch.Generator().manual_seed(7)
-            own = float(torch.rand((), generator=seed))
-            assert drawn == (saved[rank][1] if size == 2 else own), "other degrees leave random states to the program"
+        there = tmp_path / f"data={size}"
+        checkpoint.convert(checkpoint.look_at(tmp_path, "saved"), there, f"data={size}")
+        for folder in (tmp_path, there):
+            for rank, (losses, drawn, counts) in enumerate(world(size).run(_load_with_position, folder)):
+                assert losses == pytest.approx(saved[0][0], rel=1e-5)
+                assert counts == (2, 8)
+                seed = torch.Generator().manual_seed(7)
+                own = float(torch.rand((), generator=seed))
+                assert drawn == (saved[rank][1] if size == 2 else own), "other degrees leave random states alone"

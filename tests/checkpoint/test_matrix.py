@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.matrix.pairs import draw_pair, run
+from tests.checkpoint.matrix.pairs import SPECIAL, draw_pair, run
 from tests.support.world import Worlds
 
 FAULTS = (81, 82, 186)
@@ -22,7 +22,7 @@ FEW = (12, 21, *FAULTS)
         pytest.param(FEW, id="few"),
         *(
             pytest.param(range(first, first + 33), id=f"{first}-{first + 32}", marks=pytest.mark.exhaustive)
-            for first in range(0, 330, 33)
+            for first in (*range(0, 330, 33), *range(SPECIAL, SPECIAL + 66, 33))
         ),
     ],
 )

@@ -192,6 +192,26 @@ ELSEWHERE: list[Layout] = [
 ]
 
 
+def _convert(source: str, there: str, saver: Layout, case: Layout) -> bool:
+    """Convert by the command's function on rank 0; return whether it is possible."""
+    (before, stage, _), (topology, zero, size) = saver, case
+    reasons = {
+        "partitions of ZeRO 3": stage == 3,
+        "AutoEP and AutoTP": "model" in before + topology,
+        "ZeRO 3": zero == 3,
+    }
+    reason = next((reason for reason, is_given in reasons.items() if is_given), "")
+    if dist.get_rank() == 0:
+        found, options = checkpoint.look_at(source, "saved"), {"zero": zero, "experts": size}
+        if reason:
+            with pytest.raises(CheckpointLayoutError, match=reason):
+                checkpoint.convert(found, there, topology, **options)
+        else:
+            checkpoint.convert(found, there, topology, **options)
+    dist.barrier()
+    return not reason
+
+
 def _save_and_load(folder: str, saver: Layout, targets: list[Layout], options: dict[str, Any]) -> None:
     """Save after two steps in both formats; load elsewhere and take the third step."""
     start()
@@ -206,9 +226,11 @@ def _save_and_load(folder: str, saver: Layout, targets: list[Layout], options: d
         destroy_engine(engine)
     for topology, zero, size in targets:
         with PipelineParallelGrid(topology) as grid:
-            for form in ("deepspeed", "torch"):
-                engine = engine_on(grid, zero, size, **options)
+            for form in ("deepspeed", "torch", "command"):
                 case = (topology, zero, size)
+                if form == "command" and not _convert(f"{folder}/deepspeed", f"{folder}/{form}", saver, case):
+                    continue
+                engine = engine_on(grid, zero, size, **options)
                 if form == "deepspeed" and stage == 3 and case != saver:
                     with pytest.raises(CheckpointLayoutError, match="partitions of ZeRO 3, which only the topology"):
                         checkpoint.load(engine, f"{folder}/{form}", convert=True)
@@ -216,7 +238,7 @@ def _save_and_load(folder: str, saver: Layout, targets: list[Layout], options: d
                     if form == "torch":
                         checkpoint.load_torch(engine, f"{folder}/{form}")
                     else:
-                        checkpoint.load(engine, f"{folder}/{form}", convert=True)
+                        checkpoint.load(engine, f"{folder}/{form}", convert=form == "deepspeed")
                     run = train_on(grid, engine, batches[2:], gather=False)
                     close = 5e-3 if "bf16" in options else 1e-6
                     assert run.losses == pytest.approx(expected.losses, rel=close), (case, form)

@@ -2,6 +2,7 @@
 
     python -m tests.checkpoint.matrix --seed 0 --pairs 300
     python -m tests.checkpoint.matrix --seed 0 --only 17
+    python -m tests.checkpoint.matrix --seed 0 --first 1000 --pairs 90
 
 Values are read from the live engines by DeepSpeed's own functions for debugging, and put together here. Nothing of
 ``ds_topo.checkpoint`` takes part. Each pair ends in one of two ways. *Exact*: every weight, master weight, optimizer
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import PipelineModule as StockPipelineModule
 from deepspeed.utils import groups as deepspeed_groups
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
@@ -88,7 +90,7 @@ class Side:
 
     def __str__(self) -> str:
         words = [self.topology, f"ZeRO {self.zero}", self.precision, self.optimizer]
-        words += ["decay"] if self.groups == "decay" else []
+        words += [self.groups] if self.groups != "one" else []
         words += [name for name in ("frozen", "tied", "is_pipeline", "is_stock") if getattr(self, name)]
         words += [f"experts={self.experts}"] if self.experts else []
         words += [f"buffer {self.buffer}"] if self.buffer else []
@@ -116,12 +118,19 @@ PLAIN = (
     *("seq=2,data=1", "seq=2,data=2", "data=2,shard=2"),
 )
 PIPES = ("pipe=1", "pipe=2", "pipe=2,data=2", "data=2,pipe=2", "pipe=2,model=2", "model=2,pipe=2", "data=2")
+UNEQUAL_PIPES = ("pipe=4", "pipe=2", "pipe=2,data=2", "data=2,pipe=2", "pipe=1", "data=2")
+STOCK_PIPES = ("pipe=2", "pipe=2,data=2", "pipe=4")
+EXPERT_PIPES = ("pipe=2", "pipe=2,data=2", "data=2,pipe=2", "pipe=4", "data=2", "data=4", "pipe=1")
+SPECIAL = 1000
+"""The first number of pairs of pipelines with experts, with unequal groups on their stages, and of stock pipelines."""
 DENSE_EXPERTS = ("data=1", "data=2", "data=4", "data=2,model=2", "model=2,data=1")
 
 
 def draw_pair(seed: int, number: int) -> Pair:
     """Return a pair, which depends on the two numbers alone."""
     draw = random.Random(f"{seed} {number}")
+    if number >= SPECIAL:
+        return _draw_special(draw, number)
     route = draw.choice(("live", "live", "live", "offline", "offline", "to stock", "from stock"))
     kind = "plain" if "stock" in route else draw.choice(("plain", "plain", "pipeline", "experts"))
     model = Side("data=1", 0)
@@ -145,6 +154,32 @@ def draw_pair(seed: int, number: int) -> Pair:
             name: getattr(source, name) for name in ("precision", "groups") if draw.random() < keep or "stock" in route
         }
     return Pair(number, source, _possible(replace(target, **same), kind), route)
+
+
+def _draw_special(draw: random.Random, number: int) -> Pair:
+    kind = draw.choice(("experts", "unequal", "stock"))
+    route = "from stock" if kind == "stock" else draw.choice(("offline", "offline", "live"))
+    model = Side("data=1", 0, is_pipeline=True, tied=kind != "experts" and draw.random() < 0.5)
+    if kind != "experts":
+        model = replace(model, frozen=draw.random() < 0.3, buffer=draw.choice(("", "equal")))
+    specs = {"experts": EXPERT_PIPES, "unequal": UNEQUAL_PIPES, "stock": STOCK_PIPES}[kind]
+    sides = []
+    for is_stock in (kind == "stock", False):
+        topology, zero = draw.choice(specs if is_stock or kind != "stock" else PIPES[:4]), draw.randrange(2)
+        degree = ProcessTopology.from_spec(topology).get_dim("data") or 1
+        side = replace(model, topology=topology, zero=zero, method=draw.choice(("uniform", "parameters")))
+        side = replace(side, is_stock=is_stock, experts=0 if kind != "experts" else draw.choice((1, degree)))
+        side = replace(side, groups={"experts": "one", "unequal": "split"}.get(kind) or "one")
+        sides.append(side)
+    groups = draw.choice(("one", "decay")) if kind == "stock" else sides[0].groups
+    precision = draw.choice(("fp32", "fp32", "bf16", "fp16"))
+    if kind == "experts" and precision == "fp16":
+        precision = "fp32"
+    if any(side.zero == 0 for side in sides):
+        precision = "fp32"
+    optimizer = "AdamW" if kind == "experts" else draw.choice(("AdamW", "SGD", "NAdam"))
+    same = {"groups": groups, "precision": precision, "optimizer": optimizer}
+    return Pair(number, replace(sides[0], **same), replace(sides[1], **same), route)
 
 
 def _side(draw: random.Random, model: Side, kind: str, *, is_stock: bool) -> Side:
@@ -269,8 +304,10 @@ class Job:
         for name, parameter in module.named_parameters():
             if side.frozen and FROZEN.search(name):
                 parameter.requires_grad_(False)
-        samples = dist.get_world_size() if self.grid is None else self.grid.get_sample_world_size()
-        self.samples, self.sample = samples, dist.get_rank() if self.grid is None else self.grid.get_sample_rank()
+        stages = ProcessTopology.from_spec(side.topology).get_dim("pipe") or 1
+        samples = dist.get_world_size() // stages if self.grid is None else self.grid.get_sample_world_size()
+        place = dist.get_rank() % samples if self.grid is None else self.grid.get_sample_rank()
+        self.samples, self.sample = samples, place
         config = engine_config(SAMPLES // samples // (2 if side.is_pipeline else 1), 2 if side.is_pipeline else 1)
         options = {key: value for key, value in side.options if key != "reducer"}
         config["zero_optimization"] = {"stage": side.zero, **options}
@@ -305,6 +342,12 @@ class Job:
     def _module(self) -> nn.Module:
         side, grid = self.side, self.grid
         slices = grid.get_slice_parallel_group() if grid is not None and self.slices > 1 else None
+        if side.experts and side.is_pipeline:
+            middle = [LayerSpec(Mixture, side.experts), LayerSpec(Block), LayerSpec(Mixture, side.experts)]
+            layers = [LayerSpec(nn.Linear, WIDTH, WIDTH), *middle, LayerSpec(nn.Linear, WIDTH, WIDTH)]
+            module = PipelineModule(layers, grid=grid, loss_fn=F.mse_loss, partition_method=side.method)
+            groups.create_expert_groups(module.mpu(), side.experts)
+            return module
         if side.experts:
             groups.create_expert_groups(grid, side.experts)
             return Net(nn.Linear(WIDTH, WIDTH), [Mixture(side.experts), Block(slices)], nn.Linear(WIDTH, WIDTH))
@@ -315,6 +358,9 @@ class Job:
             return Net(first, blocks, first if side.tied else nn.Linear(WIDTH, WIDTH))
         ends = TIED if side.tied else LayerSpec(nn.Linear, WIDTH, WIDTH)
         layers = [ends, *[LayerSpec(Block, *arguments)] * 2, ends]
+        if side.is_stock:
+            stages = ProcessTopology.from_spec(side.topology).get_dim("pipe")
+            return StockPipelineModule(layers, num_stages=stages, loss_fn=F.mse_loss, partition_method=side.method)
         return PipelineModule(layers, grid=grid, loss_fn=F.mse_loss, partition_method=side.method)
 
     def _fill(self, module: nn.Module) -> None:
@@ -333,6 +379,11 @@ class Job:
         if self.side.groups == "decay":
             wide, narrow = ([one for one in some if (one.dim() > 1) == is_wide] for is_wide in (True, False))
             parameters = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]
+        elif self.side.groups == "split":  # a stage without a block has one group
+            names = {id(one): name for name, one in module.named_parameters()}
+            inside, outside = ([one for one in some if ("split" in names[id(one)]) == is_in] for is_in in (True, False))
+            parameters = [{"params": outside, "weight_decay": 0.0}, {"params": inside, "weight_decay": 0.1}]
+            parameters = [group for group in parameters if group["params"]]
         kind = getattr(torch.optim, self.side.optimizer)
         more = {"momentum": 0.9} if self.side.optimizer == "SGD" else {}
         found: torch.optim.Optimizer = kind(parameters, lr=0.01, **more)
