@@ -429,6 +429,7 @@ class BackgroundSave:
         try:
             self._meeting.all_or_none("all files are written", files.failure, is_alone=self._left_early)
             self._meeting.decided("in place", self._commit)
+            self._meeting.end()
         except CheckpointError:
             if dist.get_rank() == 0:
                 with suppress(OSError):
@@ -444,11 +445,15 @@ class BackgroundSave:
         draft, root, tag, keep_last = self._draft, self._root, self._tag, self._options.keep_last
         disk.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest()))
         for script in (path for path in draft.iterdir() if path.is_file() and not path.name.startswith(".")):
-            disk.flush(script)
-            script.replace(root / script.name)  # DeepSpeed's, for all checkpoints
+            place = root / script.name  # DeepSpeed's, for all checkpoints
+            if not place.is_file() or place.read_bytes() != script.read_bytes():
+                disk.flush(script)
+                script.replace(place)
         folders.put_in_place(draft / tag, root, tag)
         if self._options.save_latest:
-            disk.replace_text(root / folders.LATEST, tag)
+            disk.replace_text(root / folders.LATEST, tag)  # flushes the entries of the folder
+        else:
+            disk.flush(root)
         disk.discard(draft)
         if keep_last is not None:
             try:
@@ -600,9 +605,11 @@ def _require_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
             "other tags"
         )
     needed, free = facts.bytes_of_checkpoint(engine), free_bytes(root)
-    last = next((found.manifest for found in folders.candidates(root) if found.is_whole and found.manifest), None)
-    if last is not None and last.layout == facts.layout_of(engine):
-        needed = max(needed, last.bytes)
+    latest = folders.named_latest(root)
+    if latest is not None and free < sum(disk.sizes_in(root / latest).values()) * _MARGIN:
+        last = folders.look_at(root, latest).manifest  # not always: reading it takes long for many parameters
+        if last is not None and last.layout == facts.layout_of(engine):
+            needed = max(needed, last.bytes)
     if free < needed * _MARGIN:
         raise CheckpointSpaceError(
             f"the checkpoint {tag!r} takes about {needed:,} bytes, and the disk of {root} has {free:,}: make room, "
