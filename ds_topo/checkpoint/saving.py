@@ -403,6 +403,11 @@ class BackgroundSave:
 
     def _write(self, engine: DeepSpeedEngine, client_state: Mapping[str, Any] | None) -> None:
         """Let DeepSpeed write this rank's files, or copy their content."""
+        if self._options.keep_random_states:  # first, so that they are flushed while DeepSpeed writes
+            path = self._draft / self._tag / facts.name_of_states(engine)
+            with suppress(OSError):  # the write fails, too, and names the path
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._files.write(facts.random_states(engine), path)
         with deepspeeds_part(engine), self._files.of(engine):
             engine.save_checkpoint(
                 str(self._draft),
@@ -411,8 +416,6 @@ class BackgroundSave:
                 save_latest=False,
                 exclude_frozen_parameters=self._options.exclude_frozen_parameters,
             )
-        if self._options.keep_random_states:
-            self._files.write(facts.random_states(engine), self._draft / self._tag / facts.name_of_states(engine))
         rows = facts.parameters_of(engine) if facts.replica_of(engine) == 0 else []
         self._parameters = [row for row in rows if row.is_trained or not self._options.exclude_frozen_parameters]
         self._structure = facts.share_of_structure(engine)

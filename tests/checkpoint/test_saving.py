@@ -289,12 +289,15 @@ def _flushed(folder: Path) -> None:
         with (
             mock.patch.object(os, "fsync", wraps=os.fsync) as flush,
             mock.patch.object(folders, "manifest_of", wraps=folders.manifest_of) as read,
+            mock.patch.object(torch, "save", wraps=torch.save) as write,
         ):
             checkpoint.save(here.engine, folder, "two")
         manifest = look_at(folder, "two").manifest
         assert manifest is not None
         others = ("the manifest", "its folder", "latest", "the folder of all")
         assert (flush.call_count, read.call_count) == (len(manifest.files) + len(others), 0)
+        first = Path(write.call_args_list[0].args[1])
+        assert first.name.startswith("random_states"), "it is flushed while DeepSpeed writes the others"
 
 
 def test_second_save_flushes_each_file_once_and_reads_no_manifest(world: Worlds, tmp_path: Path) -> None:
