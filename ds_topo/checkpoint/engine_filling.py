@@ -317,6 +317,8 @@ def opened_for(
     """
     layout, (stage, _, slices) = facts.layout_of(engine), facts.stage_and_slice(engine)
 
+    sources: list[Source] = []  # on rank 0, which opens it to plan
+
     def plan(posted: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any]:
         structure = facts.whole_structure(posted)
         if structure is None:
@@ -324,7 +326,7 @@ def opened_for(
                 "no rank of this job describes the structure of its model. Convert the checkpoint by "
                 "ds-topo convert, and load the new one"
             )
-        source = opened_source(structure)
+        sources.append(source := opened_source(structure))
         if is_plain:
             require_splits(source.model, slices)
         else:
@@ -344,7 +346,7 @@ def opened_for(
 
     def compare() -> tuple[Source, EngineFilling, Comparison]:
         _require_visible(path)
-        source = opened_source(structure)
+        source = sources[0] if sources else opened_source(structure)
         filling = EngineFilling(engine, source, rename, has_states=has_states)
         return source, filling, filling.compare()
 
