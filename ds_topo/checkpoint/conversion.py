@@ -340,8 +340,8 @@ class Conversion:
         put_in_place(self._files, self.folder, self._tag)
         if save_latest:
             replace_text(self.folder / LATEST, self._tag)
-        discard(self._draft)
         flush(self.folder)
+        discard(self._draft)
         return self.folder / self._tag
 
     def _rows(self) -> list[SavedParameter]:

@@ -444,8 +444,9 @@ def random_states(engine: DeepSpeedEngine) -> dict[str, Any]:
     which DeepSpeed does not save.
     """
     kind, keys, position, has_gauss, gauss = np.random.get_state()
+    version, numbers, next_gauss = random.getstate()
     states: dict[str, Any] = {
-        "python": random.getstate(),
+        "python": (version, torch.tensor(numbers), next_gauss),  # torch reads a tuple of 625 numbers slowly
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
         "tracker": dict(get_cuda_rng_tracker().get_states()),
@@ -458,7 +459,8 @@ def random_states(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 def restore_random_states(engine: DeepSpeedEngine, states: dict[str, Any]) -> None:
     """Restore the random states that :func:`random_states` returned."""
-    random.setstate(states["python"])
+    version, numbers, next_gauss = states["python"]  # the numbers are a tuple in files of earlier releases
+    random.setstate((version, tuple(torch.as_tensor(numbers).tolist()), next_gauss))
     kind, keys, position, has_gauss, gauss = states["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     torch.set_rng_state(states["torch"])

@@ -315,18 +315,18 @@ def opened_for(
         CheckpointModelError: it is of another model.
         CheckpointError: the folder is not visible here.
     """
-    meeting.post("structure", facts.share_of_structure(engine))
-    meeting.step("described", lambda: _require_visible(path))
     layout, (stage, _, slices) = facts.layout_of(engine), facts.stage_and_slice(engine)
 
-    def plan() -> Mapping[str, Any]:
-        structure = facts.whole_structure(meeting.posted("structure"))
+    sources: list[Source] = []  # on rank 0, which opens it to plan
+
+    def plan(posted: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any]:
+        structure = facts.whole_structure(posted)
         if structure is None:
             raise CheckpointLayoutError(
                 "no rank of this job describes the structure of its model. Convert the checkpoint by "
                 "ds-topo convert, and load the new one"
             )
-        source = opened_source(structure)
+        sources.append(source := opened_source(structure))
         if is_plain:
             require_splits(source.model, slices)
         else:
@@ -342,15 +342,17 @@ def opened_for(
             manifest = manifest_of_files(path, saved, structure)
         return Source(model_of(manifest, structure.splits), path)
 
-    structure = structure_from(meeting.decided("plan", plan))
-    source = meeting.step("opened", lambda: opened_source(structure))
+    structure = structure_from(meeting.decided_from("plan", facts.share_of_structure(engine), plan))
 
-    def compare() -> tuple[EngineFilling, Comparison]:
+    def compare() -> tuple[Source, EngineFilling, Comparison]:
+        _require_visible(path)
+        source = sources[0] if sources else opened_source(structure)
         filling = EngineFilling(engine, source, rename, has_states=has_states)
-        return filling, filling.compare()
+        return source, filling, filling.compare()
 
+    source: Source
     filling: EngineFilling
-    filling, comparison = meeting.step("compared", compare)
+    source, filling, comparison = meeting.step("compared", compare)
     digests = facts.digests_of_buffers(engine) if slices != source.model.slices else {}
 
     where = f"the checkpoint {path.name!r} of {path.parent}"

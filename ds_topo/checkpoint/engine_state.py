@@ -537,4 +537,5 @@ def state_of_engine(engine: DeepSpeedEngine, rename: Rename, plan: str, *, has_s
         failure = error
     meeting = Meeting.begin("the engine's state for torch.distributed.checkpoint", plan)
     meeting.all_or_none("described", failure)
+    meeting.end()
     return found

@@ -448,6 +448,8 @@ def take_back_replaced(folder: Path) -> None:
 def put_in_place(written: Path, folder: Path, tag: str, change_places: Callable[[Path, Path], bool] = exchange) -> None:
     """Give a complete checkpoint its name. At every moment the name shows it or the former one of that tag.
 
+    The caller flushes the entries of the folder, together with its other changes there.
+
     If the file system cannot exchange two names, the former one has another name for a moment, which
     :func:`take_back_replaced` knows.
     """
@@ -463,7 +465,6 @@ def put_in_place(written: Path, folder: Path, tag: str, change_places: Callable[
         written.rename(path)
         flush(folder)
         discard(former)
-    flush(folder)
 
 
 def remove_old(folder: Path, keep: int, newest: str) -> list[str]:

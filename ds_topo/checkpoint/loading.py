@@ -180,6 +180,7 @@ def load(
         chosen, reason = meeting.decided(f"choice {attempt}", choice.next)
         if not chosen:
             _load_plain_weights(engine, meeting, root, rename, is_strict=load_module_strict)
+            meeting.end()
             return str(root), {}
         share = choice.check(root / chosen, reason)
         if (is_fitting := meeting.decided_from(f"check {attempt}", share, choice.accepts)) is not None:
@@ -193,6 +194,7 @@ def load(
         state = meeting.step("loaded", lambda: _load_files(engine, root / chosen, options, custom_load_fn))
     else:
         state = _load_by_name(engine, meeting, root / chosen, options)
+    meeting.end()
     return str(root / chosen), state
 
 
@@ -363,7 +365,7 @@ class _Choice:
         found: dict[str, Any] = {"damaged": [], "model": "", "order": reason, "refused": "", "scheduler": ""}
         engine, options = self._engine, self._options
         try:
-            manifest = folders.manifest_of(path)
+            manifest = self.chosen.manifest if self.chosen is not None else folders.manifest_of(path)
             if manifest is not None and options.verify == DIGESTS:
                 found["damaged"] = folders.wrong_digests(path, shared_out(manifest.files))
             if manifest is not None and not reason and facts.replica_of(engine) == 0:

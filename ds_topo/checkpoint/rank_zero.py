@@ -17,16 +17,18 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_topo import errors
-from ds_topo.errors import CheckpointError, DisagreementError, unanswered
+from ds_topo.errors import CheckpointError, DisagreementError, listed, unanswered
 from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, leave, within
 from ds_topo.torch_names import default_store, get_several, job_timeout
 
 _PART = 1 << 22
 """Characters of a value in one key; the store's server refuses 8 MiB."""
+_PATIENCE = 0.9
+"""The share of the timeout for which rank 0 waits for the others' values; the rest is for them to read its outcome."""
 _ALONE = timedelta(seconds=20)
 """The timeout of a rank that left DeepSpeed's function early; the others may be dead or blocked in it."""
 _MOMENT = timedelta(seconds=2)
-"""The longest time that rank 0 waits for the others to read an outcome."""
+"""The longest time that rank 0 waits for the others to read the last outcome."""
 _AT_ONCE = 256
 """Values that one request reads."""
 
@@ -72,13 +74,13 @@ class Meeting:
         said = done if failure is None else _one_line(failure)
         try:
             timeout = min(self.timeout, _ALONE) if is_alone else self.timeout
-            token = agree(said, range(dist.get_world_size()), timeout, subject=self.subject)
+            agree(said, range(dist.get_world_size()), timeout, subject=self.subject)
         except DisagreementError as error:
             leave(default_store(), dist.get_rank(), range(dist.get_world_size()), self._posted)  # nobody reads them
             raise CheckpointError(f"{error}".replace("-> plan: ", "-> ")) from failure or error
         if failure is not None:
+            self.end()
             raise CheckpointError(f"{self.subject}, on every rank: {said}") from failure
-        self._let_all_read(f"{token}/read")
 
     def step(self, done: str, work: Callable[[], Any]) -> Any:
         """Do this rank's part of the work, and return its result if no rank has failed.
@@ -95,16 +97,33 @@ class Meeting:
         return result
 
     def post(self, name: str, content: Any) -> None:
-        """Send a JSON value to rank 0, which reads it with :meth:`posted` after the next agreement of all ranks.
+        """Send a JSON value to rank 0, which reads it with :meth:`posted`.
 
         Dataclasses in it are read as dicts.
         """
         self._posted.extend(self._write(f"{name}/{dist.get_rank()}", json.dumps(content, default=vars)))
 
     def posted(self, name: str) -> list[Any]:
-        """Return on rank 0 the values that all ranks have posted, by rank, and delete them from the store."""
+        """Return on rank 0 the values that all ranks have posted, by rank, and delete them from the store.
+
+        Raises:
+            CheckpointError: some ranks do not post. The message names them.
+        """
         names = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
-        return [json.loads(text) for text in within(self.timeout, self.subject, lambda: self._read(names, delete=True))]
+
+        def read() -> list[str]:
+            limit, keys = self.timeout * _PATIENCE, [f"{self.token}/{one}/0" for one in names]
+            try:
+                default_store().wait(keys, limit)
+            except RuntimeError as error:
+                reason = unanswered(error, limit)
+                with suppress(RuntimeError):  # the store is lost
+                    missing = [rank for rank, key in enumerate(keys) if not default_store().check([key])]
+                    reason = f"ranks {listed(missing)} did not come within {limit}"
+                raise CheckpointError(reason) from None
+            return self._read(names, delete=True)
+
+        return [json.loads(text) for text in within(self.timeout, self.subject, read)]
 
     def decided(self, name: str, decide: Callable[[], Any]) -> Any:
         """Return on every rank what ``decide()`` returned on rank 0, as JSON, or raise its error on every rank.
@@ -121,9 +140,9 @@ class Meeting:
                 leave(default_store(), 0, range(dist.get_world_size()), self._write(name, json.dumps(outcome)))
         else:
             outcome = json.loads(within(self.timeout * UNANSWERED_AFTER, self.subject, lambda: self._await(name)))
-        self._let_all_read(f"{self.token}/{name}/read")
         if "error" not in outcome:
             return outcome["value"]
+        self.end()
         kind = getattr(errors, outcome["error"], None)
         if isinstance(kind, type) and issubclass(kind, CheckpointError) and kind is not CheckpointError:
             raise kind(outcome["text"])
@@ -132,21 +151,14 @@ class Meeting:
     def decided_from(self, name: str, content: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Return on every rank what ``decide`` returned on rank 0 for the contents of all ranks, or raise its error."""
         self.post(name, content)
-        self.all_or_none(f"{name} posted", None)
         return self.decided(f"{name} decided", lambda: decide(self.posted(name)))
 
-    def _await(self, name: str) -> str:
-        try:
-            default_store().wait([f"{self.token}/{name}/parts"], self.timeout)
-            return self._read([name])[0]
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"{self.subject}: rank 0 did not report its result, {unanswered(error, self.timeout)}"
-            ) from None
+    def end(self) -> None:
+        """Let rank 0, which may serve the store and end right afterwards, wait a moment until the others come here.
 
-    def _let_all_read(self, key: str) -> None:
-        """Let rank 0, which may serve the store and end right afterwards, wait a moment until the others come here."""
-        store, others = default_store(), dist.get_world_size() - 1
+        Call it after the last agreement or decision. Those that raise an error have called it.
+        """
+        store, others, key = default_store(), dist.get_world_size() - 1, f"{self.token}/read"
         if not others:
             return
 
@@ -160,24 +172,33 @@ class Meeting:
         with suppress(RuntimeError):  # this rank knows the outcome
             within(self.timeout * UNANSWERED_AFTER, self.subject, count)
 
+    def _await(self, name: str) -> str:
+        try:
+            default_store().wait([f"{self.token}/{name}/0"], self.timeout)
+            return self._read([name])[0]
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{self.subject}: rank 0 did not report its result, {unanswered(error, self.timeout)}"
+            ) from None
+
     def _write(self, name: str, text: str) -> list[str]:
-        """Store a text in parts; return its keys. The key with the number of parts comes last."""
-        store, key = default_store(), f"{self.token}/{name}"
+        """Store a text in parts; return their keys. The first part, with their number before it, comes last."""
         parts = [text[start : start + _PART] for start in range(0, max(1, len(text)), _PART)]
-        for number, part in enumerate(parts):
-            store.set(f"{key}/{number}", part)
-        store.set(f"{key}/parts", str(len(parts)))
-        return [*(f"{key}/{number}" for number in range(len(parts))), f"{key}/parts"]
+        keys = [f"{self.token}/{name}/{number}" for number in range(len(parts))]
+        for key, part in zip(keys[1:], parts[1:], strict=True):
+            default_store().set(key, part)
+        default_store().set(keys[0], f"{len(parts)} {parts[0]}")
+        return keys
 
     def _read(self, names: Sequence[str], *, delete: bool = False) -> list[str]:
         store, found = default_store(), []
         for start in range(0, len(names), _AT_ONCE):
             keys = [f"{self.token}/{name}" for name in names[start : start + _AT_ONCE]]
-            counts = get_several(store, [f"{key}/parts" for key in keys])
-            for key, count in zip(keys, counts, strict=True):
-                parts = [f"{key}/{number}" for number in range(int(count))]
-                found.append(b"".join(get_several(store, parts)).decode())
-                for part in (*parts, f"{key}/parts") if delete else ():
+            for key, first in zip(keys, get_several(store, [f"{key}/0" for key in keys]), strict=True):
+                count, _, text = first.partition(b" ")
+                more = [f"{key}/{number}" for number in range(1, int(count))]
+                found.append(b"".join((text, *(get_several(store, more) if more else ()))).decode())
+                for part in (f"{key}/0", *more) if delete else ():
                     store.delete_key(part)
         return found
 

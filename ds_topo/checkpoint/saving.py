@@ -403,6 +403,11 @@ class BackgroundSave:
 
     def _write(self, engine: DeepSpeedEngine, client_state: Mapping[str, Any] | None) -> None:
         """Let DeepSpeed write this rank's files, or copy their content."""
+        if self._options.keep_random_states:  # first, so that they are flushed while DeepSpeed writes
+            path = self._draft / self._tag / facts.name_of_states(engine)
+            with suppress(OSError):  # the write fails, too, and names the path
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._files.write(facts.random_states(engine), path)
         with deepspeeds_part(engine), self._files.of(engine):
             engine.save_checkpoint(
                 str(self._draft),
@@ -411,8 +416,6 @@ class BackgroundSave:
                 save_latest=False,
                 exclude_frozen_parameters=self._options.exclude_frozen_parameters,
             )
-        if self._options.keep_random_states:
-            self._files.write(facts.random_states(engine), self._draft / self._tag / facts.name_of_states(engine))
         rows = facts.parameters_of(engine) if facts.replica_of(engine) == 0 else []
         self._parameters = [row for row in rows if row.is_trained or not self._options.exclude_frozen_parameters]
         self._structure = facts.share_of_structure(engine)
@@ -429,6 +432,7 @@ class BackgroundSave:
         try:
             self._meeting.all_or_none("all files are written", files.failure, is_alone=self._left_early)
             self._meeting.decided("in place", self._commit)
+            self._meeting.end()
         except CheckpointError:
             if dist.get_rank() == 0:
                 with suppress(OSError):
@@ -444,11 +448,15 @@ class BackgroundSave:
         draft, root, tag, keep_last = self._draft, self._root, self._tag, self._options.keep_last
         disk.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest()))
         for script in (path for path in draft.iterdir() if path.is_file() and not path.name.startswith(".")):
-            disk.flush(script)
-            script.replace(root / script.name)  # DeepSpeed's, for all checkpoints
+            place = root / script.name  # DeepSpeed's, for all checkpoints
+            if not place.is_file() or place.read_bytes() != script.read_bytes():
+                disk.flush(script)
+                script.replace(place)
         folders.put_in_place(draft / tag, root, tag)
         if self._options.save_latest:
-            disk.replace_text(root / folders.LATEST, tag)
+            disk.replace_text(root / folders.LATEST, tag)  # flushes the entries of the folder
+        else:
+            disk.flush(root)
         disk.discard(draft)
         if keep_last is not None:
             try:
@@ -600,9 +608,11 @@ def _require_room(engine: DeepSpeedEngine, root: Path, tag: str) -> None:
             "other tags"
         )
     needed, free = facts.bytes_of_checkpoint(engine), free_bytes(root)
-    last = next((found.manifest for found in folders.candidates(root) if found.is_whole and found.manifest), None)
-    if last is not None and last.layout == facts.layout_of(engine):
-        needed = max(needed, last.bytes)
+    latest = folders.named_latest(root)
+    if latest is not None and free < sum(disk.sizes_in(root / latest).values()) * _MARGIN:
+        last = folders.look_at(root, latest).manifest  # not always: reading it takes long for many parameters
+        if last is not None and last.layout == facts.layout_of(engine):
+            needed = max(needed, last.bytes)
     if free < needed * _MARGIN:
         raise CheckpointSpaceError(
             f"the checkpoint {tag!r} takes about {needed:,} bytes, and the disk of {root} has {free:,}: make room, "

@@ -415,6 +415,7 @@ def _numbers(meeting: Meeting, found: EngineState, saved: Mapping[tuple[str, str
             raise CheckpointModelError(different)
 
     meeting.decided_from("numbers", problem, judge)
+    meeting.end()
     return result
 
 

@@ -6,6 +6,35 @@
 Sides alternate in the same two processes; the output has medians and quartiles of the slower rank, and ratios.
 DeepSpeed's own function leaves files in the system's cache. "flushed" is its own function followed by an fsync of every
 file, by the rank that has written it.
+
+Medians in milliseconds on an idle machine of two cores with ext4; the goals are ratios to DeepSpeed's times. The disk
+varies: the quartiles of a save of 1,074 MB by DeepSpeed were 0.7 and 3.1 s.
+
+=====================  ======  ======  ========  =================
+..                      34 MB  202 MB  1,074 MB  5,000 tensors
+=====================  ======  ======  ========  =================
+save: DeepSpeed            52     273     1,634  331
+save: DeepSpeed, flushed   50     227     1,889  169
+save: ours                 65     231     1,454  351, goal 3 times
+goal: 1.1 times          1.29    1.02      0.77  2.08
+in the background          15      42       136  152
+goal: 0.1 times          0.30    0.19      0.07
+load: DeepSpeed            23     102       648  310
+load: ours                 37      80       472  636, goal 3 times
+goal: 1.05 times         1.59    0.78      0.73  2.05
+=====================  ======  ======  ========  =================
+
+Small checkpoints miss the goals by a constant time:
+
+- A save writes and flushes its files in the 51 ms of DeepSpeed's flushed save; digests take no time, because they are
+  computed while the disk is busy. The manifest, ``latest`` and their two folders are flushed afterwards, 3 to 5 ms.
+  Two agreements of all ranks take 1 ms each, rank 0's decisions before and after the save 1 to 2 ms.
+- A background save of 34 MB copies 21 MB on rank 0, 2 ms at best and 4 to 5 ms while both ranks copy. The agreement,
+  rank 0's preparations, and DeepSpeed's barriers and all-reduces take 8 ms. Of 202 MB rank 0 copies 126 MB in about
+  30 ms, and a tenth of DeepSpeed's save is 23 ms.
+- A load has two agreements and two decisions of rank 0, and checks the manifest, archives and types before anything
+  changes, 5 ms in total; a twentieth of DeepSpeed's load of 34 MB is 0.5 to 1 ms. Mapping the files into memory instead
+  of reading them would take 6 ms less, but a disk that fails would then kill the process without a message.
 """
 
 from __future__ import annotations

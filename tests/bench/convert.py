@@ -10,6 +10,25 @@ largest parameter.
 The commands ``ds-topo convert`` and DeepSpeed's ``ds_to_universal.py`` are then run in turn on the same checkpoint.
 Last, two ranks load a checkpoint of their own layout by DeepSpeed's function and by ours, and one of four ranks with
 ``convert=True``.
+
+Seconds on an idle machine of two cores with ext4:
+
+=============================  =======  ========
+..                               34 MB  1,074 MB
+=============================  =======  ========
+copied, digested                  0.05      1.49
+data=2 -> data=4                  0.06      0.72
+ds-topo convert                   1.90      2.63
+ds_to_universal.py                2.02      6.55
+load: DeepSpeed                   0.02      0.63
+load: ours                        0.02      0.50
+load: ours, converted             0.05      0.32
+memory of its own for the last       0         0
+=============================  =======  ========
+
+``import torch`` takes 1.39 s of both commands, and ``import deepspeed`` with it 1.84 s. Without imports ours is 6 times
+faster at 1 GB. The commands take 1.84 s + 0.74 s per GB and 1.84 s + 4.4 s per GB, so ours is 5 times faster from about
+10 GB on.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import uuid
 import warnings
 import zipfile
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from shutil import copytree, rmtree
@@ -227,17 +228,30 @@ def _calls_of_the_store(rows: int, late: float) -> int:
     store = _CountingStore(default_store())
     meeting = Meeting.begin("a test", "")
     with mock.patch.object(rank_zero, "default_store", return_value=store):
-        meeting.post("rows", [{"name": f"layers.{row}.weight"} for row in range(rows)])
-        meeting.all_or_none("posted", None)
+        content = [{"name": f"layers.{row}.weight"} for row in range(rows)]
         if dist.get_rank():
             time.sleep(late)
-        assert meeting.decided("number", lambda: sum(map(len, meeting.posted("rows")))) == rows * dist.get_world_size()
+        found = meeting.decided_from("rows", content, lambda posted: sum(map(len, posted)))
+        assert found == rows * dist.get_world_size()
+        meeting.end()
     return store.calls
 
 
 def test_calls_of_the_store_depend_neither_on_parameters_nor_on_late_ranks(world: Worlds) -> None:
     few = world(2).run(_calls_of_the_store, 1, 0.0)
     assert few == world(2).run(_calls_of_the_store, 5000, 0.0) == world(2).run(_calls_of_the_store, 1, 0.1)
+
+
+def test_ranks_that_post_nothing_are_named() -> None:
+    meeting = Meeting("a test", "token", timedelta(seconds=0.2))
+    with (
+        mock.patch.object(rank_zero, "default_store", return_value=dist.HashStore()),
+        mock.patch.object(dist, "get_rank", return_value=1),
+        mock.patch.object(dist, "get_world_size", return_value=3),
+    ):
+        meeting.post("rows", 7)
+        with pytest.raises(CheckpointError, match=r"^ranks \[0, 2\] did not come within 0:00:00\.18"):
+            meeting.posted("rows")
 
 
 def _keys() -> int:

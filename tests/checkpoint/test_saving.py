@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import errno
 import os
+import random
 import re
 import subprocess
 import sys
@@ -13,16 +14,20 @@ import warnings
 from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import deepspeed
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ds_topo import checkpoint
 from ds_topo.checkpoint import disk, engine_facts, saving
+from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint.folder import checkpoints_in, look_at, named_latest
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, DisagreementError, UnsafeCheckpointError
@@ -262,6 +267,12 @@ def _too_little_space(kind: Kind, folder: Path) -> str:
         (found,) = checkpoint.checkpoints_in(folder)
         estimate = engine_facts.bytes_of_checkpoint(here.engine)
         assert estimate <= found.bytes, "the estimate refuses no save that fits"
+        checkpoint.save(here.engine, folder, "large", {"samples": torch.zeros(estimate)})
+        with (
+            mock.patch.object(saving, "free_bytes", return_value=2 * estimate),
+            pytest.raises(CheckpointSpaceError, match="'third' takes about"),
+        ):  # the last one of this layout took more than the estimate
+            checkpoint.save(here.engine, folder, "third")
         return str(raised.value)
 
 
@@ -270,6 +281,54 @@ def test_too_little_space_is_refused_before_writing(world: Worlds, kind: Kind, t
     errors = world(2).run(_too_little_space, kind, tmp_path)
     assert errors[0] == errors[1]
     assert re.search(r"'first' takes about [\d,]+ bytes, and the disk of \S+ has 1,000: make room", errors[0])
+
+
+def _flushed(folder: Path) -> None:
+    with job(Kind("data=1", zero=1)) as here:
+        checkpoint.save(here.engine, folder, "one")
+        with (
+            mock.patch.object(os, "fsync", wraps=os.fsync) as flush,
+            mock.patch.object(folders, "manifest_of", wraps=folders.manifest_of) as read,
+            mock.patch.object(torch, "save", wraps=torch.save) as write,
+        ):
+            checkpoint.save(here.engine, folder, "two")
+        manifest = look_at(folder, "two").manifest
+        assert manifest is not None
+        others = ("the manifest", "its folder", "latest", "the folder of all")
+        assert (flush.call_count, read.call_count) == (len(manifest.files) + len(others), 0)
+        first = Path(write.call_args_list[0].args[1])
+        assert first.name.startswith("random_states"), "it is flushed while DeepSpeed writes the others"
+
+
+def test_second_save_flushes_each_file_once_and_reads_no_manifest(world: Worlds, tmp_path: Path) -> None:
+    world(1).run(_flushed, tmp_path)
+
+
+def _converted(folder: Path) -> None:
+    with job(Kind("data=1", zero=1)) as here:
+        checkpoint.save(here.engine, folder, "one")
+    with (
+        job(Kind("data=1")) as here,
+        mock.patch.object(folders, "manifest_of", wraps=folders.manifest_of) as read,
+    ):
+        checkpoint.load(here.engine, folder, convert=True)
+    assert read.call_count == 2, "to choose the checkpoint, and to convert it"
+
+
+def test_conversion_reads_the_manifest_twice(world: Worlds, tmp_path: Path) -> None:
+    world(1).run(_converted, tmp_path)
+
+
+@pytest.mark.parametrize("is_tensor", [True, False], ids=["now", "earlier release"])
+def test_random_states_are_restored(is_tensor: bool) -> None:
+    engine: Any = SimpleNamespace(module=nn.Identity())
+    states = engine_facts.random_states(engine)
+    if not is_tensor:
+        version, numbers, gauss = states["python"]
+        states["python"] = (version, tuple(numbers.tolist()), gauss)
+    wanted = random.random(), np.random.rand(), float(torch.rand(()))
+    engine_facts.restore_random_states(engine, states)
+    assert (random.random(), np.random.rand(), float(torch.rand(()))) == wanted
 
 
 def _several(folder: Path) -> list[str]:
