@@ -26,6 +26,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from ds_topo import PipelineModule, PipelineParallelGrid, ProcessTopology, initialize
+from ds_topo.errors import EngineOptionError
 from tests.engine.test_against_deepspeed import DTYPES, PRECISIONS, SMALL, TOLERANCES, shared_folder
 from tests.support.training import destroy_engine, engine_config
 from tests.support.world import Worlds
@@ -95,7 +96,7 @@ def draw(seed: int, specs: list[str]) -> Case:
     of = random.Random(seed)
     spec = specs[seed % len(specs)]
     topology, is_pipeline = ProcessTopology.from_spec(spec), "pipe" in spec
-    stage = 1 if is_pipeline else of.choice([1, 2, 3, 3])
+    stage = 1 if is_pipeline else of.choice([1, 2, 2, 3])
     precision = of.choice(["fp32", "bf16", "fp16", "fp16"])
     accumulation = of.choice([1, 2, 3])
     wide_sums = precision == "bf16" and stage == 1 and of.random() < 0.5
@@ -108,6 +109,8 @@ def draw(seed: int, specs: list[str]) -> Case:
         zero |= of.choice([{}, {"sub_group_size": 100}])
         if of.random() < 0.4:
             zero["offload_param"] = OFFLOAD
+        if of.random() < 0.15:
+            zero["zero_hpz_partition_size"] = 2  # refused
     if of.random() < 0.5:
         zero["reduce_bucket_size"] = of.choice([100, 500])
     if of.random() < 0.5:
@@ -115,7 +118,7 @@ def draw(seed: int, specs: list[str]) -> Case:
     if stage == 2 and of.random() < 0.3:
         zero["round_robin_gradients"] = True
     mixture: dict[str, Any] = {}
-    if stage < 3 and of.random() < 0.4:
+    if stage < 3 and of.random() < 0.6:
         mixture = {"ep_size": of.choice([1, 2]), "k": of.choice([1, 2]), "use_residual": of.random() < 0.3}
     return Case(
         spec,
@@ -173,8 +176,8 @@ class Block(nn.Module):
 
 def blocks(case: Case) -> list[LayerSpec]:
     found = [LayerSpec(Block, number) for number in range(BLOCKS)]
-    if case.mixture:
-        found[4] = LayerSpec(Block, 4, case.mixture)
+    for number in (1, 4) if case.mixture else ():  # one in every stage of a pipeline
+        found[number] = LayerSpec(Block, number, case.mixture)
     return found
 
 
@@ -237,7 +240,7 @@ def train_step(engine: Any, case: Case, grid: PipelineParallelGrid, step: int) -
         is_last = number == case.accumulation - 1
         with engine.no_sync() if case.no_sync and not is_last else nullcontext():
             loss = F.mse_loss(engine(inputs), targets)
-            engine.backward(loss)
+            engine.backward(loss / max(1, grid.topology().get_dim("seq")))  # gradients are summed along seq
         if is_last or not case.no_sync:
             engine.step()
         mean += loss.detach().float() / case.accumulation
@@ -257,13 +260,18 @@ def states_of(engine: Any) -> dict[str, torch.Tensor]:
             whole = LOCAL_EXPERT.sub(f"deepspeed_experts.{number}.", name)
         with deepspeed.zero.GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
             found[whole] = parameter.detach().float().clone()
-        for kind, value in (
-            ("master", safe_get_full_fp32_param(parameter)),
-            ("momentum", safe_get_full_optimizer_state(parameter, "momentum_buffer")),
-        ):
-            assert value is not None, (name, kind)
-            found[f"{whole} {kind}"] = value.float().clone()
+        if engine.zero_round_robin_gradients():  # DeepSpeed's functions then return parts of other parameters
+            continue
+        found[f"{whole} master"] = safe_get_full_fp32_param(parameter).clone()
+        if not expert:  # DeepSpeed links the states of its first group alone
+            found[f"{whole} momentum"] = safe_get_full_optimizer_state(parameter, "momentum_buffer").clone()
     return found
+
+
+def refuse(case: Case) -> None:
+    deepspeed.init_distributed(verbose=False)
+    with PipelineParallelGrid(case.spec) as grid:
+        build(replace(case, zero_init=False), grid)
 
 
 def train(case: Case, spec: str) -> Record:
@@ -302,6 +310,11 @@ def assert_alike(found: Record, expected: Record, tolerance: float) -> None:
 def compare(world: Worlds, ranks: int, case: Case) -> None:
     """Compare a case with ZeRO over all replicas on the same ranks, and with one process."""
     print(case)
+    if "zero_hpz_partition_size" in case.zero:
+        for error in world(ranks).run(refuse, case, expect_failure=True):
+            assert isinstance(error, EngineOptionError)
+            assert "zero_hpz_partition_size (hpZ)" in str(error)
+        return
     alone = replace(case, spec="data=1", zero={}, mixture=case.mixture and case.mixture | {"ep_size": 1})
     ours = world(ranks).run(train, case, case.spec)
     theirs = world(ranks).run(train, replace(case, reduced=False), case.spec.replace("shard", "+rows"))
@@ -311,7 +324,7 @@ def compare(world: Worlds, ranks: int, case: Case) -> None:
         assert_alike(mine, expected, TOLERANCES[case.precision])
 
 
-@pytest.mark.parametrize("seed", range(2 * len(OF_FOUR)))
+@pytest.mark.parametrize("seed", range(3 * len(OF_FOUR)))
 def test_random_engines_of_four_ranks_train_alike(world: Worlds, seed: int) -> None:
     compare(world, 4, draw(seed, OF_FOUR))
 
