@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import combinations, pairwise, permutations
 from pathlib import Path
@@ -282,14 +283,19 @@ def test_a_world_of_16384_ranks_is_placed_quickly(axes: Any) -> None:
         placement.host_map.host_of(16384)
 
 
-def test_every_rank_of_16384_shards_inside_its_host() -> None:
+@pytest.mark.parametrize(
+    "asked", [(0, 9, 8192, 16383), pytest.param(range(16384), marks=pytest.mark.exhaustive)], ids=["some", "all"]
+)
+def test_every_rank_of_16384_shards_inside_its_host(asked: Sequence[int]) -> None:
     """Four groups besides the world's on each rank, and 2 (h - 1) / h of the gradients across its host's link."""
     topology = ProcessTopology.from_spec("pipe=2,data=1024,shard=8")
     for rank in range(topology.world_size()):
         assert topology.get_axis_ranks(partition_axes(topology), rank)[0] == rank // 8 * 8
         assert topology.get_axis_index(copy_axes(topology), rank) == rank // 8 % 1024
-    for rank in (0, 9, 8192, 16383):
+    for rank in asked:
         groups = {group.name: len(group.ranks) for group in created_groups(topology, rank)}
         assert groups == {"pipe": 2, "data": 1024, "shard": 8, "data+shard": 8192}
+    for copies in topology.get_axis_comm_lists(copy_axes(topology)):
+        assert len({rank // 8 for rank in copies}) == len(copies), "each rank sends its eighth to other hosts alone"
     found = gradients_across_hosts(Placement(topology, HostMap.block(Hosts.uniform(2048, 8))))
     assert found == (pytest.approx(2 * 1023 / 1024), 0.0)
