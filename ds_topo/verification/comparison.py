@@ -250,50 +250,46 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
             for rank, record in enumerate(found.ranks)
         }
         yield Row(SKIPPED, "", differ)
-    if any(record["after"] for record in found.ranks):
-        clipped = [found.clipping(rank, expected) for rank in range(len(found.ranks))]
-        for name in order:
-            if ranks := found.holders("after", name):
-                parts = {rank: found.after(rank, name, clipped[rank][0]) for rank in ranks}
-                yield Row(REDUCED, name, {rank: error_of(part, expected[name], least) for rank, part in parts.items()})
-        right = reference.ranks[0]["norm"] or math.sqrt(square)  # some optimizers report the norm of scaled gradients
-        norms = {
-            rank: ratio((norm - right) ** 2, right**2)
-            for rank, (_, norm) in enumerate(clipped)
-            if norm and not found.ranks[rank]["is_skipped"]
-        }
-        if norms and right:
-            yield Row(NORM, "", norms)
+    clipped = [found.clipping(rank, expected) for rank in range(len(found.ranks))]
+    for name in order:
+        if ranks := found.holders("after", name):
+            parts = {rank: found.after(rank, name, clipped[rank][0]) for rank in ranks}
+            yield Row(REDUCED, name, {rank: error_of(part, expected[name], least) for rank, part in parts.items()})
+    right = reference.ranks[0]["norm"] or math.sqrt(square)  # some optimizers report the norm of scaled gradients
+    norms = {
+        rank: ratio((norm - right) ** 2, right**2)
+        for rank, (_, norm) in enumerate(clipped)
+        if norm and not found.ranks[rank]["is_skipped"]
+    }
+    if norms and right:
+        yield Row(NORM, "", norms)
 
 
 def _updates(found: Step, reference: Step) -> Iterator[Row]:
     """Yield weights and states after the step. An error of a weight is relative to the change since the start."""
     start = reference.run.start
     theirs = whole_tensors(record["weights"] for record in reference.ranks)
-    for name in theirs:
-        ranks = found.holders("weights", name)
-        if ranks:
-            yield Row(WEIGHT, name, _change_errors(found, ranks, "weights", name, theirs[name], start[name]))
+    for name, whole in theirs.items():
+        parts = {rank: found.ranks[rank]["weights"][name] for rank in found.holders("weights", name)}
+        if parts:
+            yield Row(WEIGHT, name, change_errors(parts, whole, start[name]))
     keys = dict.fromkeys(key for record in reference.ranks for key in record["states"])
     for key in keys:
-        whole = whole_tensors(record["states"].get(key, {}) for record in reference.ranks)
-        for name, value in whole.items():
+        for name, value in whole_tensors(record["states"].get(key, {}) for record in reference.ranks).items():
             ranks = [rank for rank, one in enumerate(found.ranks) if name in one["states"].get(key, {})]
             parts = {rank: found.ranks[rank]["states"][key][name] for rank in ranks}
-            if key == MASTER:
-                base = start[name].to(value.dtype)
-                parts = {rank: _minus(part, base) for rank, part in parts.items()}
-                value = value - base
-            if ranks:
+            if parts and key == MASTER:
+                yield Row(key, name, change_errors(parts, value, start[name]))
+            elif parts:
                 yield Row(key, name, {rank: error_of(part, value) for rank, part in parts.items()})
 
 
-def _change_errors(
-    found: Step, ranks: Iterable[int], kind: str, name: str, whole: torch.Tensor, start: torch.Tensor
-) -> dict[int, float]:
+def change_errors(parts: Mapping[int, Part], whole: torch.Tensor, start: torch.Tensor) -> dict[int, float]:
+    """Return the error of each rank's change of a weight; one of the last bit of all elements is always allowed."""
     change = whole.double() - start.double()
-    least = torch.finfo(whole.dtype).eps * float(start.double().square().mean().sqrt())
-    return {rank: error_of(_minus(found.ranks[rank][kind][name], start), change, least) for rank in ranks}
+    bit = torch.finfo(whole.dtype).eps / _LEAST[str(whole.dtype).removeprefix("torch.")]
+    least = bit * float(start.double().square().mean().sqrt())
+    return {rank: error_of(_minus(part, start), change, least) for rank, part in parts.items()}
 
 
 def _minus(part: Part, whole: torch.Tensor) -> Part:

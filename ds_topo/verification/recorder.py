@@ -13,7 +13,10 @@ Places are those of checkpoints (:mod:`ds_topo.checkpoint.engine_state`).
 
 from __future__ import annotations
 
+import resource
+import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,11 +29,12 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
+from torch.utils.serialization import config
 
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import Named, Trained, named_parameters, span_of_zero_3, trained
 from ds_topo.checkpoint.shards import Slice, part_of
-from ds_topo.engine.replicas import digest, replicated
+from ds_topo.engine.replicas import replicated
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
@@ -52,9 +56,14 @@ class Recording:
     """The folder of this run; each rank writes into ``rank_<n>``."""
     steps: int
     weights_from: Path | None = None
-    """The folder of another run with whose first weights this one starts."""
+    """The folder of the wanted run with whose first weights a reference starts."""
     noise: int | None = None
     """The seed of artificial rounding errors; None: none."""
+
+    @property
+    def is_reference(self) -> bool:
+        """True if this run is compared with another one: what DeepSpeed reduces in it is not recorded."""
+        return self.weights_from is not None
 
     def folder_of(self, rank: int) -> Path:
         """Return the folder of one rank."""
@@ -158,7 +167,7 @@ class Recorder:
         """Start to record an engine, unless another one is recorded; return whether it is recorded."""
         if self.engine is not None:
             return engine is self.engine
-        self.engine = engine
+        self.engine, began = engine, time.time()
         masters = {id(one.parameter): one for one in trained(engine)}
         unused = _unused_copies(engine)
         self._named = [
@@ -166,14 +175,14 @@ class Recorder:
         ]
         self._watch(engine.module, {one.names[0]: one.parameter for one, _ in self._named})
         inner = facts.inner_optimizer(engine)
-        if inner is not None:
+        if inner is not None and not self.what.is_reference:
             self._hooks.callback(inner.register_step_pre_hook(self._before_update).remove)
         self._skipped, self._scale = int(engine.skipped_steps), scale_of(engine)
         folder = self.what.folder_of(dist.get_rank())
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(
+        _save(
             {
-                "about": about(engine),
+                "about": {**about(engine), "began": began},
                 "weights": self._weights(),
                 "masters": self._states().get(MASTER, {}),
                 "replicas": self._replicas(),
@@ -221,7 +230,7 @@ class Recorder:
                     parameter.copy_(weights[name])
             if number == 0:
                 start = {name: _plain(_whole(parameter)) for name, parameter in parameters.items()}
-                torch.save({"about": dict(described), "weights": start, "replicas": []}, folder / "start.pt")
+                _save({"about": dict(described), "weights": start, "replicas": []}, folder / "start.pt")
             model.zero_grad()
             for micro_batch in micro_batches:
                 self._is_in_forward, state = micro_batch is micro_batches[0], torch.get_rng_state()
@@ -229,7 +238,7 @@ class Recorder:
                 self._is_random |= not torch.equal(state, torch.get_rng_state())
                 self._losses.append(float(loss.detach()))
                 (loss / len(micro_batches)).backward()
-            torch.save(
+            _save(
                 {
                     **{"outputs": self._outputs, "losses": self._losses, "order": list(self._before)},
                     "before": {name: _plain(_whole(gradient)) for name, gradient in self._before.items()},
@@ -274,6 +283,8 @@ class Recorder:
         self._arrivals: dict[str, int] = {}
         self._after: Parts = {}
         self._is_random = False
+        self._noisy = torch.empty(0)
+        """The last output with artificial rounding errors."""
 
     def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Record a module's output; with artificial rounding errors, return another one."""
@@ -295,15 +306,18 @@ class Recorder:
         """Multiply each element, and later its gradient, by 1 plus or minus half of the precision of its type."""
         if not torch.is_tensor(tensor) or not tensor.is_floating_point():
             return tensor
-        result = (tensor * self._factors(tensor)).to(tensor.dtype)
-        if result.requires_grad:
-            result.register_hook(lambda gradient: (gradient * self._factors(gradient)).to(gradient.dtype))
-        return result
+        if tensor is not self._noisy:  # a container may return what a module in it has returned
+            self._noisy = self._with_errors(tensor)
+            if self._noisy.requires_grad:
+                self._noisy.register_hook(self._with_errors)
+        return self._noisy
 
-    def _factors(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _with_errors(self, tensor: torch.Tensor) -> torch.Tensor:
         eps = max(torch.finfo(tensor.dtype).eps, _EPS_OF_LONG_TYPES)
-        signs = torch.randint(0, 2, tensor.shape, generator=self._generator, device=tensor.device)
-        return 1 + eps * (signs.double() - 0.5)  # in a shorter type it would be rounded to 1
+        words = torch.empty(tensor.numel() // 8 + 1, dtype=torch.int64, device=tensor.device)
+        bits = words.random_(generator=self._generator).view(torch.int8)[: tensor.numel()].view(tensor.shape)
+        signs = bits.bitwise_and_(2).sub_(1).to(tensor.dtype)
+        return torch.addcmul(tensor, tensor, signs, value=eps / 2)
 
     def _gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Add a gradient of one micro-batch."""
@@ -312,13 +326,13 @@ class Recorder:
         if name in self._before:
             self._before[name] += own.float()
         else:
-            self._before[name] = own.float().clone()
+            self._before[name] = own.to(torch.float32, copy=True)
 
     def _before_update(self, *_: Any) -> None:
         """Record the gradients that the optimizer gets. ZeRO 3 steps several times."""
         for one, master in self._named:
             if master is not None and master.numel and master.master.grad is not None:
-                self._after[one.names[0]] = _plain(self._of_master(one, master, master.master.grad))
+                self._after[one.names[0]] = _plain(self._of_master(one, master, master.master.grad), _copied)
 
     def _end_step(self) -> None:
         engine = self.engine
@@ -347,8 +361,9 @@ class Recorder:
             "weights": self._weights(),
             "states": self._states(),
             "replicas": self._replicas(),
+            "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
         }
-        torch.save(record, self.what.folder_of(dist.get_rank()) / f"step_{self.step_number}.pt")
+        _save(record, self.what.folder_of(dist.get_rank()) / f"step_{self.step_number}.pt")
         self._skipped, self._scale = skipped, scale
         self.step_number += 1
         self._begin_step()
@@ -356,7 +371,12 @@ class Recorder:
             raise Finished
 
     def _weights(self) -> Parts:
-        return {one.names[0]: _plain(self._held(one)) for one, _ in self._named}
+        return {one.names[0]: _plain(self._held(one)) for one, _ in self._named if not self._is_copy(one)}
+
+    def _is_copy(self, one: Named) -> bool:
+        """Tell whether rank 0 of a reference records the same parameter."""
+        is_whole = not one.is_expert and not hasattr(one.parameter, "ds_tensor")
+        return self.what.is_reference and is_whole and dist.get_rank() > 0
 
     def _held(self, one: Named) -> Any:
         """Return this rank's part of the weights that forward passes use."""
@@ -380,28 +400,26 @@ class Recorder:
         for one, master in self._named:
             if master is None or inner is None or not master.numel:
                 continue
+            if master.master is one.parameter and self._is_copy(one):
+                continue
             states = {MASTER: master.master, **inner.state.get(master.master, {})}
             for key, value in states.items():
                 if torch.is_tensor(value) and value.shape == master.master.shape and value.dim():
                     found.setdefault(key, {})[one.names[0]] = _plain(self._of_master(one, master, value))
         return found
 
-    def _replicas(self) -> list[tuple[str, str, list[int], bool, tuple[int, ...]]]:
+    def _replicas(self) -> list[tuple[str, str, list[int], bool, int]]:
         """Return a digest of each tensor that must be equal on several ranks: name, axes, ranks, is slice, digest."""
         engine = self.engine
         assert engine is not None
-        if int(engine.zero_optimization_stage()) == 3:
+        if self.what.is_reference or int(engine.zero_optimization_stage()) == 3:
             return []
         slices = isinstance(engine.mpu, MpuGrid) and engine.mpu.get_axis_size(MODEL) > 1
+        rows = [row for row in replicated(engine, slices) if not row.name.startswith("random state")]
+        digests = {number: _digest(one) for number, one in {id(row.tensor): row.tensor for row in rows}.items()}
         return [
-            (
-                row.name,
-                row.axes,
-                dist.get_process_group_ranks(row.group),
-                row.is_slice,
-                tuple(map(int, digest(row.tensor).tolist())),
-            )
-            for row in replicated(engine, slices)
+            (row.name, row.axes, dist.get_process_group_ranks(row.group), row.is_slice, digests[id(row.tensor)])
+            for row in rows
         ]
 
 
@@ -448,16 +466,32 @@ def about(engine: DeepSpeedEngine) -> Mapping[str, Any]:
 # -- plain tensors -----------------------------------------------------------------------------------------------------
 
 
+def _save(record: Mapping[str, Any], path: Path) -> None:
+    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # it would take half of the time
+        torch.save(record, path)
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)
+
+
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has a storage for itself, since a file has whole storages."""
+    held = tensor.detach().cpu().contiguous()
+    return held if held.untyped_storage().nbytes() == held.nbytes else held.clone()
 
 
 def _whole(tensor: torch.Tensor) -> Any:
     return part_of(tensor.detach(), Slice(tuple(tensor.shape)), 0, tensor.numel())
 
 
-def _plain(part: Any) -> Part:
-    return tuple(part.shape), [(offsets, _copied(memory)) for offsets, memory in part.boxes.items()]
+def _plain(part: Any, values_of: Callable[[torch.Tensor], torch.Tensor] = _alone) -> Part:
+    return tuple(part.shape), [(offsets, values_of(memory)) for offsets, memory in part.boxes.items()]
 
 
 def _box(whole: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from ds_topo.cli.verify_command import _without_topology, print_report, save_errors
 from ds_topo.verification.__main__ import uses_ds_topo
-from ds_topo.verification.comparison import Report, compare
+from ds_topo.verification.comparison import Report, change_errors, compare
 
 COORDINATES = [{"data": data, "model": model} for data in range(2) for model in range(2)]
 Records = list[dict[str, Any]]
@@ -183,6 +183,18 @@ def test_equal_records_are_equal(tmp_path: Path) -> None:
 
 def test_rounding_that_was_measured_is_allowed(tmp_path: Path) -> None:
     assert _compared(_scale("outputs", "layer", 1 + 5e-6, (1, 3)), tmp_path).status == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_last_bit_of_a_weight_is_allowed(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A small learning rate changes weights of 1 by little more than one bit."""
+    start, allowed = torch.ones(100, dtype=dtype), {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}[dtype]
+    whole = start + 50 * torch.finfo(dtype).eps
+    own = whole.clone()
+    own[:90] += torch.finfo(dtype).eps
+    for value, is_allowed in ((own, True), (start, False)):
+        [error] = change_errors({0: ((100,), [((0,), value)])}, whole, start).values()
+        assert (error <= allowed) == is_allowed
 
 
 def test_difference_with_dropout_is_undecided(tmp_path: Path) -> None:
