@@ -1,4 +1,4 @@
-"""Run a program in the wanted layout and in the reference, one after the other (``ds-topo verify``)."""
+"""Run a program in the wanted layout and in its references, each on new processes (``ds-topo verify``)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import torch
+from deepspeed.accelerator import get_accelerator
 
 from ds_topo.errors import TopologyError, VerificationError
 from ds_topo.launch.launchers import JOB_PORTS, REFERENCE, TOPOLOGY_OVERRIDE
@@ -22,6 +25,7 @@ from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import check_meanings
 from ds_topo.topology.rank_tables import degree, sample_axes
 from ds_topo.verification.comparison import Report, compare
+from ds_topo.verification.recorder import Recording
 
 _LINES = 12
 """The lines of a failed rank's output in an error."""
@@ -49,6 +53,39 @@ class Job:
         return ProcessTopology.from_spec(f"data={shares}")
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one run, and what they record."""
+
+    topology: ProcessTopology
+    recording: Recording
+    what: str
+    """The words of the progress bar and of errors."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.topology.world_size()
+
+    def steps_done(self) -> int:
+        """Return the number of steps that all ranks have recorded."""
+        return min(len(list(self.recording.folder_of(rank).glob("step_*.pt"))) for rank in range(self.size))
+
+    def last_lines(self, rank: int) -> str:
+        """Return the last lines that a rank has printed."""
+        log = self.recording.folder / f"rank_{rank}.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(f"  {line}" for line in lines[-_LINES:])
+
+    def first_to_fail(self, failed: int) -> int:
+        """Return a rank whose output ends with an error that is not the loss of another rank."""
+        for rank in sorted(range(self.size), key=lambda rank: rank != failed):
+            text = self.last_lines(rank)
+            if "Error" in text and "Connection closed" not in text:
+                return rank
+        return failed
+
+
 def verify_program(
     program: str | os.PathLike[str],
     *arguments: str,
@@ -63,7 +100,8 @@ def verify_program(
 
     The reference has one process for each share of the samples, without tensor, pipeline or sequence parallelism. Its
     gradients are averaged and its norm is computed here, not by DeepSpeed. It starts with the weights that the program
-    has in the wanted layout. A second reference with artificial rounding errors measures what rounding allows.
+    has in the wanted layout. A second reference with artificial rounding errors measures what rounding allows. The two
+    run at the same time if there are enough processors or devices, and twice the memory of the wanted layout is free.
 
     Args:
         program: a Python file that trains an engine of DeepSpeed.
@@ -86,112 +124,157 @@ def verify_program(
     layout = ProcessTopology.from_spec(topology)
     check_meanings(layout.axes, layout.extra_axes)
     job = Job(str(program), arguments, layout, steps, has_dropout, timeout)
-    with tempfile.TemporaryDirectory(
-        prefix="ds_topo_verify_",
-    ) as scratch:
+    with tempfile.TemporaryDirectory(prefix="ds_topo_verify_") as scratch:
         folder = Path(scratch if keep is None else keep)
-        wanted, reference, noise = (folder / name for name in ("wanted", "reference", "rounding"))
-        took = time.monotonic()
-        run(job, job.topology, wanted, progress, f"running {job.topology.spec}")
-        took = time.monotonic() - took
-        run(job, job.reference, reference, progress, f"running the reference, {job.reference.spec}", wanted)
-        run(job, job.reference, noise, progress, "measuring rounding", wanted, noise=1)
+        wanted = Ranks(layout, Recording(folder / "wanted", steps), f"running {layout.spec}")
+        reference, rounding = (
+            Ranks(job.reference, Recording(folder / name, steps, folder / "wanted", noise), what)
+            for name, noise, what in (
+                ("reference", None, f"running the reference, {job.reference.spec}"),
+                ("rounding", 1, "measuring rounding"),
+            )
+        )
+        run(job, [wanted], progress)
+        places = get_accelerator().device_count() if get_accelerator().device_name() != "cpu" else processors()
+        if fit_together(wanted, reference, places, free_memory()):
+            run(job, [reference, rounding], progress)
+        else:
+            run(job, [reference], progress)
+            run(job, [rounding], progress)
         progress("comparing", 0, steps)
-        return compare(wanted, reference, noise)
+        return compare(*(each.recording.folder for each in (wanted, reference, rounding)))
 
 
-def run(
-    job: Job,
-    topology: ProcessTopology,
-    folder: Path,
-    progress: Progress,
-    what: str,
-    weights_from: Path | None = None,
-    noise: int | None = None,
-) -> None:
-    """Run the program on all ranks of a topology, and record it.
+def fit_together(wanted: Ranks, reference: Ranks, places: int, free: int) -> bool:
+    """Tell whether two references can run at the same time, after the wanted run.
+
+    All slices and stages of a share together need about as much memory as its process in the reference.
+
+    Args:
+        wanted: the wanted run, which has been recorded.
+        reference: one reference.
+        places: the number of devices, or of processors if there are none.
+        free: the bytes of memory that are free.
+    """
+    last = f"step_{wanted.recording.steps - 1}.pt"
+    needed = sum(
+        int(torch.load(wanted.recording.folder_of(rank) / last, mmap=True)["memory"]) for rank in range(wanted.size)
+    )
+    return 2 * reference.size <= min(places, wanted.size) and 2 * needed <= free
+
+
+def processors() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that are free or can be freed; 0 if it is unknown."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+def threads_of(given: int, wanted: int, ranks: int, processors: int) -> int:
+    """Return the threads of each of ``ranks`` processes that do the work of ``wanted`` ranks with ``given`` threads.
+
+    >>> threads_of(1, 8, 2, 64), threads_of(1, 8, 2, 6), threads_of(4, 8, 8, 8)
+    (4, 3, 4)
+    """
+    return max(given, min(given * wanted, processors) // ranks)
+
+
+def run(job: Job, runs: Sequence[Ranks], progress: Progress) -> None:
+    """Run the program on all ranks of some runs at the same time, and record it.
 
     Raises:
         VerificationError: a rank failed, ended before the last step, or took too long.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    size, port = topology.world_size(), _free_port()
-    options = {
-        "folder": str(folder),
-        "steps": job.steps,
-        "weights_from": None if weights_from is None else str(weights_from),
-        "noise": noise,
-        "has_dropout": job.has_dropout,
-    }
-    command = [sys.executable, "-m", "ds_topo.verification", json.dumps(options), job.program, *job.arguments]
+    given = int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0])
+    ranks = sum(each.size for each in runs)
+    threads = threads_of(given, job.topology.world_size(), ranks, processors())
+    with ExitStack() as stack:
+        first, started = 0, list[list[subprocess.Popen[bytes]]]()
+        for each in runs:
+            own = {"OMP_NUM_THREADS": str(threads), **_devices(first, each.size)}
+            started.append(stack.enter_context(_started(job, each, own)))
+            first += each.size
+        _wait(job, runs, started, progress)
+
+
+def _devices(first: int, count: int) -> dict[str, str]:
+    """Return the variables that hide all devices but ``count`` of them, if ``first`` is not 0."""
+    accelerator = get_accelerator()
+    if not first or accelerator.device_name() == "cpu":
+        return {}
+    found = {}
+    for name in accelerator.visible_devices_envs():
+        visible = os.environ[name].split(",") if os.environ.get(name) else range(accelerator.device_count())
+        found[name] = ",".join(map(str, visible[first : first + count]))
+    return found
+
+
+@contextmanager
+def _started(job: Job, run: Ranks, own: Mapping[str, str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the ranks of a run with variables of their ``own``, and end them with everything that they leave behind."""
+    recording, port = run.recording, _free_port()
+    recording.folder.mkdir(parents=True, exist_ok=True)
+    options = json.dumps({**asdict(recording), "has_dropout": job.has_dropout}, default=str)
+    command = [sys.executable, "-m", "ds_topo.verification", options, job.program, *job.arguments]
     common = {
         **{name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)},
-        **({REFERENCE: "1"} if weights_from is not None else {}),
-        TOPOLOGY_OVERRIDE: topology.spec,
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
+        **({REFERENCE: "1"} if recording.is_reference else {}),
+        **own,
+        TOPOLOGY_OVERRIDE: run.topology.spec,
+        "WORLD_SIZE": str(run.size),
+        "LOCAL_WORLD_SIZE": str(run.size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(size):
-            with (folder / f"rank_{rank}.log").open("wb") as log:
-                own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank in range(run.size):
+            with (recording.folder / f"rank_{rank}.log").open("wb") as log:
+                env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 ranks.append(
-                    subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+                    subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
                 )
-        _wait(ranks, job, folder, progress, what)
+        yield ranks
     finally:
-        for process in ranks:  # with everything that the program has started
+        for process in ranks:
             _kill(process)
         for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_*"):
             leftover.unlink(missing_ok=True)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], job: Job, folder: Path, progress: Progress, what: str) -> None:
-    deadline = time.monotonic() + job.timeout
+def _wait(
+    job: Job, runs: Sequence[Ranks], started: Sequence[Sequence[subprocess.Popen[bytes]]], progress: Progress
+) -> None:
+    deadline, what = time.monotonic() + job.timeout, " and ".join(each.what for each in runs)
     while True:
-        done = _steps_in(folder, len(ranks))
-        progress(what, done, job.steps)
-        states = [process.poll() for process in ranks]
-        failed = next((rank for rank, state in enumerate(states) if state), None)
-        if failed is not None:
-            time.sleep(0.5)  # others may have failed first, and write why
-            failed = _first_to_fail(folder, failed, len(ranks))
-            raise VerificationError(f"{what}: rank {failed} failed:\n{_tail(folder / f'rank_{failed}.log')}")
-        if all(state == 0 for state in states):
+        progress(what, min(each.steps_done() for each in runs), job.steps)
+        for each, ranks in zip(runs, started, strict=True):
+            if failed := [rank for rank, process in enumerate(ranks) if process.poll()]:
+                time.sleep(0.5)  # others may have failed first, and write why
+                rank = each.first_to_fail(failed[0])
+                raise VerificationError(f"{each.what}: rank {rank} failed:\n{each.last_lines(rank)}")
+        if all(process.poll() == 0 for ranks in started for process in ranks):
             break
         if time.monotonic() > deadline:
+            slowest = min(runs, key=Ranks.steps_done)
             raise VerificationError(
-                f"{what}: {job.steps} steps took longer than {job.timeout:g} seconds; rank 0 wrote:\n"
-                f"{_tail(folder / 'rank_0.log')}"
+                f"{slowest.what}: {job.steps} steps took longer than {job.timeout:g} seconds; rank 0 wrote:\n"
+                f"{slowest.last_lines(0)}"
             )
         time.sleep(0.05)
-    if done < job.steps and (left := job.steps - _steps_in(folder, len(ranks))):
-        raise VerificationError(
-            f"{what}: the program ended {left} of {job.steps} steps too early: let it train longer, or give fewer "
-            f"--steps; rank 0 wrote:\n{_tail(folder / 'rank_0.log')}"
-        )
-
-
-def _steps_in(folder: Path, size: int) -> int:
-    return min(len(list(folder.glob(f"rank_{rank}/step_*.pt"))) for rank in range(size))
-
-
-def _first_to_fail(folder: Path, failed: int, size: int) -> int:
-    """Return a rank whose output ends with an error that is not the loss of another rank."""
-    for rank in sorted(range(size), key=lambda rank: rank != failed):
-        text = _tail(folder / f"rank_{rank}.log")
-        if "Error" in text and "Connection closed" not in text:
-            return rank
-    return failed
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(f"  {line}" for line in lines[-_LINES:])
+    for each in runs:
+        if left := job.steps - each.steps_done():
+            raise VerificationError(
+                f"{each.what}: the program ended {left} of {job.steps} steps too early: let it train longer, or give "
+                f"fewer --steps; rank 0 wrote:\n{each.last_lines(0)}"
+            )
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
