@@ -80,7 +80,7 @@ def verified(program: str, words: list[str], topology: str, steps: int) -> dict[
     with tempfile.TemporaryDirectory() as folder:
         report = verify_program(program, *words, topology=topology, steps=steps, keep=folder)
         if report.status:
-            print(*report.undecided, *report.findings[:1], *report.notes)
+            print(*report.undecided, *report.findings[:9], *report.notes, sep="\n")
         return {name: measured(Path(folder) / name) for name in ("wanted", "reference", "rounding")}
 
 
@@ -110,7 +110,7 @@ def union(spans: list[Span]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="at least 2")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--topology", default=TOPOLOGY)
     parser.add_argument("--program", default=PROGRAM)

@@ -13,7 +13,7 @@ import torch
 
 from ds_topo.cli.verify_command import _without_topology, print_report, save_errors
 from ds_topo.verification.__main__ import uses_ds_topo
-from ds_topo.verification.comparison import Report, change_errors, compare
+from ds_topo.verification.comparison import Allowed, Report, Row, change_errors, compare, error_of_norm
 
 COORDINATES = [{"data": data, "model": model} for data in range(2) for model in range(2)]
 Records = list[dict[str, Any]]
@@ -195,6 +195,14 @@ def test_last_bit_of_a_weight_is_allowed(dtype: torch.dtype, tmp_path: Path) -> 
     for value, is_allowed in ((own, True), (start, False)):
         [error] = change_errors({0: ((100,), [((0,), value)])}, whole, start).values()
         assert (error <= allowed) == is_allowed
+
+
+def test_error_of_a_norm_grows_with_the_number_of_gradients() -> None:
+    """A norm of gradients of millions of parameters in fp32 has an error that no other run of the same kind shows."""
+    small, large = (error_of_norm({"weight": torch.randn(size) * 1e-3}) for size in (10_000, 4_000_000))
+    assert small < 1e-6 < 1e-5 < large < 1e-3
+    assert Allowed([], "float32", large)(Row("norm", "", {})) == 5 * large
+    assert Allowed([], "float32", large)(Row("output", "layer", {})) == 1e-5
 
 
 def test_difference_with_dropout_is_undecided(tmp_path: Path) -> None:
