@@ -45,6 +45,8 @@ Part = tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]
 Parts = dict[str, Part]
 MASTER = "master"
 """The key of master weights among the optimizer's states."""
+_SAMPLE, _BLOCKS = 1 << 16, 8
+"""The number of elements of a tensor that measure its rounding, and of the blocks of rows that they are taken from."""
 _EPS_OF_LONG_TYPES = torch.finfo(torch.float32).eps
 
 
@@ -241,7 +243,7 @@ class Recorder:
             _save(
                 {
                     **{"outputs": self._outputs, "losses": self._losses, "order": list(self._before)},
-                    "before": {name: _plain(_whole(gradient)) for name, gradient in self._before.items()},
+                    "before": {name: self._recorded(_whole(gradient)) for name, gradient in self._before.items()},
                     **{"arrivals": self._arrivals, "after": {}, "norm": None, "clip": 0.0, "scale": 1.0},
                     **{"is_skipped": False, "is_random": self._is_random, "rates": []},
                     **{"weights": {}, "states": {}, "replicas": []},
@@ -343,7 +345,7 @@ class Recorder:
             "outputs": self._outputs,
             "losses": self._losses,
             "before": {
-                one.names[0]: _plain(
+                one.names[0]: self._recorded(
                     part_of(self._before[one.names[0]], one.slice, 0, self._before[one.names[0]].numel())
                 )
                 for one, _ in self._named
@@ -370,8 +372,13 @@ class Recorder:
         if self.step_number == self.what.steps:
             raise Finished
 
+    def _recorded(self, part: Any) -> Part:
+        """Return a part of a tensor; a sample of it if the run only measures rounding."""
+        shape, boxes = _plain(part)
+        return shape, boxes if self.what.noise is None else [piece for box in boxes for piece in _sampled(*box)]
+
     def _weights(self) -> Parts:
-        return {one.names[0]: _plain(self._held(one)) for one, _ in self._named if not self._is_copy(one)}
+        return {one.names[0]: self._recorded(self._held(one)) for one, _ in self._named if not self._is_copy(one)}
 
     def _is_copy(self, one: Named) -> bool:
         """Tell whether rank 0 of a reference records the same parameter."""
@@ -405,7 +412,7 @@ class Recorder:
             states = {MASTER: master.master, **inner.state.get(master.master, {})}
             for key, value in states.items():
                 if torch.is_tensor(value) and value.shape == master.master.shape and value.dim():
-                    found.setdefault(key, {})[one.names[0]] = _plain(self._of_master(one, master, value))
+                    found.setdefault(key, {})[one.names[0]] = self._recorded(self._of_master(one, master, value))
         return found
 
     def _replicas(self) -> list[tuple[str, str, list[int], bool, int]]:
@@ -484,6 +491,22 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that has a storage for itself, since a file has whole storages."""
     held = tensor.detach().cpu().contiguous()
     return held if held.untyped_storage().nbytes() == held.nbytes else held.clone()
+
+
+def _sampled(offsets: tuple[int, ...], values: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield blocks of rows of a box.
+
+    >>> [offsets for offsets, _ in _sampled((4, 0), torch.zeros(1 << 10, 1 << 10))]
+    [(4, 0), (132, 0), (260, 0), (388, 0), (516, 0), (644, 0), (772, 0), (900, 0)]
+    """
+    if values.numel() <= _SAMPLE:
+        yield offsets, values
+        return
+    rows = len(values)
+    height = max(1, _SAMPLE * rows // values.numel() // _BLOCKS)
+    for start in range(0, rows, max(height, -(-rows // _BLOCKS))):
+        block = values[start : start + height]
+        yield (offsets[0] + start, *offsets[1:]), block.clone()
 
 
 def _whole(tensor: torch.Tensor) -> Any:
