@@ -2,7 +2,7 @@
 
 The first engine that trains is recorded, from its first forward pass on::
 
-    start.pt     whole-model places and values of this rank's weights
+    start.pt     whole-model places and values of this rank's weights; of a reference their digests
     step_0.pt    activations, losses, gradients before and after reduction, norm, weights and optimizer states
     step_1.pt    ...
 
@@ -60,12 +60,16 @@ class Recording:
     weights_from: Path | None = None
     """The folder of the wanted run with whose first weights a reference starts."""
     noise: int | None = None
-    """The seed of artificial rounding errors; None: none."""
+    """The seed of artificial rounding errors; None: none. With them the run ends after its first update."""
 
     @property
     def is_reference(self) -> bool:
         """True if this run is compared with another one: what DeepSpeed reduces in it is not recorded."""
         return self.weights_from is not None
+
+    def is_last(self, done: int, is_skipped: bool) -> bool:
+        """Tell whether the recording ends after a step; ``done`` counts it."""
+        return done == self.steps or (self.noise is not None and not is_skipped)
 
     def folder_of(self, rank: int) -> Path:
         """Return the folder of one rank."""
@@ -119,6 +123,8 @@ class Recorder:
         self._is_in_forward = False
         self._micro_batch = 0
         """The number of forward passes of this step so far."""
+        self._of_others: set[int] = set()
+        """The ids of parameters of a reference, of which another rank records the same weights."""
         self._begin_step()
 
     # -- the engine's methods, while it is recorded ------------------------------------------------------------------
@@ -182,15 +188,16 @@ class Recorder:
         self._skipped, self._scale = int(engine.skipped_steps), scale_of(engine)
         folder = self.what.folder_of(dist.get_rank())
         folder.mkdir(parents=True, exist_ok=True)
-        _save(
-            {
-                "about": {**about(engine), "began": began},
-                "weights": self._weights(),
-                "masters": self._states().get(MASTER, {}),
-                "replicas": self._replicas(),
-            },
-            folder / "start.pt",
-        )
+        described = {"about": {**about(engine), "began": began}, "replicas": self._replicas()}
+        if self.what.is_reference:
+            whole = [one for one, _ in self._named if not hasattr(one.parameter, "ds_tensor")]
+            copies = [id(one.parameter) for one in whole if not one.is_expert]
+            self._of_others = set(copies) - set(copies[dist.get_rank() :: dist.get_world_size()])
+            digests = {one.names[0]: digest_of(one.parameter) for one in whole}
+            _save({**described, "digests": digests}, folder / "start.pt")
+        else:
+            weights = {"weights": self._weights(), "masters": self._states().get(MASTER, {})}
+            _save({**described, **weights}, folder / "start.pt")
         if self.what.weights_from is not None:
             self._load(self.what.weights_from)
         return True
@@ -231,8 +238,8 @@ class Recorder:
                 for name, parameter in parameters.items():
                     parameter.copy_(weights[name])
             if number == 0:
-                start = {name: _plain(_whole(parameter)) for name, parameter in parameters.items()}
-                _save({"about": dict(described), "weights": start, "replicas": []}, folder / "start.pt")
+                digests = {name: digest_of(parameter) for name, parameter in parameters.items()}
+                _save({"about": dict(described), "digests": digests, "replicas": []}, folder / "start.pt")
             model.zero_grad()
             for micro_batch in micro_batches:
                 self._is_in_forward, state = micro_batch is micro_batches[0], torch.get_rng_state()
@@ -251,6 +258,8 @@ class Recorder:
                 folder / f"step_{number}.pt",
             )
             self._begin_step()
+            if self.what.is_last(number + 1, is_skipped=False):
+                return
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -340,7 +349,7 @@ class Recorder:
         engine = self.engine
         assert engine is not None
         scale, skipped, norm = scale_of(engine), int(engine.skipped_steps), engine.get_global_grad_norm()
-        inner = facts.inner_optimizer(engine)
+        inner, is_skipped = facts.inner_optimizer(engine), skipped > self._skipped
         record = {
             "outputs": self._outputs,
             "losses": self._losses,
@@ -357,7 +366,7 @@ class Recorder:
             "norm": None if norm is None else float(norm),
             "clip": float(engine.gradient_clipping() or 0.0),
             "scale": self._scale,
-            "is_skipped": skipped > self._skipped,
+            "is_skipped": is_skipped,
             "is_random": self._is_random,
             "rates": [] if inner is None else [float(group["lr"]) for group in inner.param_groups],
             "weights": self._weights(),
@@ -369,7 +378,7 @@ class Recorder:
         self._skipped, self._scale = skipped, scale
         self.step_number += 1
         self._begin_step()
-        if self.step_number == self.what.steps:
+        if self.what.is_last(self.step_number, is_skipped):
             raise Finished
 
     def _recorded(self, part: Any) -> Part:
@@ -378,12 +387,8 @@ class Recorder:
         return shape, boxes if self.what.noise is None else [piece for box in boxes for piece in _sampled(*box)]
 
     def _weights(self) -> Parts:
-        return {one.names[0]: self._recorded(self._held(one)) for one, _ in self._named if not self._is_copy(one)}
-
-    def _is_copy(self, one: Named) -> bool:
-        """Tell whether rank 0 of a reference records the same parameter."""
-        is_whole = not one.is_expert and not hasattr(one.parameter, "ds_tensor")
-        return self.what.is_reference and is_whole and dist.get_rank() > 0
+        named = (one for one, _ in self._named if id(one.parameter) not in self._of_others)
+        return {one.names[0]: self._recorded(self._held(one)) for one in named}
 
     def _held(self, one: Named) -> Any:
         """Return this rank's part of the weights that forward passes use."""
@@ -407,7 +412,7 @@ class Recorder:
         for one, master in self._named:
             if master is None or inner is None or not master.numel:
                 continue
-            if master.master is one.parameter and self._is_copy(one):
+            if master.master is one.parameter and id(one.parameter) in self._of_others:
                 continue
             states = {MASTER: master.master, **inner.state.get(master.master, {})}
             for key, value in states.items():
@@ -423,7 +428,7 @@ class Recorder:
             return []
         slices = isinstance(engine.mpu, MpuGrid) and engine.mpu.get_axis_size(MODEL) > 1
         rows = [row for row in replicated(engine, slices) if not row.name.startswith("random state")]
-        digests = {number: _digest(one) for number, one in {id(row.tensor): row.tensor for row in rows}.items()}
+        digests = {number: digest_of(one) for number, one in {id(row.tensor): row.tensor for row in rows}.items()}
         return [
             (row.name, row.axes, dist.get_process_group_ranks(row.group), row.is_slice, digests[id(row.tensor)])
             for row in rows
@@ -478,7 +483,7 @@ def _save(record: Mapping[str, Any], path: Path) -> None:
         torch.save(record, path)
 
 
-def _digest(tensor: torch.Tensor) -> int:
+def digest_of(tensor: torch.Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data)
 
