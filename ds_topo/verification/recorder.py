@@ -13,12 +13,11 @@ Places are those of checkpoints (:mod:`ds_topo.checkpoint.engine_state`).
 
 from __future__ import annotations
 
-import resource
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -372,7 +371,7 @@ class Recorder:
             "weights": self._weights(),
             "states": self._states(),
             "replicas": self._replicas(),
-            "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
+            "memory": memory_of("/proc/self/status", "VmHWM"),
         }
         _save(record, self.what.folder_of(dist.get_rank()) / f"step_{self.step_number}.pt")
         self._skipped, self._scale = skipped, scale
@@ -473,6 +472,15 @@ def about(engine: DeepSpeedEngine) -> Mapping[str, Any]:
         "zero": int(engine.zero_optimization_stage()),
         "dtype": str(next(engine.module.parameters(), torch.empty(0)).dtype).removeprefix("torch."),
     }
+
+
+def memory_of(file: str, field: str) -> int:
+    """Return bytes in a file of Linux, such as the peak of this process; 0 if there is no such file."""
+    with suppress(OSError):
+        for line in Path(file).read_text(encoding="utf-8").splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) << 10
+    return 0
 
 
 # -- plain tensors -----------------------------------------------------------------------------------------------------

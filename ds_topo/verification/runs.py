@@ -25,7 +25,7 @@ from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import check_meanings
 from ds_topo.topology.rank_tables import degree, sample_axes
 from ds_topo.verification.comparison import Report, compare
-from ds_topo.verification.recorder import Recording
+from ds_topo.verification.recorder import Recording, memory_of
 
 _LINES = 12
 """The lines of a failed rank's output in an error."""
@@ -136,7 +136,7 @@ def verify_program(
         )
         run(job, [wanted], progress)
         places = get_accelerator().device_count() if get_accelerator().device_name() != "cpu" else processors()
-        if fit_together(wanted, reference, places, free_memory()):
+        if fit_together(wanted, reference, places, memory_of("/proc/meminfo", "MemAvailable")):
             run(job, [reference, rounding], progress)
         else:
             run(job, [reference], progress)
@@ -154,27 +154,18 @@ def fit_together(wanted: Ranks, reference: Ranks, places: int, free: int) -> boo
         wanted: the wanted run, which has been recorded.
         reference: one reference.
         places: the number of devices, or of processors if there are none.
-        free: the bytes of memory that are free.
+        free: the bytes of memory that are free or can be freed.
     """
     last = f"step_{wanted.recording.steps - 1}.pt"
     needed = sum(
         int(torch.load(wanted.recording.folder_of(rank) / last, mmap=True)["memory"]) for rank in range(wanted.size)
     )
-    return 2 * reference.size <= min(places, wanted.size) and 2 * needed <= free
+    return 2 * reference.size <= min(places, wanted.size) and 0 < 2 * needed <= free
 
 
 def processors() -> int:
     """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def free_memory() -> int:
-    """Return the bytes of memory that are free or can be freed; 0 if it is unknown."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) << 10
-    return 0
 
 
 def threads_of(given: int, wanted: int, ranks: int, processors: int) -> int:

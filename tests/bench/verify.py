@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import runpy
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ds_topo.topology import ProcessTopology
+from ds_topo.verification.recorder import memory_of
 from ds_topo.verification.runs import verify_program
 from tests.bench.sides import Times, ratios, table
 
@@ -64,7 +64,7 @@ def run_timed(folder: Path, steps: int, program: str, words: list[str]) -> None:
         result = train_batch(engine, *arguments, **named)
         done.append(time.time())
         if len(done) == steps:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            peak = memory_of("/proc/self/status", "VmHWM")
             (folder / str(dist.get_rank())).write_text(json.dumps([started[0], done[-1], peak]))
             dist.barrier()
             os._exit(0)
@@ -137,7 +137,7 @@ def main() -> None:
     print(f"steps:\n{table(times)}\n{ratios(times, [(side, 'program') for side in times])}")
     print(f"commands:\n{table(whole)}\n{ratios(whole, [('verify', 'program')])}")
     sizes = {name: f"{written >> 20} MiB" for name, (_, written, _) in runs.items()}
-    peaks = {"program": f"{peak >> 10} MiB", **{name: f"{memory >> 20} MiB" for name, (*_, memory) in runs.items()}}
+    peaks = {"program": f"{peak >> 20} MiB", **{name: f"{memory >> 20} MiB" for name, (*_, memory) in runs.items()}}
     print(f"peak memory of a rank: {peaks}\nfiles of a rank: {sizes}")
 
 
