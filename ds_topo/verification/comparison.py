@@ -270,19 +270,19 @@ def _updates(found: Step, reference: Step) -> Iterator[Row]:
     """Yield weights and states after the step. An error of a weight is relative to the change since the start."""
     start = reference.run.start
     theirs = whole_tensors(record["weights"] for record in reference.ranks)
-    for name, whole in theirs.items():
+    for name in (name for name in start if name in theirs):
         parts = {rank: found.ranks[rank]["weights"][name] for rank in found.holders("weights", name)}
-        if parts and name in start:
-            yield Row(WEIGHT, name, change_errors(parts, whole, start[name]))
-    keys = dict.fromkeys(key for record in reference.ranks for key in record["states"])
-    for key in keys:
-        for name, value in whole_tensors(record["states"].get(key, {}) for record in reference.ranks).items():
+        if parts:
+            yield Row(WEIGHT, name, change_errors(parts, theirs[name], start[name]))
+    for key in dict.fromkeys(key for record in reference.ranks for key in record["states"]):
+        wholes = whole_tensors(record["states"].get(key, {}) for record in reference.ranks)
+        for name in (name for name in start if name in wholes):
             ranks = [rank for rank, one in enumerate(found.ranks) if name in one["states"].get(key, {})]
             parts = {rank: found.ranks[rank]["states"][key][name] for rank in ranks}
-            if key == MASTER and parts and name in start:
-                yield Row(key, name, change_errors(parts, value, start[name]))
-            elif key != MASTER and parts:
-                yield Row(key, name, {rank: error_of(part, value) for rank, part in parts.items()})
+            if parts and key == MASTER:
+                yield Row(key, name, change_errors(parts, wholes[name], start[name]))
+            elif parts:
+                yield Row(key, name, {rank: error_of(part, wholes[name]) for rank, part in parts.items()})
 
 
 def change_errors(parts: Mapping[int, Part], whole: torch.Tensor, start: torch.Tensor) -> dict[int, float]:
