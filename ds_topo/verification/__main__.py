@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
+from ds_topo.launch.launchers import REFERENCE, TOPOLOGY_OVERRIDE
 from ds_topo.ledger import always, ledger
 from ds_topo.mpu import patches
 from ds_topo.verification.recorder import Finished, Recording, recording
@@ -37,7 +37,7 @@ def main(words: list[str]) -> None:
     folders = {name: options[name] and Path(options[name]) for name in ("folder", "weights_from")}
     what = Recording(**{**options, **folders})
     with ExitStack() as undo:
-        if what.is_reference:
+        if REFERENCE in os.environ:
             undo.callback(ledger.bind(patches.CONFIGURE, of_reference))
         if not has_dropout:
             undo.callback(ledger.bind(patches.DROPOUT, always(lambda input, *_, **__: input)))
