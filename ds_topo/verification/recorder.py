@@ -313,21 +313,14 @@ class Recorder:
         return self._rounded(output)
 
     def _rounded(self, tensor: Any) -> Any:
-        """Multiply each element, and later its gradient, by 1 plus or minus half of the precision of its type."""
+        """Return a tensor with artificial rounding errors, whose gradient gets others."""
         if not torch.is_tensor(tensor) or not tensor.is_floating_point():
             return tensor
         if tensor is not self._noisy:  # a container may return what a module in it has returned
-            self._noisy = self._with_errors(tensor)
+            self._noisy = with_rounding_errors(tensor, self._generator)
             if self._noisy.requires_grad:
-                self._noisy.register_hook(self._with_errors)
+                self._noisy.register_hook(partial(with_rounding_errors, generator=self._generator))
         return self._noisy
-
-    def _with_errors(self, tensor: torch.Tensor) -> torch.Tensor:
-        eps = max(torch.finfo(tensor.dtype).eps, _EPS_OF_LONG_TYPES)
-        words = torch.empty(tensor.numel() // 8 + 1, dtype=torch.int64, device=tensor.device)
-        bits = words.random_(generator=self._generator).view(torch.int8)[: tensor.numel()].view(tensor.shape)
-        signs = bits.bitwise_and_(2).sub_(1).to(tensor.dtype)
-        return torch.addcmul(tensor, tensor, signs, value=eps / 2)
 
     def _gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Add a gradient of one micro-batch."""
@@ -481,6 +474,15 @@ def memory_of(file: str, field: str) -> int:
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) << 10
     return 0
+
+
+def with_rounding_errors(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Multiply each element by 1 plus or minus half of the precision of its type."""
+    eps = max(torch.finfo(tensor.dtype).eps, _EPS_OF_LONG_TYPES)
+    words = torch.empty(tensor.numel() // 8 + 1, dtype=torch.int64, device=tensor.device)
+    bits = words.random_(generator=generator).view(torch.int8)[: tensor.numel()].view(tensor.shape)
+    signs = bits.bitwise_and_(2).sub_(1).to(tensor.dtype)
+    return torch.addcmul(tensor, tensor, signs, value=eps / 2)
 
 
 # -- plain tensors -----------------------------------------------------------------------------------------------------

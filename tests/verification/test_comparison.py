@@ -14,6 +14,7 @@ import torch
 from ds_topo.cli.verify_command import _without_topology, print_report, save_errors
 from ds_topo.verification.__main__ import uses_ds_topo
 from ds_topo.verification.comparison import Allowed, Report, Row, change_errors, compare, error_of_norm
+from ds_topo.verification.recorder import with_rounding_errors
 
 COORDINATES = [{"data": data, "model": model} for data in range(2) for model in range(2)]
 Records = list[dict[str, Any]]
@@ -203,6 +204,22 @@ def test_error_of_a_norm_grows_with_the_number_of_gradients() -> None:
     assert small < 1e-6 < 1e-5 < large < 1e-3
     assert Allowed([], "float32", large)(Row("norm", "", {})) == 5 * large
     assert Allowed([], "float32", large)(Row("output", "layer", {})) == 1e-5
+
+
+def test_later_steps_are_allowed_twice_the_measured_rounding() -> None:
+    allowed = Allowed([Row("output", "layer", {0: 1e-4})], "float32")
+    first, allowed.growth = allowed(Row("output", "layer", {})), 2.0
+    assert (first, allowed(Row("output", "layer", {}))) == (5e-4, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_errors_are_half_of_the_precision(dtype: torch.dtype) -> None:
+    tensor = torch.randn(1001, 33).to(dtype)
+    half = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) / 2
+    up, down = ((tensor.double() * (1 + sign * half)).to(dtype) for sign in (1, -1))
+    noisy = with_rounding_errors(tensor, torch.Generator().manual_seed(0))
+    assert ((noisy == up) | (noisy == down)).all()
+    assert 0.45 < float((noisy == up).double().mean()) < 0.55
 
 
 def test_difference_with_dropout_is_undecided(tmp_path: Path) -> None:
