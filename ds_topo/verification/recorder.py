@@ -59,7 +59,9 @@ class Recording:
     weights_from: Path | None = None
     """The folder of the wanted run with whose first weights a reference starts."""
     noise: int | None = None
-    """The seed of artificial rounding errors; None: none. With them the run ends after its first update."""
+    """The seed of artificial rounding errors; None: none."""
+    until_update: bool = False
+    """True ends the run after its first update."""
 
     @property
     def is_reference(self) -> bool:
@@ -68,7 +70,7 @@ class Recording:
 
     def is_last(self, done: int, is_skipped: bool) -> bool:
         """Tell whether the recording ends after a step; ``done`` counts it."""
-        return done == self.steps or (self.noise is not None and not is_skipped)
+        return done == self.steps or (self.until_update and not is_skipped)
 
     def folder_of(self, rank: int) -> Path:
         """Return the folder of one rank."""
