@@ -155,12 +155,11 @@ def verify_program(
             run(job, [reference], progress)
             run(job, [rounding], progress)
         progress("comparing", 0, steps)
-        folders = [each.recording.folder for each in (wanted, reference)]
-        report = compare(*folders, rounding.recording.folder)
+        report = compare(wanted.recording.folder, reference.recording.folder, rounding.recording.folder)
         if report.findings and report.findings[0].step >= rounding.steps_done():
             # Adam turns even the rounding of a gradient that should be 0 into a whole step, whose effect is unknown
             run(job, [again], progress)
-            report = compare(*folders, again.recording.folder)
+            report = compare(wanted.recording.folder, reference.recording.folder, again.recording.folder)
         return report
 
 
