@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ds_topo.engine.start import init_distributed, initialize
     from ds_topo.engine.use import use
     from ds_topo.process_groups.process_grid import ProcessGrid
-    from ds_topo.verification.in_program import verify
+    from ds_topo.verification.runs import verify
     from ds_topo.watch.watch import Watch
 
 __version__ = "0.1.0"
@@ -71,7 +71,7 @@ __getattr__, __dir__ = lazy_attributes(
         "initialize": "engine.start",
         "mark_tensor_parallel_gradients": "engine.norms",
         "use": "engine.use",
-        "verify": "verification.in_program",
+        "verify": "verification.runs",
         **dict.fromkeys(("checkpoint", "collectives", "distributed", "errors", "groups", "layers", "parallel_state")),
     },
 )

@@ -1,6 +1,7 @@
 """Run a program as one rank of a recorded run: ``python -m ds_topo.verification OPTIONS PROGRAM [ARGUMENT ...]``.
 
-:mod:`ds_topo.verification.runs` starts it. ``OPTIONS`` is a JSON object with the fields of :class:`RankOptions`.
+:mod:`ds_topo.verification.runs` starts it. ``OPTIONS`` is a JSON object with the fields of
+:class:`ds_topo.verification.recorder.Recording`, and ``has_dropout``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import re
 import runpy
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -28,32 +28,18 @@ from ds_topo.verification.recorder import Finished, Recording, recording
 _IMPORTED = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class RankOptions:
-    """The options of one rank."""
-
-    folder: str
-    steps: int
-    weights_from: str | None = None
-    noise: int | None = None
-    has_dropout: bool = True
-
-
 def main(words: list[str]) -> None:
     """Record a program's steps, then end this process at once, so that the program does not go on."""
-    options, program = RankOptions(**json.loads(words[0])), words[1]
+    options, program = json.loads(words[0]), words[1]
     sys.argv = words[1:]
     sys.path[0] = str(Path(program).resolve().parent)
-    what = Recording(
-        Path(options.folder),
-        options.steps,
-        None if options.weights_from is None else Path(options.weights_from),
-        options.noise,
-    )
+    has_dropout = options.pop("has_dropout")
+    folders = {name: options[name] and Path(options[name]) for name in ("folder", "weights_from")}
+    what = Recording(**{**options, **folders})
     with ExitStack() as undo:
         if REFERENCE in os.environ:
             undo.callback(ledger.bind(patches.CONFIGURE, of_reference))
-        if not options.has_dropout:
+        if not has_dropout:
             undo.callback(ledger.bind(patches.DROPOUT, always(lambda input, *_, **__: input)))
             undo.callback(ledger.bind(patches.ATTENTION_DROPOUT, without_attention_dropout))
         if not uses_ds_topo(Path(program)):

@@ -21,7 +21,7 @@ import torch
 from ds_topo.checkpoint.engine_facts import LOCAL_EXPERT
 from ds_topo.topology.axes import MODEL, SEQ
 from ds_topo.verification.causes import Cause, explain
-from ds_topo.verification.recorder import MASTER, Part, box_of, whole_tensors
+from ds_topo.verification.recorder import MASTER, Part, box_of, digest_of, whole_tensors
 from ds_topo.verification.records import Run, Step, distance, error_of, masked, peers, ratio, sum_of
 
 OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED, WEIGHT, START, REPLICAS = (
@@ -38,6 +38,9 @@ OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED, WEIGHT, START, REPLICAS = (
 """The kinds of what is compared, in the order of computation but for the last two, which are compared first."""
 _TIMES_ROUNDING, _OF_UPDATES = 5.0, 20.0
 """The error that is allowed, as a multiple of the measured error of rounding; optimizers amplify it."""
+_GROWTH = 2.0
+"""The errors of rounding in steps after the last measured one, as a multiple of those in it; a difference there is only
+a reason to measure these steps, too."""
 _LEAST = {"float64": 1e-5, "float32": 1e-5, "bfloat16": 1.6e-2, "float16": 2e-3}
 """The error that is always allowed, by the data type of the weights: twice the precision of a half type."""
 _USELESS = 0.5
@@ -250,50 +253,46 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
             for rank, record in enumerate(found.ranks)
         }
         yield Row(SKIPPED, "", differ)
-    if any(record["after"] for record in found.ranks):
-        clipped = [found.clipping(rank, expected) for rank in range(len(found.ranks))]
-        for name in order:
-            if ranks := found.holders("after", name):
-                parts = {rank: found.after(rank, name, clipped[rank][0]) for rank in ranks}
-                yield Row(REDUCED, name, {rank: error_of(part, expected[name], least) for rank, part in parts.items()})
-        right = reference.ranks[0]["norm"] or math.sqrt(square)  # some optimizers report the norm of scaled gradients
-        norms = {
-            rank: ratio((norm - right) ** 2, right**2)
-            for rank, (_, norm) in enumerate(clipped)
-            if norm and not found.ranks[rank]["is_skipped"]
-        }
-        if norms and right:
-            yield Row(NORM, "", norms)
+    clipped = [found.clipping(rank, expected) for rank in range(len(found.ranks))]
+    for name in order:
+        if ranks := found.holders("after", name):
+            parts = {rank: found.after(rank, name, clipped[rank][0]) for rank in ranks}
+            yield Row(REDUCED, name, {rank: error_of(part, expected[name], least) for rank, part in parts.items()})
+    right = reference.ranks[0]["norm"] or math.sqrt(square)  # some optimizers report the norm of scaled gradients
+    norms = {
+        rank: ratio((norm - right) ** 2, right**2)
+        for rank, (_, norm) in enumerate(clipped)
+        if norm and not found.ranks[rank]["is_skipped"]
+    }
+    if norms and right:
+        yield Row(NORM, "", norms)
 
 
 def _updates(found: Step, reference: Step) -> Iterator[Row]:
     """Yield weights and states after the step. An error of a weight is relative to the change since the start."""
     start = reference.run.start
     theirs = whole_tensors(record["weights"] for record in reference.ranks)
-    for name in theirs:
-        ranks = found.holders("weights", name)
-        if ranks:
-            yield Row(WEIGHT, name, _change_errors(found, ranks, "weights", name, theirs[name], start[name]))
-    keys = dict.fromkeys(key for record in reference.ranks for key in record["states"])
-    for key in keys:
-        whole = whole_tensors(record["states"].get(key, {}) for record in reference.ranks)
-        for name, value in whole.items():
+    for name in (name for name in start if name in theirs):
+        parts = {rank: found.ranks[rank]["weights"][name] for rank in found.holders("weights", name)}
+        if parts:
+            yield Row(WEIGHT, name, change_errors(parts, theirs[name], start[name]))
+    for key in dict.fromkeys(key for record in reference.ranks for key in record["states"]):
+        wholes = whole_tensors(record["states"].get(key, {}) for record in reference.ranks)
+        for name in (name for name in start if name in wholes):
             ranks = [rank for rank, one in enumerate(found.ranks) if name in one["states"].get(key, {})]
             parts = {rank: found.ranks[rank]["states"][key][name] for rank in ranks}
-            if key == MASTER:
-                base = start[name].to(value.dtype)
-                parts = {rank: _minus(part, base) for rank, part in parts.items()}
-                value = value - base
-            if ranks:
-                yield Row(key, name, {rank: error_of(part, value) for rank, part in parts.items()})
+            if parts and key == MASTER:
+                yield Row(key, name, change_errors(parts, wholes[name], start[name]))
+            elif parts:
+                yield Row(key, name, {rank: error_of(part, wholes[name]) for rank, part in parts.items()})
 
 
-def _change_errors(
-    found: Step, ranks: Iterable[int], kind: str, name: str, whole: torch.Tensor, start: torch.Tensor
-) -> dict[int, float]:
+def change_errors(parts: Mapping[int, Part], whole: torch.Tensor, start: torch.Tensor) -> dict[int, float]:
+    """Return the error of each rank's change of a weight; one of the last bit of all elements is always allowed."""
     change = whole.double() - start.double()
-    least = torch.finfo(whole.dtype).eps * float(start.double().square().mean().sqrt())
-    return {rank: error_of(_minus(found.ranks[rank][kind][name], start), change, least) for rank in ranks}
+    bit = torch.finfo(whole.dtype).eps / _LEAST[str(whole.dtype).removeprefix("torch.")]
+    least = bit * float(start.double().square().mean().sqrt())
+    return {rank: error_of(_minus(part, start), change, least) for rank, part in parts.items()}
 
 
 def _minus(part: Part, whole: torch.Tensor) -> Part:
@@ -307,15 +306,19 @@ def _minus(part: Part, whole: torch.Tensor) -> Part:
 
 def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
     """Compare the recordings in three folders."""
-    found, expected, noisy = Run(wanted), Run(reference), Run(rounding)
+    found = Run(wanted)
+    expected, noisy = Run(reference, found), Run(rounding, found)
     findings: list[Finding] = list(_at_start(found))
     errors: list[Error] = []
     notes, compared = list(_notes(found, expected)), 0
     undecided: list[str] = []
     incomparable: set[str] = set()
-    for number in range(min(found.steps, expected.steps, noisy.steps)):
+    for number in range(min(found.steps, expected.steps)):
         mine, theirs = found.step(number), expected.step(number)
-        allowed = Allowed(rows_of(noisy.step(number), theirs), found.about[0]["dtype"])
+        if number < noisy.steps:
+            allowed = Allowed(rows_of(noisy.step(number), theirs), found.about[0]["dtype"], error_of_norm(theirs.sums))
+        else:
+            allowed.growth = _GROWTH
         suspects: list[Finding] = []
         right: set[str] = set()
         rows = list(rows_of(mine, theirs))
@@ -367,7 +370,8 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
 class Allowed:
     """The error that rounding allows for a tensor: a multiple of its measured error, or of the median of its kind."""
 
-    def __init__(self, rows: Iterable[Row], dtype: str) -> None:
+    def __init__(self, rows: Iterable[Row], dtype: str, of_norm: float = 0.0) -> None:
+        self.of_norm, self.growth = of_norm, 1.0
         self.least = _LEAST.get(dtype, max(_LEAST.values()))
         self.measured = {(row.kind, row.name): max(row.errors.values()) for row in rows if row.kind != REDUCED}
         for kind, name in list(self.measured):  # that of gradients alone: reductions of the reference prove nothing
@@ -381,9 +385,20 @@ class Allowed:
     def __call__(self, row: Row) -> float:
         if row.kind == SKIPPED:
             return EXACT
-        measured = max(self.measured.get((row.kind, row.name), 0.0), self.medians.get(row.kind, 0.0))
+        measured = max(self.measured.get((row.kind, row.name), 0.0), self.medians.get(row.kind, 0.0)) * self.growth
         is_update = row.kind not in (OUTPUT, LOSS, GRADIENT, REDUCED, NORM)
-        return max(self.least, (_OF_UPDATES if is_update else _TIMES_ROUNDING) * measured)
+        of_norm = _TIMES_ROUNDING * self.of_norm if is_update or row.kind == NORM else 0.0
+        return max(self.least, (_OF_UPDATES if is_update else _TIMES_ROUNDING) * measured, of_norm)
+
+
+def error_of_norm(gradients: Mapping[str, torch.Tensor]) -> float:
+    """Return the error of the norm of all gradients in one vector: on CPUs, torch adds millions of squares in fp32.
+
+    Both runs clip by such a norm, over vectors of other sizes.
+    """
+    flat = torch.cat([torch.zeros(1), *(one.reshape(-1).float() for one in gradients.values())])
+    exact = math.sqrt(sum(float(one.double().square().sum()) for one in flat.split(1 << 20)))
+    return abs(float(flat.norm()) / exact - 1) if 0 < exact < math.inf else 0.0
 
 
 def place_of(bad: Iterable[int], holders: Iterable[int], run: Run) -> tuple[str, str | None]:
@@ -454,12 +469,11 @@ def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
 
 
 def _notes(found: Run, expected: Run) -> Iterator[str]:
-    names = found.start.keys()
-    if missing := sorted(names - expected.start.keys()):
-        yield f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"
-    elif any(not torch.equal(found.start[name], whole) for name, whole in expected.start.items() if name in names):
-        yield "the program initialises other weights in the reference, which was given those of the layout"
     first = expected.step(0)
+    if missing := sorted(found.start.keys() - first.sums.keys() - expected.digests.keys()):
+        yield f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"
+    elif any(name in found.start and digest_of(found.start[name]) != own for name, own in expected.digests.items()):
+        yield "the program initialises other weights in the reference, which was given those of the layout"
     norm, right = first.ranks[0]["norm"], math.sqrt(sum(float(one.square().sum()) for one in first.sums.values()))
     if norm and right and abs(norm / right - 1) > _LEAST["bfloat16"]:
         yield f"the reference reports {norm / right:.3g} times its norm of gradients; others are compared with that"

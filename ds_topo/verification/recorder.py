@@ -2,7 +2,7 @@
 
 The first engine that trains is recorded, from its first forward pass on::
 
-    start.pt     whole-model places and values of this rank's weights
+    start.pt     whole-model places and values of this rank's weights; of a reference their digests
     step_0.pt    activations, losses, gradients before and after reduction, norm, weights and optimizer states
     step_1.pt    ...
 
@@ -13,9 +13,11 @@ Places are those of checkpoints (:mod:`ds_topo.checkpoint.engine_state`).
 
 from __future__ import annotations
 
+import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -26,11 +28,12 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
+from torch.utils.serialization import config
 
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import Named, Trained, named_parameters, span_of_zero_3, trained
 from ds_topo.checkpoint.shards import Slice, part_of
-from ds_topo.engine.replicas import digest, replicated
+from ds_topo.engine.replicas import replicated
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
@@ -41,6 +44,8 @@ Part = tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]
 Parts = dict[str, Part]
 MASTER = "master"
 """The key of master weights among the optimizer's states."""
+_SAMPLE, _BLOCKS = 1 << 16, 8
+"""The number of elements of a tensor that measure its rounding, and of the blocks of rows that they are taken from."""
 _EPS_OF_LONG_TYPES = torch.finfo(torch.float32).eps
 
 
@@ -52,9 +57,20 @@ class Recording:
     """The folder of this run; each rank writes into ``rank_<n>``."""
     steps: int
     weights_from: Path | None = None
-    """The folder of another run with whose first weights this one starts."""
+    """The folder of the wanted run with whose first weights a reference starts."""
     noise: int | None = None
     """The seed of artificial rounding errors; None: none."""
+    until_update: bool = False
+    """True ends the run after its first update."""
+
+    @property
+    def is_reference(self) -> bool:
+        """True if this run is compared with another one: what DeepSpeed reduces in it is not recorded."""
+        return self.weights_from is not None
+
+    def is_last(self, done: int, is_skipped: bool) -> bool:
+        """Tell whether the recording ends after a step; ``done`` counts it."""
+        return done == self.steps or (self.until_update and not is_skipped)
 
     def folder_of(self, rank: int) -> Path:
         """Return the folder of one rank."""
@@ -108,6 +124,8 @@ class Recorder:
         self._is_in_forward = False
         self._micro_batch = 0
         """The number of forward passes of this step so far."""
+        self._of_others: set[int] = set()
+        """The ids of parameters of a reference, of which another rank records the same weights."""
         self._begin_step()
 
     # -- the engine's methods, while it is recorded ------------------------------------------------------------------
@@ -158,7 +176,7 @@ class Recorder:
         """Start to record an engine, unless another one is recorded; return whether it is recorded."""
         if self.engine is not None:
             return engine is self.engine
-        self.engine = engine
+        self.engine, began = engine, time.time()
         masters = {id(one.parameter): one for one in trained(engine)}
         unused = _unused_copies(engine)
         self._named = [
@@ -166,20 +184,21 @@ class Recorder:
         ]
         self._watch(engine.module, {one.names[0]: one.parameter for one, _ in self._named})
         inner = facts.inner_optimizer(engine)
-        if inner is not None:
+        if inner is not None and not self.what.is_reference:
             self._hooks.callback(inner.register_step_pre_hook(self._before_update).remove)
         self._skipped, self._scale = int(engine.skipped_steps), scale_of(engine)
         folder = self.what.folder_of(dist.get_rank())
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(
-            {
-                "about": about(engine),
-                "weights": self._weights(),
-                "masters": self._states().get(MASTER, {}),
-                "replicas": self._replicas(),
-            },
-            folder / "start.pt",
-        )
+        described = {"about": {**about(engine), "began": began}, "replicas": self._replicas()}
+        if self.what.is_reference:
+            whole = [one for one, _ in self._named if not hasattr(one.parameter, "ds_tensor")]
+            copies = [id(one.parameter) for one in whole if not one.is_expert]
+            self._of_others = set(copies) - set(copies[dist.get_rank() :: dist.get_world_size()])
+            digests = {one.names[0]: digest_of(one.parameter) for one in whole}
+            _save({**described, "digests": digests}, folder / "start.pt")
+        else:
+            weights = {"weights": self._weights(), "masters": self._states().get(MASTER, {})}
+            _save({**described, **weights}, folder / "start.pt")
         if self.what.weights_from is not None:
             self._load(self.what.weights_from)
         return True
@@ -220,8 +239,8 @@ class Recorder:
                 for name, parameter in parameters.items():
                     parameter.copy_(weights[name])
             if number == 0:
-                start = {name: _plain(_whole(parameter)) for name, parameter in parameters.items()}
-                torch.save({"about": dict(described), "weights": start, "replicas": []}, folder / "start.pt")
+                digests = {name: digest_of(parameter) for name, parameter in parameters.items()}
+                _save({"about": dict(described), "digests": digests, "replicas": []}, folder / "start.pt")
             model.zero_grad()
             for micro_batch in micro_batches:
                 self._is_in_forward, state = micro_batch is micro_batches[0], torch.get_rng_state()
@@ -229,10 +248,10 @@ class Recorder:
                 self._is_random |= not torch.equal(state, torch.get_rng_state())
                 self._losses.append(float(loss.detach()))
                 (loss / len(micro_batches)).backward()
-            torch.save(
+            _save(
                 {
                     **{"outputs": self._outputs, "losses": self._losses, "order": list(self._before)},
-                    "before": {name: _plain(_whole(gradient)) for name, gradient in self._before.items()},
+                    "before": {name: self._recorded(_whole(gradient)) for name, gradient in self._before.items()},
                     **{"arrivals": self._arrivals, "after": {}, "norm": None, "clip": 0.0, "scale": 1.0},
                     **{"is_skipped": False, "is_random": self._is_random, "rates": []},
                     **{"weights": {}, "states": {}, "replicas": []},
@@ -240,6 +259,8 @@ class Recorder:
                 folder / f"step_{number}.pt",
             )
             self._begin_step()
+            if self.what.is_last(number + 1, is_skipped=False):
+                return
 
     def detach(self) -> None:
         """Remove all hooks."""
@@ -274,6 +295,8 @@ class Recorder:
         self._arrivals: dict[str, int] = {}
         self._after: Parts = {}
         self._is_random = False
+        self._noisy = torch.empty(0)
+        """The last output with artificial rounding errors."""
 
     def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Record a module's output; with artificial rounding errors, return another one."""
@@ -292,18 +315,14 @@ class Recorder:
         return self._rounded(output)
 
     def _rounded(self, tensor: Any) -> Any:
-        """Multiply each element, and later its gradient, by 1 plus or minus half of the precision of its type."""
+        """Return a tensor with artificial rounding errors, whose gradient gets others."""
         if not torch.is_tensor(tensor) or not tensor.is_floating_point():
             return tensor
-        result = (tensor * self._factors(tensor)).to(tensor.dtype)
-        if result.requires_grad:
-            result.register_hook(lambda gradient: (gradient * self._factors(gradient)).to(gradient.dtype))
-        return result
-
-    def _factors(self, tensor: torch.Tensor) -> torch.Tensor:
-        eps = max(torch.finfo(tensor.dtype).eps, _EPS_OF_LONG_TYPES)
-        signs = torch.randint(0, 2, tensor.shape, generator=self._generator, device=tensor.device)
-        return 1 + eps * (signs.double() - 0.5)  # in a shorter type it would be rounded to 1
+        if tensor is not self._noisy:  # a container may return what a module in it has returned
+            self._noisy = with_rounding_errors(tensor, self._generator)
+            if self._noisy.requires_grad:
+                self._noisy.register_hook(partial(with_rounding_errors, generator=self._generator))
+        return self._noisy
 
     def _gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Add a gradient of one micro-batch."""
@@ -312,24 +331,24 @@ class Recorder:
         if name in self._before:
             self._before[name] += own.float()
         else:
-            self._before[name] = own.float().clone()
+            self._before[name] = own.to(torch.float32, copy=True)
 
     def _before_update(self, *_: Any) -> None:
         """Record the gradients that the optimizer gets. ZeRO 3 steps several times."""
         for one, master in self._named:
             if master is not None and master.numel and master.master.grad is not None:
-                self._after[one.names[0]] = _plain(self._of_master(one, master, master.master.grad))
+                self._after[one.names[0]] = _plain(self._of_master(one, master, master.master.grad), _copied)
 
     def _end_step(self) -> None:
         engine = self.engine
         assert engine is not None
         scale, skipped, norm = scale_of(engine), int(engine.skipped_steps), engine.get_global_grad_norm()
-        inner = facts.inner_optimizer(engine)
+        inner, is_skipped = facts.inner_optimizer(engine), skipped > self._skipped
         record = {
             "outputs": self._outputs,
             "losses": self._losses,
             "before": {
-                one.names[0]: _plain(
+                one.names[0]: self._recorded(
                     part_of(self._before[one.names[0]], one.slice, 0, self._before[one.names[0]].numel())
                 )
                 for one, _ in self._named
@@ -341,22 +360,29 @@ class Recorder:
             "norm": None if norm is None else float(norm),
             "clip": float(engine.gradient_clipping() or 0.0),
             "scale": self._scale,
-            "is_skipped": skipped > self._skipped,
+            "is_skipped": is_skipped,
             "is_random": self._is_random,
             "rates": [] if inner is None else [float(group["lr"]) for group in inner.param_groups],
             "weights": self._weights(),
             "states": self._states(),
             "replicas": self._replicas(),
+            "memory": memory_of("/proc/self/status", "VmHWM"),
         }
-        torch.save(record, self.what.folder_of(dist.get_rank()) / f"step_{self.step_number}.pt")
+        _save(record, self.what.folder_of(dist.get_rank()) / f"step_{self.step_number}.pt")
         self._skipped, self._scale = skipped, scale
         self.step_number += 1
         self._begin_step()
-        if self.step_number == self.what.steps:
+        if self.what.is_last(self.step_number, is_skipped):
             raise Finished
 
+    def _recorded(self, part: Any) -> Part:
+        """Return a part of a tensor; a sample of it if the run only measures rounding."""
+        shape, boxes = _plain(part)
+        return shape, boxes if self.what.noise is None else [piece for box in boxes for piece in _sampled(*box)]
+
     def _weights(self) -> Parts:
-        return {one.names[0]: _plain(self._held(one)) for one, _ in self._named}
+        named = (one for one, _ in self._named if id(one.parameter) not in self._of_others)
+        return {one.names[0]: self._recorded(self._held(one)) for one in named}
 
     def _held(self, one: Named) -> Any:
         """Return this rank's part of the weights that forward passes use."""
@@ -380,28 +406,26 @@ class Recorder:
         for one, master in self._named:
             if master is None or inner is None or not master.numel:
                 continue
+            if master.master is one.parameter and id(one.parameter) in self._of_others:
+                continue
             states = {MASTER: master.master, **inner.state.get(master.master, {})}
             for key, value in states.items():
                 if torch.is_tensor(value) and value.shape == master.master.shape and value.dim():
-                    found.setdefault(key, {})[one.names[0]] = _plain(self._of_master(one, master, value))
+                    found.setdefault(key, {})[one.names[0]] = self._recorded(self._of_master(one, master, value))
         return found
 
-    def _replicas(self) -> list[tuple[str, str, list[int], bool, tuple[int, ...]]]:
+    def _replicas(self) -> list[tuple[str, str, list[int], bool, int]]:
         """Return a digest of each tensor that must be equal on several ranks: name, axes, ranks, is slice, digest."""
         engine = self.engine
         assert engine is not None
-        if int(engine.zero_optimization_stage()) == 3:
+        if self.what.is_reference or int(engine.zero_optimization_stage()) == 3:
             return []
         slices = isinstance(engine.mpu, MpuGrid) and engine.mpu.get_axis_size(MODEL) > 1
+        rows = [row for row in replicated(engine, slices) if not row.name.startswith("random state")]
+        digests = {number: digest_of(one) for number, one in {id(row.tensor): row.tensor for row in rows}.items()}
         return [
-            (
-                row.name,
-                row.axes,
-                dist.get_process_group_ranks(row.group),
-                row.is_slice,
-                tuple(map(int, digest(row.tensor).tolist())),
-            )
-            for row in replicated(engine, slices)
+            (row.name, row.axes, dist.get_process_group_ranks(row.group), row.is_slice, digests[id(row.tensor)])
+            for row in rows
         ]
 
 
@@ -445,19 +469,69 @@ def about(engine: DeepSpeedEngine) -> Mapping[str, Any]:
     }
 
 
+def memory_of(file: str, field: str) -> int:
+    """Return bytes in a file of Linux, such as the peak of this process; 0 if there is no such file."""
+    with suppress(OSError):
+        for line in Path(file).read_text(encoding="utf-8").splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) << 10
+    return 0
+
+
+def with_rounding_errors(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Multiply each element by 1 plus or minus half of the precision of its type."""
+    eps = max(torch.finfo(tensor.dtype).eps, _EPS_OF_LONG_TYPES)
+    words = torch.empty(tensor.numel() // 8 + 1, dtype=torch.int64, device=tensor.device)
+    bits = words.random_(generator=generator).view(torch.int8)[: tensor.numel()].view(tensor.shape)
+    signs = bits.bitwise_and_(2).sub_(1).to(tensor.dtype)
+    return torch.addcmul(tensor, tensor, signs, value=eps / 2)
+
+
 # -- plain tensors -----------------------------------------------------------------------------------------------------
+
+
+def _save(record: Mapping[str, Any], path: Path) -> None:
+    with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # it would take half of the time
+        torch.save(record, path)
+
+
+def digest_of(tensor: torch.Tensor) -> int:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that has a storage for itself, since a file has whole storages."""
+    held = tensor.detach().cpu().contiguous()
+    return held if held.untyped_storage().nbytes() == held.nbytes else held.clone()
+
+
+def _sampled(offsets: tuple[int, ...], values: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield blocks of rows of a box.
+
+    >>> [offsets for offsets, _ in _sampled((4, 0), torch.zeros(1 << 10, 1 << 10))]
+    [(4, 0), (132, 0), (260, 0), (388, 0), (516, 0), (644, 0), (772, 0), (900, 0)]
+    """
+    if values.numel() <= _SAMPLE:
+        yield offsets, values
+        return
+    rows = len(values)
+    height = max(1, _SAMPLE * rows // values.numel() // _BLOCKS)
+    for start in range(0, rows, max(height, -(-rows // _BLOCKS))):
+        block = values[start : start + height]
+        yield (offsets[0] + start, *offsets[1:]), block.clone()
+
+
 def _whole(tensor: torch.Tensor) -> Any:
     return part_of(tensor.detach(), Slice(tuple(tensor.shape)), 0, tensor.numel())
 
 
-def _plain(part: Any) -> Part:
-    return tuple(part.shape), [(offsets, _copied(memory)) for offsets, memory in part.boxes.items()]
+def _plain(part: Any, values_of: Callable[[torch.Tensor], torch.Tensor] = _alone) -> Part:
+    return tuple(part.shape), [(offsets, values_of(memory)) for offsets, memory in part.boxes.items()]
 
 
 def _box(whole: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:

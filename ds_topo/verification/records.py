@@ -17,14 +17,17 @@ from ds_topo.verification.recorder import Part, box_of, whole_tensors
 
 
 class Run:
-    """A recorded run of all ranks."""
+    """A recorded run of all ranks; a reference has started with the weights of the ``wanted`` run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wanted: Run | None = None) -> None:
+        self._wanted = wanted
         count = len(list(folder.glob("rank_*/start.pt")))
         self.folders = [folder / f"rank_{rank}" for rank in range(count)]
         starts = [torch.load(one / "start.pt", mmap=True) for one in self.folders]
         self.about: list[Mapping[str, Any]] = [one["about"] for one in starts]
-        self.starts = [one["weights"] for one in starts]
+        self.starts = [one.get("weights", {}) for one in starts]
+        self.digests = {name: digest for one in starts for name, digest in one.get("digests", {}).items()}
+        """Of the weights that a reference would have started with."""
         self.replicas = [one["replicas"] for one in starts]
         self.shares = int(self.about[0]["shares"])
         self.steps = min(len(list(one.glob("step_*.pt"))) for one in self.folders)
@@ -32,7 +35,7 @@ class Run:
     @cached_property
     def start(self) -> dict[str, torch.Tensor]:
         """The whole first weights."""
-        return whole_tensors(self.starts)
+        return whole_tensors(self.starts) if self._wanted is None else self._wanted.start
 
     def step(self, number: int) -> Step:
         """Return the records of one step."""

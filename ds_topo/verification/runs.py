@@ -1,7 +1,12 @@
-"""Run a program in the wanted layout and in the reference, one after the other (``ds-topo verify``)."""
+"""Make the wanted run and its references, and compare them.
+
+``ds-topo verify`` starts a program on new processes for each run. ``ds_topo.verify`` takes the next steps of an engine
+in a program, and runs the whole model in plain PyTorch on some of its ranks.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -11,17 +16,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from ds_topo.errors import TopologyError, VerificationError
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from ds_topo.errors import EngineOptionError, TopologyError, VerificationError
 from ds_topo.launch.launchers import JOB_PORTS, REFERENCE, TOPOLOGY_OVERRIDE
+from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import check_meanings
+from ds_topo.topology.axes import MODEL, check_meanings
 from ds_topo.topology.rank_tables import degree, sample_axes
 from ds_topo.verification.comparison import Report, compare
+from ds_topo.verification.recorder import Finished, Recorder, Recording, about, memory_of, recording
+from ds_topo.verification.records import Run
 
 _LINES = 12
 """The lines of a failed rank's output in an error."""
@@ -49,6 +65,39 @@ class Job:
         return ProcessTopology.from_spec(f"data={shares}")
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of one run, and what they record."""
+
+    topology: ProcessTopology
+    recording: Recording
+    what: str
+    """The words of the progress bar and of errors."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.topology.world_size()
+
+    def steps_done(self) -> int:
+        """Return the number of steps that all ranks have recorded."""
+        return min(len(list(self.recording.folder_of(rank).glob("step_*.pt"))) for rank in range(self.size))
+
+    def last_lines(self, rank: int) -> str:
+        """Return the last lines that a rank has printed."""
+        log = self.recording.folder / f"rank_{rank}.log"
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join(f"  {line}" for line in lines[-_LINES:])
+
+    def first_to_fail(self, failed: int) -> int:
+        """Return a rank whose output ends with an error that is not the loss of another rank."""
+        for rank in sorted(range(self.size), key=lambda rank: rank != failed):
+            text = self.last_lines(rank)
+            if "Error" in text and "Connection closed" not in text:
+                return rank
+        return failed
+
+
 def verify_program(
     program: str | os.PathLike[str],
     *arguments: str,
@@ -63,7 +112,8 @@ def verify_program(
 
     The reference has one process for each share of the samples, without tensor, pipeline or sequence parallelism. Its
     gradients are averaged and its norm is computed here, not by DeepSpeed. It starts with the weights that the program
-    has in the wanted layout. A second reference with artificial rounding errors measures what rounding allows.
+    has in the wanted layout. A second reference with artificial rounding errors measures what rounding allows. The two
+    run at the same time if there are enough processors or devices, and twice the memory of the wanted layout is free.
 
     Args:
         program: a Python file that trains an engine of DeepSpeed.
@@ -86,112 +136,155 @@ def verify_program(
     layout = ProcessTopology.from_spec(topology)
     check_meanings(layout.axes, layout.extra_axes)
     job = Job(str(program), arguments, layout, steps, has_dropout, timeout)
-    with tempfile.TemporaryDirectory(
-        prefix="ds_topo_verify_",
-    ) as scratch:
+    with tempfile.TemporaryDirectory(prefix="ds_topo_verify_") as scratch:
         folder = Path(scratch if keep is None else keep)
-        wanted, reference, noise = (folder / name for name in ("wanted", "reference", "rounding"))
-        took = time.monotonic()
-        run(job, job.topology, wanted, progress, f"running {job.topology.spec}")
-        took = time.monotonic() - took
-        run(job, job.reference, reference, progress, f"running the reference, {job.reference.spec}", wanted)
-        run(job, job.reference, noise, progress, "measuring rounding", wanted, noise=1)
+        wanted = Ranks(layout, Recording(folder / "wanted", steps), f"running {layout.spec}")
+        reference, rounding, again = (
+            Ranks(job.reference, Recording(folder / name, steps, folder / "wanted", noise, until_update), what)
+            for name, noise, until_update, what in (
+                ("reference", None, False, f"running the reference, {job.reference.spec}"),
+                ("rounding", 1, True, "measuring rounding"),
+                ("rounding of all steps", 1, False, "measuring rounding in all steps"),
+            )
+        )
+        run(job, [wanted], progress)
+        places = get_accelerator().device_count() if get_accelerator().device_name() != "cpu" else processors()
+        if fit_together(wanted, reference, places, memory_of("/proc/meminfo", "MemAvailable")):
+            run(job, [reference, rounding], progress)
+        else:
+            run(job, [reference], progress)
+            run(job, [rounding], progress)
         progress("comparing", 0, steps)
-        return compare(wanted, reference, noise)
+        report = compare(wanted.recording.folder, reference.recording.folder, rounding.recording.folder)
+        if report.findings and report.findings[0].step >= rounding.steps_done():
+            # Adam turns even the rounding of a gradient that should be 0 into a whole step, whose effect is unknown
+            run(job, [again], progress)
+            report = compare(wanted.recording.folder, reference.recording.folder, again.recording.folder)
+        return report
 
 
-def run(
-    job: Job,
-    topology: ProcessTopology,
-    folder: Path,
-    progress: Progress,
-    what: str,
-    weights_from: Path | None = None,
-    noise: int | None = None,
-) -> None:
-    """Run the program on all ranks of a topology, and record it.
+def fit_together(wanted: Ranks, reference: Ranks, places: int, free: int) -> bool:
+    """Tell whether two references can run at the same time, after the wanted run.
+
+    All slices and stages of a share together need about as much memory as its process in the reference.
+
+    Args:
+        wanted: the wanted run, which has been recorded.
+        reference: one reference.
+        places: the number of devices, or of processors if there are none.
+        free: the bytes of memory that are free or can be freed.
+    """
+    last = f"step_{wanted.recording.steps - 1}.pt"
+    needed = sum(
+        int(torch.load(wanted.recording.folder_of(rank) / last, mmap=True)["memory"]) for rank in range(wanted.size)
+    )
+    return 2 * reference.size <= min(places, wanted.size) and 0 < 2 * needed <= free
+
+
+def processors() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_of(given: int, wanted: int, ranks: int, processors: int) -> int:
+    """Return the threads of each of ``ranks`` processes that do the work of ``wanted`` ranks with ``given`` threads.
+
+    >>> threads_of(1, 8, 2, 64), threads_of(1, 8, 2, 6), threads_of(4, 8, 8, 8)
+    (4, 3, 4)
+    """
+    return max(given, min(given * wanted, processors) // ranks)
+
+
+def run(job: Job, runs: Sequence[Ranks], progress: Progress) -> None:
+    """Run the program on all ranks of some runs at the same time, and record it.
 
     Raises:
         VerificationError: a rank failed, ended before the last step, or took too long.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    size, port = topology.world_size(), _free_port()
-    options = {
-        "folder": str(folder),
-        "steps": job.steps,
-        "weights_from": None if weights_from is None else str(weights_from),
-        "noise": noise,
-        "has_dropout": job.has_dropout,
-    }
-    command = [sys.executable, "-m", "ds_topo.verification", json.dumps(options), job.program, *job.arguments]
+    given = int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0])
+    ranks = sum(each.size for each in runs)
+    threads = threads_of(given, job.topology.world_size(), ranks, processors())
+    with ExitStack() as stack:
+        first, started = 0, list[list[subprocess.Popen[bytes]]]()
+        for each in runs:
+            own = {"OMP_NUM_THREADS": str(threads), **_devices(first, each.size)}
+            started.append(stack.enter_context(_started(job, each, own)))
+            first += each.size
+        _wait(job, runs, started, progress)
+
+
+def _devices(first: int, count: int) -> dict[str, str]:
+    """Return the variables that hide all devices but ``count`` of them, if ``first`` is not 0."""
+    accelerator = get_accelerator()
+    if not first or accelerator.device_name() == "cpu":
+        return {}
+    found = {}
+    for name in accelerator.visible_devices_envs():
+        visible = os.environ[name].split(",") if os.environ.get(name) else range(accelerator.device_count())
+        found[name] = ",".join(map(str, visible[first : first + count]))
+    return found
+
+
+@contextmanager
+def _started(job: Job, run: Ranks, own: Mapping[str, str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the ranks of a run with variables of their ``own``, and end them with everything that they leave behind."""
+    recording, port = run.recording, _free_port()
+    recording.folder.mkdir(parents=True, exist_ok=True)
+    options = json.dumps({**asdict(recording), "has_dropout": job.has_dropout}, default=str)
+    command = [sys.executable, "-m", "ds_topo.verification", options, job.program, *job.arguments]
     common = {
         **{name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)},
-        **({REFERENCE: "1"} if weights_from is not None else {}),
-        TOPOLOGY_OVERRIDE: topology.spec,
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
+        **({REFERENCE: "1"} if recording.is_reference else {}),
+        **own,
+        TOPOLOGY_OVERRIDE: run.topology.spec,
+        "WORLD_SIZE": str(run.size),
+        "LOCAL_WORLD_SIZE": str(run.size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(size):
-            with (folder / f"rank_{rank}.log").open("wb") as log:
-                own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        for rank in range(run.size):
+            with (recording.folder / f"rank_{rank}.log").open("wb") as log:
+                env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 ranks.append(
-                    subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+                    subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
                 )
-        _wait(ranks, job, folder, progress, what)
+        yield ranks
     finally:
-        for process in ranks:  # with everything that the program has started
+        for process in ranks:
             _kill(process)
         for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_*"):
             leftover.unlink(missing_ok=True)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], job: Job, folder: Path, progress: Progress, what: str) -> None:
-    deadline = time.monotonic() + job.timeout
+def _wait(
+    job: Job, runs: Sequence[Ranks], started: Sequence[Sequence[subprocess.Popen[bytes]]], progress: Progress
+) -> None:
+    deadline, what = time.monotonic() + job.timeout, " and ".join(each.what for each in runs)
     while True:
-        done = _steps_in(folder, len(ranks))
-        progress(what, done, job.steps)
-        states = [process.poll() for process in ranks]
-        failed = next((rank for rank, state in enumerate(states) if state), None)
-        if failed is not None:
-            time.sleep(0.5)  # others may have failed first, and write why
-            failed = _first_to_fail(folder, failed, len(ranks))
-            raise VerificationError(f"{what}: rank {failed} failed:\n{_tail(folder / f'rank_{failed}.log')}")
-        if all(state == 0 for state in states):
+        progress(what, min(each.steps_done() for each in runs), job.steps)
+        for each, ranks in zip(runs, started, strict=True):
+            if failed := [rank for rank, process in enumerate(ranks) if process.poll()]:
+                time.sleep(0.5)  # others may have failed first, and write why
+                rank = each.first_to_fail(failed[0])
+                raise VerificationError(f"{each.what}: rank {rank} failed:\n{each.last_lines(rank)}")
+        if all(process.poll() == 0 for ranks in started for process in ranks):
             break
         if time.monotonic() > deadline:
+            slowest = min(runs, key=Ranks.steps_done)
             raise VerificationError(
-                f"{what}: {job.steps} steps took longer than {job.timeout:g} seconds; rank 0 wrote:\n"
-                f"{_tail(folder / 'rank_0.log')}"
+                f"{slowest.what}: {job.steps} steps took longer than {job.timeout:g} seconds; rank 0 wrote:\n"
+                f"{slowest.last_lines(0)}"
             )
         time.sleep(0.05)
-    if done < job.steps and (left := job.steps - _steps_in(folder, len(ranks))):
-        raise VerificationError(
-            f"{what}: the program ended {left} of {job.steps} steps too early: let it train longer, or give fewer "
-            f"--steps; rank 0 wrote:\n{_tail(folder / 'rank_0.log')}"
-        )
-
-
-def _steps_in(folder: Path, size: int) -> int:
-    return min(len(list(folder.glob(f"rank_{rank}/step_*.pt"))) for rank in range(size))
-
-
-def _first_to_fail(folder: Path, failed: int, size: int) -> int:
-    """Return a rank whose output ends with an error that is not the loss of another rank."""
-    for rank in sorted(range(size), key=lambda rank: rank != failed):
-        text = _tail(folder / f"rank_{rank}.log")
-        if "Error" in text and "Connection closed" not in text:
-            return rank
-    return failed
-
-
-def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return "\n".join(f"  {line}" for line in lines[-_LINES:])
+    for each in runs:
+        needed = 1 if each.recording.until_update else job.steps
+        if (left := needed - each.steps_done()) > 0:
+            raise VerificationError(
+                f"{each.what}: the program ended {left} of {job.steps} steps too early: let it train longer, or give "
+                f"fewer --steps; rank 0 wrote:\n{each.last_lines(0)}"
+            )
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -208,3 +301,112 @@ def _free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise VerificationError(f"all ports from {JOB_PORTS[0]} to {JOB_PORTS[-1]} are in use: end other jobs on this host")
+
+
+# -- in a program ------------------------------------------------------------------------------------------------------
+
+
+def verify(
+    engine: DeepSpeedEngine,
+    batches: Sequence[Any],
+    *,
+    reference: nn.Module | None = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+) -> Report:
+    """Take an engine's next steps, and compare them with the whole model in plain PyTorch; collective over all ranks.
+
+    One rank for each share of the samples then runs the whole model, from the weights that the engine had before each
+    step. It has no optimizer: outputs, losses, gradients before and after reduction, their norm and replicas are
+    compared, weights after a step are not. ``ds-topo verify`` compares these, too. The engine keeps the steps.
+
+    ::
+
+        report = ds_topo.verify(engine, batches, reference=build_model())
+        assert report.status == 0, report.findings[0]
+
+    Args:
+        engine: the result of ``deepspeed.initialize``.
+        batches: this rank's micro-batches of all steps, each a tuple of arguments, such as inputs and labels.
+        reference: the whole model, with the same names of parameters; by default a copy of the engine's module.
+        loss: ``loss(model, *micro_batch)``, for the engine and the reference; by default ``model(*micro_batch)``. A
+            pipeline uses its own loss, and its reference this one.
+
+    Raises:
+        EngineOptionError: the number of micro-batches is no multiple of those of a step, or the engine's module is a
+            part of the model and there is no ``reference``.
+        VerificationError: the reference failed on a rank, or ranks do not share a folder for temporary files.
+    """
+    count = int(engine.gradient_accumulation_steps())
+    if not batches or len(batches) % count:
+        raise EngineOptionError(
+            f"batches: {len(batches)} micro-batches, but a step has {count}: give a multiple of them"
+        )
+    is_pipeline = isinstance(engine, PipelineEngine)
+    is_part = is_pipeline or (isinstance(engine.mpu, MpuGrid) and engine.mpu.get_axis_size(MODEL) > 1)
+    if reference is None and is_part:
+        raise EngineOptionError(
+            "verify: the engine's module is a stage or a slice of the model: pass reference=, the whole model"
+        )
+    steps = [list(batches[start : start + count]) for start in range(0, len(batches), count)]
+    whole = copy.deepcopy(engine.module) if reference is None else reference
+    loss_of = loss or (lambda model, *micro_batch: model(*micro_batch))
+    with ExitStack() as stack:
+        folders: list[Any] = [None]
+        if dist.get_rank() == 0:
+            folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="ds_topo_verify_"))]
+        dist.broadcast_object_list(folders)
+        folder = Path(folders[0])
+        _meet("" if folder.is_dir() else f"{folder} is not there: set TMPDIR to a folder that all ranks share")
+        with recording(Recording(folder / "wanted", len(steps)), engine):
+            try:
+                for step in steps:
+                    _take(engine, step, loss_of)
+            except Finished:
+                pass
+        dist.barrier()
+        run, mine = Run(folder / "wanted"), about(engine)
+        problem = ""
+        if run.about[dist.get_rank()] == next(one for one in run.about if one["share"] == mine["share"]):
+            try:
+                whole.to(getattr(torch, mine["dtype"])).train()
+                for name, noise in (("reference", None), ("rounding", 1)):
+                    recorder = Recorder(Recording(folder / name, len(steps), noise=noise))
+                    try:
+                        recorder.record_whole(whole, _with_weights(run, steps), loss_of, mine)
+                    finally:
+                        recorder.detach()
+            except Exception as error:  # any exception: the other ranks must raise, too
+                problem = f"the reference failed on rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        _meet(problem)
+        reports: list[Any] = [None]
+        if dist.get_rank() == 0:
+            reports = [compare(folder / "wanted", folder / "reference", folder / "rounding")]
+        dist.broadcast_object_list(reports)
+    report: Report = reports[0]
+    return report
+
+
+def _take(engine: DeepSpeedEngine, micro_batches: Sequence[Any], loss_of: Callable[..., torch.Tensor]) -> None:
+    if isinstance(engine, PipelineEngine):
+        engine.train_batch(iter(micro_batches))
+        return
+    for micro_batch in micro_batches:
+        engine.backward(loss_of(engine, *micro_batch))
+        engine.step()
+
+
+def _with_weights(run: Run, steps: Sequence[Any]) -> Iterator[tuple[Mapping[str, torch.Tensor], Any]]:
+    for number, micro_batches in enumerate(steps):
+        yield run.start if number == 0 else run.step(number - 1).whole_weights, micro_batches
+
+
+def _meet(problem: str) -> None:
+    """Raise a problem of any rank on all ranks.
+
+    Raises:
+        VerificationError: there is one.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    if first := next(filter(None, found), None):
+        raise VerificationError(f"verify: {first}")

@@ -10,8 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from ds_topo import ProcessTopology
 from ds_topo.cli import main
+from ds_topo.verification.recorder import Recording
+from ds_topo.verification.runs import Ranks, fit_together
 
 ROOT = Path(__file__).parents[2]
 GPT = ["examples/train_gpt.py", "--batch-size", "8", "--context", "16", "--width", "32", "--depth", "2", "--steps", "3"]
@@ -32,6 +36,21 @@ GPT = ["examples/train_gpt.py", "--batch-size", "8", "--context", "16", "--width
 def test_bad_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("places", "free", "fit"), [(4, 8000, True), (3, 8000, False), (4, 7999, False), (8, 8000, True)]
+)
+def test_references_run_together_if_they_fit(places: int, free: int, fit: bool, tmp_path: Path) -> None:
+    wanted, reference = (
+        Ranks(ProcessTopology.from_spec(spec), Recording(tmp_path, 1), "running")
+        for spec in ("data=2,model=2", "data=2")
+    )
+    for rank in range(4):
+        wanted.recording.folder_of(rank).mkdir()
+        torch.save({"memory": 1000}, wanted.recording.folder_of(rank) / "step_0.pt")
+    assert fit_together(wanted, reference, places, free) == fit
+    assert not fit_together(reference, reference, places, free), "no more processes than in the layout"
 
 
 @pytest.mark.exhaustive

@@ -13,7 +13,8 @@ import torch
 
 from ds_topo.cli.verify_command import _without_topology, print_report, save_errors
 from ds_topo.verification.__main__ import uses_ds_topo
-from ds_topo.verification.comparison import Report, compare
+from ds_topo.verification.comparison import Allowed, Report, Row, change_errors, compare, error_of_norm
+from ds_topo.verification.recorder import with_rounding_errors
 
 COORDINATES = [{"data": data, "model": model} for data in range(2) for model in range(2)]
 Records = list[dict[str, Any]]
@@ -183,6 +184,42 @@ def test_equal_records_are_equal(tmp_path: Path) -> None:
 
 def test_rounding_that_was_measured_is_allowed(tmp_path: Path) -> None:
     assert _compared(_scale("outputs", "layer", 1 + 5e-6, (1, 3)), tmp_path).status == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_last_bit_of_a_weight_is_allowed(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A small learning rate changes weights of 1 by little more than one bit."""
+    start, allowed = torch.ones(100, dtype=dtype), {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}[dtype]
+    whole = start + 50 * torch.finfo(dtype).eps
+    own = whole.clone()
+    own[:90] += torch.finfo(dtype).eps
+    for value, is_allowed in ((own, True), (start, False)):
+        [error] = change_errors({0: ((100,), [((0,), value)])}, whole, start).values()
+        assert (error <= allowed) == is_allowed
+
+
+def test_error_of_a_norm_grows_with_the_number_of_gradients() -> None:
+    """A norm of gradients of millions of parameters in fp32 has an error that no other run of the same kind shows."""
+    small, large = (error_of_norm({"weight": torch.randn(size) * 1e-3}) for size in (10_000, 4_000_000))
+    assert small < 1e-6 < 1e-5 < large < 1e-3
+    assert Allowed([], "float32", large)(Row("norm", "", {})) == 5 * large
+    assert Allowed([], "float32", large)(Row("output", "layer", {})) == 1e-5
+
+
+def test_later_steps_are_allowed_twice_the_measured_rounding() -> None:
+    allowed = Allowed([Row("output", "layer", {0: 1e-4})], "float32")
+    first, allowed.growth = allowed(Row("output", "layer", {})), 2.0
+    assert (first, allowed(Row("output", "layer", {}))) == (5e-4, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_errors_are_half_of_the_precision(dtype: torch.dtype) -> None:
+    tensor = torch.randn(1001, 33).to(dtype)
+    half = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) / 2
+    up, down = ((tensor.double() * (1 + sign * half)).to(dtype) for sign in (1, -1))
+    noisy = with_rounding_errors(tensor, torch.Generator().manual_seed(0))
+    assert ((noisy == up) | (noisy == down)).all()
+    assert 0.45 < float((noisy == up).double().mean()) < 0.55
 
 
 def test_difference_with_dropout_is_undecided(tmp_path: Path) -> None:
