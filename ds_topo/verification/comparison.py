@@ -161,13 +161,18 @@ def _outputs(found: Step, reference: Step) -> Iterator[Row]:
             own, partial = output_errors({rank: found.ranks[rank]["outputs"][name] for rank in ranks}, whole, found.run)
             errors.update(own)
             is_partial &= partial
-        if errors:
+        if found.holders("outputs", name):
             yield Row(OUTPUT, name, errors, is_partial)
 
 
 def output_errors(outputs: Mapping[int, torch.Tensor], whole: torch.Tensor, run: Run) -> tuple[dict[int, float], bool]:
-    """Return the error of each rank's output, which is the whole or a slice, and whether they add up to the whole."""
+    """Return the error of each rank's output, which is the whole or a slice, and whether they add up to the whole.
+
+    There are no errors if the outputs have other shapes, such as those of a gate with another capacity of experts.
+    """
     first = next(iter(outputs.values()))
+    if any(value.shape != first.shape for value in outputs.values()):
+        return {}, False
     if first.shape == whole.shape:
         errors = {rank: distance(value, whole) for rank, value in outputs.items()}
         is_partial = len(outputs) > 1 and distance(
@@ -175,8 +180,10 @@ def output_errors(outputs: Mapping[int, torch.Tensor], whole: torch.Tensor, run:
         ) < min(errors.values())
         return errors, is_partial
     best: dict[int, float] = {}
-    for dim, (size, own) in enumerate(zip(whole.shape, first.shape, strict=False)):
-        if first.dim() != whole.dim() or not own or size % own or size == own:
+    split = [dim for dim, (size, own) in enumerate(zip(whole.shape, first.shape, strict=False)) if size != own]
+    for dim in split if first.dim() == whole.dim() and len(split) == 1 else ():
+        size, own = whole.shape[dim], first.shape[dim]
+        if not own or size % own:
             continue
         for axes in ((MODEL,), (SEQ,), (SEQ, MODEL), (MODEL, SEQ)):
             places = {rank: _place(run.coordinate(rank), axes, run) for rank in outputs}
@@ -188,8 +195,6 @@ def output_errors(outputs: Mapping[int, torch.Tensor], whole: torch.Tensor, run:
                 pieces = whole.unflatten(dim, (stride, size // own, own // stride))
                 errors = {
                     rank: distance(value, pieces.select(dim + 1, places[rank]).flatten(dim, dim + 1))
-                    if value.shape == first.shape
-                    else math.inf
                     for rank, value in outputs.items()
                 }
                 if not best or max(errors.values()) < max(best.values()):
@@ -209,15 +214,21 @@ def _place(coordinate: Mapping[str, int], axes: Iterable[str], run: Run) -> int:
 
 
 def _losses(found: Step, reference: Step) -> Iterator[Row]:
+    """Yield the losses. A rank of an axis ``seq`` has the whole loss, or its part in a sum or in a mean over ``seq``."""
     errors = {}
+    pieces = found.degree(SEQ)
     for rank, record in enumerate(found.ranks):
         expected = reference.ranks[found.run.about[rank]["share"]]["losses"]
-        if record["losses"] and len(expected) == len(record["losses"]):
-            errors[rank] = max(
-                ratio((own - there) ** 2, there**2) for own, there in zip(record["losses"], expected, strict=True)
-            )
-        elif len(expected) != len(record["losses"]):
+        if len(expected) != len(record["losses"]):
             errors[rank] = math.inf
+        elif expected:
+            peers_of_seq = [other for other in range(len(found.ranks)) if found.coordinates_differ(rank, other) <= {SEQ}]
+            parts = [found.ranks[other]["losses"] for other in peers_of_seq]
+            sums = [math.fsum(each) for each in zip(*parts)]  # noqa: B905 - a rank may have lost a micro-batch
+            errors[rank] = min(
+                max(ratio((own - there) ** 2, there**2) for own, there in zip(losses, expected, strict=False))
+                for losses in (record["losses"], sums, [total / pieces for total in sums])
+            )
     if errors and any(record["losses"] for record in found.ranks):
         yield Row(LOSS, "", errors)
 
@@ -241,7 +252,10 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
                 continue
             whole, own = reference.before(share, name), sum_of(found, ranks, name)
             for rank in ranks:
-                errors[rank] = error_of(masked(found.ranks[rank]["before"][name], own), whole, least)
+                errors[rank] = min(  # over an axis seq it is a mean or a sum, as the loss is
+                    error_of(masked(found.ranks[rank]["before"][name], own * factor), whole, least)
+                    for factor in {1, found.degree(SEQ)}
+                )
         if errors:
             yield Row(GRADIENT, name, errors)
     if any(record["is_skipped"] for record in (*found.ranks, *reference.ranks)):
@@ -313,12 +327,13 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
     notes, compared = list(_notes(found, expected)), 0
     undecided: list[str] = []
     incomparable: set[str] = set()
+    unlike: dict[str, None] = {}
     for number in range(min(found.steps, expected.steps, noisy.steps)):
         mine, theirs = found.step(number), expected.step(number)
         allowed = Allowed(rows_of(noisy.step(number), theirs), found.about[0]["dtype"])
         suspects: list[Finding] = []
         right: set[str] = set()
-        rows = list(rows_of(mine, theirs))
+        rows = [row for row in rows_of(mine, theirs) if row.errors or unlike.setdefault(row.name)]
         for row in reversed(rows):
             if row.kind == REDUCED and max(row.errors.values()) <= allowed(row):
                 right.add(row.name)
@@ -348,6 +363,9 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
         if findings:
             findings = _explained(findings, mine, theirs, number)
             break
+    if unlike:
+        first = next(iter(unlike))
+        notes.append(f"{len(unlike)} outputs are not compared, because they have other shapes in the layout: {first!r}")
     if incomparable:
         names = sorted(incomparable)
         notes.append(f"rounding alone changes {len(names)} tensors by half of their value or more: {names[0]!r}, ...")
@@ -369,7 +387,8 @@ class Allowed:
 
     def __init__(self, rows: Iterable[Row], dtype: str) -> None:
         self.least = _LEAST.get(dtype, max(_LEAST.values()))
-        self.measured = {(row.kind, row.name): max(row.errors.values()) for row in rows if row.kind != REDUCED}
+        found = ((row.kind, row.name, row.errors) for row in rows if row.kind != REDUCED)
+        self.measured = {(kind, name): max(errors.values()) for kind, name, errors in found if errors}
         for kind, name in list(self.measured):  # that of gradients alone: reductions of the reference prove nothing
             if kind == GRADIENT:
                 self.measured[REDUCED, name] = self.measured[kind, name]

@@ -1,19 +1,25 @@
-"""Record the tiny GPT on ranks of a test, with a fault or without one, and compare it with a reference."""
+"""Record small models on ranks of a test, with a fault or without one, and compare them with references."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ds_topo import PipelineParallelGrid, ProcessTopology
+import deepspeed
+
+from ds_topo import PipelineParallelGrid, ProcessTopology, initialize
+from ds_topo.topology.axes import SEQ
 from ds_topo.topology.rank_tables import degree, sample_axes
 from ds_topo.verification.comparison import Report, compare
 from ds_topo.verification.recorder import Finished, Recording, recording
-from tests.support.gpt_training import batch, loss_of, pipeline, plain_engine
-from tests.support.training import own_samples, train_engine
+from tests.engine import test_sequence_parallel as sequences
+from tests.support import gpt_training, moe_training
+from tests.support.gpt_training import pipeline, plain_engine
+from tests.support.training import Batch, Loss, destroy_engine, engine_config, own_samples, train_engine
 from tests.support.world import Worlds
 
 STEPS = 2
@@ -28,14 +34,65 @@ class Job:
     topology: str
     is_pipeline: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
+    model: str = "GPT"
+    """Or ``experts``, whose settings are those of a :class:`moe_training.Case`, or ``sequences``."""
 
     @property
     def reference(self) -> Job:
-        """The job of the reference."""
+        """The job of the reference, as in ds_topo.verification.__main__."""
         topology = ProcessTopology.from_spec(self.topology)
-        is_half = self.settings.keys() & {"bf16", "fp16"}  # as in ds_topo.verification.__main__
-        settings = {key: value for key, value in self.settings.items() if is_half or key != "zero_optimization"}
-        return Job(f"data={degree(topology, sample_axes(topology))}", self.is_pipeline, settings)
+        settings, spec = dict(self.settings), f"data={degree(topology, sample_axes(topology))}"
+        if self.model == "experts":
+            settings |= {"zero": 0, "tensor_parallel": False, "sizes": tuple(min(1, size) for size in settings["sizes"])}
+        elif not settings.keys() & {"bf16", "fp16"}:
+            settings.pop("zero_optimization", None)
+        return Job(spec, self.is_pipeline, settings, self.model)
+
+    @contextmanager
+    def engine(self) -> Iterator[tuple[Any, PipelineParallelGrid, Callable[[int], Batch], Loss]]:
+        """Yield an engine, its grid, this rank's samples of a step, and the loss of an engine without a pipeline."""
+        settings = {"zero_optimization": {"stage": 0}, **self.settings}
+        with ExitStack() as stack:
+            if self.model == "experts":
+                case = moe_training.Case(self.topology, pipeline=self.is_pipeline, **self.settings)
+                rank = stack.enter_context(moe_training.trainer(case))
+                engine, grid, source, loss_of = rank.engine, rank.grid, moe_training.batch, moe_training.loss_of
+            elif self.model == "sequences":
+                engine, grid, source, loss_of = stack.enter_context(_sequences(self.topology, settings))
+            elif self.is_pipeline:
+                zero = settings.pop("zero_optimization")["stage"]
+                engine, grid = stack.enter_context(pipeline(self.topology, zero, **settings))
+                source, loss_of = gpt_training.batch, gpt_training.loss_of
+            else:
+                engine, grid = stack.enter_context(plain_engine(self.topology, settings))
+                source, loss_of = gpt_training.batch, gpt_training.loss_of
+            yield engine, grid, lambda step: own_samples(source(step), grid), loss_of
+
+
+@contextmanager
+def _sequences(topology: str, settings: dict[str, Any]) -> Iterator[tuple[Any, PipelineParallelGrid, Any, Loss]]:
+    """Yield the engine of a layer whose positions are split along ``seq``."""
+    warnings.simplefilter("ignore", FutureWarning)
+    deepspeed.init_distributed(verbose=False)
+    with PipelineParallelGrid(topology) as grid:
+        pieces, own, attention = 1, 0, sequences.local_attention
+        if SEQ in grid.topology().axes:
+            pieces, own = grid.get_axis_size(SEQ), grid.get_axis_rank(SEQ)
+            attention = sequences.Ulysses(grid.get_group(SEQ))
+        model = sequences.Model(attention)
+        config = engine_config(
+            sequences.BATCH // grid.get_sample_world_size(),
+            optimizer={"type": "SGD", "params": sequences.DESCENT},
+            **settings,
+        )
+        engine, *_ = initialize(model=model, mpu=grid, config=config, model_parameters=list(model.parameters()))
+
+        def batch(step: int) -> Batch:
+            inputs, targets = (part.chunk(pieces, 1)[own] for part in sequences.batch(step))
+            return inputs, targets
+
+        yield engine, grid, batch, lambda *arguments: sequences.loss_of(*arguments) / pieces
+        destroy_engine(engine)
 
 
 def record(
@@ -45,20 +102,16 @@ def record(
     before: Callable[[], AbstractContextManager[object]] | None = None,
 ) -> None:
     """Record one rank; a fault is planted in the engine, or ``before`` it is built."""
-    settings = {"zero_optimization": {"stage": 0}, **job.settings}
-    with ExitStack() as stack:
-        stack.enter_context(recording(what))
-        stack.enter_context(nullcontext() if before is None else before())
-        if job.is_pipeline:
-            zero = settings.pop("zero_optimization")["stage"]
-            engine, grid = stack.enter_context(pipeline(job.topology, zero, **settings))
-        else:
-            engine, grid = stack.enter_context(plain_engine(job.topology, settings))
-        with (plant and plant(engine, grid)) or nullcontext():
-            try:
-                train_engine(engine, grid, (own_samples(batch(step), grid) for step in range(STEPS)), loss_of)
-            except Finished:
-                return
+    with (
+        recording(what),
+        nullcontext() if before is None else before(),
+        job.engine() as (engine, grid, samples, loss_of),
+        (plant and plant(engine, grid)) or nullcontext(),
+    ):
+        try:
+            train_engine(engine, grid, map(samples, range(STEPS)), loss_of)
+        except Finished:
+            return
     raise AssertionError("the recording did not end")
 
 
