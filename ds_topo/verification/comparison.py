@@ -214,7 +214,7 @@ def _place(coordinate: Mapping[str, int], axes: Iterable[str], run: Run) -> int:
 
 
 def _losses(found: Step, reference: Step) -> Iterator[Row]:
-    """Yield the losses. A rank of an axis ``seq`` has the whole loss, or its part in a sum or in a mean over ``seq``."""
+    """Yield the losses. Along ``seq`` each rank has the whole loss, or its part of a sum or of a mean."""
     errors = {}
     pieces = found.degree(SEQ)
     for rank, record in enumerate(found.ranks):
@@ -222,7 +222,9 @@ def _losses(found: Step, reference: Step) -> Iterator[Row]:
         if len(expected) != len(record["losses"]):
             errors[rank] = math.inf
         elif expected:
-            peers_of_seq = [other for other in range(len(found.ranks)) if found.coordinates_differ(rank, other) <= {SEQ}]
+            peers_of_seq = [
+                other for other in range(len(found.ranks)) if found.coordinates_differ(rank, other) <= {SEQ}
+            ]
             parts = [found.ranks[other]["losses"] for other in peers_of_seq]
             sums = [math.fsum(each) for each in zip(*parts)]  # noqa: B905 - a rank may have lost a micro-batch
             errors[rank] = min(
@@ -245,8 +247,9 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
         errors = {}
         for ranks in peers(found, name):
             share = found.run.about[ranks[0]]["share"]
-            if (
-                name not in reference.ranks[share]["before"]
+            if (  # experts of a rank get the samples of several shares
+                len({found.run.about[rank]["share"] for rank in found.holders("before", name)}) < found.run.shares
+                or name not in reference.ranks[share]["before"]
                 or len(reference.holders("before", name)) < reference.run.shares
             ):
                 continue
@@ -418,7 +421,21 @@ def place_of(bad: Iterable[int], holders: Iterable[int], run: Run) -> tuple[str,
 
 
 def _at_start(found: Run) -> Iterator[Finding]:
-    """Yield replicas that start with different weights, and slices that start with equal ones."""
+    """Yield weights that no rank has, replicas that start differently, and slices that start with equal values."""
+    places: dict[str, dict[tuple[Any, ...], int]] = defaultdict(dict)
+    sizes = {}
+    for weights in found.starts:
+        for name, (shape, boxes) in weights.items():
+            sizes[name] = math.prod(shape)
+            places[name] |= {(offsets, tuple(values.shape)): values.numel() for offsets, values in boxes}
+    for name, boxes_of in places.items():
+        if sum(boxes_of.values()) < sizes[name]:
+            share = sum(boxes_of.values()) / sizes[name]
+            cause = "the ranks have the same slice or experts twice, and others not at all: a wrong group"
+            holders = tuple(rank for rank, weights in enumerate(found.starts) if name in weights)
+            where = f"all ranks together have {share:.3g} of it"
+            yield Finding(-1, START, name, math.inf, 0.0, holders, where, None, (cause,))
+            return
     yield from _unequal(found, found.replicas, -1)
     by_place: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank, weights in enumerate(found.starts):
@@ -462,7 +479,7 @@ def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
             usual = max(digests, key=digests.count)
             bad = tuple(rank for rank, (_, digest) in found.items() if digest != usual)
             cause = (
-                "different random state: the ranks started with different seeds"
+                "different random state, as by other seeds, or a weight that was loaded or changed on some ranks only"
                 if number < 0
                 else ("a rank skipped or repeated a step, or changed or lost an update")
             )
@@ -497,7 +514,10 @@ def _explained(findings: list[Finding], mine: Step, theirs: Step, number: int) -
     first, *others = findings
     if first.causes:
         return findings
-    causes: list[Cause] = explain(first.kind, first.name, first.ranks, mine, theirs)
+    wrong: dict[str, set[str]] = defaultdict(set)
+    for one in findings:
+        wrong[one.kind].add(one.name)
+    causes: list[Cause] = explain(first.kind, first.name, first.ranks, mine, theirs, wrong)
     axis = first.axis or next((cause.axis for cause in causes if cause.axis), None)
     texts = tuple(cause.text for cause in causes)
     explained = Finding(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import deepspeed
+import torch
 
 from ds_topo import PipelineParallelGrid, ProcessTopology, initialize
 from ds_topo.topology.axes import SEQ
@@ -43,7 +44,11 @@ class Job:
         topology = ProcessTopology.from_spec(self.topology)
         settings, spec = dict(self.settings), f"data={degree(topology, sample_axes(topology))}"
         if self.model == "experts":
-            settings |= {"zero": 0, "tensor_parallel": False, "sizes": tuple(min(1, size) for size in settings["sizes"])}
+            settings |= {
+                "zero": 0,
+                "tensor_parallel": False,
+                "sizes": tuple(min(1, size) for size in settings["sizes"]),
+            }
         elif not settings.keys() & {"bf16", "fp16"}:
             settings.pop("zero_optimization", None)
         return Job(spec, self.is_pipeline, settings, self.model)
@@ -66,7 +71,18 @@ class Job:
             else:
                 engine, grid = stack.enter_context(plain_engine(self.topology, settings))
                 source, loss_of = gpt_training.batch, gpt_training.loss_of
-            yield engine, grid, lambda step: own_samples(source(step), grid), loss_of
+
+            def samples(step: int) -> Batch:
+                """Return as many samples as the engine takes."""
+                count, number = engine.train_micro_batch_size_per_gpu() * engine.gradient_accumulation_steps(), step
+                found = own_samples(source(step), grid)
+                while len(found[0]) < count:
+                    number += 1
+                    more = own_samples(source(number), grid)
+                    found = torch.cat([found[0], more[0]]), torch.cat([found[1], more[1]])
+                return found
+
+            yield engine, grid, samples, loss_of
 
 
 @contextmanager
@@ -124,7 +140,7 @@ class References:
 
     def of(self, job: Job, weights_from: Path) -> tuple[Path, Path]:
         """Return the recordings without and with artificial rounding errors."""
-        key = str(job.reference)
+        key = f"{job.reference} {weights_from if job.model == 'experts' else ''}"  # faults change these weights
         if key not in self._known:
             folders = tuple(self._folder / f"{kind}_{len(self._known)}" for kind in ("reference", "rounding"))
             size = ProcessTopology.from_spec(job.reference.topology).world_size()
