@@ -5,19 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import deepspeed
 import torch
+import torch.nn.functional as F
 
 from ds_topo import PipelineParallelGrid, ProcessTopology, initialize
 from ds_topo.topology.axes import SEQ
 from ds_topo.topology.rank_tables import degree, sample_axes
 from ds_topo.verification.comparison import Report, compare
 from ds_topo.verification.recorder import Finished, Recording, recording
+from tests.checkpoint.matrix import pairs
+from tests.checkpoint.matrix.pairs import Side
+from tests.engine import test_random_engines as random_engines
 from tests.engine import test_sequence_parallel as sequences
+from tests.engine.test_random_engines import Engine
 from tests.support import gpt_training, moe_training
 from tests.support.gpt_training import pipeline, plain_engine
 from tests.support.training import Batch, Loss, destroy_engine, engine_config, own_samples, train_engine
@@ -37,12 +42,21 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     model: str = "GPT"
     """Or ``experts``, whose settings are those of a :class:`moe_training.Case`, or ``sequences``."""
+    drawn: Side | Engine | None = None
+    """A small engine that was drawn at random, in place of all other fields but the layout."""
 
     @property
     def reference(self) -> Job:
         """The job of the reference, as in ds_topo.verification.__main__."""
         topology = ProcessTopology.from_spec(self.topology)
         settings, spec = dict(self.settings), f"data={degree(topology, sample_axes(topology))}"
+        if isinstance(self.drawn, Side):
+            is_half, experts = self.drawn.precision != "fp32", min(1, self.drawn.experts)
+            zero, options = (self.drawn.zero, self.drawn.options) if is_half or self.drawn.zero == 3 else (0, ())
+            return Job(spec, drawn=replace(self.drawn, topology=spec, zero=zero, options=options, experts=experts))
+        if isinstance(self.drawn, Engine):
+            zero = self.drawn.zero if self.drawn.bf16 else 0
+            return Job(spec, drawn=replace(self.drawn, topology=spec, zero=zero))
         if self.model == "experts":
             settings |= {
                 "zero": 0,
@@ -58,6 +72,11 @@ class Job:
         """Yield an engine, its grid, this rank's samples of a step, and the loss of an engine without a pipeline."""
         settings = {"zero_optimization": {"stage": 0}, **self.settings}
         with ExitStack() as stack:
+            if self.drawn is not None:
+                open_engine = _of_side if isinstance(self.drawn, Side) else _of_engine
+                engine, grid, samples, loss_of = stack.enter_context(open_engine(self.drawn))
+                yield engine, grid, samples, loss_of
+                return
             if self.model == "experts":
                 case = moe_training.Case(self.topology, pipeline=self.is_pipeline, **self.settings)
                 rank = stack.enter_context(moe_training.trainer(case))
@@ -83,6 +102,45 @@ class Job:
                 return found
 
             yield engine, grid, samples, loss_of
+
+
+def _mean_squares(grid: PipelineParallelGrid) -> Loss:
+    """Return a loss whose sum over an axis ``seq`` is the loss of the sample."""
+    pieces = grid.get_axis_size(SEQ) if SEQ in grid.topology().axes else 1
+    return lambda module, inputs, targets: F.mse_loss(module(inputs).float(), targets.float()) / pieces
+
+
+@contextmanager
+def _of_side(side: Side) -> Iterator[tuple[Any, PipelineParallelGrid, Callable[[int], Batch], Loss]]:
+    """Yield an engine of the conversions of checkpoints."""
+    made = pairs.Job(side)
+    assert made.grid is not None
+
+    def samples(step: int) -> Batch:
+        inputs = torch.randn(pairs.SAMPLES, pairs.WIDTH, generator=torch.Generator().manual_seed(step))
+        own = own_samples((inputs, inputs.roll(1, dims=1).sin()), made.grid)
+        return own[0].to(made.dtype), own[1].to(made.dtype)
+
+    yield made.engine, made.grid, samples, _mean_squares(made.grid)
+    destroy_engine(made.engine)
+    made.grid.destroy()
+
+
+@contextmanager
+def _of_engine(engine: Engine) -> Iterator[tuple[Any, PipelineParallelGrid, Callable[[int], Batch], Loss]]:
+    """Yield an engine of the tests of the reducer."""
+    warnings.simplefilter("ignore")
+    deepspeed.init_distributed(verbose=False)
+    with PipelineParallelGrid(engine.topology) as grid:
+        made = random_engines.build(engine, grid, reduced=engine.evaluates)
+
+        def samples(step: int) -> Batch:
+            random_engines.Layer.step = step
+            parts = [random_engines.samples(step, number, grid, engine.bf16) for number in range(engine.accumulation)]
+            return torch.cat([inputs for inputs, _ in parts]), torch.cat([targets for _, targets in parts])
+
+        yield made, grid, samples, _mean_squares(grid)
+        destroy_engine(made)
 
 
 @contextmanager
