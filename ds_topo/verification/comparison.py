@@ -478,11 +478,13 @@ def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
         if len(set(digests)) > 1:
             usual = max(digests, key=digests.count)
             bad = tuple(rank for rank, (_, digest) in found.items() if digest != usual)
-            cause = (
-                "different random state, as by other seeds, or a weight that was loaded or changed on some ranks only"
-                if number < 0
-                else ("a rank skipped or repeated a step, or changed or lost an update")
-            )
+            parts = [run.starts[rank].get(name) for rank in found]
+            if all(parts) and len({tuple(offsets for offsets, _ in part[1]) for part in parts}) > 1:
+                cause = "it is split, as its partition_dim says, but lacks the mark tensor_model_parallel = True"
+            elif number < 0:
+                cause = "different random state, as by other seeds, or a weight loaded or changed on some ranks only"
+            else:
+                cause = "a rank skipped or repeated a step, or changed or lost an update"
             yield Finding(
                 number, REPLICAS, name, math.inf, 0.0, bad, f"ranks {list(ranks)} along {axes} differ", axes, (cause,)
             )

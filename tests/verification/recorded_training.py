@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ds_topo import PipelineParallelGrid, ProcessTopology, initialize
 from ds_topo.topology.axes import SEQ
-from ds_topo.topology.rank_tables import degree, sample_axes
+from ds_topo.verification import runs
 from ds_topo.verification.comparison import Report, compare
 from ds_topo.verification.recorder import Finished, Recording, recording
 from tests.checkpoint.matrix import pairs
@@ -49,14 +49,15 @@ class Job:
     def reference(self) -> Job:
         """The job of the reference, as in ds_topo.verification.__main__."""
         topology = ProcessTopology.from_spec(self.topology)
-        settings, spec = dict(self.settings), f"data={degree(topology, sample_axes(topology))}"
+        settings, spec = dict(self.settings), runs.Job("", (), topology).reference.spec
         if isinstance(self.drawn, Side):
             is_half, experts = self.drawn.precision != "fp32", min(1, self.drawn.experts)
             zero, options = (self.drawn.zero, self.drawn.options) if is_half or self.drawn.zero == 3 else (0, ())
             return Job(spec, drawn=replace(self.drawn, topology=spec, zero=zero, options=options, experts=experts))
         if isinstance(self.drawn, Engine):
             zero = self.drawn.zero if self.drawn.bf16 else 0
-            return Job(spec, drawn=replace(self.drawn, topology=spec, zero=zero))
+            own = f"pipe=1,{spec}" if self.drawn.is_pipeline else spec  # the name of the axis chooses the engine
+            return Job(own, drawn=replace(self.drawn, topology=own, zero=zero))
         if self.model == "experts":
             settings |= {
                 "zero": 0,
@@ -115,6 +116,9 @@ def _of_side(side: Side) -> Iterator[tuple[Any, PipelineParallelGrid, Callable[[
     """Yield an engine of the conversions of checkpoints."""
     made = pairs.Job(side)
     assert made.grid is not None
+    for parameter in made.engine.module.parameters():
+        if hasattr(parameter, "partition_dim"):  # conversions do without the mark, norms do not
+            parameter.tensor_model_parallel = True
 
     def samples(step: int) -> Batch:
         inputs = torch.randn(pairs.SAMPLES, pairs.WIDTH, generator=torch.Generator().manual_seed(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,11 +48,13 @@ def test_right_layout_is_equal(job: Job, world: Worlds, tmp_path: Path) -> None:
     assert (report.compared > 40, report.steps) == (True, 2)
 
 
-SIDES = [side for number in range(20) for side in (draw_pair(7, number).source, draw_pair(7, number).target)]
+DRAWN = [side for number in range(20) for side in (draw_pair(7, number).source, draw_pair(7, number).target)]
+SIDES = [side for side in DRAWN if not side.is_stock and side.optimizer != "Adafactor"]
+"""Adafactor depends on norms of a rank's part of a parameter, and so trains otherwise in each layout."""
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("side", [side for side in SIDES if not side.is_stock], ids=str)
+@pytest.mark.parametrize("side", SIDES, ids=str)
 def test_random_engine_of_conversions_is_equal(side: Side, world: Worlds, tmp_path: Path) -> None:
     """Engines at ZeRO 0 to 3 in three precisions, of pipelines, experts, slices, tied and frozen weights."""
     report = References(world, tmp_path).verify(Job(side.topology, drawn=side), tmp_path / "wanted")
@@ -70,7 +73,10 @@ def test_random_engine_of_the_reducer_is_equal(world: Worlds, tmp_path_factory: 
         phases=[Phase.generate],
     )
     @given(engines(OF_FOUR + OVER_SHARD))
-    def is_equal(engine: Engine) -> None:
+    def is_equal(drawn: Engine) -> None:
+        # gradients that the program changes after the backward pass cannot be compared
+        hooks = {name: getattr(drawn, name).replace("accumulated", "tensor") for name in ("hook_before", "hook_after")}
+        engine = replace(drawn, **hooks)
         folder = tmp_path_factory.mktemp("engine")
         report = References(world, folder).verify(Job(engine.topology, drawn=engine), folder / "wanted")
         assert (report.findings, report.undecided) == ((), ()), engine
