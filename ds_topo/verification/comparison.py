@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ds_topo.checkpoint.engine_facts import LOCAL_EXPERT
-from ds_topo.topology.axes import MODEL, SEQ
+from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.verification.causes import Cause, explain
 from ds_topo.verification.recorder import MASTER, Part, box_of, whole_tensors
 from ds_topo.verification.records import Run, Step, distance, error_of, masked, peers, ratio, sum_of
@@ -152,10 +152,12 @@ def _outputs(found: Step, reference: Step) -> Iterator[Row]:
         if LOCAL_EXPERT.search(name + "."):
             continue
         errors: dict[int, float] = {}
-        is_partial = bool(found.holders("outputs", name))
+        stages = {rank: found.run.coordinate(rank).get(PIPE, 0) for rank in found.holders("outputs", name)}
+        holders = [rank for rank, stage in stages.items() if stage == min(stages.values())]  # the first call, if tied
+        is_partial = bool(holders)
         for share in range(reference.run.shares):
             whole = reference.ranks[share]["outputs"].get(name)
-            ranks = [rank for rank in found.holders("outputs", name) if found.run.about[rank]["share"] == share]
+            ranks = [rank for rank in holders if found.run.about[rank]["share"] == share]
             if whole is None or not ranks:
                 continue
             own, partial = output_errors({rank: found.ranks[rank]["outputs"][name] for rank in ranks}, whole, found.run)
