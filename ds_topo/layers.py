@@ -149,6 +149,8 @@ class ParallelLinear(nn.Module):
             self.parallel = _parallel(group)
         if self.dim in ROWS:
             weight = self.parallel.own(weight, 1)
+            if bias is not None:  # norms count parameters of experts on every slice unless they say so
+                bias.tensor_model_parallel = False  # type: ignore[attr-defined]
         elif self.dim in COLUMNS:
             shape = (pieces, -1) if pieces > 1 else (-1,)
             weight = self.parallel.own(weight.view(*shape, full.in_features), len(shape) - 1)

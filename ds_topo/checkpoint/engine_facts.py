@@ -286,9 +286,13 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
     module, inner = engine.module, inner_optimizer(engine)
     first_names: dict[int, str] = {}
     splits, undeclared, aliases = {}, [], {}
+    of_experts = moe_layers(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
+        layer = moe_layer_of(name, of_experts)
         if (first := first_names.setdefault(id(parameter), name)) != name:
             aliases[name] = first
+        elif layer is not None and not layer.enable_expert_tensor_parallelism:
+            continue  # a whole expert may be made of layers that declare a split over a group of one rank
         elif (split := split_of(parameter)) is not None:
             padded = shape_of(parameter)[split.dim] * stage_and_slice(engine)[2] if split.real is not None else None
             splits[name] = replace(split, padded=padded)
@@ -297,7 +301,7 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
     splits |= {name: split for name, buffer in module.named_buffers() if (split := split_of(buffer)) is not None}
     experts = {
         f"{prefix}{name}.deepspeed_experts": int(layer.ep_size)
-        for prefix, layer in moe_layers(module).items()
+        for prefix, layer in of_experts.items()
         for name, part in layer.named_modules()
         if isinstance(part, Experts)
     } | {name: int(layer.ep_size) for name, layer in stacked_experts(module).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial, wraps
 from typing import Any
 
@@ -13,6 +14,7 @@ from deepspeed.utils import groups as deepspeed_groups
 
 from ds_topo.engine.norms import check_norm
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
+from ds_topo.launch.launchers import REFERENCE
 from ds_topo.ledger import always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import ExpertGroups, MpuGrid, registry, require_grid
@@ -177,7 +179,9 @@ def create_expert_groups(
     failure: Exception | None = None
     registry.forget_former_worlds()
     try:
-        if expert_parallel_size is None:
+        if REFERENCE in os.environ:  # each process of a reference has all experts
+            expert_parallel_size = 1
+        elif expert_parallel_size is None:
             expert_parallel_size = _size_of_expert_axis(grid)
         plan = ExpertPlan(grid.topology(), expert_parallel_size, expert_tensor_parallel, use_data_before_expert)
         registry.check(grid, plan)

@@ -15,6 +15,7 @@ import torch
 from deepspeed.inference.engine import InferenceEngine
 from deepspeed.module_inject import auto_ep_folding
 from deepspeed.moe import mappings
+from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import TopKGate
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime import engine as deepspeed_engine
@@ -662,13 +663,23 @@ DROPOUT = Patch(
 ATTENTION_DROPOUT = replace(
     DROPOUT, name="scaled_dot_product_attention", instead="The same function without dropout of attention weights."
 )
-CONFIGURE = Patch(
-    DeepSpeedConfig,
-    "__init__",
-    instead="The same for a config without AutoTP, and without ZeRO 1 and 2 in fp32.",
-    why="A reference must not depend on the slices and partitions that it checks.",
-    during="ds-topo verify runs a reference",
-    process_wide="DeepSpeed reads the config before the engine exists.",
+CONFIGURE, LOCAL_EXPERTS = (
+    Patch(
+        owner,
+        "__init__",
+        instead=instead,
+        why="A reference must not depend on the slices, partitions and groups that it checks.",
+        during="ds-topo verify runs a reference",
+        process_wide=process_wide,
+    )
+    for owner, instead, process_wide in (
+        (
+            DeepSpeedConfig,
+            "The same for a config without AutoTP, without ZeRO 1 and 2 in fp32, and with autoep_size 1.",
+            "DeepSpeed reads the config before the engine exists.",
+        ),
+        (MoE, "The same with ep_size 1, so that each process has all experts.", "Programs create layers by this name."),
+    )
 )
 FORWARD, EXECUTE_SCHEDULE = (
     Patch(

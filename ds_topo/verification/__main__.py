@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -39,6 +40,7 @@ def main(words: list[str]) -> None:
     with ExitStack() as undo:
         if REFERENCE in os.environ:
             undo.callback(ledger.bind(patches.CONFIGURE, of_reference))
+            undo.callback(ledger.bind(patches.LOCAL_EXPERTS, with_all_experts))
         if not has_dropout:
             undo.callback(ledger.bind(patches.DROPOUT, always(lambda input, *_, **__: input)))
             undo.callback(ledger.bind(patches.ATTENTION_DROPOUT, without_attention_dropout))
@@ -81,7 +83,7 @@ def uses_ds_topo(program: Path) -> bool:
 
 
 def of_reference(construct: Any) -> Any:
-    """Build the replacement of DeepSpeed's config that omits AutoTP, and ZeRO 1 and 2 in fp32.
+    """Build the replacement of DeepSpeed's config that omits AutoTP, and ZeRO 1 and 2 in fp32, and local AutoEP.
 
     In other precisions DeepSpeed's optimizers without ZeRO compute other updates. ``BF16_Optimizer`` takes a step
     without gradients when it is built, which counts in Adam's bias correction, and losses in fp16 are not scaled.
@@ -100,9 +102,24 @@ def of_reference(construct: Any) -> Any:
             if not is_half and not (isinstance(section, dict) and section.get("stage") == 3):
                 omitted.add("zero_optimization")
             content = {name: value for name, value in content.items() if name not in omitted}
+            if isinstance(experts := content.get("expert_parallel"), dict):  # AutoEP: each process has all experts
+                content["expert_parallel"] = {**experts, "autoep_size": 1}
         construct(self, content, *arguments, **named)
 
     return configure
+
+
+def with_all_experts(construct: Any) -> Any:
+    """Build the replacement of the constructor of MoE layers: each process of a reference has all experts."""
+    signature = inspect.signature(construct)
+
+    @wraps(construct)
+    def construct_with_all(*arguments: Any, **named: Any) -> None:
+        given = signature.bind(*arguments, **named)
+        given.arguments["ep_size"] = 1
+        construct(*given.args, **given.kwargs)
+
+    return construct_with_all
 
 
 def _use_grid() -> None:

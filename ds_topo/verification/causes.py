@@ -7,7 +7,8 @@ without the divisor, the mean of a wrong group. So the wrong tensor is fitted by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,18 +27,18 @@ class Cause(NamedTuple):
     axis: str | None = None
 
 
-def explain(kind: str, name: str, bad: Sequence[int], found: Step, reference: Step) -> list[Cause]:
-    """Return likely causes of a difference, the likeliest first."""
-    finders = {
-        "output": _of_output,
-        "loss": _of_loss,
-        "gradient": _of_gradient,
-        "reduced gradient": _of_reduced,
-        "norm": _of_norm,
-        "skipped step": _of_skipped,
-    }
-    find = finders.get(kind, _of_update)
-    return list(find(name, bad, found, reference))
+def explain(
+    kind: str, name: str, bad: Sequence[int], found: Step, reference: Step, wrong: Mapping[str, Collection[str]]
+) -> list[Cause]:
+    """Return likely causes of a difference, the likeliest first; ``wrong`` has all names that differ, by kind."""
+    if kind == "gradient":
+        return list(_of_gradient(name, bad, found, reference, wrong[kind]))
+    if kind == "reduced gradient":
+        return list(_of_reduced(name, bad, found, reference, wrong[kind]))
+    if kind in ("output", "loss", "norm", "skipped step"):
+        find = {"output": _of_output, "loss": _of_loss, "norm": _of_norm, "skipped step": _of_skipped}[kind]
+        return list(find(name, bad, found, reference))
+    return list(_of_update(kind, name, bad, found, reference))
 
 
 def _of_output(name: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
@@ -62,7 +63,12 @@ def _of_output(name: str, bad: Sequence[int], found: Step, reference: Step) -> I
             yield Cause("different random state: the forward pass draws random numbers")
     else:
         yield Cause("no arrangement of slices gives the reference's values: a slice at a wrong place, or wrong inputs")
-    yield Cause("the module itself: its inputs are right, since everything before it is")
+    if found.run.about[rank]["zero"] == 3:
+        yield Cause("the weights that ZeRO 3 has gathered for it: the groups over which it partitions")
+    order = [other for other in reference.ranks[share]["outputs"] if other in found.ranks[rank]["outputs"]]
+    before = f", or the code since `{order[order.index(name) - 1]}`" if order.index(name) else ""
+    changed = ", or its weights, if they were changed or loaded after the last step" if found.number else ""
+    yield Cause(f"the module itself{before}{changed}: everything that was recorded before it is right")
 
 
 def _is_sum(total: torch.Tensor, whole: torch.Tensor) -> bool:
@@ -76,14 +82,33 @@ def _is_sum(total: torch.Tensor, whole: torch.Tensor) -> bool:
 def _of_loss(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
     rank = bad[0]
     own, expected = found.ranks[rank]["losses"], reference.ranks[found.run.about[rank]["share"]]["losses"]
-    if len(own) != len(expected):
+    if len(own) < len(expected):
         yield Cause(f"lost micro-batch: {len(own)} losses in this step instead of {len(expected)}")
         return
+    if len(own) > len(expected):
+        yield Cause(
+            f"more micro-batches: {len(own)} losses in this step instead of {len(expected)}; DeepSpeed computes their "
+            "number from train_batch_size and the number of replicas"
+        )
+        return
     yield from _factor(torch.tensor(own), torch.tensor(expected), found, "averaged over the wrong number of ranks")
-    yield Cause("the loss function: all recorded outputs are right")
+    errors = [abs(mine - theirs) for mine, theirs in zip(own, expected, strict=True)]
+    wrong = [number for number, error in enumerate(errors) if error > _CLOSE * max(errors)]
+    for number in wrong:
+        for other, loss in enumerate(expected):
+            if abs(own[number] - loss) < _CLOSE * errors[number]:
+                yield Cause(f"other samples: micro-batch {number + 1} has the loss of micro-batch {other + 1}")
+                break
+    if 0 not in wrong:
+        numbers = ", ".join(str(number + 1) for number in wrong)
+        yield Cause(f"other samples in micro-batch {numbers}: the first one, in which outputs are recorded, is right")
+    else:
+        yield Cause("the loss function, or other labels: all recorded outputs are right")
 
 
-def _of_gradient(name: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
+def _of_gradient(
+    name: str, bad: Sequence[int], found: Step, reference: Step, wrong: Collection[str]
+) -> Iterator[Cause]:
     rank = bad[0]
     share = found.run.about[rank]["share"]
     ranks = next(group for group in peers(found, name) if rank in group)
@@ -108,10 +133,16 @@ def _of_gradient(name: str, bad: Sequence[int], found: Step, reference: Step) ->
     for other in range(reference.run.shares):
         if other != share and distance(own, _flat(masked(part, reference.before(other, name)))) < _CLOSE:
             yield Cause(f"these ranks worked on the samples of share {other} instead of {share}", DATA)
+    held = found.ranks[rank]["before"].keys()
+    if len(held & set(wrong)) > 0.9 * len(held):  # gradients without a meaning, such as those of key biases, are right
+        yield Cause(
+            "nearly all gradients of these ranks are wrong, and the losses are right: a micro-batch is lost or counts "
+            "twice, or a factor is between the loss and its gradient"
+        )
     yield Cause("the backward pass of the module that owns it, or of one after it")
 
 
-def _of_reduced(name: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
+def _of_reduced(name: str, bad: Sequence[int], found: Step, reference: Step, wrong: Collection[str]) -> Iterator[Cause]:
     rank = bad[0]
     part = found.after(rank, name, found.clipping(rank, reference.sums)[0])
     own = _flat(part)
@@ -125,10 +156,28 @@ def _of_reduced(name: str, bad: Sequence[int], found: Step, reference: Step) -> 
     expected = _flat(masked(part, reference.sums[name]))
     if not own.any():
         yield Cause("no gradient reached the optimizer")
-    if basis and (weights := _weights(own, basis)) is not None:
-        yield from _of_weights(weights, owners, rank, found)
-    yield from _factor(own, expected, found, "reduced twice, or a sum that should be a mean, or the reverse")
+    weights = _weights(own, basis) if basis else None
+    if weights is not None:
+        causes = list(_of_weights(weights, owners, rank, found))
+        others = [other for other in reference.sums if other not in wrong and other in found.ranks[rank]["after"]]
+        if any(_is_split(found, other) for other in others):  # so the reduction over the replicas works
+            causes.sort(key=lambda cause: cause.axis != MODEL)
+        yield from causes
+    unused = {MODEL} if _is_split(found, name) else set()
+    if len({found.run.coordinate(owner).get(PIPE, 0) for owner in owners}) < 2:
+        unused.add(PIPE)
+    yield from _factor(own, expected, found, "reduced twice, or a sum that should be a mean, or the reverse", unused)
+    if basis and weights is None and own.any():
+        yield Cause(
+            "no combination of the ranks' gradients gives it: a micro-batch was not accumulated on a rank, or a "
+            "gradient changed after it was accumulated"
+        )
     yield Cause("the reduction: all gradients before it are right")
+
+
+def _is_split(found: Step, name: str) -> bool:
+    """Tell whether slices of a parameter are at different places."""
+    return len({_places(found, rank, name) for rank in found.holders("before", name)}) > 1
 
 
 def _weights(own: torch.Tensor, basis: Sequence[torch.Tensor]) -> list[float] | None:
@@ -147,6 +196,13 @@ def _of_weights(weights: Sequence[float], owners: Sequence[int], rank: int, foun
     own_stage = coordinate.get(PIPE, 0)
     if len(by_stage) > 1 and all(abs(one) < 0.05 for stage, one in by_stage.items() if stage != own_stage):
         yield Cause("not reduced: a tied weight without the gradients of its other stages", PIPE)
+        return
+    for axis, index in coordinate.items():
+        by_index = _summed(weights, [found.run.coordinate(owner)[axis] for owner in owners])
+        others = [abs(one) for other, one in by_index.items() if other != index]
+        if axis != PIPE and others and max(others) < 0.05 * min(1.0, abs(by_index[index])):
+            yield Cause(f"not reduced along {axis!r}: only the gradients of ranks with {axis}={index} count", axis)
+            return
     by_slice = _summed(weights, [found.run.coordinate(owner).get(MODEL, 0) for owner in owners])
     by_share = _summed(weights, [found.run.about[owner]["share"] for owner in owners])
     total = sum(by_share.values()) / max(1, len(by_stage))
@@ -176,62 +232,86 @@ def _summed(values: Iterable[float], keys: Iterable[int]) -> dict[int, float]:
 
 
 def _of_norm(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
-    """Find which tensors a norm leaves out, or counts several times."""
+    """Find which tensors a norm leaves out, or counts several times: of all explanations the closest ones."""
     own = (found.clipping(bad[0], reference.sums)[1] or 0.0) ** 2
+    total = sum(float(value.double().square().sum()) for value in reference.sums.values())
+    noise = total * (1e-6 if found.run.about[bad[0]]["dtype"] in ("float32", "float64") else 5e-3)
+    close = [
+        (max(noise, abs(own - square)), number, cause)
+        for number, (square, cause) in enumerate(_norms(found, reference, total))
+        if square > 0 and abs(own - square) < _CLOSE * abs(square - total)
+    ]
+    yield from (cause for _, _, cause in sorted(close, key=lambda one: one[:2])[:2])
+    if not close and found.ranks[bad[0]]["norm"] is None and own > 0:  # it was derived from clipped gradients
+        yield Cause(
+            f"clipping: the optimizer gets {math.sqrt(total / own):.3g} times the norm that gradient_clipping allows"
+        )
+    yield Cause("the norm: all gradients are right")
+
+
+def _norms(found: Step, reference: Step, total: float) -> Iterator[tuple[float, Cause]]:
+    """Yield the squares of wrong norms and their causes, the simplest first."""
     squares = {name: float(value.double().square().sum()) for name, value in reference.sums.items()}
-    total = sum(squares.values())
-
-    def is_close(square: float) -> bool:
-        return square > 0 and abs(own - square) < _CLOSE * abs(square - total)
-
     by_stage: dict[int, float] = {}
     by_slice: dict[int, float] = {}
     replicated = tied = 0.0
     for name, value in reference.sums.items():
         holders = found.holders("before", name)
         stages = {found.run.coordinate(rank).get(PIPE, 0) for rank in holders}
-        places = {_places(found, rank, name) for rank in holders}
         for stage in stages:
             by_stage[stage] = by_stage.get(stage, 0.0) + squares[name] / len(stages)
         tied += squares[name] * (len(stages) - 1)
-        if len(places) == 1:
+        if not _is_split(found, name):
             replicated += squares[name]
-        else:
-            for rank in {found.run.coordinate(rank).get(MODEL, 0): rank for rank in holders}.values():
-                part = masked(found.ranks[rank]["before"][name], value)
-                place = found.run.coordinate(rank).get(MODEL, 0)
-                by_slice[place] = by_slice.get(place, 0.0) + float(_flat(part).double().square().sum())
+            continue
+        for rank in {found.run.coordinate(rank).get(MODEL, 0): rank for rank in holders}.values():
+            part = masked(found.ranks[rank]["before"][name], value)
+            place = found.run.coordinate(rank).get(MODEL, 0)
+            by_slice[place] = by_slice.get(place, 0.0) + float(_flat(part).double().square().sum())
     slices, split = found.degree(MODEL), sum(by_slice.values())
     for left in _one_or_all_but_one(by_slice):
         without = sum(by_slice[place] for place in left)
-        if is_close(total - without):
-            yield Cause(f"the norm leaves out the slices {left} of parameters that are split", MODEL)
-        if is_close(total - without + replicated * (slices - 1)):
-            yield Cause(f"the norm leaves out the slices {left}, and counts replicated parameters on each", MODEL)
+        yield total - without, Cause(f"the norm leaves out the slices {left} of parameters that are split", MODEL)
+        yield (
+            total - without + replicated * (slices - 1),
+            Cause(f"the norm leaves out the slices {left}, and counts replicated parameters on each", MODEL),
+        )
     for left in _one_or_all_but_one(by_stage):
-        if is_close(total - sum(by_stage[stage] for stage in left)):
-            yield Cause(f"the norm leaves out the stages {left}", PIPE)
-    if slices > 1 and is_close(total + replicated * (slices - 1)):
-        yield Cause("counted twice in the norm: parameters that are replicated along 'model'", MODEL)
-    if slices > 1 and is_close(split):
-        yield Cause("the norm leaves out all parameters that are replicated along 'model'", MODEL)
-    if tied and is_close(total + tied):
-        yield Cause("counted twice in the norm: a tied weight, on each of its stages", PIPE)
-    for axis in (DATA, MODEL, PIPE):
-        size = found.degree(axis)
+        yield total - sum(by_stage[stage] for stage in left), Cause(f"the norm leaves out the stages {left}", PIPE)
+    if slices > 1:
+        yield (
+            total + replicated * (slices - 1),
+            Cause("counted twice in the norm: parameters that are replicated along 'model'", MODEL),
+        )
+        yield split, Cause("the norm leaves out all parameters that are replicated along 'model'", MODEL)
+    yield total + tied, Cause("counted twice in the norm: a tied weight, on each of its stages", PIPE)
+    degrees = [(axis, found.degree(axis)) for axis in found.run.coordinate(0)]
+    for size in sorted({size for _, size in degrees} - {1}):
+        axes = [axis for axis, degree in degrees if degree == size]
+        names = " or ".join(map(repr, axes))
         for power in (1.0, 0.5, -1.0, -0.5):
-            if size > 1 and is_close(total * size ** (2 * power)):
-                how = "times" if power > 0 else "divided by"
-                root = "the root of " if abs(power) == 0.5 else ""
-                yield Cause(f"the norm is the right one {how} {root}the degree of {axis!r}, {size}", axis)
-    if abs(own - total * norm_scale(found) ** 2) < _CLOSE * total * norm_scale(found) ** 2 and norm_scale(found) != 1:
-        yield Cause("the norm is that of scaled gradients: it was not divided by the loss scale")
+            how = "times" if power > 0 else "divided by"
+            root = "the root of " if abs(power) == 0.5 else ""
+            yield (
+                total * size ** (2 * power),
+                Cause(
+                    f"the norm is the right one {how} {root}the degree of {names}, {size}",
+                    axes[0] if len(axes) == 1 else None,
+                ),
+            )
+    if norm_scale(found) != 1:
+        yield (
+            total * norm_scale(found) ** 2,
+            Cause("the norm is that of scaled gradients: it was not divided by the loss scale"),
+        )
+    families: dict[str, float] = {}
     for name, square in squares.items():
-        if is_close(total - square):
-            yield Cause(f"the norm leaves out {name!r}")
-        elif is_close(total + square):
-            yield Cause(f"counted twice in the norm: {name!r}")
-    yield Cause("the norm: all gradients are right")
+        yield total - square, Cause(f"the norm leaves out {name!r}")
+        yield total + square, Cause(f"counted twice in the norm: {name!r}")
+        family = re.sub(r"\d+", "*", name)
+        families[family] = families.get(family, 0.0) + square
+    for family, square in families.items():
+        yield total - square, Cause(f"the norm leaves out all of {family!r}")
 
 
 def _one_or_all_but_one(parts: Iterable[int]) -> list[list[int]]:
@@ -260,8 +340,14 @@ def _of_skipped(_: str, bad: Sequence[int], found: Step, reference: Step) -> Ite
         yield Cause("the layout took a step that overflows")
 
 
-def _of_update(name: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
+def _of_update(kind: str, name: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
     rank = bad[0]
+    rates = [found.ranks[rank]["rates"], reference.ranks[0]["rates"]]
+    if rates[0] and rates[1] and not math.isclose(rates[0][0], rates[1][0], rel_tol=1e-9):
+        yield Cause(f"the learning rate is {rates[0][0]:g} instead of {rates[1][0]:g}")
+    state = found.ranks[rank]["states"].get(kind, {}).get(name)
+    if state is not None and not _flat(state).any():
+        yield Cause(f"lost: {kind} is zero on these ranks")
     if name in found.ranks[rank]["weights"]:
         part = found.ranks[rank]["weights"][name]
         before = _flat(masked(part, found.previous[name]))
@@ -271,14 +357,13 @@ def _of_update(name: str, bad: Sequence[int], found: Step, reference: Step) -> I
             yield Cause("stale: these ranks did not get the updated weight")
         else:
             yield from _factor(after - start, expected - start, found, "another learning rate or divisor")
-    rates = [found.ranks[rank]["rates"], reference.ranks[0]["rates"]]
-    if rates[0] and rates[1] and not math.isclose(rates[0][0], rates[1][0], rel_tol=1e-9):
-        yield Cause(f"the learning rate is {rates[0][0]:g} instead of {rates[1][0]:g}")
     yield Cause("the optimizer's step, or the exchange of weights after it: all gradients are right")
 
 
-def _factor(own: torch.Tensor, expected: torch.Tensor, found: Step, what: str) -> Iterator[Cause]:
-    """Explain a tensor that is the right one times a number."""
+def _factor(
+    own: torch.Tensor, expected: torch.Tensor, found: Step, what: str, unused: Collection[str] = ()
+) -> Iterator[Cause]:
+    """Explain a tensor that is the right one times a number, such as the degree of an axis that is not unused."""
     own, expected = own.double().reshape(-1), expected.double().reshape(-1)
     square = float(expected.square().sum())
     if not square:
@@ -286,7 +371,7 @@ def _factor(own: torch.Tensor, expected: torch.Tensor, found: Step, what: str) -
     factor = float(own @ expected) / square
     if abs(factor - 1) < _CLOSE or ratio(float((own - factor * expected).square().sum()), factor**2 * square) > _CLOSE:
         return
-    degrees = {axis: found.degree(axis) for axis in found.run.coordinate(0)}
+    degrees = {axis: found.degree(axis) for axis in found.run.coordinate(0) if axis not in unused}
     for power, text in ((1, ""), (-1, "1/"), (2, "the square of "), (-2, "1/ the square of ")):
         axes = [
             axis for axis, size in degrees.items() if size > 1 and math.isclose(factor, size**power, rel_tol=_CLOSE)

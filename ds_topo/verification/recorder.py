@@ -327,6 +327,8 @@ class Recorder:
     def _gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Add a gradient of one micro-batch."""
         own = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        if not own.numel():
+            return
         self._arrivals[name] = self._arrivals.get(name, 0) + 1
         if name in self._before:
             self._before[name] += own.float()
@@ -397,7 +399,8 @@ class Recorder:
         """Return this rank's part of a parameter in a tensor with the layout of master weights."""
         if master is None or tensor is None or not master.numel:
             return None
-        return part_of(master.part_of(tensor), one.slice, master.start, master.start + master.numel)
+        dense = tensor.to_dense() if tensor.is_sparse else tensor
+        return part_of(master.part_of(dense), one.slice, master.start, master.start + master.numel)
 
     def _states(self) -> dict[str, Parts]:
         """Return master weights and optimizer states with a value for each element, by key and parameter."""

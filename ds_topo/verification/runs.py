@@ -33,7 +33,7 @@ from ds_topo.errors import EngineOptionError, TopologyError, VerificationError
 from ds_topo.launch.launchers import JOB_PORTS, REFERENCE, TOPOLOGY_OVERRIDE
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology import ProcessTopology
-from ds_topo.topology.axes import MODEL, check_meanings
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SHARD, check_meanings
 from ds_topo.topology.rank_tables import degree, sample_axes
 from ds_topo.verification.comparison import Report, compare
 from ds_topo.verification.recorder import Finished, Recorder, Recording, about, memory_of, recording
@@ -60,9 +60,14 @@ class Job:
 
     @property
     def reference(self) -> ProcessTopology:
-        """The layout of the reference: one process for each share of the samples."""
+        """The layout of the reference: one process for each share of the samples.
+
+        It has all axes that a program may ask its grid for. Those that DeepSpeed does not know have degree 1.
+        """
         shares = degree(self.topology, sample_axes(self.topology))
-        return ProcessTopology.from_spec(f"data={shares}")
+        others = [axis for axis in self.topology.axes if axis not in (PIPE, DATA, MODEL, SHARD)]
+        marked = [f"+{axis}" if axis in self.topology.extra_axes else axis for axis in others]
+        return ProcessTopology.from_spec(",".join([f"data={shares}", *(f"{axis}=1" for axis in marked)]))
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def _linear_layers(group: Any) -> None:
         close(found, inputs.grad)
         weight, bias = full.weight.grad, full.bias.grad
         assert layer.bias is not None
+        assert getattr(layer.bias, "tensor_model_parallel", None) is {None: None, 0: False}.get(dim, True)
         close(layer.weight.grad, weight if dim is None else own(weight, group, 1 if dim == 0 else 0))
         close(layer.bias.grad, own(bias, group, 0) if dim in (1, -1) else bias)
         close(made(inputs), ParallelLinear.from_linear(full, dim)(inputs))

@@ -94,14 +94,14 @@ def batch(step: int) -> Batch:
     return inputs, inputs.roll(1, dims=1).sin()
 
 
-def _loss(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def loss_of(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(module(inputs), targets)
 
 
 @cache
 def _train_alone() -> Run:
     model = Model(local_attention)
-    return train_by_hand(model, torch.optim.SGD(model.parameters(), **DESCENT), map(batch, range(STEPS)), _loss)
+    return train_by_hand(model, torch.optim.SGD(model.parameters(), **DESCENT), map(batch, range(STEPS)), loss_of)
 
 
 def _train_and_compare(topology: str, options: dict[str, Any], alone: Run, is_split: bool = False) -> None:
@@ -128,7 +128,7 @@ def _train_and_compare(topology: str, options: dict[str, Any], alone: Run, is_sp
         )
         parameters = list(model.parameters())
         engine, *_ = deepspeed.initialize(model=model, mpu=grid, config=config, model_parameters=parameters)
-        run = train_engine(engine, grid, map(own_positions, range(STEPS)), lambda *args: _loss(*args) / pieces)
+        run = train_engine(engine, grid, map(own_positions, range(STEPS)), lambda *args: loss_of(*args) / pieces)
         if is_split:
             assert tuple(facts.shape_of(model.output.weight)) == (WIDTH, WIDTH // 2)
             run.parameters = whole_parameters(engine)

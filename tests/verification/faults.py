@@ -6,24 +6,37 @@ restored. ``FAULTS`` has the layout of each, and what ``verify`` must report: ki
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups as deepspeed_groups
+from ds_topo.topology.expert_tables import ExpertPlan
 
 from ds_topo import PipelineParallelGrid, clip_grad_norm_
 from ds_topo.checkpoint.engine_facts import inner_optimizer
+from ds_topo.engine import checks
+from ds_topo.engine.grid import PipelineEngineGrid
+from ds_topo.mpu.mpu import registry
+from ds_topo.topology.rank_tables import gradient_axes
+from tests.support import gpt_training
 from tests.support.gpt_training import batch
 from tests.support.training import own_samples
 from tests.verification.recorded_training import Job
 
 ZERO = [{"zero_optimization": {"stage": stage}} for stage in range(3)]
+BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 STAGES, SLICES, BOTH = Job("pipe=2,data=2"), Job("data=2,model=2", False), Job("pipe=2,model=2")
 REPLICAS_1, SLICES_2 = Job("data=2,pipe=2", settings=ZERO[1]), Job("data=2,model=2", False, ZERO[2])
@@ -296,6 +309,119 @@ def without_corrected_norms() -> AbstractContextManager[object]:
     return mock.patch.object(PipelineParallelGrid, "settle_norms", return_value=False)
 
 
+# -- defects of DeepSpeed: our fix is switched off, and its own function or formula is in force ------------------------
+
+
+def without_marks_of_gradients() -> AbstractContextManager[object]:
+    """Build an engine without our corrections of norms, and without the hooks for other mpus."""
+    undo = ExitStack()
+    undo.enter_context(without_corrected_norms())
+    undo.enter_context(mock.patch.object(gpt_training, "mark_tensor_parallel_gradients"))
+    return undo
+
+
+def deepspeeds_expert_groups() -> AbstractContextManager[object]:
+    """Take the tables of experts from DeepSpeed, which assumes pipe x data x model."""
+
+    def groups_of(kind: int, plan: ExpertPlan, rank: int) -> list[int]:
+        return next(list(ranks) for ranks in _stock_tables(plan)[kind] if rank in ranks)
+
+    undo = ExitStack()
+    for kind, name in enumerate(("expert_ranks", "expert_data_ranks")):
+        undo.enter_context(mock.patch.object(ExpertPlan, name, partialmethod(partial(groups_of, kind))))
+    return undo
+
+
+def _stock_tables(plan: ExpertPlan) -> Any:
+    sizes = plan.topology.get_dim("model"), plan.expert_parallel_size, max(1, plan.topology.get_dim("pipe"))
+    return deepspeed_groups._get_expert_parallel_ranks(plan.topology.world_size(), *sizes)
+
+
+def experts_in_data_groups() -> AbstractContextManager[object]:
+    """Deal whole experts over the ranks of one slice only."""
+    return mock.patch.object(ExpertPlan, "_pool_axes", property(lambda plan: gradient_axes(plan.topology)))
+
+
+def neighbors_share_partitions() -> AbstractContextManager[object]:
+    """Let DeepSpeed create the groups of the second partition (hpZ), and do not check them."""
+    undo = ExitStack()
+    create = lambda _, size: deepspeed_groups._create_zero_param_parallel_group(size)  # noqa: E731
+    undo.enter_context(mock.patch.object(gpt_training.groups, "create_zero_partition_groups", create))
+    undo.enter_context(mock.patch.object(checks, "_check_second_partition"))
+    undo.callback(setattr, deepspeed_groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", None)
+    return undo
+
+
+def data_groups_without_seq() -> AbstractContextManager[object]:
+    """Return the ranks along data alone, as DeepSpeed's own grid does."""
+    return mock.patch.object(PipelineParallelGrid, "get_data_parallel_group", lambda grid: grid.get_group("data"))
+
+
+def pipelines_with_sequence_queries() -> AbstractContextManager[object]:
+    """Offer the sequence methods to engines of pipelines."""
+    return mock.patch.object(PipelineEngineGrid, "offers_sequence_queries", True)
+
+
+def one_rank_in_the_config() -> AbstractContextManager[object]:
+    """Raise AttributeError the first time that DeepSpeed asks for the size, in its config, which counts one rank."""
+    size = PipelineParallelGrid.get_data_parallel_world_size
+    answers = iter([True])
+
+    def fails_once(grid: PipelineParallelGrid) -> int:
+        if sys._getframe(1).f_code.co_filename.endswith("config.py") and next(answers, False):
+            raise AttributeError("'NoneType' object has no attribute 'size'")
+        return size(grid)
+
+    return mock.patch.object(PipelineParallelGrid, "get_data_parallel_world_size", fails_once)
+
+
+def stock_method(engine: Any, grid: PipelineParallelGrid, name: str) -> AbstractContextManager[object]:
+    """Put a method of DeepSpeed's optimizer in force again."""
+    optimizer = engine.optimizer
+    assert name in vars(optimizer), "ds_topo does not replace it"
+    return mock.patch.object(optimizer, name, getattr(type(optimizer), name).__get__(optimizer))
+
+
+def reloaded_experts(engine: Any, grid: PipelineParallelGrid) -> AbstractContextManager[object]:
+    """Save and load between two steps, by DeepSpeed's own functions and with its numbers of experts."""
+    (experts,) = registry.of(grid)
+    tables = _stock_tables(experts.plan)
+
+    def number_of(table: Any) -> Callable[[str], int]:
+        return lambda _: next(ranks.index(grid.global_rank) for ranks in table if grid.global_rank in ranks)
+
+    def write_whole(content: Any, path: str) -> None:
+        own = f"{path}.{grid.global_rank}"
+        torch.save(content, own)
+        os.replace(own, path)  # two ranks write it
+
+    def reload(*_: Any) -> None:
+        if engine.global_steps != 1 or not engine.is_first_of_step:
+            return
+        engine.is_first_of_step = False
+        name = [tempfile.mkdtemp() if grid.global_rank == 0 else ""]
+        dist.broadcast_object_list(name)
+        with ExitStack() as stock:
+            for function, table in zip(("_get_expert_parallel_rank", "_get_expert_data_parallel_rank"), tables):  # noqa: B905
+                stock.enter_context(mock.patch.object(deepspeed_groups, function, number_of(table)))
+            stock.enter_context(mock.patch.object(engine.checkpoint_engine, "save", write_whole))
+            method = DeepSpeedEngine._save_moe_checkpoint.__get__(engine)
+            stock.enter_context(mock.patch.object(engine, "_save_moe_checkpoint", method))
+            DeepSpeedEngine.save_checkpoint(engine, name[0], tag="saved")
+            dist.barrier()
+            DeepSpeedEngine.load_checkpoint(engine, name[0], tag="saved")
+            dist.barrier()
+        if grid.global_rank == 0:
+            shutil.rmtree(name[0])
+
+    engine.is_first_of_step = True
+    engine.module.register_forward_pre_hook(reload)
+
+
+def _experts(topology: str, is_pipeline: bool = False, sizes: tuple[int, ...] = (0, 2), **settings: Any) -> Job:
+    return Job(topology, is_pipeline, {"sizes": sizes, **settings}, "experts")
+
+
 def _fault(
     job: Job,
     plant: Callable[..., AbstractContextManager[object] | None],
@@ -328,7 +454,9 @@ FAULTS: dict[str, Fault] = {
     "one slice gets half of its gradient": _fault(
         SLICES, factor_of_gradient, GRADIENT, "times 0.5", "model", factor=0.5, part="qkv.weight", model=1
     ),
-    "off by one in a slice": _fault(SLICES, inputs_rolled, "output", "", None, part="1.projection", model=1),
+    "off by one in a slice": _fault(
+        SLICES, inputs_rolled, "output", "since `blocks.1.qkv`", None, part="1.projection", model=1
+    ),
     "off by one in a stage": _fault(BOTH, inputs_rolled, "output", "", None, part="contract", model=1),
     "outputs of rows are not summed": _fault(
         SLICES, without_collective, "output", "not reduced", "model", part="projection"
@@ -356,19 +484,21 @@ FAULTS: dict[str, Fault] = {
     "ZeRO 1 doubles gradients of one partition": _fault(
         REPLICAS_1, before_update, REDUCED, "", "data", factor=2.0, data=1
     ),
-    "gradients are not clipped": _fault(SLICES, before_update, NORM, "", factor=7.0),
+    "gradients are not clipped": _fault(SLICES, before_update, NORM, "clipping", factor=7.0),
     "another learning rate on one slice": _fault(
-        SLICES, hyperparameter, "weight|replicas", "", "model", name="lr", value=6e-3, model=1
+        SLICES, hyperparameter, "weight|replicas", "the learning rate is", "model", name="lr", value=6e-3, model=1
     ),
     "another weight decay on a stage": _fault(
         STAGES, hyperparameter, "weight|replicas", "", "pipe", name="weight_decay", value=5.0, pipe=1
     ),
-    "lost optimizer state": _fault(SLICES, lost_state, "replicas|exp_avg", "", "data", data=1),
-    "lost micro-batch of a replica": _fault(SLICES, lost_micro_batch, GRADIENT, "", "data", data=1),
-    "micro-batch is not accumulated": _fault(SLICES, skipped_micro_batch, REDUCED, "", data=1),
+    "lost optimizer state": _fault(SLICES, lost_state, "replicas|exp_avg", "exp_avg is zero", "data", data=1),
+    "lost micro-batch of a replica": _fault(
+        SLICES, lost_micro_batch, GRADIENT, "a micro-batch is lost", "data", data=1
+    ),
+    "micro-batch is not accumulated": _fault(SLICES, skipped_micro_batch, REDUCED, "not accumulated", data=1),
     "overflow on one rank": _fault(REPLICAS_16, skipped_on_one_rank, "skipped step", "overflow", data=0),
     "samples of another share": _fault(SLICES, other_samples, "output", "share", "data", data=1),
-    "first micro-batch is repeated": _fault(SLICES, repeated_micro_batch, "loss"),
+    "first micro-batch is repeated": _fault(SLICES, repeated_micro_batch, "loss", "has the loss of micro-batch 1"),
     "loss has a wrong factor": _fault(SLICES, scaled_loss, "loss|output", "times 2", factor=2.0),
     "loss of a pipeline has a wrong factor": _fault(
         BOTH, scaled_loss_of_pipeline, "loss|gradient", "times 2|times 0.5", factor=2.0
@@ -378,7 +508,104 @@ FAULTS: dict[str, Fault] = {
     "norm counts replicated parameters twice": _fault(
         SLICES, wrong_norm, NORM, "counted twice", "model", which="replicated"
     ),
-    "norm without one parameter": _fault(SLICES, wrong_norm, NORM, "leaves out", which="one"),
+    "norm without one parameter": _fault(SLICES, wrong_norm, NORM, "mlp_norm.weight", which="one"),
     "norm times the root of the degree": _fault(SLICES, wrong_norm, NORM, "root", which="degree"),
     "DeepSpeed's norm of a pipeline": _fault(BOTH, nothing, NORM, "", before=without_corrected_norms),
+    "DeepSpeed's norm of the first stage": _fault(
+        _experts("pipe=2,data=2", True, sizes=(0, 0, 0, 0), clip=0.1),
+        nothing,
+        NORM,
+        "leaves out the stages [1]",
+        "pipe",
+        before=without_corrected_norms,
+    ),
+    "DeepSpeed's norm of the first slice in bf16": _fault(
+        Job("data=2,model=2", False, BF16), nothing, NORM, "slices [1]", "model", before=without_marks_of_gradients
+    ),
+    "DeepSpeed's norm of the experts of one slice": _fault(
+        _experts("data=2,model=2", zero=1, tensor_parallel=True, clip=0.1),
+        nothing,
+        NORM,
+        "slices [1]",
+        "model",
+        before=without_corrected_norms,
+    ),
+    "DeepSpeed's expert groups in pipe, model, data": _fault(
+        _experts("pipe=2,model=2,data=2", sizes=(2, 2), tensor_parallel=True, is_pipeline=True),
+        nothing,
+        "first weight",
+        "a wrong group",
+        before=deepspeeds_expert_groups,
+    ),
+    "DeepSpeed's expert groups in model, data": _fault(
+        _experts("model=2,data=2", tensor_parallel=True),
+        nothing,
+        "first weight",
+        "a wrong group",
+        before=deepspeeds_expert_groups,
+    ),
+    "whole experts are not summed over slices": _fault(
+        _experts("model=2,data=2"), nothing, REDUCED, "not reduced along 'model'", "model", experts_in_data_groups
+    ),
+    "experts are reloaded under DeepSpeed's names": _fault(
+        _experts("model=2,data=2", tensor_parallel=True), reloaded_experts, "output", "changed or loaded"
+    ),
+    "DeepSpeed's second partition of ZeRO 3": _fault(
+        Job("data=2,model=2", False, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}),
+        nothing,
+        "output",
+        "ZeRO 3 has gathered",
+        before=neighbors_share_partitions,
+    ),
+    "ZeRO 3 over data without seq": _fault(
+        Job("data=2,seq=2", False, {"zero_optimization": {"stage": 3}}, "sequences"),
+        nothing,
+        REDUCED,
+        "not reduced along 'seq'",
+        "seq",
+        before=data_groups_without_seq,
+    ),
+    "ZeRO 3 averages over seq": _fault(
+        Job("seq=2", False, {"zero_optimization": {"stage": 3}}, "sequences"),
+        stock_method,
+        REDUCED,
+        "the degree of 'seq'",
+        "seq",
+        name="_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
+    ),
+    "replicas along an axis of ours are not reduced": _fault(
+        Job("+rows=2,data=2", False), nothing, REDUCED, "along 'rows'", "rows", before=data_groups_without_seq
+    ),
+    "ZeRO 1 of a pipeline sums over seq": _fault(
+        Job("pipe=2,seq=2", settings=ZERO[1] | {"gradient_clipping": 0.0}),
+        nothing,
+        REDUCED,
+        "the degree of 'seq'",
+        "seq",
+        before=pipelines_with_sequence_queries,
+    ),
+    "config counts one rank": _fault(
+        Job("data=2,model=2", False, {"train_batch_size": 8, "gradient_accumulation_steps": None}),
+        nothing,
+        "loss",
+        "micro-batches",
+        before=one_rank_in_the_config,
+    ),
+    "copies of a partition are not summed": _fault(
+        Job("data=2,shard=2", False, ZERO[1]), stock_method, REDUCED, "not reduced along 'data'", "data", name="step"
+    ),
 }
+
+NOTHING_TO_COMPARE = {
+    "source of slices is rank // n * n": "raises: torch refuses a source outside of the group",
+    "whole experts in groups of neighbors, data/pipe": "deadlock: the group joins ranks of several stages",
+    "MoE layers in some stages only": "deadlock: a stage without experts does not call new_group",
+    "stages with unequal numbers of parameter groups at ZeRO 1": "deadlock: one reduction of the norm per group",
+    "no get_tensor_model_parallel_group": "raises AttributeError in deepspeed.checkpointing.configure",
+    "no axis pipe or data": "raises AttributeError",
+    "capacity of experts is no multiple of the slices": "raises AssertionError",
+    "groups of qgZ join ranks of all axes": "needs CUDA: the kernels that quantize do not run on CPUs",
+    "AutoSP, ALST and the hybrid engine join neighbors": "refused before a step; only read, not run",
+    "gradient_clipping is 1.0 by default": "the layout is right: the reference clips by the same default",
+}
+"""Defects of DeepSpeed that train nothing wrong silently, or nothing at all on CPUs, and the reason."""

@@ -47,11 +47,11 @@ def _records(coordinates: list[dict[str, int]]) -> Records:
         start_of = {name: _part(name, start[name], model) for name in mean}
         found.append(
             {
-                "about": {**about, "dtype": "float32"},
+                "about": {**about, "dtype": "float32", "zero": 0},
                 "start": start_of,
                 "replicas": [],
                 "outputs": {"layer": own["whole"].clone()},
-                "losses": [1.0 + share],
+                "losses": [1.0 + share, 2.0 + share],
                 "before": {name: _part(name, one, model) for name, one in own.items()},
                 "order": ["whole", "split"],
                 "arrivals": {"whole": 1, "split": 1},
@@ -63,7 +63,7 @@ def _records(coordinates: list[dict[str, int]]) -> Records:
                 "is_random": False,
                 "rates": [1.0],
                 "weights": weights,
-                "states": {},
+                "states": {"exp_avg": {name: _part(name, one, model) for name, one in mean.items()}},
             }
         )
     return found
@@ -79,8 +79,10 @@ def _write(records: Records, folder: Path) -> Path:
     return folder
 
 
-def _compared(change: Callable[[Records], None], folder: Path) -> Report:
-    wanted = _records(COORDINATES)
+def _compared(
+    change: Callable[[Records], None], folder: Path, coordinates: list[dict[str, int]] = COORDINATES
+) -> Report:
+    wanted = _records(coordinates)
     change(wanted)
     reference = _records([{"data": share} for share in range(2)])
     noisy = copy.deepcopy(reference)
@@ -127,6 +129,47 @@ def _lost_loss(records: Records) -> None:
     records[3]["losses"] = []
 
 
+def _more_losses(records: Records) -> None:
+    records[3]["losses"] += [5.0, 6.0]
+
+
+def _repeated(records: Records) -> None:
+    for record in records:
+        record["losses"][1] = record["losses"][0]
+
+
+def _lost_in_backward(records: Records) -> None:
+    for record in records[2:]:
+        for _, ((_, values),) in record["before"].values():
+            values += torch.arange(values.numel()).view(values.shape) % 3
+    for record in records:
+        for name in ("split", "whole"):
+            mean = (records[0]["before"][name][1][0][1] + records[2]["before"][name][1][0][1]) / 2
+            if name == "whole":
+                record["after"][name][1][0][1].copy_(mean)
+    for model in range(2):
+        mean = (records[model]["before"]["split"][1][0][1] + records[2 + model]["before"]["split"][1][0][1]) / 2
+        for record in (records[model], records[2 + model]):
+            record["after"]["split"][1][0][1].copy_(mean)
+
+
+def _other_rate(records: Records) -> None:
+    for record in (records[1], records[3]):
+        record["rates"] = [2.0]
+        for name, (_, ((_, values),)) in record["weights"].items():
+            values -= record["start"][name][1][0][1] - values
+
+
+def _lost_state(records: Records) -> None:
+    for record in records[2:]:
+        record["states"]["exp_avg"]["whole"][1][0][1].zero_()
+
+
+def _missing_slice(records: Records) -> None:
+    for record in records:
+        record["start"]["split"] = records[0]["start"]["split"]
+
+
 def _of_other_share(records: Records) -> None:
     for record in records[:2]:
         record["outputs"]["layer"] = records[2]["outputs"]["layer"].clone()
@@ -152,8 +195,14 @@ def _equal_slices(records: Records) -> None:
         (_scale("outputs", "layer", 2.0, (1, 3)), "output", (1, 3), "model", "times 2, the degree of"),
         (_of_other_share, "output", (0, 1), "data", "samples of share 1 instead of 0"),
         (_lost_loss, "loss", (3,), None, "lost micro-batch"),
+        (_more_losses, "loss", (3,), None, "more micro-batches: 4 losses in this step instead of 2"),
+        (_repeated, "loss", (0, 1, 2, 3), None, "micro-batch 2 has the loss of micro-batch 1"),
+        (_lost_in_backward, "gradient", (2, 3), "data", "a micro-batch is lost or counts twice"),
+        (_other_rate, "weight", (1, 3), "model", "the learning rate is 2 instead of 1"),
+        (_lost_state, "exp_avg", (2, 3), "data", "exp_avg is zero"),
+        (_missing_slice, "first weight", (0, 1, 2, 3), None, "a wrong group"),
         (_half_of_a_slice, "gradient", (1, 3), "model", "times 0.5"),
-        (_unreduced, "reduced gradient", (0, 1, 2, 3), "data", "not reduced over the replicas"),
+        (_unreduced, "reduced gradient", (0, 1, 2, 3), "data", "not reduced along 'data'"),
         (
             _scale("after", "split", 0.5, (0, 1, 2, 3)),
             "reduced gradient",
@@ -180,6 +229,25 @@ def test_first_difference_is_explained(
 def test_equal_records_are_equal(tmp_path: Path) -> None:
     report = _compared(_nothing, tmp_path)
     assert (report.status, report.findings, report.notes) == (0, (), ())
+
+
+def test_loss_may_be_a_part_over_seq(tmp_path: Path) -> None:
+    def halve(records: Records) -> None:
+        for record in records:
+            record["losses"] = [loss / 2 for loss in record["losses"]]
+
+    coordinates = [{"data": data, "seq": seq} for data in range(2) for seq in range(2)]
+    assert _compared(halve, tmp_path, coordinates).status == 0
+
+
+def test_output_of_another_shape_is_not_compared(tmp_path: Path) -> None:
+    def enlarge(records: Records) -> None:
+        for record in records:
+            record["outputs"]["layer"] = torch.ones(7)
+
+    report = _compared(enlarge, tmp_path)
+    assert report.status == 0
+    assert "1 outputs are not compared" in report.notes[0]
 
 
 def test_rounding_that_was_measured_is_allowed(tmp_path: Path) -> None:
@@ -238,7 +306,7 @@ def test_report_is_printed_and_drawn(tmp_path: Path) -> None:
     report = _compared(_unreduced, tmp_path)
     console = Console(record=True, width=100, file=io.StringIO())
     print_report(console, report)
-    assert "likely cause: not reduced over the replicas" in console.export_text()
+    assert "likely cause: not reduced along 'data'" in console.export_text()
     save_errors(report, tmp_path / "errors.png")
     assert (tmp_path / "errors.png").stat().st_size > 1000
     assert report.as_json()["findings"][0]["kind"] == "reduced gradient"
