@@ -36,7 +36,7 @@ from ds_topo.checkpoint.manifest import (
     merged,
 )
 from ds_topo.checkpoint.saved_model import prefix_of_layer
-from ds_topo.errors import CheckpointLayoutError
+from ds_topo.errors import CheckpointError, CheckpointLayoutError
 
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -216,6 +216,8 @@ def groups_of_partitions(
         place: a rank that saved a partition.
         states: its file of weights. That of ``BF16_Optimizer`` without ZeRO names no parameters, but its partitions do.
     """
+    if "param_shapes" not in states:
+        raise CheckpointError(f"{path}: the file of weights of model rank {place.model_rank} has no 'param_shapes'")
     saved = opened(path / name_of_partition(layout, place))["optimizer_state_dict"]
     inner = saved.get("optimizer_state_dict" if layout.zero_stage == 3 else "base_optimizer_state")
     vectors = states["param_shapes"]

@@ -408,6 +408,7 @@ CALLED_BY_PROGRAMS = {
 }
 """The rows of names that DeepSpeed does not call itself, or only for universal checkpoints."""
 CALLED_BY_VERIFY = {
+    patches.LOCAL_EXPERTS,
     patches.RECORDED_FORWARD,
     patches.RECORDED_BACKWARD,
     patches.RECORDED_STEP,

@@ -22,14 +22,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups as deepspeed_groups
-from ds_topo.topology.expert_tables import ExpertPlan
 
 from ds_topo import PipelineParallelGrid, clip_grad_norm_
 from ds_topo.checkpoint.engine_facts import inner_optimizer
 from ds_topo.engine import checks
 from ds_topo.engine.grid import PipelineEngineGrid
 from ds_topo.mpu.mpu import registry
-from ds_topo.topology.rank_tables import gradient_axes
+from ds_topo.topology.rank_tables import ExpertPlan, gradient_axes
 from tests.support import gpt_training
 from tests.support.gpt_training import batch
 from tests.support.training import own_samples
