@@ -333,7 +333,13 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
     undecided: list[str] = []
     incomparable: set[str] = set()
     unlike: dict[str, None] = {}
-    for number in range(min(found.steps, expected.steps)):
+    is_other_module = len(_missing(found, expected)) == len(found.start)
+    if is_other_module:
+        undecided.append(
+            "the program trains another module in the reference, with other names, as one that builds a pipeline only "
+            "if there are stages: let it build the same module in every layout"
+        )
+    for number in range(0 if is_other_module else min(found.steps, expected.steps)):
         mine, theirs = found.step(number), expected.step(number)
         if number < noisy.steps:
             allowed = Allowed(rows_of(noisy.step(number), theirs), found.about[0]["dtype"], error_of_norm(theirs.sums))
@@ -508,9 +514,14 @@ def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
             return
 
 
+def _missing(found: Run, expected: Run) -> list[str]:
+    """Return the names of the parameters that the reference has not."""
+    return sorted(found.start.keys() - expected.step(0).sums.keys() - expected.digests.keys())
+
+
 def _notes(found: Run, expected: Run) -> Iterator[str]:
     first = expected.step(0)
-    if missing := sorted(found.start.keys() - first.sums.keys() - expected.digests.keys()):
+    if missing := _missing(found, expected):
         yield f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"
     elif any(name in found.start and digest_of(found.start[name]) != own for name, own in expected.digests.items()):
         yield "the program initialises other weights in the reference, which was given those of the layout"

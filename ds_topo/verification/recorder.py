@@ -499,7 +499,8 @@ def _save(record: Mapping[str, Any], path: Path) -> None:
 
 
 def digest_of(tensor: torch.Tensor) -> int:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    flat = dense.cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data)
 
 

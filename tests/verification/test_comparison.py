@@ -290,6 +290,17 @@ def test_rounding_errors_are_half_of_the_precision(dtype: torch.dtype) -> None:
     assert 0.45 < float((noisy == up).double().mean()) < 0.55
 
 
+def test_another_module_in_the_reference_is_undecided(tmp_path: Path) -> None:
+    def rename(records: Records) -> None:
+        for record in records:
+            for key in ("start", "before", "after", "weights"):
+                record[key] = {f"0.{name}": one for name, one in record[key].items()}
+
+    report = _compared(rename, tmp_path)
+    assert (report.status, report.findings) == (2, ())
+    assert "trains another module in the reference" in report.undecided[0]
+
+
 def test_difference_with_dropout_is_undecided(tmp_path: Path) -> None:
     def change(records: Records) -> None:
         records[0]["is_random"] = True
