@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import deepspeed
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import configure_moe_param_groups, is_moe_param
+from torch import nn
 
-from ds_topo import checkpoint, cli
+from ds_topo import PipelineParallelGrid, checkpoint, cli, groups
 from ds_topo.checkpoint.conversion import convert, to_single_file
 from ds_topo.checkpoint.deepspeed_reader import WEIGHT, Source
+from ds_topo.checkpoint.engine_facts import structure_of
 from ds_topo.checkpoint.manifest import (
     Manifest,
     SavedExperts,
@@ -26,6 +31,7 @@ from ds_topo.errors import CheckpointLayoutError, TopologyError
 from tests.checkpoint.continued_jobs import STEPS, TAG, continue_experts, save_experts, values_in
 from tests.support.exhaustive import mark_exhaustive
 from tests.support.moe_training import BATCH, EXPERTS, Case
+from tests.support.small_engines import settings
 from tests.support.world import Worlds
 
 pytestmark = pytest.mark.backends("gloo", exhaustive=("strict",))
@@ -82,6 +88,23 @@ def test_copies_of_a_partition_save_experts_alone(world: Worlds, tmp_path: Path)
         file = torch.load(tmp_path / TAG / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", weights_only=False)
         held.append([master.numel() > 0 for master in file["optimizer_state_dict"]["single_partition_of_fp32_groups"]])
     assert held == [[True, True], [False, True], [True, True], [False, True]], "dense parameters, experts"
+
+
+def _whole_experts_that_declare_a_split() -> None:
+    """An expert of tensor-parallel layers over a group of one rank is whole, though its layers name a dimension."""
+    with PipelineParallelGrid("data=1") as grid:
+        groups.create_expert_groups(grid, 1)
+        module = nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2))
+        for parameter in filter(is_moe_param, module.parameters()):
+            parameter.partition_dim = 0  # type: ignore[attr-defined]
+        parameters = configure_moe_param_groups(list(module.parameters()))
+        engine, *_ = deepspeed.initialize(model=module, model_parameters=parameters, mpu=grid, config=settings())
+        assert structure_of(engine).splits == {}
+        engine.destroy()
+
+
+def test_whole_experts_of_split_layers_are_saved_whole(world: Worlds) -> None:
+    world(1).run(_whole_experts_that_declare_a_split)
 
 
 def test_single_file_numbers_experts_over_the_layer(world: Worlds, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -30,7 +31,7 @@ from tests.engine.test_against_deepspeed import (
 )
 from tests.support.gpt_training import batch, loss_of, plain_engine, train_pipeline
 from tests.support.ranks import run_ranks
-from tests.support.small_engines import start
+from tests.support.small_engines import settings, start
 from tests.support.training import (
     Reference,
     Run,
@@ -342,3 +343,33 @@ def _init_over_all_ranks() -> None:
 def test_zero_init_over_other_ranks_is_refused(world: Worlds) -> None:
     for error in world(4).run(_init_over_all_ranks, expect_failure=True):
         assert "data_parallel_group=grid.get_partition_group()" in str(error)
+
+
+def _in_no_sync(stage: int) -> None:
+    """Accumulate two micro-batches in ``no_sync()``, and by ``gradient_accumulation_steps``."""
+    start()
+    found = []
+    for accumulation in (1, 2):
+        with PipelineParallelGrid("data=2,shard=2") as grid:
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+            more = {"zero_optimization": {"stage": stage}, "gradient_reducer": True}
+            config = settings(**more, gradient_accumulation_steps=accumulation)
+            engine, *_ = initialize(model=module, mpu=grid, config=config)
+            for step in range(3):
+                for micro_batch in range(2):
+                    generator = torch.Generator().manual_seed(10 * step + 2 * dist.get_rank() + micro_batch)
+                    is_local = accumulation == 1 and micro_batch == 0
+                    with engine.no_sync() if is_local else nullcontext():
+                        loss = engine(torch.randn(2, 8, generator=generator)).square().mean()
+                        engine.backward(loss * accumulation / 2)
+                    if not is_local:
+                        engine.step()
+            found.append([parameter.detach().clone() for parameter in module.parameters()])
+            destroy_engine(engine)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_reducer_accumulates_in_no_sync(world: Worlds, stage: int) -> None:
+    world(4).run(_in_no_sync, stage)
