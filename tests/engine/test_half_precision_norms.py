@@ -127,7 +127,7 @@ def _half_precision_without_zero(precision: dict[str, Any], with_experts: bool) 
         torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("with_experts", [False, True])
+@pytest.mark.parametrize("with_experts", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("precision", [FP16, BF16], ids=["fp16", "bf16"])
 def test_half_precision_without_zero_trains_as_with_zero(
     world: Worlds, precision: dict[str, Any], with_experts: bool
@@ -179,6 +179,6 @@ def _pipeline_without_zero(with_experts: bool) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("with_experts", [False, True])
+@pytest.mark.parametrize("with_experts", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_pipeline_in_fp16_without_zero_trains_as_with_zero(world: Worlds, with_experts: bool) -> None:
     world(2).run(_pipeline_without_zero, with_experts)
