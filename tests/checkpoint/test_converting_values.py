@@ -291,7 +291,8 @@ def test_optimizer_of_whole_tensors_is_refused(world: Worlds, tmp_path: Path, ze
     ("kind", "is_known"),
     [
         *((kind, True) for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, Declared)),
-        *((kind, False) for kind in (torch.optim.Adafactor, torch.optim.Muon, MuonWithAuxAdam, FusedLamb)),
+        *((kind, False) for kind in (torch.optim.Adafactor, MuonWithAuxAdam, FusedLamb)),
+        *((kind, False) for kind in [getattr(torch.optim, "Muon", None)] if kind is not None),  # not in torch 2.8
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
