@@ -217,7 +217,10 @@ def groups_of_partitions(
         states: its file of weights. That of ``BF16_Optimizer`` without ZeRO names no parameters, but its partitions do.
     """
     if "param_shapes" not in states:
-        raise CheckpointError(f"{path}: the file of weights of model rank {place.model_rank} has no 'param_shapes'")
+        raise CheckpointError(
+            f"{path}: the file of weights of model rank {place.model_rank} has no 'param_shapes', so DeepSpeed did not "
+            "write it: restore it, or load another checkpoint"
+        )
     saved = opened(path / name_of_partition(layout, place))["optimizer_state_dict"]
     inner = saved.get("optimizer_state_dict" if layout.zero_stage == 3 else "base_optimizer_state")
     vectors = states["param_shapes"]
@@ -288,9 +291,9 @@ def _groups_of_stages(
     ]
     of_job = {name: number for stage in structure.groups for number, names in enumerate(stage) for name in names}
     has_unequal_stages = len({len(stage) for stage in structure.groups}) > 1
-    for group_of in (
-        [] if has_unequal_stages else [of_job, dict.fromkeys(shapes, 0)]
-    ):  # the latter if it has frozen ones, too
+    # One group of all parameters has the frozen ones, too, which those of the job omit.
+    candidates = [] if has_unequal_stages else [of_job, dict.fromkeys(shapes, 0)]
+    for group_of in candidates:
 
         def groups_of(start: int, stop: int, group_of: Mapping[str, int] = group_of) -> tuple[tuple[str, ...], ...]:
             layers = sorted(range(start, stop), key=lambda number: not structure.layers[number].tied)

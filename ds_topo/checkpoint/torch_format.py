@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -63,6 +62,7 @@ from ds_topo.errors import (
     listed,
 )
 from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.process_groups.creation import gathered
 from ds_topo.topology.axes import PIPE
 
 _STATE, _GROUPS = "state", "param_groups"
@@ -148,8 +148,7 @@ def _of_all_stages(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> lis
     grid = engine.mpu
     if not isinstance(grid, MpuGrid) or grid.get_pipe_parallel_world_size() == 1:
         return groups
-    stages: list[Any] = [None] * grid.get_pipe_parallel_world_size()
-    dist.all_gather_object(stages, groups, group=grid.get_group(PIPE))
+    stages = gathered(groups, grid.get_group(PIPE))
     merged: list[dict[str, Any]] = []
     for number in range(max(map(len, stages))):
         rows = [stage[number] for stage in stages if number < len(stage)]

@@ -37,6 +37,7 @@ from ds_topo.engine.one_layout import check_programs, in_use
 from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged, listed
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.agreement import agree
+from ds_topo.process_groups.creation import gathered
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, mechanisms_of
 from ds_topo.topology.process_topology import ProcessTopology
@@ -489,9 +490,7 @@ def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid
     layers = [module for module in model.modules() if isinstance(module, MoE)]
     sizes = {(layer.ep_size, layer.enable_expert_tensor_parallelism) for layer in layers}
     if isinstance(engine, PipelineEngine) and grid.pipe_parallel_size > 1:
-        gathered: list[Any] = [sizes] * grid.pipe_parallel_size
-        dist.all_gather_object(gathered, sizes, group=grid.get_pipe_parallel_group())
-        sizes = set().union(*gathered)
+        sizes = set().union(*gathered(sizes, grid.get_pipe_parallel_group()))
     for size, sliced in sorted(sizes):
         known = registry.find(f"ep_size_{size}")
         if known is None or (isinstance(engine, PipelineEngine) and not known.grid.shares_groups_with(grid)):

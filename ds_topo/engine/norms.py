@@ -54,6 +54,7 @@ from ds_topo.errors import EngineOptionError, ExpertGroupError, abridged, listed
 from ds_topo.ledger import Make, Patch, always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, registry
+from ds_topo.process_groups.creation import gathered
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.reducer.parameters import expert_group_name, owners
 from ds_topo.topology.axes import MODEL
@@ -356,8 +357,7 @@ def of_unequal_stages(engine: DeepSpeedEngine) -> tuple[tuple[Patch, Make], ...]
     Raises:
         EngineOptionError: raised on every rank; this optimizer's norm would hang in the first step.
     """
-    counts: list[Any] = [len(getattr(engine.optimizer, "param_groups", ()))] * engine.mpu.pipe_parallel_size
-    dist.all_gather_object(counts, counts[0], group=engine.mpu.get_pipe_parallel_group())
+    counts = gathered(len(getattr(engine.optimizer, "param_groups", ())), engine.mpu.get_pipe_parallel_group())
     if len({*counts}) == 1 or not isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, FP16_UnfusedOptimizer)):
         return ()
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
@@ -441,17 +441,16 @@ def check_norm(engine: DeepSpeedEngine) -> None:
         return
     optimizer = type(engine.optimizer).__name__
     names = {module.expert_group_name for module in engine.module.modules() if isinstance(module, MoE)}
-    gathered: list[Any] = [None] * grid.get_model_parallel_world_size()
     own = (grid.get_stage_id(), sorted(names), _has_dense_share(engine))
-    dist.all_gather_object(gathered, own, group=grid.get_model_parallel_group())
+    everyone = gathered(own, grid.get_model_parallel_group())
     remedy = "use fp32, or ZeRO stage 1 without fp32 accumulation of gradients"
-    sizes: dict[int, list[str]] = {stage: names for stage, names, _ in sorted(gathered)}
+    sizes: dict[int, list[str]] = {stage: names for stage, names, _ in sorted(everyone)}
     if any(others != sizes[0] for others in sizes.values()):
         raise ExpertGroupError(
             f"pipeline stages have experts of different sizes, {sizes} (stage: sizes): DeepSpeed's {optimizer} would "
             f"hang in the first step; {remedy}, or give every stage MoE layers of the same sizes"
         )
-    if any(sizes.values()) and not all(has_share for _, _, has_share in gathered):
+    if any(sizes.values()) and not all(has_share for _, _, has_share in everyone):
         raise ExpertGroupError(
             f"some slices hold no tensor-parallel parameters beside experts: DeepSpeed's {optimizer} would fail in the "
             f"first step, on those ranks only; {remedy}"

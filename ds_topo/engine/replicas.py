@@ -35,7 +35,7 @@ from ds_topo.ledger import after, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.agreement import agree
-from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reducer.parameters import expert_group_name
 from ds_topo.topology.axes import MODEL, PIPE
 from ds_topo.torch_names import devices_of, job_timeout
@@ -325,8 +325,7 @@ def _extremes(values: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, 
 
 def _who(what: str, own: str, group: ProcessGroup) -> str:
     """Describe which ranks have which value; collective over the group."""
-    said: list[tuple[int, str, str]] = [(0, "", "")] * dist.get_world_size(group)
-    dist.all_gather_object(said, (dist.get_rank(), socket.gethostname(), own), group=group)
+    said = gathered((dist.get_rank(), socket.gethostname(), own), group)
     by_value: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for rank, host, value in said:
         by_value[value].append((rank, host))

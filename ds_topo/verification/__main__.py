@@ -83,10 +83,10 @@ def uses_ds_topo(program: Path) -> bool:
 
 
 def of_reference(construct: Any) -> Any:
-    """Build the replacement of DeepSpeed's config that omits AutoTP, and ZeRO 1 and 2 in fp32, and local AutoEP.
+    """Build the replacement of DeepSpeed's config that omits AutoTP, and ZeRO 1 and 2 in fp32; AutoEP gets one rank.
 
-    In other precisions DeepSpeed's optimizers without ZeRO compute other updates. ``BF16_Optimizer`` takes a step
-    without gradients when it is built, which counts in Adam's bias correction, and losses in fp16 are not scaled.
+    In half precision DeepSpeed's optimizers without ZeRO compute other updates: they take a step without gradients when
+    they are built, which counts in Adam's bias correction.
     """
 
     @wraps(construct)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -329,18 +329,20 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
     expected, noisy = Run(reference, found), Run(rounding, found)
     findings: list[Finding] = list(_at_start(found))
     errors: list[Error] = []
-    notes, compared = list(_notes(found, expected)), 0
+    begun = [expected.step(0)]  # a list, so that its values are freed after the first step
+    missing = _missing(found, begun[0])
+    notes, compared = list(_notes(found, begun[0], missing)), 0
     undecided: list[str] = []
     incomparable: set[str] = set()
     unlike: dict[str, None] = {}
-    is_other_module = len(_missing(found, expected)) == len(found.start)
+    is_other_module = len(missing) == len(found.start)
     if is_other_module:
         undecided.append(
             "the program trains another module in the reference, with other names, as one that builds a pipeline only "
             "if there are stages: let it build the same module in every layout"
         )
     for number in range(0 if is_other_module else min(found.steps, expected.steps)):
-        mine, theirs = found.step(number), expected.step(number)
+        mine, theirs = found.step(number), begun.pop() if begun else expected.step(number)
         if number < noisy.steps:
             allowed = Allowed(rows_of(noisy.step(number), theirs), found.about[0]["dtype"], error_of_norm(theirs.sums))
         else:
@@ -514,14 +516,16 @@ def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
             return
 
 
-def _missing(found: Run, expected: Run) -> list[str]:
+def _missing(found: Run, first: Step) -> list[str]:
     """Return the names of the parameters that the reference has not."""
-    return sorted(found.start.keys() - expected.step(0).sums.keys() - expected.digests.keys())
+    known = {name for record in first.ranks for name in record["before"]}
+    return sorted(found.start.keys() - known - first.run.digests.keys())
 
 
-def _notes(found: Run, expected: Run) -> Iterator[str]:
-    first = expected.step(0)
-    if missing := _missing(found, expected):
+def _notes(found: Run, first: Step, missing: Sequence[str]) -> Iterator[str]:
+    """Yield what is unusual about the reference, of which ``first`` is the first step."""
+    expected = first.run
+    if missing:
         yield f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"
     elif any(name in found.start and digest_of(found.start[name]) != own for name, own in expected.digests.items()):
         yield "the program initialises other weights in the reference, which was given those of the layout"

@@ -32,6 +32,7 @@ from torch import nn
 from ds_topo.errors import EngineOptionError, TopologyError, VerificationError
 from ds_topo.launch.launchers import JOB_PORTS, REFERENCE, TOPOLOGY_OVERRIDE
 from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.process_groups.creation import gathered
 from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SHARD, check_meanings
 from ds_topo.topology.rank_tables import degree, sample_axes
@@ -266,6 +267,11 @@ def _started(job: Job, run: Ranks, own: Mapping[str, str]) -> Iterator[list[subp
 def _wait(
     job: Job, runs: Sequence[Ranks], started: Sequence[Sequence[subprocess.Popen[bytes]]], progress: Progress
 ) -> None:
+    """Wait until all ranks of some runs have ended, and report their progress.
+
+    Raises:
+        VerificationError: a rank failed, ended before the last step, or took too long.
+    """
     deadline, what = time.monotonic() + job.timeout, " and ".join(each.what for each in runs)
     while True:
         progress(what, min(each.steps_done() for each in runs), job.steps)
@@ -411,7 +417,5 @@ def _meet(problem: str) -> None:
     Raises:
         VerificationError: there is one.
     """
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, problem)
-    if first := next(filter(None, found), None):
+    if first := next(filter(None, gathered(problem)), None):
         raise VerificationError(f"verify: {first}")
