@@ -295,6 +295,8 @@ class Job:
         start()
         self.side = side
         self.grid = None if side.is_stock else PipelineParallelGrid(side.topology)
+        if self.grid is not None and side.precision == "fp16" and side.zero == 0:
+            self.grid.correct_norms = False  # stock DeepSpeed does not multiply losses by their scale there
         self.slices = 1 if self.grid is None else self.grid.get_slice_parallel_world_size()
         self.place = 0 if self.grid is None else self.grid.get_slice_parallel_rank()
         module = self._module()
