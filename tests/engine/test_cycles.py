@@ -145,7 +145,7 @@ def _nothing() -> Iterator[None]:
 
 _LIVES = {"complete": _live, "stopped": _stop_in_a_step, "failed": _fail}
 LIVES = pytest.mark.parametrize("life", _LIVES.values(), ids=_LIVES)
-SPECS = pytest.mark.parametrize("spec", ["data=2,model=2", "pipe=2,data=2"])
+SPECS = pytest.mark.parametrize("spec", ["data=2,model=2", pytest.param("pipe=2,data=2", marks=pytest.mark.exhaustive)])
 
 
 def _after(cycles: int, life: Callable[[str], None], spec: str) -> tuple[Held, int, int]:

@@ -360,12 +360,17 @@ def _play_twice(names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _settled(wanted: dict[str, Any] | None, compared: Collection[str]) -> dict[str, Any]:
-    """Return a snapshot once it has the wanted value, or after some seconds; peers close their connections later."""
+    """Return a snapshot once it has the wanted value (or has stopped to change), or after ten seconds.
+
+    Peers close their connections a little later.
+    """
     dist.barrier()
-    now, end = snapshot(), time.monotonic() + (1 if wanted is None else 10)
-    while (wanted is None or any(now[key] != wanted[key] for key in compared)) and time.monotonic() < end:
+    before, now, end = None, snapshot(), time.monotonic() + 10
+    while time.monotonic() < end:
+        if now == before if wanted is None else all(now[key] == wanted[key] for key in compared):
+            break
         time.sleep(0.2)
-        now = snapshot()
+        before, now = now, snapshot()
     return now
 
 

@@ -105,7 +105,11 @@ def test_saves_are_ended_only_if_nothing_is_written() -> None:
 
 @pytest.mark.parametrize(
     "does",
-    [("loop of calls", "compile", "debug"), pytest.param(("loop", "hold"), marks=pytest.mark.exhaustive)],
+    [
+        ("loop of calls",),
+        pytest.param(("compile", "debug"), marks=pytest.mark.exhaustive),
+        pytest.param(("loop", "hold"), marks=pytest.mark.exhaustive),
+    ],
     ids=", ".join,
 )
 def test_ranks_that_make_progress_are_spared(does: tuple[str, ...]) -> None:

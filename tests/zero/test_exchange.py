@@ -20,6 +20,7 @@ from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import ProcessGrid
 from ds_topo.zero.exchange import CollectiveExchange, Copies, Exchange, PeerExchange, Place, exchange_of
 from ds_topo.zero.partitions import PartitionLayout, moved
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 from tests.support.world import Worlds, names_threads
 
@@ -100,7 +101,7 @@ def _exchange_by(way: str) -> None:
     _exchanges(WAYS[way], DTYPES if way != "collectives" or gloo_sums_all else DTYPES[:1])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mark_exhaustive(WAYS, lambda _, way: way != "peers_on_two_hosts"))
 def test_reduce_scatter_sums_owned_slice_and_gather_fills_all_slices(world: Worlds, way: str) -> None:
     world(4).run(_exchange_by, way)
 
