@@ -35,7 +35,7 @@ def _tensor_of(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def _expected(name: str, inputs: list[Tensor], rank: int, dims: tuple[int, ...]) -> Tensor:
-    """What rank ``rank`` of a group must hold, from the inputs of all its ranks."""
+    """Return what rank ``rank`` of a group must hold, from the inputs of all its ranks."""
     n, total = len(inputs), torch.stack(inputs).sum(0)
     if name == "copy":
         return inputs[rank]

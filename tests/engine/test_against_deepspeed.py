@@ -76,7 +76,7 @@ class Row:
 
 @dataclass
 class Record:
-    """What one rank of an engine did."""
+    """The losses and states that one rank of an engine recorded."""
 
     losses: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)

@@ -404,7 +404,7 @@ def test_every_reader_of_a_parameter_waits_for_it(world: Worlds, reader: str) ->
 
 
 def _writes() -> None:
-    """What a program writes after the step stays, and is not overwritten by what arrives."""
+    """Check that a value written after the step stays when the parameter arrives."""
     start()
     with PipelineParallelGrid("data=2") as grid, _held():
         engine = _engine(grid, _layers())

@@ -53,7 +53,7 @@ OF_EIGHT = [
 
 @dataclass
 class Record:
-    """What one rank of an engine did."""
+    """The losses and states that one rank of an engine recorded."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

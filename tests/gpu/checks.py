@@ -232,7 +232,7 @@ def _unused(place: Place) -> None:
 
 
 def _read_later(place: Place) -> None:
-    """Where collectives are ordered by streams, ranks learn of another's unused parameters at the next step."""
+    """Check that ranks learn of a peer's unused parameters at the next step if streams order the collectives."""
     size, rank = dist.get_world_size(), dist.get_rank()
     module = _model(place)
     ours = GradientReducer(module, **reduced_model.SMALL)

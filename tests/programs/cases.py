@@ -1,4 +1,4 @@
-"""What the runs of programs with their own training loops have in common: cases, samples and sizes."""
+"""Share between the runs of programs with their own training loops: cases, samples and sizes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class StrictError(dist.DistBackendError):
 
 
 class _Settings:
-    """How works behave; see :func:`spinning_waits`."""
+    """The behaviour of works; see :func:`spinning_waits`."""
 
     delay = 0.005
     """Seconds that a call may wait in its queue until someone waits for it."""
@@ -79,7 +79,7 @@ def _shown(stack: Stack) -> str:
 
 @dataclass
 class _Frame:
-    """What a rank sends to another one in a call."""
+    """The values that a rank sends to another one in a call."""
 
     number: int
     """The number of the call in its communicator; of a send or receive, in its pair."""

@@ -43,7 +43,7 @@ def test_other_defects_are_listed() -> None:
 
 
 def test_source_by_division_is_in_another_group() -> None:
-    """So torch refuses to broadcast from it, wherever slices are no neighbors."""
+    """torch refuses to broadcast from DeepSpeed's source rank: with strided slices it is not in the group."""
     topology = ProcessTopology.from_spec("model=2,data=2")
     group = topology.get_axis_ranks(("model",), 1)
     assert 1 // 2 * 2 not in group
