@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch.serialization import set_default_mmap_options, skip_data
@@ -54,14 +54,9 @@ class Region:
         return cls(parameter.shape_of_slice(slices), parameter.dtype, WEIGHT, place, [span], slices)
 
 
-@dataclass(frozen=True)
-class FileContent:
-    """A file to write."""
-
-    path: str
-    """Path in the checkpoint's folder."""
-    make: Callable[[], Any]
-    """Returns the object to pass to ``torch.save``, with regions in the place of tensors."""
+NewFile: TypeAlias = "tuple[str, Callable[[], Any]]"
+"""A file to write: its path in the checkpoint's folder, and a function that returns the object to pass to
+``torch.save``, with regions in the place of tensors."""
 
 
 def leaves(content: Any) -> Iterator[Any]:
@@ -120,15 +115,15 @@ _HEADER_BYTES, _LENGTHS_AT = 30, 26
 Source: APPNOTE.TXT, 4.3.7 (PKWARE)."""
 
 
-def make_room(files: Iterable[FileContent], folder: Path) -> None:
+def make_room(files: Iterable[NewFile], folder: Path) -> None:
     """Write every file that does not exist yet, without the bytes of its tensors."""
-    for file in files:
-        path = folder / file.path
+    for name, make in files:
+        path = folder / name
         if path.exists():
             continue
         draft = path.with_name(f"{path.name}.part")
-        content, rooms = file.make(), dict[Region, torch.Tensor]()
-        content = with_tensors(content, rooms)  # before skip_data, which would also skip what this reads
+        rooms = dict[Region, torch.Tensor]()
+        content = with_tensors(make(), rooms)  # before skip_data, which would also skip what this reads
         with skip_data() if rooms else nullcontext():
             torch.save(content, draft)
         with draft.open("r+b") as written:  # fail now if the disk is full
@@ -143,20 +138,20 @@ class Filling:
 
     Args:
         source: checkpoint to read.
-        file: content of the file, which :func:`make_room` has written.
-        folder: folder of the file.
+        path: the file, which :func:`make_room` has written.
+        content: the object from which it was written.
     """
 
-    def __init__(self, source: Source, file: FileContent, folder: Path) -> None:
+    def __init__(self, source: Source, path: Path, content: Any) -> None:
         self._source = source
-        self.path = folder / file.path
+        self.path = path
         self.bytes = self.path.stat().st_size
         self._spans: dict[int, tuple[Region, Span]] = {}
         """Spans by their offset in bytes; a region that occurs twice is written once."""
         with allowed_types(), set_default_mmap_options(mmap.MAP_SHARED):  # its tensors are the file
             written = list(leaves(torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)))
         start = _address_of_start(self.path, written)
-        for leaf, tensor in zip(leaves(file.make()), written, strict=True):
+        for leaf, tensor in zip(leaves(content), written, strict=True):
             if not isinstance(leaf, Region):
                 tensor.detach().copy_(leaf.detach())
                 continue

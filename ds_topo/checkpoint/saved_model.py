@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
@@ -22,11 +22,13 @@ from ds_topo.checkpoint.manifest import (
     Manifest,
     Place,
     SavedLayout,
+    SavedOptions,
     SavedParameter,
     SavedSplit,
     SavedStructure,
     expert_places,
 )
+from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, vectors_of
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, TopologyError, listed
 
 
@@ -136,7 +138,7 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
         CheckpointLayoutError: the manifest lacks information, the experts cannot be converted, or slices of a parameter
             differ in shape.
     """
-    structure = _structure_with_experts(manifest)
+    structure = _known_structure(manifest)
     slices = slices_of(manifest.layout)
     splits = {**(declared or {}), **structure.splits}
     for name, new in (declared or {}).items():
@@ -235,27 +237,25 @@ def _padded_anew(name: str, saved: SavedSplit, new: SavedSplit) -> SavedSplit:
     return replace(saved, real=real, padded=new.padded)
 
 
-def _structure_with_experts(manifest: Manifest) -> SavedStructure:
-    """Return the structure, with the sizes of expert groups added if an earlier release left them out."""
+def _known_structure(manifest: Manifest) -> SavedStructure:
+    """Return the structure.
+
+    Raises:
+        CheckpointLayoutError: there is none, or it has experts of an unknown kind.
+    """
     structure, layout, tag = manifest.structure, manifest.layout, manifest.tag
     if structure is None:
         raise CheckpointLayoutError(
             f'the manifest of {tag!r} does not describe the model (no "structure"). Load the checkpoint '
             "in the layout that saved it, and save it with this release"
         )
-    rows = [row for row in manifest.parameters if row.experts is not None]
-    heads = {row.name if _is_stacked(row) else head_of(row.name): None for row in rows}
-    problem, remedy = "", ""
+    heads = {row.name if _is_stacked(row) else head_of(row.name) for row in manifest.parameters if row.experts}
     is_other_kind = not layout.experts if heads else bool(layout.experts) and not layout.is_pipeline
-    if is_other_kind or any(_is_stacked(row) and row.name not in structure.experts for row in rows):
-        problem = "has experts that are not of deepspeed.moe.layer.MoE or AutoEP, which cannot be converted"
-    elif unknown := [head for head in heads if head not in structure.experts]:
-        if len(layout.experts) == 1:
-            return replace(structure, experts=dict.fromkeys(heads, layout.experts[0].size))
-        problem = f"has expert groups of several sizes and does not say which {listed(unknown, 3)} have"
-        remedy = ", and save it with this release"
-    if problem:
-        raise CheckpointLayoutError(f"{tag!r} {problem}. Load it in the layout that saved it{remedy}")
+    if is_other_kind or heads - structure.experts.keys():
+        raise CheckpointLayoutError(
+            f"{tag!r} has experts that are not of deepspeed.moe.layer.MoE or AutoEP, which cannot be converted. Load "
+            "it in the layout that saved it"
+        )
     return structure
 
 
@@ -454,6 +454,10 @@ def layer_of_experts(head: str) -> str:
     return head if head.endswith("deepspeed_experts") else head.rpartition(".")[0]
 
 
+Vectors: TypeAlias = "list[tuple[int, FlatGroup | PartitionedGroup]]"
+"""The vectors of an optimizer, each with the number of its group and the names of the whole model."""
+
+
 class RankTable:
     """The ranks of a layout that hold each parameter of a model, and their local names for it.
 
@@ -470,6 +474,7 @@ class RankTable:
     """
 
     def __init__(self, model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> None:
+        self._model, self._layout, self._slices = model, layout, slices_of(layout)
         self._of_partitions, self._sizes = layout.holders_of_partitions, structure.experts
         self._per_rank = {head: count // structure.experts[head] for head, count in model.experts.items()}
         self._stacked = {name for name, one in model.parameters.items() if one.is_stacked}
@@ -478,7 +483,7 @@ class RankTable:
         self.part_holders: dict[tuple[int, int, int], tuple[Place, ...]] = {}
         """The ranks that hold a part, by expert parallel size, model rank and part. If no rank of a model rank holds
         the part, these are ranks of the stage's other slices, unless slices split experts."""
-        slices = slices_of(layout)
+        slices = self._slices
         for experts in layout.experts:
             self.parts[experts.size] = {}
             for part, places in expert_places(layout, experts):
@@ -525,3 +530,29 @@ class RankTable:
         if expert is None or expert.head not in self._per_rank:
             return name
         return expert.numbered(expert.number % self._per_rank[expert.head])
+
+    def pieces(self, name: str) -> int:
+        """Return the number of slices of a parameter; of parts of the experts, if AutoEP stacks them."""
+        return self._sizes[name] if name in self._stacked else self._slices
+
+    def piece(self, name: str, place: Place) -> int:
+        """Return the number of the slice, or of the part, that a rank holds."""
+        return self.parts[self._sizes[name]][place] if name in self._stacked else place.model_rank % self._slices
+
+    def vectors(self, place: Place, structure: SavedStructure, numel_of: Callable[[str], int]) -> Vectors:
+        """Return the vectors of a rank's optimizer, which all ranks with the same parameters have in common.
+
+        Args:
+            place: the rank.
+            structure: structure with the groups of the optimizer, and the options of ZeRO.
+            numel_of: returns the number of elements of a parameter on a rank, by its name in the whole model.
+        """
+        found: Vectors = []
+        options = structure.options or SavedOptions()
+        for number, local in enumerate(structure.groups[place.model_rank // self._slices]):
+            names = [self.whole_name(name, place) for name in local]
+            first = names[0] if names else ""
+            itemsize = self._model.parameters[first].dtype.itemsize if names else 1
+            numels, replicas = {name: numel_of(name) for name in names}, len(self.sharers(first, place))
+            found += [(number, one) for one in vectors_of(numels, self._layout, options, replicas, itemsize)]
+        return found
