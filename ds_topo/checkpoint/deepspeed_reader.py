@@ -265,7 +265,7 @@ class Source:
 
         A state of every element is given by its data type. The states of a parameter without gradients are empty.
         """
-        holders = self.ranks.holders(self.model.stage_of[name] * self.model.slices, name)
+        holders = self.ranks.holders(self.model.parameters[name].stage * self.model.slices, name)
         return self._states_of(holders).of_parameter(name)
 
     def states_of(self, names: Iterable[str]) -> dict[str, Any]:
@@ -313,7 +313,7 @@ class Source:
 
     def _elements(self, parameter: Parameter, key: str, piece: int, start: int, stop: int) -> torch.Tensor:
         """Return elements of a slice, or of a part of the experts, that was saved."""
-        name, first = parameter.name, self.model.stage_of[parameter.name] * self.model.slices
+        name, first = parameter.name, parameter.stage * self.model.slices
         model_rank, part = (first, piece) if parameter.is_stacked else (first + piece, 0)
         has_masters = self.layout.has_partitions or self.layout.precision != "fp32"
         is_weight = key == WEIGHT or (key == MASTER and not (has_masters and parameter.is_trained))

@@ -44,6 +44,8 @@ class Parameter:
     split: SavedSplit | None
     slices: int
     """Number of slices, as it was saved."""
+    stage: int = 0
+    """The first stage that holds it."""
     experts: int = 0
     """Number of experts in the layer; 0 if the parameter does not belong to an expert."""
     is_stacked: bool = False
@@ -83,8 +85,6 @@ class SavedModel:
     structure: SavedStructure
     layout: SavedLayout
     slices: int
-    stage_of: Mapping[str, int]
-    """The first stage that holds each parameter."""
 
     @cached_property
     def experts(self) -> dict[str, int]:
@@ -95,7 +95,7 @@ class SavedModel:
     @cached_property
     def experts_of_stages(self) -> dict[int, list[str]]:
         """The layers of experts of each stage that has some, in order: DeepSpeed numbers them in each stage."""
-        return experts_of_stages(self.parameters, ((self.stage_of[name], name) for name in self.parameters))
+        return experts_of_stages(self.parameters, ((one.stage, name) for name, one in self.parameters.items()))
 
 
 def experts_of_stages(parameters: Mapping[str, Parameter], placed: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
@@ -140,14 +140,15 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
     """
     structure = _known_structure(manifest)
     slices = slices_of(manifest.layout)
-    splits = {**(declared or {}), **structure.splits}
-    for name, new in (declared or {}).items():
-        if new.padded is not None:
-            splits[name] = _padded_anew(name, structure.splits.get(name, new), new)
-    stages: dict[str, int] = {}
+    declared, known_splits = declared or {}, structure.splits
+    padded = {
+        name: _padded_anew(name, known_splits.get(name, new), new)
+        for name, new in declared.items()
+        if new.padded is not None
+    }
+    splits = {**declared, **known_splits, **padded}
     rows: dict[str, SavedParameter] = {}
     for row in sorted(manifest.parameters, key=lambda row: row.model_ranks[0] // slices):
-        stages.setdefault(row.name, row.model_ranks[0] // slices)
         known = rows.setdefault(row.name, row)
         if known.shape != row.shape:
             raise CheckpointLayoutError(
@@ -155,7 +156,6 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
                 "slices can be put together. Load the checkpoint in the layout that saved it"
             )
     parameters: dict[str, Parameter] = {}
-    stage_of: dict[str, int] = {}
     for _, run in groupby(rows.values(), key=lambda row: head_of(row.name) or row.name):
         of_layer = list(run)  # rows of an expert stand for all experts of the layer
         for number in range((of_layer[0].experts or 1) if head_of(of_layer[0].name) else 1):
@@ -172,17 +172,17 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
                         f"{name!r} {list(row.shape)} declares partition_dim={split.dim}, but the parameter has only "
                         f"{len(row.shape)} dimensions. Set partition_dim to one of them and save once more"
                     )
-                one = Parameter(name, row.shape, dtype, row.is_trained, split, slices, row.experts or 0)
+                stage = row.model_ranks[0] // slices
+                one = Parameter(name, row.shape, dtype, row.is_trained, split, slices, stage, row.experts or 0)
                 if _is_stacked(row):
                     one = replace(one, split=SavedSplit(0), slices=structure.experts[name], is_stacked=True)
-                elif first in (declared or {}) and split is not None and split.padded not in (None, one.size):
-                    one = replace(one, padded=split.padded)
-                parameters[name], stage_of[name] = one, stages[row.name]
-    padded = {name: splits[name] for name, new in (declared or {}).items() if new.padded is not None}
-    structure = replace(structure, splits={**structure.splits, **padded})
+                elif first in padded and padded[first].padded != one.size:
+                    one = replace(one, padded=padded[first].padded)
+                parameters[name] = one
+    structure = replace(structure, splits={**known_splits, **padded})
     has_experts = any(one.experts for one in parameters.values())  # a pipeline may have groups for nothing
     layout = manifest.layout if has_experts else replace(manifest.layout, experts=())
-    model = SavedModel(parameters, structure, layout, slices, stage_of)
+    model = SavedModel(parameters, structure, layout, slices)
     if problem := next(_contradictions(model), ""):
         raise DamagedCheckpointError(f"the manifest of {manifest.tag!r} contradicts itself: {problem}")
     return model
@@ -328,15 +328,10 @@ def bounds_of(model: SavedModel, slices: int, stages: int, method: str | None, g
     saved = model.structure
     layers = len(saved.layers)
     if not model.layout.is_pipeline:
-        if stages > 1:
+        if stages > 1 or method is not None or given:
             raise CheckpointLayoutError(
                 f"pipe={stages}: the checkpoint is of a plain engine, whose model has no layers to divide into stages. "
-                "Give pipe=1, or a checkpoint of a PipelineModule"
-            )
-        if method is not None or given:
-            raise CheckpointLayoutError(
-                "the checkpoint is of a plain engine, whose model has no layers to divide into stages. Leave the "
-                "partition method and the bounds of stages out"
+                "Give pipe=1, and leave the partition method and the bounds of stages out"
             )
         return ()
     if stages > layers:
@@ -365,19 +360,18 @@ def bounds_of(model: SavedModel, slices: int, stages: int, method: str | None, g
         except ValueError as error:
             raise CheckpointLayoutError(f"partition_method={error}") from None
 
-    def new_numel(one: Parameter) -> int:
-        return one.numel_of_slice(slices)
+    def has_saved_bounds(name: str) -> bool:
+        return bool(saved.bounds) and bounds_by(name, lambda one: math.prod(one.shape), saved_stages) == saved.bounds
 
-    if method is not None:
-        return bounds_by(method, new_numel, stages)
-    for name in [saved.method] if saved.method else ["parameters", "uniform"]:
-        if saved.bounds and bounds_by(name, lambda one: math.prod(one.shape), saved_stages) == saved.bounds:
-            return bounds_by(name, new_numel, stages)
-    raise CheckpointLayoutError(
-        f"the pipeline's stages begin with layers {list(saved.bounds[:-1])}, which is not what "
-        f"partition_method={saved.method or 'parameters'!r} gives, so that it cannot divide layers into {stages} "
-        "stages. Give the bounds of the stages (--stages), or a method (--partition-method)"
-    )
+    known = [saved.method] if saved.method else ["parameters", "uniform"]
+    method = method or next(filter(has_saved_bounds, known), None)
+    if method is None:
+        raise CheckpointLayoutError(
+            f"the pipeline's stages begin with layers {list(saved.bounds[:-1])}, which is not what "
+            f"partition_method={saved.method or 'parameters'!r} gives, so that it cannot divide layers into {stages} "
+            "stages. Give the bounds of the stages (--stages), or a method (--partition-method)"
+        )
+    return bounds_by(method, lambda one: one.numel_of_slice(slices), stages)
 
 
 def stage_bounds(method: str, weights: Sequence[int], kinds: Sequence[str], stages: int) -> tuple[int, ...]:

@@ -432,10 +432,10 @@ class WeightFiles(Source):
             expert, tensor = expert_of(name), self._tensors[name]
             split = structure.splits.get(expert.numbered(0) if expert else name)
             count = experts[expert.head] if expert else 0
-            one = Parameter(name, tuple(tensor.shape), tensor.dtype, True, split, 1, count)
+            one = Parameter(name, tuple(tensor.shape), tensor.dtype, True, split, 1, experts=count)
             padded = split.padded if split is not None and split.padded not in (None, one.size) else None
             parameters[name] = replace(one, padded=padded)
-        self.model = SavedModel(parameters, structure, self.layout, 1, dict.fromkeys(names, 0))
+        self.model = SavedModel(parameters, structure, self.layout, 1)
 
     def _elements(self, parameter: Parameter, key: str, piece: int, start: int, stop: int) -> torch.Tensor:
         return self._tensors[parameter.name].reshape(-1)[start:stop]
