@@ -158,13 +158,10 @@ def convert(
     with _begun(draft, new_tag, manifest, target, writer.bytes()):
         with _naming(files):
             make_room(writer.files(), files)
-        fillings = [Filling(source, files / name, make()) for name, make in writer.files()]
-        with _naming(files):
+            fillings = [Filling(source, files / name, make()) for name, make in writer.files()]
             digests = fill_all(fillings, draft / "done.txt", progress)
-        saved = [
-            SavedFile(one.path.relative_to(files).as_posix(), one.bytes, digest, 0)
-            for one, digest in zip(fillings, digests, strict=True)
-        ]
+        rows = zip(fillings, digests, strict=True)
+        saved = [SavedFile(one.path.name, one.bytes, digest, 0) for one, digest in rows]
         new = Manifest(
             new_tag,
             manifest.step,

@@ -131,9 +131,11 @@ class OptimizerStates:
                 )
             key = "fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"
             self.masters = [list(source.entry(name, "optimizer_state_dict", key)) for name in names]
-        self.param_groups: list[dict[str, Any]] = inner[0]["param_groups"]
         self._states: list[dict[int, dict[str, Any]]] = [one["state"] for one in inner]
-        self._group_of = {number: group for group, one in enumerate(self.param_groups) for number in one["params"]}
+        saved_groups, left_out = inner[0]["param_groups"], ("params", "param_names")
+        self.groups = [{key: one[key] for key in one if key not in left_out} for one in saved_groups]
+        """The hyperparameters of each group of the optimizer."""
+        self._group_of = {number: group for group, one in enumerate(saved_groups) for number in one["params"]}
         source.require([*self._group_of] == [*range(len(vectors))], "groups of the optimizer")
         self._numels = [vector.partition_numel for vector in vectors]
         for masters in self.masters:
@@ -161,7 +163,7 @@ class OptimizerStates:
                     "converted. Load the checkpoint in the layout that saved it"
                 )
             found[key] = value.dtype if is_elementwise else value
-        return self.param_groups[self._group_of[number]], found
+        return self.groups[self._group_of[number]], found
 
     def of(self, name: str, key: str, start: int, stop: int) -> torch.Tensor | None:
         """Return elements of a state or master weight, flat; None if the parameter never had a gradient."""
@@ -292,9 +294,7 @@ class Source:
 
     def hyperparameters(self, stage: int) -> list[dict[str, Any]]:
         """Return the hyperparameters of every group of the optimizer of a stage."""
-        names = ("params", "param_names")
-        groups = self._of_stage(stage).param_groups
-        return [{key: value for key, value in group.items() if key not in names} for group in groups]
+        return self._of_stage(stage).groups
 
     def _of_stage(self, stage: int) -> OptimizerStates:
         return self._states_of(self.ranks.holders(stage * self.model.slices, ""))

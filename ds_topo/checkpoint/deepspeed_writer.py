@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -63,9 +63,10 @@ class Writer:
 
     source: Source
     target: Target
-    _known_vectors: dict[Any, Vectors] = field(default_factory=dict)
+    _known_optimizers: dict[Any, tuple[Vectors, list[dict[str, Any]], list[dict[str, Any]]]] = field(
+        default_factory=dict
+    )
     _known_buffers: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    _known_states: dict[tuple[str, ...], dict[str, Any]] = field(default_factory=dict)
 
     @cached_property
     def _partitions_of_files(self) -> Sequence[int]:
@@ -114,7 +115,8 @@ class Writer:
             return self._state_dict(self.source.module(self._saved_slice(place)), "", place)
         if stage not in self.target.experts_of_stages:
             return None
-        structure, found = self.target.structure, OrderedDict[str, Any]()
+        structure = self.target.structure
+        found: OrderedDict[str, Any] = OrderedDict()
         own = structure.layers_of(stage, len(self.target.names))
         for number in sorted(own, key=lambda number: not structure.layers[number].tied):
             prefix = prefix_of_layer(structure, number)
@@ -283,23 +285,22 @@ class Writer:
         local_name = self.target.ranks.local_name
         return [
             OrderedDict((local_name(name), torch.Size(self.target.shape(name))) for name in group.numels)
-            for _, group in self._vectors(place)
+            for _, group in self._optimizer(place)[0]
         ]
 
     def _whole_optimizer(self, place: Place) -> dict[str, Any]:
         """Return the optimizer's state dict without ZeRO: states in the shape of the parameters."""
-        vectors, states = self._vectors(place), dict[int, Any]()
-        stage = place.model_rank // self.target.slices
-        masters: list[list[Region]] = [[] for _ in self.target.origins[stage]]
+        (vectors, known, param_groups), states = self._optimizer(place), dict[int, Any]()
+        masters: list[list[Region]] = [[] for _ in param_groups]
         is_flat = self.target.layout.optimizer == FLAT_OPTIMIZER
         for number, (group, vector) in enumerate(vectors):
             one = self.source.model.parameters[next(iter(vector.numels))]
             master = self._master(place, vector, 0)
             master = master if is_flat else replace(master, shape=self.target.shape(one.name))
-            if one.is_trained and (kept := self._states(vector, master)):
-                states[number] = kept
+            if one.is_trained and known[number]:
+                states[number] = _filled(known[number], master)
             masters[group].append(master)
-        inner = {"state": states, "param_groups": self._param_groups(stage, vectors)}
+        inner = {"state": states, "param_groups": param_groups}
         if self.target.layout.precision == "fp32":
             return inner
         scale = self.source.loss_scale()
@@ -314,7 +315,7 @@ class Writer:
     def _partition(self, place: Place) -> dict[str, Any]:
         """Return the file of a rank's partition of the optimizer, with ZeRO."""
         layout, ranks = self.target.layout, self.target.ranks
-        stage, vectors = place.model_rank // self.target.slices, self._vectors(place)
+        vectors, known, param_groups = self._optimizer(place)
         states: dict[int, dict[str, Any]] = {}
         masters, paddings, mappings = [], [], []
         for number, (_, vector) in enumerate(vectors):
@@ -322,8 +323,8 @@ class Writer:
             is_saved_here = place in holders  # otherwise another replica saves this partition
             replica = holders.index(place) if is_saved_here else self._partitions_of_files[place.replica]
             master, numel = self._master(place, vector, replica), vector.partition_numel
-            if is_saved_here and (kept := self._states(vector, master)):
-                states[number] = kept
+            if is_saved_here and known[number]:
+                states[number] = _filled(known[number], master)
             if isinstance(vector, FlatGroup):
                 if layout.optimizer != BF16_OPTIMIZER:
                     paddings.append(vector.padding(replica))
@@ -338,7 +339,7 @@ class Writer:
                 mappings.append(OrderedDict(addresses))
             master = replace(master, dtype=self.source.type_of_masters, shape=(numel if is_saved_here else 0,))
             masters.append(master if is_saved_here else replace(master, spans=[]))
-        inner = {"state": states, "param_groups": self._param_groups(stage, vectors)}
+        inner = {"state": states, "param_groups": param_groups}
         if layout.zero_stage == 3:
             content = {
                 "zero_stage": ZeroStageEnum(3),
@@ -363,12 +364,18 @@ class Writer:
             "ds_version": DEEPSPEED_VERSION,
         }
 
-    def _vectors(self, place: Place) -> Vectors:
-        """Return the vectors of a rank's optimizer, which all ranks with the same parameters have in common."""
-        known = place.model_rank // self.target.slices, *(parts[place] for parts in self.target.ranks.parts.values())
-        if known not in self._known_vectors:
-            self._known_vectors[known] = self.target.ranks.vectors(place, self.target.structure, self.target.numel)
-        return self._known_vectors[known]
+    def _optimizer(self, place: Place) -> tuple[Vectors, list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the vectors of a rank's optimizer, the states of each, and its groups.
+
+        All ranks with the same parameters have them in common.
+        """
+        ranks, stage = self.target.ranks, place.model_rank // self.target.slices
+        key = stage, *(parts[place] for parts in ranks.parts.values())
+        if key not in self._known_optimizers:
+            vectors = ranks.vectors(place, self.target.structure, self.target.numel)
+            states = [self.source.states_of(vector.numels) for _, vector in vectors]
+            self._known_optimizers[key] = vectors, states, self._param_groups(stage, vectors)
+        return self._known_optimizers[key]
 
     def _master(self, place: Place, vector: FlatGroup | PartitionedGroup, replica: int) -> Region:
         """Return a partition of the master weights of a vector."""
@@ -379,30 +386,18 @@ class Writer:
     def _param_groups(self, stage: int, vectors: Vectors) -> list[dict[str, Any]]:
         """Return hyperparameters and vectors of every group of a stage, with the names that DeepSpeed gives them."""
         found = []
-        for group, origins in enumerate(self.target.origins[stage]):
-            options = dict(_common([self.source.hyperparameters(origin.stage)[origin.group] for origin in origins]))
+        for group, local in enumerate(self.target.structure.groups[stage]):
+            own = [number for number, (of, _) in enumerate(vectors) if of == group]
+            saved = [self.source.of_parameter(name)[0] for number in own for name in vectors[number][1].numels]
+            options = dict(_common(saved))
             if options.get("moe"):
-                first = self.target.structure.groups[stage][group][0]
-                head = head_of(first) or first  # AutoEP stacks experts
+                head = head_of(local[0]) or local[0]  # AutoEP stacks experts
                 options["name"] = name_of_size(self.target.structure.experts[head])
             elif self.target.layout.is_pipeline and stage in self.target.experts_of_stages:
                 options = {"name": NAME_BESIDE_EXPERTS, **options}
             elif self.target.layout.is_pipeline and options.get("name") == NAME_BESIDE_EXPERTS:
                 del options["name"]
-            found.append({**options, "params": [number for number, (of, _) in enumerate(vectors) if of == group]})
-        return found
-
-    def _states(self, vector: FlatGroup | PartitionedGroup, master: Region) -> dict[str, Any]:
-        """Return the states of a tensor of the optimizer: regions, and values of their own, which share no memory."""
-        found: dict[str, Any] = {}
-        names = tuple(vector.numels)
-        if names not in self._known_states:
-            self._known_states[names] = self.source.states_of(names)
-        for key, value in self._known_states[names].items():
-            if isinstance(value, torch.dtype):
-                found[key] = replace(master, dtype=value, key=key)
-            else:
-                found[key] = value.clone() if torch.is_tensor(value) else value
+            found.append({**options, "params": own})
         return found
 
     def _config(self) -> dict[str, Any]:
@@ -431,16 +426,28 @@ class Writer:
         return saved
 
 
-def _common(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the values that several saved groups have in common, which become one group.
+def _filled(states: Mapping[str, Any], master: Region) -> dict[str, Any]:
+    """Return the states of a tensor of the optimizer: regions, and values of their own, which share no memory."""
+    found: dict[str, Any] = {}
+    for key, value in states.items():
+        if isinstance(value, torch.dtype):
+            found[key] = replace(master, dtype=value, key=key)
+        else:
+            found[key] = value.clone() if torch.is_tensor(value) else value
+    return found
+
+
+def _common(groups: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the saved group of parameters that become one group; their groups may have different names.
 
     Raises:
-        CheckpointLayoutError: they differ.
+        CheckpointLayoutError: other hyperparameters differ.
     """
-    for other in groups[1:]:
-        if key := differing({**other, "name": None}, {**groups[0], "name": None}):
+    first, *others = {id(group): group for group in groups}.values()
+    for other in others:
+        if key := differing({**other, "name": None}, {**first, "name": None}):
             raise CheckpointLayoutError(
                 f"groups of parameters that would become one differ in {key} in the optimizer, which has one value for "
                 "all of them in this layout. Choose an expert parallel size or stages that keep the groups apart"
             )
-    return groups[0]
+    return first

@@ -62,18 +62,12 @@ Hyperparameters = Callable[[int], Sequence[Mapping[str, Any]]]
 """Returns the hyperparameters of each group of a stage that was saved."""
 
 
-class Origin(NamedTuple):
-    """A group of the optimizer that was saved."""
-
-    stage: int
-    group: int
-
-
 class _Group(NamedTuple):
     """A group of a stage: DeepSpeed's parts of one that was too large are one again."""
 
     names: tuple[str, ...]
-    origins: tuple[Origin, ...]
+    number: int
+    """Its number among the groups of the stage, before they were joined."""
     is_of_experts: bool
     kind: tuple[int, int] = (0, 0)
     """The number of its hyperparameters, and its place among the groups of the stage that have the same ones."""
@@ -90,8 +84,6 @@ class Target:
     slices: int
     names: tuple[tuple[str, ...], ...]
     """Names of each stage's parameters, in the module's order."""
-    origins: tuple[tuple[tuple[Origin, ...], ...], ...]
-    """The saved groups that each group of the optimizer of a stage comes from."""
     ranks: RankTable
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -181,16 +173,14 @@ def target_of(
     )
     require_splits(model, slices)
     names = tuple(tuple(names_of_stage(structure, list(model.parameters), stage, stages)) for stage in range(stages))
-    groups, origins = planned_groups(
-        model, structure, slices, names, hyperparameters, are_all_trained=layout.has_partitions
-    )
+    groups = planned_groups(model, structure, slices, names, hyperparameters, are_all_trained=layout.has_partitions)
     counts = [*map(len, groups)]
     if len({*counts}) > 1 and layout.optimizer == "FP16_UnfusedOptimizer":
         raise CheckpointLayoutError(
             f"the stages would have parameters in {counts} groups of the optimizer, with which {layout.optimizer} "
             "would hang in the first step. Use ZeRO 1, or other bounds of the stages"
         )
-    return Target(model, layout, replace(structure, groups=groups), slices, names, origins, ranks)
+    return Target(model, layout, replace(structure, groups=groups), slices, names, ranks)
 
 
 def _optimizer_of(model: SavedModel, zero: int) -> str | None:
@@ -364,8 +354,8 @@ def planned_groups(
     hyperparameters: Hyperparameters,
     *,
     are_all_trained: bool,
-) -> tuple[tuple[Groups, ...], tuple[tuple[tuple[Origin, ...], ...], ...]]:
-    """Return the groups of every stage, with local names, and the saved groups that each of them comes from.
+) -> tuple[Groups, ...]:
+    """Return the groups of every stage, with local names.
 
     Args:
         model: the model.
@@ -387,45 +377,39 @@ def planned_groups(
         {name: one.numel_of_slice(one_structure.experts[name] if one.is_stacked else of) for name, one in rows.items()}
         for one_structure, of in ((saved, model.slices), (structure, slices))
     )
-    joined = [_joined(stage, groups, old, stacked) for stage, groups in enumerate(saved.groups)]
+    joined = [_joined(groups, old, stacked) for groups in saved.groups]
     before = _kinds(joined, hyperparameters)
-    origins: dict[tuple[int, int], tuple[Origin, ...]] = {}
-    kind_of: dict[str, tuple[int, int]] = {}
-    for group in chain(*before):
-        origins[group.kind] = origins.get(group.kind, ()) + group.origins
-        kind_of.update((_starred(name), group.kind) for name in group.names)
+    kind_of = {_starred(name): group.kind for group in chain(*before) for name in group.names}
     is_same = len(stages) == len(saved.groups) and structure.bounds == saved.bounds
     if not is_same:
         _require_order_of_module(model, before)
     planned: list[Groups] = []
-    origins_of_stages: list[tuple[tuple[Origin, ...], ...]] = []
     for stage, names in enumerate(stages):
         if is_same:
-            own_groups = {group.kind: tuple(_with_experts(group.names, was, now)) for group in before[stage]}
+            own_groups = [tuple(_with_experts(group.names, was, now)) for group in before[stage]]
         else:
             local = [name for name in names if _number(name) < now.get(head_of(name), 1)]
             present = {kind_of[_starred(name)] for name in local if _starred(name) in kind_of}
-            own_groups = {
-                kind: tuple(name for name in local if kind_of.get(_starred(name)) == kind)
+            own_groups = [
+                tuple(name for name in local if kind_of.get(_starred(name)) == kind)
                 for kind in _in_order(present, before)
-            }
-        parts: list[tuple[tuple[str, ...], tuple[Origin, ...]]] = []
-        for kind, members in own_groups.items():
+            ]
+        parts: list[tuple[str, ...]] = []
+        for members in own_groups:
             trained = tuple(name for name in members if rows[name].is_trained or not are_all_trained)
             if not trained:
                 raise CheckpointLayoutError(
                     f"a group of the optimizer would have frozen parameters alone on stage {stage} of {len(stages)}, "
                     "which ZeRO does not support. Use fewer stages, or other bounds of the stages"
                 )
-            parts += [(part, origins[kind]) for part in _split(trained, new, stacked)]
+            parts += _split(trained, new, stacked)
         if not parts:
             raise CheckpointLayoutError(
                 f"stage {stage} of {len(stages)} would have no trained parameter, which DeepSpeed does not support. "
                 "Use fewer stages, or other bounds of the stages"
             )
-        planned.append(tuple(group for group, _ in parts))
-        origins_of_stages.append(tuple(origin for _, origin in parts))
-    return tuple(planned), tuple(origins_of_stages)
+        planned.append(tuple(parts))
+    return tuple(planned)
 
 
 def _kinds(stages: Sequence[Sequence[_Group]], hyperparameters: Hyperparameters) -> list[list[_Group]]:
@@ -442,7 +426,7 @@ def _kinds(stages: Sequence[Sequence[_Group]], hyperparameters: Hyperparameters)
         saved = hyperparameters(stage)
         counts.append({})
         for place, group in enumerate(groups):
-            own = _distinguishing(saved[group.origins[0].group])
+            own = _distinguishing(saved[group.number])
             alike = next((number for number, one in enumerate(known) if not differing(one, own)), len(known))
             known += [own] if alike == len(known) else []
             groups[place] = group._replace(kind=(alike, counts[stage].get(alike, 0)))
@@ -501,17 +485,17 @@ def _require_order_of_module(model: SavedModel, stages: Sequence[Sequence[_Group
                     )
 
 
-def _joined(stage: int, groups: Groups, numels: Mapping[str, int], stacked: Container[str]) -> list[_Group]:
+def _joined(groups: Groups, numels: Mapping[str, int], stacked: Container[str]) -> list[_Group]:
     """Join the groups of experts that DeepSpeed has split because they are too large."""
     found: list[_Group] = []
     for number, names in enumerate(groups):
         before = groups[number - 1] if number else ()
-        origin, is_of_experts = Origin(stage, number), _are_experts(names, stacked)
+        is_of_experts = _are_experts(names, stacked)
         are_parts = is_of_experts and _are_experts(before, stacked)
         if are_parts and sum(numels[name] for name in before) + numels[names[0]] > _LARGEST_EXPERT_GROUP:
-            found[-1] = _Group(found[-1].names + names, (*found[-1].origins, origin), True)
+            found[-1] = found[-1]._replace(names=found[-1].names + names)
         else:
-            found.append(_Group(names, (origin,), is_of_experts))
+            found.append(_Group(names, number, is_of_experts))
     return found
 
 

@@ -193,7 +193,7 @@ def test_large_expert_groups_are_split_as_deepspeed_does() -> None:
         layout = SavedLayout("data=2", 2, 1, 2, 1, "DeepSpeedZeroOptimizer", "fp32", experts=(SavedExperts(before),))
         model = model_of(Manifest("saved", 1, "", layout, (), rows, structure=structure))
         new = replace(structure, experts={"a.deepspeed_experts": after})
-        return planned_groups(model, new, 1, [[*model.parameters]], [[{}] * 9].__getitem__, are_all_trained=True)[0][0]
+        return planned_groups(model, new, 1, [[*model.parameters]], [[{}] * 9].__getitem__, are_all_trained=True)[0]
 
     eight = (("gate",), *(names(range(first, min(first + 2, 8))) for first in range(0, 8, 2)))
     assert dealt(eight, 1, 2) == (("gate",), names(range(2)), names(range(2, 4)))

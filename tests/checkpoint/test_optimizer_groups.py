@@ -9,7 +9,7 @@ import pytest
 
 from ds_topo.checkpoint.manifest import Manifest, SavedLayer, SavedLayout, SavedParameter, SavedStructure
 from ds_topo.checkpoint.saved_model import SavedModel, model_of, names_of_stage
-from ds_topo.checkpoint.target import Origin, planned_groups
+from ds_topo.checkpoint.target import planned_groups
 from ds_topo.errors import CheckpointLayoutError
 
 DECAY, PLAIN = {"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "weight_decay": 0.0}
@@ -33,17 +33,15 @@ def _planned(groups: Groups, bounds: tuple[int, ...], of_stages: list[list[dict[
 
 def test_groups_of_unequal_stages_are_matched_by_their_hyperparameters() -> None:
     groups: Groups = ((("0.w",), ("1.w",)), (("2.w", "3.w"),))
-    found, origins = _planned(groups, (0, 1, 3, 4), [[DECAY, PLAIN], [PLAIN]])
+    found = _planned(groups, (0, 1, 3, 4), [[DECAY, PLAIN], [PLAIN]])
     assert found == ((("0.w",),), (("1.w", "2.w"),), (("3.w",),))
-    plain = (Origin(0, 1), Origin(1, 0))
-    assert origins == (((Origin(0, 0),),), (plain,), (plain,))
-    found, _ = _planned(groups, (0, 4), [[DECAY, PLAIN], [DECAY]])
+    found = _planned(groups, (0, 4), [[DECAY, PLAIN], [DECAY]])
     assert found == ((("0.w", "2.w", "3.w"), ("1.w",)),)
 
 
 def test_equal_numbers_of_groups_do_not_make_them_alike() -> None:
     groups: Groups = ((("0.w", "1.w"),), (("2.w", "3.w"),))
-    assert _planned(groups, (0, 2, 4), [[DECAY], [PLAIN]])[0] == groups
+    assert _planned(groups, (0, 2, 4), [[DECAY], [PLAIN]]) == groups
     with pytest.raises(CheckpointLayoutError, match=r"which of them comes first\. Keep the stages as they are"):
         _planned(groups, (0, 3, 4), [[DECAY], [PLAIN]])
 
