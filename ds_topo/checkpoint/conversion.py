@@ -6,15 +6,13 @@ instead. These modules take part:
 
 ====================  ================================================================================================
 ``saved_model``       describes all parameters of the checkpoint, whatever the layout that saved it
-``stock_files``       describes checkpoints that DeepSpeed alone saved
-``target``            plans the new layout, or says why it cannot be reached
-``optimizer_groups``  plans the groups of the optimizer on its stages
+``without_manifest``  describes checkpoints that DeepSpeed alone saved, and plain files of weights
+``target``            plans the new layout and its optimizer's groups, or says why it cannot be reached
 ``shards``            computes which elements of which parameter lie where
 ``deepspeed_reader``  reads weights and optimizer states of single parameters from the saved files
 ``deepspeed_writer``  lays out the new files
 ``file_filling``      fills them in place, and resumes after a kill
 ``engine_filling``    copies into a live engine
-``weight_files``      reads and writes plain files of weights
 ====================  ================================================================================================
 
 The steps of a conversion into files:
@@ -31,10 +29,11 @@ A conversion that was killed is resumed by the next one of the same checkpoint t
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -50,7 +49,7 @@ from ds_topo.checkpoint.deepspeed_writer import Writer
 from ds_topo.checkpoint.disk import check_folder, discard, failure_to_write, flush, hold, is_held, replace_text
 from ds_topo.checkpoint.engine_facts import versions
 from ds_topo.checkpoint.engine_state import renaming
-from ds_topo.checkpoint.file_filling import FileContent, Filling, Region, fill_all, make_room
+from ds_topo.checkpoint.file_filling import Filling, Region, fill_all, make_room
 from ds_topo.checkpoint.folder import (
     LATEST,
     Checkpoint,
@@ -65,9 +64,13 @@ from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, Sav
 from ds_topo.checkpoint.safe_reading import refused_types, unreadable
 from ds_topo.checkpoint.saved_model import expert_of, model_of, require_splits
 from ds_topo.checkpoint.saving import free_bytes
-from ds_topo.checkpoint.stock_files import manifest_of_files, structure_of_files
 from ds_topo.checkpoint.target import Target, target_of
-from ds_topo.checkpoint.weight_files import require_safetensors, write_safetensors
+from ds_topo.checkpoint.without_manifest import (
+    NAMES_OF_WEIGHTS,
+    manifest_of_files,
+    require_safetensors,
+    structure_of_files,
+)
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,
@@ -138,13 +141,48 @@ def convert(
     manifest = readable(checkpoint)
     new_tag = check_tag(checkpoint.tag if tag is None else tag)
     model = model_of(manifest, _padded_splits(manifest, padding or {}))
-    saved = Source(model, checkpoint.path)
-    target = target_of(model, spec, zero, method, bounds, experts, zero_options, saved.hyperparameters)
-    conversion = Conversion(checkpoint, manifest, target, to, new_tag)
-    with conversion.begin():
-        conversion.make_room()
-        files = conversion.fill(progress=progress)
-        return conversion.commit(files, save_latest=save_latest)
+    source = Source(model, checkpoint.path)
+    target = target_of(model, spec, zero, method, bounds, experts, zero_options, hyperparameters=source.hyperparameters)
+    if (to / new_tag).resolve() == checkpoint.path.resolve():
+        raise CheckpointError(
+            f"{checkpoint.path} would be replaced by its own conversion: give another folder or another tag"
+        )
+    require_free(to, new_tag)
+    draft = to / f".{new_tag}.converting"
+    if is_held(draft):
+        raise CheckpointError(
+            f"another process is converting into {draft} at this moment: wait for it, or give another folder or tag"
+        )
+    source.require_equal_copies(target.slices, has_states=True)
+    writer, files = Writer(source, target), draft / new_tag
+    with _begun(draft, new_tag, manifest, target, writer.bytes()):
+        with _naming(files):
+            make_room(writer.files(), files)
+            fillings = [Filling(source, files / name, make()) for name, make in writer.files()]
+            digests = fill_all(fillings, draft / "done.txt", progress)
+        rows = zip(fillings, digests, strict=True)
+        saved = [SavedFile(one.path.name, one.bytes, digest, 0) for one, digest in rows]
+        new = Manifest(
+            new_tag,
+            manifest.step,
+            datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            target.layout,
+            tuple(sorted(saved, key=lambda file: file.path)),
+            tuple(_rows(target)),
+            versions(),
+            target.structure,
+        )
+        replace_text(files / manifests.NAME, manifests.to_text(new))
+        for name in _SCRIPTS:
+            script, place = checkpoint.path.parent / name, to / name
+            if script.exists() and not place.exists():
+                shutil.copy(script, place)
+        put_in_place(files, to, new_tag)
+        if save_latest:
+            replace_text(to / LATEST, new_tag)
+        flush(to)
+        discard(draft)
+    return to / new_tag
 
 
 def _padded_splits(manifest: Manifest, padding: Mapping[str, int | tuple[int, int]]) -> dict[str, SavedSplit]:
@@ -242,128 +280,55 @@ def _naming(path: Path) -> Iterator[None]:
         raise failure_to_write(path, error) from error
 
 
-class Conversion:
-    """The conversion of one checkpoint, in steps.
+def _begun(draft: Path, tag: str, manifest: Manifest, target: Target, size: int) -> BinaryIO:
+    """Make the folder of the new files, or keep those of a killed conversion to the same layout.
 
-    Args:
-        checkpoint: checkpoint to read.
-        manifest: its manifest.
-        target: the new layout.
-        folder: folder of checkpoints for the new one.
-        tag: tag of the new checkpoint.
+    Returns:
+        A file to close after the commit: until then no other process converts into the same folder.
+
+    Raises:
+        CheckpointSpaceError: the disk has too little space.
     """
-
-    def __init__(self, checkpoint: Checkpoint, manifest: Manifest, target: Target, folder: Path, tag: str) -> None:
-        self._manifest = manifest
-        self._checkpoint, self._target, self.folder, self._tag = checkpoint, target, folder, tag
-        self.source = checkpoint.path
-        self._source = Source(target.model, checkpoint.path)
-        self._writer = Writer(self._source, target)
-        self._draft = folder / f".{tag}.converting"
-        self._files = self._draft / tag
-
-    def begin(self) -> BinaryIO:
-        """Prepare the folder, or keep the files of a killed conversion.
-
-        Returns:
-            A file to close after the commit: until then no other process converts into the same folder.
-
-        Raises:
-            CheckpointError: the new checkpoint would replace the old one, or another process is converting.
-            CheckpointLayoutError: slices hold different values of something that would become one.
-            CheckpointSpaceError: the disk has too little space.
-        """
-        if (self.folder / self._tag).resolve() == self._checkpoint.path.resolve():
-            raise CheckpointError(
-                f"{self._checkpoint.path} would be replaced by its own conversion: give another folder or another tag"
-            )
-        require_free(self.folder, self._tag)
-        if is_held(self._draft):
-            raise CheckpointError(
-                f"another process is converting into {self._draft} at this moment: wait for it, or give another folder "
-                "or tag"
-            )
-        self._source.require_equal_copies(self._target.slices, has_states=True)
-        plan = {
-            "from": hashlib.sha256(manifests.to_text(self._manifest).encode()).hexdigest(),
-            "layout": asdict(self._target.layout),
-            "structure": asdict(self._target.structure),
-            "boot": _BOOT.read_text().strip() if _BOOT.exists() else "",  # a reboot loses what the caches had
-        }
-        text, path = json.dumps(plan, sort_keys=True), self._draft / "plan.json"
-        if not path.is_file() or path.read_text(errors="replace") != text:
-            discard(self._draft)
-        written = sum(path.stat().st_size for path in self._files.glob("*")) if self._files.exists() else 0
-        needed = self._writer.bytes() - written
-        if (free := free_bytes(self.folder)) < needed * _MARGIN:
-            raise CheckpointSpaceError(
-                f"the checkpoint {self._tag!r} of {self._target.layout} takes {needed:,} bytes, and the disk of "
-                f"{self.folder} has {free:,}. Free some space, or convert to another disk. Nothing was written"
-            )
-        self._files.mkdir(parents=True, exist_ok=True)
-        held = hold(self._draft)
-        replace_text(path, text)
-        return held
-
-    def make_room(self) -> None:
-        """Write the files without the bytes of their tensors."""
-        with _naming(self._files):
-            make_room(self._writer.files(), self._files)
-
-    def fill(self, progress: Progress = lambda step, done, of: None) -> list[SavedFile]:
-        """Fill the files and flush them to the disk."""
-        fillings = [Filling(self._source, file, self._files) for file in self._writer.files()]
-        with _naming(self._files):
-            digests = fill_all(fillings, self._draft / "done.txt", progress)
-        return [
-            SavedFile(one.path.relative_to(self._files).as_posix(), one.bytes, digest, 0)
-            for one, digest in zip(fillings, digests, strict=True)
-        ]
-
-    def commit(self, files: Iterable[SavedFile], *, save_latest: bool = True) -> Path:
-        """Write the manifest and give the new checkpoint its name. Return its folder."""
-        manifest = Manifest(
-            self._tag,
-            self._manifest.step,
-            datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            self._target.layout,
-            tuple(sorted(files, key=lambda file: file.path)),
-            tuple(self._rows()),
-            versions(),
-            self._target.structure,
+    plan = {
+        "from": hashlib.sha256(manifests.to_text(manifest).encode()).hexdigest(),
+        "layout": asdict(target.layout),
+        "structure": asdict(target.structure),
+        "boot": _BOOT.read_text().strip() if _BOOT.exists() else "",  # a reboot loses what the caches had
+    }
+    text, path, files = json.dumps(plan, sort_keys=True), draft / "plan.json", draft / tag
+    if not path.is_file() or path.read_text(errors="replace") != text:
+        discard(draft)
+    needed = size - (sum(path.stat().st_size for path in files.glob("*")) if files.exists() else 0)
+    if (free := free_bytes(draft.parent)) < needed * _MARGIN:
+        raise CheckpointSpaceError(
+            f"the checkpoint {tag!r} of {target.layout} takes {needed:,} bytes, and the disk of {draft.parent} has "
+            f"{free:,}. Free some space, or convert to another disk. Nothing was written"
         )
-        replace_text(self._files / manifests.NAME, manifests.to_text(manifest))
-        for name in _SCRIPTS:
-            script, place = self._checkpoint.path.parent / name, self.folder / name
-            if script.exists() and not place.exists():
-                shutil.copy(script, place)
-        put_in_place(self._files, self.folder, self._tag)
-        if save_latest:
-            replace_text(self.folder / LATEST, self._tag)
-        flush(self.folder)
-        discard(self._draft)
-        return self.folder / self._tag
+    files.mkdir(parents=True, exist_ok=True)
+    held = hold(draft)
+    replace_text(path, text)
+    return held
 
-    def _rows(self) -> list[SavedParameter]:
-        """Return the parameters as the manifest lists them, where one row stands for all experts of a layer."""
-        slices = self._target.slices
-        found = []
-        for one in self._target.model.parameters.values():
-            expert = expert_of(one.name) if one.experts else None
-            if expert is not None and expert.number:
-                continue
-            stages = [stage for stage, names in enumerate(self._target.names) if one.name in names]
-            row = SavedParameter(
-                one.name if expert is None else expert.numbered("*"),
-                self._target.shape(one.name),
-                str(one.dtype).removeprefix("torch."),
-                tuple(stage * slices + place for stage in stages for place in range(slices)),
-                one.split.dim if one.split is not None and not one.is_stacked else None,
-                one.experts or None,
-                one.is_trained,
-            )
-            found.append(row)
-        return sorted(found, key=lambda row: row.model_ranks[0])
+
+def _rows(target: Target) -> list[SavedParameter]:
+    """Return the parameters as the manifest lists them, where one row stands for all experts of a layer."""
+    found = []
+    for one in target.model.parameters.values():
+        expert = expert_of(one.name) if one.experts else None
+        if expert is not None and expert.number:
+            continue
+        stages = [stage for stage, names in enumerate(target.names) if one.name in names]
+        row = SavedParameter(
+            one.name if expert is None else expert.numbered("*"),
+            target.shape(one.name),
+            str(one.dtype).removeprefix("torch."),
+            tuple(stage * target.slices + place for stage in stages for place in range(target.slices)),
+            one.split.dim if one.split is not None and not one.is_stacked else None,
+            one.experts or None,
+            one.is_trained,
+        )
+        found.append(row)
+    return sorted(found, key=lambda row: row.model_ranks[0])
 
 
 def to_single_file(
@@ -408,10 +373,9 @@ def to_single_file(
         found.update({alias: found[name] for alias, name in source.model.structure.aliases.items()})
         return {**found, **dict(source.buffers())}
 
-    file = FileContent(draft.name, content)
     with _naming(path):
-        make_room([file], draft.parent)
-        filling = Filling(source, file, draft.parent)
+        make_room([(draft.name, content)], draft.parent)
+        filling = Filling(source, draft, content())
     filling.fill(None, 0, lambda done: progress("megabytes", done // 10**6, filling.bytes // 10**6))
     flush(draft)
     os.replace(draft, path)
@@ -497,15 +461,18 @@ def _write_safetensors(
     largest: int | None,
     progress: Progress,
 ) -> None:
+    """Write one file, or a folder of several with an index, each under its name when it is complete.
+
+    Args:
+        source: checkpoint to read.
+        path: the file; with ``largest`` the folder.
+        rename: from the checkpoint's names to those of the files.
+        largest: bytes of tensors in one file; a larger tensor has a file of its own.
+        progress: called with ``"parameters"``, how many are read, and how many there are.
+    """
     parameters, buffers = source.model.parameters, dict(source.buffers())
     sizes = {name: one.numel_of_slice(1) * one.dtype.itemsize for name, one in parameters.items()}
     sizes.update((name, one.nbytes) for name, one in buffers.items())
-
-    def read(name: str) -> torch.Tensor:
-        if (one := parameters.get(name)) is None:
-            return buffers[name].clone()
-        return source.elements(name, WEIGHT, 0, 1, 0, one.numel_of_slice(1)).view(one.shape_of_slice(1))
-
     new_names = {name: new for name in sizes for new in renaming(rename)(name)}
     old_names = {new: name for name, new in new_names.items()}
     if len(old_names) < len(sizes):
@@ -514,11 +481,34 @@ def _write_safetensors(
             f"rename gives {twice!r} and {old_names[new_names[twice]]!r} the same name, {new_names[twice]!r}: give "
             "each its own"
         )
+
+    def read(name: str) -> torch.Tensor:
+        if (one := parameters.get(name)) is None:
+            return buffers[name].detach().clone().contiguous()
+        return source.elements(name, WEIGHT, 0, 1, 0, one.numel_of_slice(1)).view(one.shape_of_slice(1)).contiguous()
+
+    parts: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if largest is not None and parts[-1] and held + size > largest:
+            parts.append([])
+            held = 0
+        parts[-1].append(name)
+        held += size
+    base = path if largest is None else path / NAMES_OF_WEIGHTS[0]
+    count, weight_map = len(parts), dict[str, str]()
     with _naming(path):
-        write_safetensors(
-            {new: sizes[name] for new, name in old_names.items()},
-            lambda new: read(old_names[new]),
-            path,
-            largest,
-            progress,
-        )
+        for number, names in enumerate(parts, 1):
+            file = base if count == 1 else base.with_stem(f"{base.stem}-{number:05d}-of-{count:05d}")
+            tensors: dict[str, torch.Tensor] = {}
+            for name in names:
+                tensors[new_names[name]], weight_map[new_names[name]] = read(name), file.name
+                progress("parameters", len(weight_map), len(sizes))
+            draft = file.with_name(f".{file.name}.part")
+            importlib.import_module("safetensors.torch").save_file(tensors, draft, metadata={"format": "pt"})
+            flush(draft)
+            draft.replace(file)
+        if count > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+            replace_text(base.with_name(f"{base.name}.index.json"), json.dumps(index, indent=2))
+        flush(base.parent)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -35,7 +35,6 @@ from ds_topo.checkpoint.deepspeed_reader import (
     COPIED_MASTERS,
     FLAT_MASTERS,
     MASTER,
-    WEIGHT,
     Source,
     differing,
     name_of_expert,
@@ -43,12 +42,11 @@ from ds_topo.checkpoint.deepspeed_reader import (
     name_of_optimizer,
     name_of_partition,
 )
-from ds_topo.checkpoint.file_filling import FileContent, Region, leaves
-from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedOptions
-from ds_topo.checkpoint.optimizer_groups import NAME_BESIDE_EXPERTS
-from ds_topo.checkpoint.saved_model import head_of, layer_of_experts, prefix_of_layer
-from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, resliced, vectors_of
-from ds_topo.checkpoint.target import Target
+from ds_topo.checkpoint.file_filling import NewFile, Region, leaves
+from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place
+from ds_topo.checkpoint.saved_model import Vectors, head_of, layer_of_experts, prefix_of_layer
+from ds_topo.checkpoint.shards import FLAT_OPTIMIZER, FlatGroup, PartitionedGroup
+from ds_topo.checkpoint.target import NAME_BESIDE_EXPERTS, Target
 from ds_topo.errors import CheckpointLayoutError
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import name_of_size
@@ -57,8 +55,6 @@ _LOSS_SCALE = {"cur_scale": 1.0, "cur_iter": 0, "last_overflow_iter": -1, "scale
 """The state of a loss scale, with the values of one that does not change."""
 _WITH_EXPERTS = ("num_experts", "ds_autoep_layers")
 """Entries beside the progress of a stage of a pipeline that only a stage with experts has."""
-Vectors = list[tuple[int, FlatGroup | PartitionedGroup]]
-"""The vectors of an optimizer, each with the number of its group. Without ZeRO every parameter has its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +63,16 @@ class Writer:
 
     source: Source
     target: Target
-    _known_vectors: dict[Any, Vectors] = field(default_factory=dict)
+    _known_optimizers: dict[Any, tuple[Vectors, list[dict[str, Any]], list[dict[str, Any]]]] = field(
+        default_factory=dict
+    )
+    _known_buffers: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
     def _partitions_of_files(self) -> Sequence[int]:
         return self.target.layout.partitions_of_files
 
-    def files(self) -> Iterator[FileContent]:
+    def files(self) -> Iterator[NewFile]:
         """Yield all files, always in the same order."""
         layout = self.target.layout
         if layout.is_pipeline:
@@ -81,82 +80,77 @@ class Writer:
         for model_rank in range(layout.model_ranks):
             for replica in range(layout.partitions if layout.zero_stage == 3 else 1):
                 name = name_of_model_states(layout, model_rank, replica)
-                yield FileContent(name, partial(self._model_states, Place(model_rank, replica)))
+                yield name, partial(self._model_states, Place(model_rank, replica))
             for replica in range(layout.files_of_partitions if layout.zero_stage else 0):
                 place = Place(model_rank, replica)
-                yield FileContent(name_of_partition(layout, place), partial(self._partition, place))
+                yield name_of_partition(layout, place), partial(self._partition, place)
             if layout.experts:
                 yield from self._expert_files(model_rank)
-        saved, slices = self.source.layout, (self.source.model.slices, self.target.slices)
-        if (saved.model_ranks, saved.replicas) == (layout.model_ranks, layout.replicas) and slices[0] == slices[1]:
+        if self.source.is_like(layout):
             for path in sorted(self.source.folder.glob("random_states_*.pt")):
-                yield FileContent(path.name, partial(self.source.content, path.name))
+                yield path.name, partial(self.source.content, path.name)
 
     def bytes(self) -> int:
         """Return the bytes that parameters and their states fill in all files."""
-        regions = (leaf for file in self.files() for leaf in leaves(file.make()) if isinstance(leaf, Region))
+        regions = (leaf for _, make in self.files() for leaf in leaves(make()) if isinstance(leaf, Region))
         return sum(math.prod(region.shape) * region.dtype.itemsize for region in regions)
 
-    def _layer_files(self) -> Iterator[FileContent]:
+    def _layer_files(self) -> Iterator[NewFile]:
         """Yield the files of a pipeline's layers; a stage with experts has none, and keeps its layers together."""
         slices, names, structure = self.target.slices, self.target.names, self.target.structure
         has_slices = "model" in ProcessTopology.from_spec(self.target.layout.topology or "data=1").axes
         stages = [stage for stage in range(len(names)) if stage not in self.target.experts_of_stages]
         for number in sorted({number for stage in stages for number in structure.layers_of(stage, len(names))}):
-            for place in range(slices if self.source.layer(number) else 0):
+            for place in range(slices if self.source.layer(number, 0) is not None else 0):
                 name = f"layer_{number:02d}{f'-model_{place:02d}' if has_slices else ''}-model_states.pt"
-                yield FileContent(name, partial(self._layer, number, place))
+                yield name, partial(self._layer, number, place)
 
     def _layer(self, number: int, place: int) -> OrderedDict[str, Any]:
-        return self._state_dict(self.source.layer(number), prefix_of_layer(self.source.model.structure, number), place)
+        saved = self.source.layer(number, self._saved_slice(place)) or {}
+        return self._state_dict(saved, prefix_of_layer(self.source.model.structure, number), place)
 
     def _module(self, stage: int, place: int) -> OrderedDict[str, Any] | None:
         """Return the state dict that a stage keeps beside its progress; None if its layers have files of their own."""
         if not self.target.layout.is_pipeline:
-            slices = range(self.source.model.slices)
-            return self._state_dict([self.source.model_states(one)["module"] for one in slices], "", place)
+            return self._state_dict(self.source.module(self._saved_slice(place)), "", place)
         if stage not in self.target.experts_of_stages:
             return None
-        structure, found = self.target.structure, OrderedDict[str, Any]()
+        structure = self.target.structure
+        found: OrderedDict[str, Any] = OrderedDict()
         own = structure.layers_of(stage, len(self.target.names))
         for number in sorted(own, key=lambda number: not structure.layers[number].tied):
             prefix = prefix_of_layer(structure, number)
-            entries = self._layer(number, place) if self.source.layer(number) else {}
-            found.update((f"{prefix}{key}", value) for key, value in entries.items())
+            found.update((f"{prefix}{key}", value) for key, value in self._layer(number, place).items())
         return found
 
-    def _expert_files(self, model_rank: int) -> Iterator[FileContent]:
+    def _expert_files(self, model_rank: int) -> Iterator[NewFile]:
         """Yield the experts of a model rank and, without ZeRO, the optimizers of its ranks."""
-        ranks, (stage, part) = self.target.ranks, divmod(model_rank, self.target.slices)
-        stages = {head: saved for saved, heads in self.source.model.experts_of_stages.items() for head in heads}
+        ranks, model, (stage, part) = self.target.ranks, self.source.model, divmod(model_rank, self.target.slices)
+        firsts = {head: saved * model.slices for saved, heads in model.experts_of_stages.items() for head in heads}
         for layer, head in enumerate(self.target.experts_of_stages.get(stage, ())):
-            if stacked := [name for name in self._stacked if layer_of_experts(name) == head]:
-                yield from self._stacked_files(layer, model_rank, stacked)
-                continue
-            for number in range(self.source.model.experts[head]):
-                if any(place.model_rank == model_rank for place in ranks.expert_holders(model_rank, head, number)):
-                    name, count = name_of_expert(layer, number, model_rank), self.source.model.slices
-                    files = [self.source.expert_file(stages[head] * count + one, head, number) for one in range(count)]
-                    yield FileContent(name, partial(self._expert, files, part))
+            stacked = [name for name in self._stacked if layer_of_experts(name) == head]
+            key = stacked[0] if stacked else head
+            for number in range(model.experts[key]):
+                if all(place.model_rank != model_rank for place in ranks.expert_holders(model_rank, key, number)):
+                    continue
+                name = name_of_expert(layer, number, model_rank)
+                if stacked:
+                    yield name, partial(self._of_stacks, stacked, number)
+                else:
+                    saved = self.source.expert_file(firsts[head] + self._saved_slice(part), head, number)
+                    yield name, partial(self._expert, saved, part)
         if not self.target.layout.zero_stage and stage in self.target.experts_of_stages:
             parts = ranks.parts[max(ranks.parts)]
             own = {part: place for place, part in reversed(parts.items()) if place.model_rank == model_rank}
             for number, place in sorted(own.items()):  # the first rank that holds each part
-                yield FileContent(name_of_optimizer(number, model_rank), partial(self._expert_optimizer, place))
+                yield name_of_optimizer(number, model_rank), partial(self._expert_optimizer, place)
 
     @cached_property
     def _stacked(self) -> list[str]:
         return [name for name, one in self.source.model.parameters.items() if one.is_stacked]
 
-    def _stacked_files(self, layer: int, model_rank: int, names: Sequence[str]) -> Iterator[FileContent]:
-        """Yield the files of the experts of a layer that AutoEP stacks: each has the weights of one."""
-        count = self.source.model.parameters[names[0]].experts
-        for number in range(count):
-            part = number * self.target.pieces(names[0]) // count
-            if any(place.model_rank == model_rank for place in self.target.ranks.holders(model_rank, names[0], part)):
-                yield FileContent(name_of_expert(layer, number, model_rank), partial(self._of_stacks, names, number))
-
     def _of_stacks(self, names: Sequence[str], number: int) -> dict[str, Any]:
+        """Return the file of one of the experts that AutoEP stacks."""
         found = {}
         for name in names:
             one = self.source.model.parameters[name]
@@ -166,14 +160,18 @@ class Writer:
 
     def _layers_of_auto_ep(self, saved: Sequence[Mapping[str, Any]], of: Place) -> list[dict[str, Any]]:
         """Return DeepSpeed's description of the layers of AutoEP on the rank that writes it."""
-        found = []
+        ranks, found = self.target.ranks, []
         for row in saved:
             names = [name for name in self._stacked if layer_of_experts(name) == row["expert_key_prefix"]]
-            size, part, count = self.target.pieces(names[0]), self.target.piece(names[0], of), int(row["num_experts"])
+            size, part, count = (
+                self.target.ranks.pieces(names[0]),
+                self.target.ranks.piece(names[0], of),
+                int(row["num_experts"]),
+            )
             placement = legacy_uniform_autoep_placement_descriptor(count, count // size, size)
             shapes = {name: (count, *self.source.model.parameters[name].shape[1:]) for name in names}
             maps = {name: autoep_placement_to_affine_map(placement, shape).to_dict() for name, shape in shapes.items()}
-            holders = self.target.ranks.sharers(names[0], of)
+            holders = ranks.sharers(names[0], of)
             new = {
                 "num_local_experts": count // size,
                 "ep_size": size,
@@ -189,25 +187,26 @@ class Writer:
             found.append({**row, **new})
         return found
 
-    def _expert(self, files: Sequence[str], place: int) -> OrderedDict[str, Any]:
-        return self._state_dict([self.source.content(file) for file in files], "", place)
+    def _expert(self, file: str, place: int) -> OrderedDict[str, Any]:
+        return self._state_dict(self.source.content(file), "", place)
 
     def _expert_optimizer(self, place: Place) -> Any:
         return {"optimizer": self._whole_optimizer(place)}
 
-    def _state_dict(self, saved: Sequence[Mapping[str, Any]], prefix: str, place: int) -> OrderedDict[str, Any]:
-        """Return the state dict of a module, like those of all saved slices: parameters and buffers."""
-        parameters, structure, slices = self.source.model.parameters, self.source.model.structure, self.target.slices
-        is_same = slices == self.source.model.slices
+    def _saved_slice(self, place: int) -> int:
+        """Return the saved slice whose state dicts those of a new slice are like."""
+        return place if self.target.slices == self.source.model.slices else 0
+
+    def _state_dict(self, saved: Mapping[str, Any], prefix: str, place: int) -> OrderedDict[str, Any]:
+        """Return the state dict of a module on a slice, like a saved one: parameters and buffers."""
+        parameters, aliases = self.source.model.parameters, self.source.model.structure.aliases
+        if place not in self._known_buffers:
+            self._known_buffers[place] = dict(self.source.buffers(self.target.slices, place))
         found: OrderedDict[str, Any] = OrderedDict()
-        for key, value in saved[place if is_same else 0].items():
+        for key, value in saved.items():
             name = f"{prefix}{key}"
-            one, split = parameters.get(structure.aliases.get(name, name)), structure.splits.get(name)
-            if one is None and split is not None and not is_same:
-                values = [one[key] for one in saved]
-                found[key] = resliced(values, split.dim, split.stride, slices, place)
-            elif one is None:
-                found[key] = value
+            if (one := parameters.get(aliases.get(name, name))) is None:
+                found[key] = self._known_buffers[place].get(name, value)
             elif self.target.layout.zero_stage == 3:
                 found[key] = torch.empty(0, dtype=one.dtype)
             else:
@@ -273,14 +272,12 @@ class Writer:
             if one.is_trained or of not in ranks.sharers(whole_name, of):
                 continue
             name = ranks.local_name(whole_name)
-            pieces, piece = self.target.pieces(whole_name), self.target.piece(whole_name, of)
-            shapes[name] = torch.Size(self.target.shape(whole_name))
-            if layout.zero_stage < 3:
-                fragments[name] = Region.of_weight(one, piece, pieces)
-            else:
+            weight = Region.of_weight(one, ranks.piece(whole_name, of), ranks.pieces(whole_name))
+            shapes[name] = torch.Size(weight.shape)
+            if layout.zero_stage == 3:
                 group = PartitionedGroup({whole_name: shapes[name].numel()}, layout.partitions)
-                spans = group.spans(of.replica)
-                fragments[name] = Region((group.partition_numel,), one.dtype, WEIGHT, piece, spans, pieces)
+                weight = replace(weight, shape=(group.partition_numel,), spans=group.spans(of.replica))
+            fragments[name] = weight
         return shapes, fragments
 
     def _shapes(self, place: Place) -> list[OrderedDict[str, Any]]:
@@ -288,24 +285,22 @@ class Writer:
         local_name = self.target.ranks.local_name
         return [
             OrderedDict((local_name(name), torch.Size(self.target.shape(name))) for name in group.numels)
-            for _, group in self._vectors(place)
+            for _, group in self._optimizer(place)[0]
         ]
 
     def _whole_optimizer(self, place: Place) -> dict[str, Any]:
         """Return the optimizer's state dict without ZeRO: states in the shape of the parameters."""
-        vectors, states = self._vectors(place), dict[int, Any]()
-        stage = place.model_rank // self.target.slices
-        masters: list[list[Region]] = [[] for _ in self.target.origins[stage]]
-        is_flat = self.target.layout.optimizer == "FP16_Optimizer"
+        (vectors, known, param_groups), states = self._optimizer(place), dict[int, Any]()
+        masters: list[list[Region]] = [[] for _ in param_groups]
+        is_flat = self.target.layout.optimizer == FLAT_OPTIMIZER
         for number, (group, vector) in enumerate(vectors):
             one = self.source.model.parameters[next(iter(vector.numels))]
-            pieces, piece = self.target.pieces(one.name), self.target.piece(one.name, place)
-            shape = (sum(vector.numels.values()),) if is_flat else self.target.shape(one.name)
-            master = Region(shape, torch.float32, MASTER, piece, vector.spans(0), pieces)
-            if one.is_trained and (kept := self._states(stage, group, master)):
-                states[number] = kept
+            master = self._master(place, vector, 0)
+            master = master if is_flat else replace(master, shape=self.target.shape(one.name))
+            if one.is_trained and known[number]:
+                states[number] = _filled(known[number], master)
             masters[group].append(master)
-        inner = {"state": states, "param_groups": self._param_groups(stage, vectors)}
+        inner = {"state": states, "param_groups": param_groups}
         if self.target.layout.precision == "fp32":
             return inner
         scale = self.source.loss_scale()
@@ -320,19 +315,16 @@ class Writer:
     def _partition(self, place: Place) -> dict[str, Any]:
         """Return the file of a rank's partition of the optimizer, with ZeRO."""
         layout, ranks = self.target.layout, self.target.ranks
-        stage, vectors = place.model_rank // self.target.slices, self._vectors(place)
+        vectors, known, param_groups = self._optimizer(place)
         states: dict[int, dict[str, Any]] = {}
         masters, paddings, mappings = [], [], []
-        for number, (group, vector) in enumerate(vectors):
-            name = next(iter(vector.numels))
-            pieces, piece = self.target.pieces(name), self.target.piece(name, place)
-            holders = ranks.sharers(name, place)
+        for number, (_, vector) in enumerate(vectors):
+            holders = ranks.sharers(next(iter(vector.numels)), place)
             is_saved_here = place in holders  # otherwise another replica saves this partition
             replica = holders.index(place) if is_saved_here else self._partitions_of_files[place.replica]
-            spans, numel = vector.spans(replica), vector.partition_numel
-            like = Region((numel,), torch.float32, MASTER, piece, spans, pieces)
-            if is_saved_here and (kept := self._states(stage, group, like)):
-                states[number] = kept
+            master, numel = self._master(place, vector, replica), vector.partition_numel
+            if is_saved_here and known[number]:
+                states[number] = _filled(known[number], master)
             if isinstance(vector, FlatGroup):
                 if layout.optimizer != BF16_OPTIMIZER:
                     paddings.append(vector.padding(replica))
@@ -342,12 +334,12 @@ class Writer:
                     paddings.append(numel * vector.replicas - vector.numel if is_last else 0)
                 addresses = (
                     (ranks.local_name(one.name), fragment_address(numel=one.stop - one.start, start=one.offset))
-                    for one in spans
+                    for one in master.spans
                 )
                 mappings.append(OrderedDict(addresses))
-            saved = ((numel,), spans) if is_saved_here else ((0,), [])
-            masters.append(Region(saved[0], self.source.type_of_masters, MASTER, piece, saved[1], pieces))
-        inner = {"state": states, "param_groups": self._param_groups(stage, vectors)}
+            master = replace(master, dtype=self.source.type_of_masters, shape=(numel if is_saved_here else 0,))
+            masters.append(master if is_saved_here else replace(master, spans=[]))
+        inner = {"state": states, "param_groups": param_groups}
         if layout.zero_stage == 3:
             content = {
                 "zero_stage": ZeroStageEnum(3),
@@ -372,57 +364,40 @@ class Writer:
             "ds_version": DEEPSPEED_VERSION,
         }
 
-    def _vectors(self, place: Place) -> Vectors:
-        """Return the vectors of a rank's optimizer, which all ranks with the same parameters have in common."""
-        known = place.model_rank // self.target.slices, *(parts[place] for parts in self.target.ranks.parts.values())
-        if known not in self._known_vectors:
-            self._known_vectors[known] = list(self._laid_out(place))
-        return self._known_vectors[known]
+    def _optimizer(self, place: Place) -> tuple[Vectors, list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the vectors of a rank's optimizer, the states of each, and its groups.
 
-    def _laid_out(self, place: Place) -> Iterator[tuple[int, FlatGroup | PartitionedGroup]]:
-        layout, slices, ranks = self.target.layout, self.target.slices, self.target.ranks
-        options = self.target.structure.options or SavedOptions()
-        for number, local in enumerate(self.target.structure.groups[place.model_rank // slices]):
-            members = [self.source.model.parameters[ranks.whole_name(name, place)] for name in local]
-            if layout.zero_stage == 0 and layout.optimizer == "FP16_Optimizer":
-                yield number, FlatGroup({one.name: self.target.numel(one.name) for one in members}, 1)
-                continue
-            if layout.zero_stage == 0:
-                names = [one.name for one in members]
-                yield from ((number, PartitionedGroup({name: self.target.numel(name)}, 1)) for name in names)
-                continue
-            trained = [one for one in members if one.is_trained]
-            numels = {one.name: self.target.numel(one.name) for one in trained}
-            replicas = len(ranks.sharers(trained[0].name, place))
-            vectors = vectors_of(numels, layout, options, replicas, trained[0].dtype.itemsize)
-            yield from ((number, vector) for vector in vectors)
+        All ranks with the same parameters have them in common.
+        """
+        ranks, stage = self.target.ranks, place.model_rank // self.target.slices
+        key = stage, *(parts[place] for parts in ranks.parts.values())
+        if key not in self._known_optimizers:
+            vectors = ranks.vectors(place, self.target.structure, self.target.numel)
+            states = [self.source.states_of(vector.numels) for _, vector in vectors]
+            self._known_optimizers[key] = vectors, states, self._param_groups(stage, vectors)
+        return self._known_optimizers[key]
+
+    def _master(self, place: Place, vector: FlatGroup | PartitionedGroup, replica: int) -> Region:
+        """Return a partition of the master weights of a vector."""
+        ranks, name = self.target.ranks, next(iter(vector.numels))
+        numel, spans = vector.partition_numel, vector.spans(replica)
+        return Region((numel,), torch.float32, MASTER, ranks.piece(name, place), spans, ranks.pieces(name))
 
     def _param_groups(self, stage: int, vectors: Vectors) -> list[dict[str, Any]]:
         """Return hyperparameters and vectors of every group of a stage, with the names that DeepSpeed gives them."""
         found = []
-        for group, origins in enumerate(self.target.origins[stage]):
-            options = dict(_common([self.source.hyperparameters(origin.stage)[origin.group] for origin in origins]))
+        for group, local in enumerate(self.target.structure.groups[stage]):
+            own = [number for number, (of, _) in enumerate(vectors) if of == group]
+            saved = [self.source.of_parameter(name)[0] for number in own for name in vectors[number][1].numels]
+            options = dict(_common(saved))
             if options.get("moe"):
-                first = self.target.structure.groups[stage][group][0]
-                head = head_of(first) or first  # AutoEP stacks experts
+                head = head_of(local[0]) or local[0]  # AutoEP stacks experts
                 options["name"] = name_of_size(self.target.structure.experts[head])
             elif self.target.layout.is_pipeline and stage in self.target.experts_of_stages:
                 options = {"name": NAME_BESIDE_EXPERTS, **options}
             elif self.target.layout.is_pipeline and options.get("name") == NAME_BESIDE_EXPERTS:
                 del options["name"]
-            found.append({**options, "params": [number for number, (of, _) in enumerate(vectors) if of == group]})
-        return found
-
-    def _states(self, stage: int, group: int, like: Region) -> dict[str, Any]:
-        """Return the states of a tensor of the optimizer: regions, and values of their own, which share no memory."""
-        found: dict[str, Any] = {}
-        origins = self.target.origins[stage][group]
-        saved = _common([states for origin in origins if (states := self.source.states_of_group(*origin))] or [{}])
-        for key, value in saved.items():
-            if isinstance(value, torch.dtype):
-                found[key] = replace(like, dtype=value, key=key)
-            else:
-                found[key] = value.clone() if torch.is_tensor(value) else value
+            found.append({**options, "params": own})
         return found
 
     def _config(self) -> dict[str, Any]:
@@ -451,16 +426,28 @@ class Writer:
         return saved
 
 
-def _common(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the values that several saved groups have in common, which become one group.
+def _filled(states: Mapping[str, Any], master: Region) -> dict[str, Any]:
+    """Return the states of a tensor of the optimizer: regions, and values of their own, which share no memory."""
+    found: dict[str, Any] = {}
+    for key, value in states.items():
+        if isinstance(value, torch.dtype):
+            found[key] = replace(master, dtype=value, key=key)
+        else:
+            found[key] = value.clone() if torch.is_tensor(value) else value
+    return found
+
+
+def _common(groups: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the saved group of parameters that become one group; their groups may have different names.
 
     Raises:
-        CheckpointLayoutError: they differ.
+        CheckpointLayoutError: other hyperparameters differ.
     """
-    for other in groups[1:]:
-        if key := differing({**other, "name": None}, {**groups[0], "name": None}):
+    first, *others = {id(group): group for group in groups}.values()
+    for other in others:
+        if key := differing({**other, "name": None}, {**first, "name": None}):
             raise CheckpointLayoutError(
                 f"groups of parameters that would become one differ in {key} in the optimizer, which has one value for "
                 "all of them in this layout. Choose an expert parallel size or stages that keep the groups apart"
             )
-    return groups[0]
+    return first

@@ -38,9 +38,8 @@ from ds_topo.checkpoint.engine_state import (
 from ds_topo.checkpoint.manifest import SavedStructure, structure_from
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.saved_model import Parameter, model_of, require_splits
-from ds_topo.checkpoint.stock_files import layout_of_files, manifest_of_files
 from ds_topo.checkpoint.target import require_loadable
-from ds_topo.checkpoint.weight_files import WeightFiles
+from ds_topo.checkpoint.without_manifest import WeightFiles, layout_of_files, manifest_of_files
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointModelError
 
 _ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam"}

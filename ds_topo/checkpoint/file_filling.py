@@ -14,13 +14,14 @@ import struct
 import threading
 import zipfile
 from argparse import Namespace
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch.serialization import set_default_mmap_options, skip_data
@@ -54,58 +55,34 @@ class Region:
         return cls(parameter.shape_of_slice(slices), parameter.dtype, WEIGHT, place, [span], slices)
 
 
-@dataclass(frozen=True)
-class FileContent:
-    """A file to write."""
-
-    path: str
-    """Path in the checkpoint's folder."""
-    make: Callable[[], Any]
-    """Returns the object to pass to ``torch.save``, with regions in the place of tensors."""
+NewFile: TypeAlias = "tuple[str, Callable[[], Any]]"
+"""A file to write: its path in the checkpoint's folder, and a function that returns the object to pass to
+``torch.save``, with regions in the place of tensors."""
 
 
-def leaves(content: Any) -> Iterator[Any]:
-    """Yield every region and tensor of a content, or of the file that was written from it, in the same order."""
-    if isinstance(content, Region) or torch.is_tensor(content):
-        yield content
-    elif isinstance(content, Namespace):
-        yield from leaves(vars(content))
-    elif isinstance(content, dict):
-        for value in content.values():
-            yield from leaves(value)
-    elif type(content) in (list, tuple):
-        for value in content:
-            yield from leaves(value)
+def mapped(content: Any, new: Callable[[Any], Any]) -> Any:
+    """Return a content with a new value in the place of each region and tensor.
 
-
-def with_tensors(content: Any, rooms: dict[Region, torch.Tensor]) -> Any:
-    """Return a content with tensors in the place of its regions; its other tensors become contiguous.
-
-    Args:
-        content: the content.
-        rooms: tensors that were made so far. A region that occurs twice gets one tensor.
-
-    Raises:
-        CheckpointError: the ``client_state`` that the program saved holds a sparse tensor.
+    They have the same order in the file that was written from it.
     """
-    if isinstance(content, Region):
-        if content not in rooms:
-            rooms[content] = torch.empty(content.shape, dtype=content.dtype)  # never touched: takes no memory
-        return rooms[content]
-    if torch.is_tensor(content):
-        if content.layout != torch.strided:
-            raise CheckpointError(
-                f"the client_state holds a tensor {list(content.shape)} of layout {content.layout}: conversion writes "
-                "strided tensors only. Save it dense"
-            )
-        return content.detach().contiguous()
+    if isinstance(content, Region) or torch.is_tensor(content):
+        return new(content)
     if isinstance(content, Namespace):
-        return Namespace(**with_tensors(vars(content), rooms))
-    if type(content) in (dict, OrderedDict):
-        return type(content)((key, with_tensors(value, rooms)) for key, value in content.items())
+        return Namespace(**mapped(vars(content), new))
+    if isinstance(content, dict):
+        found = copy(content)  # of the same class
+        found.update((key, mapped(value, new)) for key, value in content.items())
+        return found
     if type(content) in (list, tuple):
-        return type(content)(with_tensors(value, rooms) for value in content)
+        return type(content)(mapped(value, new) for value in content)
     return content
+
+
+def leaves(content: Any) -> list[Any]:
+    """Return every region and tensor of a content."""
+    found: list[Any] = []
+    mapped(content, found.append)
+    return found
 
 
 _NOTED = 1 << 26
@@ -120,20 +97,37 @@ _HEADER_BYTES, _LENGTHS_AT = 30, 26
 Source: APPNOTE.TXT, 4.3.7 (PKWARE)."""
 
 
-def make_room(files: Iterable[FileContent], folder: Path) -> None:
-    """Write every file that does not exist yet, without the bytes of its tensors."""
-    for file in files:
-        path = folder / file.path
+def make_room(files: Iterable[NewFile], folder: Path) -> None:
+    """Write every file that does not exist yet, without the bytes of its tensors.
+
+    Raises:
+        CheckpointError: the ``client_state`` that the program saved holds a sparse tensor.
+    """
+    for name, make in files:
+        path = folder / name
         if path.exists():
             continue
         draft = path.with_name(f"{path.name}.part")
-        content, rooms = file.make(), dict[Region, torch.Tensor]()
-        content = with_tensors(content, rooms)  # before skip_data, which would also skip what this reads
+        rooms = dict[Region, torch.Tensor]()
+        content = mapped(make(), partial(_tensor_of, rooms))  # before skip_data, which would also skip what this reads
         with skip_data() if rooms else nullcontext():
             torch.save(content, draft)
         with draft.open("r+b") as written:  # fail now if the disk is full
             os.posix_fallocate(written.fileno(), 0, draft.stat().st_size)
         draft.rename(path)
+
+
+def _tensor_of(rooms: dict[Region, torch.Tensor], leaf: Any) -> torch.Tensor:
+    """Return a tensor to write: a region that occurs twice gets one, and others become contiguous."""
+    if isinstance(leaf, Region):
+        return rooms.setdefault(leaf, torch.empty(leaf.shape, dtype=leaf.dtype))  # never touched: takes no memory
+    tensor: torch.Tensor = leaf.detach()
+    if tensor.layout != torch.strided:
+        raise CheckpointError(
+            f"the client_state holds a tensor {list(tensor.shape)} of layout {tensor.layout}: conversion writes "
+            "strided tensors only. Save it dense"
+        )
+    return tensor.contiguous()
 
 
 class Filling:
@@ -143,20 +137,20 @@ class Filling:
 
     Args:
         source: checkpoint to read.
-        file: content of the file, which :func:`make_room` has written.
-        folder: folder of the file.
+        path: the file, which :func:`make_room` has written.
+        content: the object from which it was written.
     """
 
-    def __init__(self, source: Source, file: FileContent, folder: Path) -> None:
+    def __init__(self, source: Source, path: Path, content: Any) -> None:
         self._source = source
-        self.path = folder / file.path
+        self.path = path
         self.bytes = self.path.stat().st_size
         self._spans: dict[int, tuple[Region, Span]] = {}
         """Spans by their offset in bytes; a region that occurs twice is written once."""
         with allowed_types(), set_default_mmap_options(mmap.MAP_SHARED):  # its tensors are the file
-            written = list(leaves(torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)))
+            written = leaves(torch.load(self.path, map_location="cpu", mmap=True, weights_only=True))
         start = _address_of_start(self.path, written)
-        for leaf, tensor in zip(leaves(file.make()), written, strict=True):
+        for leaf, tensor in zip(leaves(content), written, strict=True):
             if not isinstance(leaf, Region):
                 tensor.detach().copy_(leaf.detach())
                 continue

@@ -30,7 +30,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.deepspeed_reader import Source, name_of_model_states, opened
+from ds_topo.checkpoint.deepspeed_reader import Source, name_of_model_states, opened, options_of_files
 from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.engine_filling import opened_for
 from ds_topo.checkpoint.engine_state import SCHEDULER, Rename, restore_progress
@@ -47,8 +47,12 @@ from ds_topo.checkpoint.safe_reading import (
 )
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
-from ds_topo.checkpoint.stock_files import counts_of_groups, groups_of_partitions, layout_of_files, options_of_files
-from ds_topo.checkpoint.weight_files import files_of_weights
+from ds_topo.checkpoint.without_manifest import (
+    counts_of_groups,
+    files_of_weights,
+    groups_of_partitions,
+    layout_of_files,
+)
 from ds_topo.errors import (
     CheckpointError,
     CheckpointLayoutError,

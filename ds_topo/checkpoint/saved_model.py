@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from deepspeed.runtime.utils import partition_balanced, partition_uniform
@@ -22,11 +22,13 @@ from ds_topo.checkpoint.manifest import (
     Manifest,
     Place,
     SavedLayout,
+    SavedOptions,
     SavedParameter,
     SavedSplit,
     SavedStructure,
     expert_places,
 )
+from ds_topo.checkpoint.shards import FlatGroup, PartitionedGroup, vectors_of
 from ds_topo.errors import CheckpointLayoutError, DamagedCheckpointError, TopologyError, listed
 
 
@@ -42,6 +44,8 @@ class Parameter:
     split: SavedSplit | None
     slices: int
     """Number of slices, as it was saved."""
+    stage: int = 0
+    """The first stage that holds it."""
     experts: int = 0
     """Number of experts in the layer; 0 if the parameter does not belong to an expert."""
     is_stacked: bool = False
@@ -81,8 +85,6 @@ class SavedModel:
     structure: SavedStructure
     layout: SavedLayout
     slices: int
-    stage_of: Mapping[str, int]
-    """The first stage that holds each parameter."""
 
     @cached_property
     def experts(self) -> dict[str, int]:
@@ -93,7 +95,7 @@ class SavedModel:
     @cached_property
     def experts_of_stages(self) -> dict[int, list[str]]:
         """The layers of experts of each stage that has some, in order: DeepSpeed numbers them in each stage."""
-        return experts_of_stages(self.parameters, ((self.stage_of[name], name) for name in self.parameters))
+        return experts_of_stages(self.parameters, ((one.stage, name) for name, one in self.parameters.items()))
 
 
 def experts_of_stages(parameters: Mapping[str, Parameter], placed: Iterable[tuple[int, str]]) -> dict[int, list[str]]:
@@ -136,16 +138,17 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
         CheckpointLayoutError: the manifest lacks information, the experts cannot be converted, or slices of a parameter
             differ in shape.
     """
-    structure = _structure_with_experts(manifest)
+    structure = _known_structure(manifest)
     slices = slices_of(manifest.layout)
-    splits = {**(declared or {}), **structure.splits}
-    for name, new in (declared or {}).items():
-        if new.padded is not None:
-            splits[name] = _padded_anew(name, structure.splits.get(name, new), new)
-    stages: dict[str, int] = {}
+    declared, known_splits = declared or {}, structure.splits
+    padded = {
+        name: _padded_anew(name, known_splits.get(name, new), new)
+        for name, new in declared.items()
+        if new.padded is not None
+    }
+    splits = {**declared, **known_splits, **padded}
     rows: dict[str, SavedParameter] = {}
     for row in sorted(manifest.parameters, key=lambda row: row.model_ranks[0] // slices):
-        stages.setdefault(row.name, row.model_ranks[0] // slices)
         known = rows.setdefault(row.name, row)
         if known.shape != row.shape:
             raise CheckpointLayoutError(
@@ -153,7 +156,6 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
                 "slices can be put together. Load the checkpoint in the layout that saved it"
             )
     parameters: dict[str, Parameter] = {}
-    stage_of: dict[str, int] = {}
     for _, run in groupby(rows.values(), key=lambda row: head_of(row.name) or row.name):
         of_layer = list(run)  # rows of an expert stand for all experts of the layer
         for number in range((of_layer[0].experts or 1) if head_of(of_layer[0].name) else 1):
@@ -170,17 +172,17 @@ def model_of(manifest: Manifest, declared: Mapping[str, SavedSplit] | None = Non
                         f"{name!r} {list(row.shape)} declares partition_dim={split.dim}, but the parameter has only "
                         f"{len(row.shape)} dimensions. Set partition_dim to one of them and save once more"
                     )
-                one = Parameter(name, row.shape, dtype, row.is_trained, split, slices, row.experts or 0)
+                stage = row.model_ranks[0] // slices
+                one = Parameter(name, row.shape, dtype, row.is_trained, split, slices, stage, row.experts or 0)
                 if _is_stacked(row):
                     one = replace(one, split=SavedSplit(0), slices=structure.experts[name], is_stacked=True)
-                elif first in (declared or {}) and split is not None and split.padded not in (None, one.size):
-                    one = replace(one, padded=split.padded)
-                parameters[name], stage_of[name] = one, stages[row.name]
-    padded = {name: splits[name] for name, new in (declared or {}).items() if new.padded is not None}
-    structure = replace(structure, splits={**structure.splits, **padded})
+                elif first in padded and padded[first].padded != one.size:
+                    one = replace(one, padded=padded[first].padded)
+                parameters[name] = one
+    structure = replace(structure, splits={**known_splits, **padded})
     has_experts = any(one.experts for one in parameters.values())  # a pipeline may have groups for nothing
     layout = manifest.layout if has_experts else replace(manifest.layout, experts=())
-    model = SavedModel(parameters, structure, layout, slices, stage_of)
+    model = SavedModel(parameters, structure, layout, slices)
     if problem := next(_contradictions(model), ""):
         raise DamagedCheckpointError(f"the manifest of {manifest.tag!r} contradicts itself: {problem}")
     return model
@@ -235,27 +237,25 @@ def _padded_anew(name: str, saved: SavedSplit, new: SavedSplit) -> SavedSplit:
     return replace(saved, real=real, padded=new.padded)
 
 
-def _structure_with_experts(manifest: Manifest) -> SavedStructure:
-    """Return the structure, with the sizes of expert groups added if an earlier release left them out."""
+def _known_structure(manifest: Manifest) -> SavedStructure:
+    """Return the structure.
+
+    Raises:
+        CheckpointLayoutError: there is none, or it has experts of an unknown kind.
+    """
     structure, layout, tag = manifest.structure, manifest.layout, manifest.tag
     if structure is None:
         raise CheckpointLayoutError(
             f'the manifest of {tag!r} does not describe the model (no "structure"). Load the checkpoint '
             "in the layout that saved it, and save it with this release"
         )
-    rows = [row for row in manifest.parameters if row.experts is not None]
-    heads = {row.name if _is_stacked(row) else head_of(row.name): None for row in rows}
-    problem, remedy = "", ""
+    heads = {row.name if _is_stacked(row) else head_of(row.name) for row in manifest.parameters if row.experts}
     is_other_kind = not layout.experts if heads else bool(layout.experts) and not layout.is_pipeline
-    if is_other_kind or any(_is_stacked(row) and row.name not in structure.experts for row in rows):
-        problem = "has experts that are not of deepspeed.moe.layer.MoE or AutoEP, which cannot be converted"
-    elif unknown := [head for head in heads if head not in structure.experts]:
-        if len(layout.experts) == 1:
-            return replace(structure, experts=dict.fromkeys(heads, layout.experts[0].size))
-        problem = f"has expert groups of several sizes and does not say which {listed(unknown, 3)} have"
-        remedy = ", and save it with this release"
-    if problem:
-        raise CheckpointLayoutError(f"{tag!r} {problem}. Load it in the layout that saved it{remedy}")
+    if is_other_kind or heads - structure.experts.keys():
+        raise CheckpointLayoutError(
+            f"{tag!r} has experts that are not of deepspeed.moe.layer.MoE or AutoEP, which cannot be converted. Load "
+            "it in the layout that saved it"
+        )
     return structure
 
 
@@ -328,15 +328,10 @@ def bounds_of(model: SavedModel, slices: int, stages: int, method: str | None, g
     saved = model.structure
     layers = len(saved.layers)
     if not model.layout.is_pipeline:
-        if stages > 1:
+        if stages > 1 or method is not None or given:
             raise CheckpointLayoutError(
                 f"pipe={stages}: the checkpoint is of a plain engine, whose model has no layers to divide into stages. "
-                "Give pipe=1, or a checkpoint of a PipelineModule"
-            )
-        if method is not None or given:
-            raise CheckpointLayoutError(
-                "the checkpoint is of a plain engine, whose model has no layers to divide into stages. Leave the "
-                "partition method and the bounds of stages out"
+                "Give pipe=1, and leave the partition method and the bounds of stages out"
             )
         return ()
     if stages > layers:
@@ -365,19 +360,18 @@ def bounds_of(model: SavedModel, slices: int, stages: int, method: str | None, g
         except ValueError as error:
             raise CheckpointLayoutError(f"partition_method={error}") from None
 
-    def new_numel(one: Parameter) -> int:
-        return one.numel_of_slice(slices)
+    def has_saved_bounds(name: str) -> bool:
+        return bool(saved.bounds) and bounds_by(name, lambda one: math.prod(one.shape), saved_stages) == saved.bounds
 
-    if method is not None:
-        return bounds_by(method, new_numel, stages)
-    for name in [saved.method] if saved.method else ["parameters", "uniform"]:
-        if saved.bounds and bounds_by(name, lambda one: math.prod(one.shape), saved_stages) == saved.bounds:
-            return bounds_by(name, new_numel, stages)
-    raise CheckpointLayoutError(
-        f"the pipeline's stages begin with layers {list(saved.bounds[:-1])}, which is not what "
-        f"partition_method={saved.method or 'parameters'!r} gives, so that it cannot divide layers into {stages} "
-        "stages. Give the bounds of the stages (--stages), or a method (--partition-method)"
-    )
+    known = [saved.method] if saved.method else ["parameters", "uniform"]
+    method = method or next(filter(has_saved_bounds, known), None)
+    if method is None:
+        raise CheckpointLayoutError(
+            f"the pipeline's stages begin with layers {list(saved.bounds[:-1])}, which is not what "
+            f"partition_method={saved.method or 'parameters'!r} gives, so that it cannot divide layers into {stages} "
+            "stages. Give the bounds of the stages (--stages), or a method (--partition-method)"
+        )
+    return bounds_by(method, lambda one: one.numel_of_slice(slices), stages)
 
 
 def stage_bounds(method: str, weights: Sequence[int], kinds: Sequence[str], stages: int) -> tuple[int, ...]:
@@ -454,6 +448,10 @@ def layer_of_experts(head: str) -> str:
     return head if head.endswith("deepspeed_experts") else head.rpartition(".")[0]
 
 
+Vectors: TypeAlias = "list[tuple[int, FlatGroup | PartitionedGroup]]"
+"""The vectors of an optimizer, each with the number of its group and the names of the whole model."""
+
+
 class RankTable:
     """The ranks of a layout that hold each parameter of a model, and their local names for it.
 
@@ -470,6 +468,7 @@ class RankTable:
     """
 
     def __init__(self, model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> None:
+        self._model, self._layout, self._slices = model, layout, slices_of(layout)
         self._of_partitions, self._sizes = layout.holders_of_partitions, structure.experts
         self._per_rank = {head: count // structure.experts[head] for head, count in model.experts.items()}
         self._stacked = {name for name, one in model.parameters.items() if one.is_stacked}
@@ -478,7 +477,7 @@ class RankTable:
         self.part_holders: dict[tuple[int, int, int], tuple[Place, ...]] = {}
         """The ranks that hold a part, by expert parallel size, model rank and part. If no rank of a model rank holds
         the part, these are ranks of the stage's other slices, unless slices split experts."""
-        slices = slices_of(layout)
+        slices = self._slices
         for experts in layout.experts:
             self.parts[experts.size] = {}
             for part, places in expert_places(layout, experts):
@@ -525,3 +524,29 @@ class RankTable:
         if expert is None or expert.head not in self._per_rank:
             return name
         return expert.numbered(expert.number % self._per_rank[expert.head])
+
+    def pieces(self, name: str) -> int:
+        """Return the number of slices of a parameter; of parts of the experts, if AutoEP stacks them."""
+        return self._sizes[name] if name in self._stacked else self._slices
+
+    def piece(self, name: str, place: Place) -> int:
+        """Return the number of the slice, or of the part, that a rank holds."""
+        return self.parts[self._sizes[name]][place] if name in self._stacked else place.model_rank % self._slices
+
+    def vectors(self, place: Place, structure: SavedStructure, numel_of: Callable[[str], int]) -> Vectors:
+        """Return the vectors of a rank's optimizer, which all ranks with the same parameters have in common.
+
+        Args:
+            place: the rank.
+            structure: structure with the groups of the optimizer, and the options of ZeRO.
+            numel_of: returns the number of elements of a parameter on a rank, by its name in the whole model.
+        """
+        found: Vectors = []
+        options = structure.options or SavedOptions()
+        for number, local in enumerate(structure.groups[place.model_rank // self._slices]):
+            names = [self.whole_name(name, place) for name in local]
+            first = names[0] if names else ""
+            itemsize = self._model.parameters[first].dtype.itemsize if names else 1
+            numels, replicas = {name: numel_of(name) for name in names}, len(self.sharers(first, place))
+            found += [(number, one) for one in vectors_of(numels, self._layout, options, replicas, itemsize)]
+        return found

@@ -137,7 +137,7 @@ def elements_of_slice(
     inner = math.prod(wanted.shape[wanted.dim + 1 :])
     runs = [(number, low * inner, high * inner) for number, low, high in _runs(wanted, slices, size // wanted.stride)]
     if wanted.dim == 0:
-        return torch.cat([read(*run) for run in _cut(runs, start, stop)])
+        return torch.cat([read(*run) for run in _cut(runs, start, stop)] or [read(0, 0, 1)[:0]])
     width, row = wanted.shape[wanted.dim] * inner, size * inner
     top, bottom = start // width, -(-stop // width)
     rows = {number: read(number, top * row, bottom * row).view(-1, row) for number in {number for number, *_ in runs}}
@@ -301,6 +301,8 @@ def in_sub_groups(numels: Mapping[str, int], replicas: int, limit: int) -> list[
     return [PartitionedGroup(group, replicas) for group in groups]
 
 
+FLAT_OPTIMIZER = "FP16_Optimizer"
+"""DeepSpeed's optimizer for half precision without ZeRO that joins the parameters of a group into one vector."""
 _ALIGNED_BYTES = 16
 """Bytes to whose multiples ``zero_optimization.parameter_alignment`` aligns parameters."""
 
@@ -308,7 +310,7 @@ _ALIGNED_BYTES = 16
 def vectors_of(
     numels: Mapping[str, int], layout: SavedLayout, options: SavedOptions, replicas: int, itemsize: int
 ) -> Sequence[FlatGroup | PartitionedGroup]:
-    """Return the vectors of one group of the optimizer with ZeRO.
+    """Return the vectors of one group of the optimizer: without ZeRO one for each parameter, or one in half precision.
 
     Args:
         numels: number of elements of each parameter, in the optimizer's order.
@@ -317,6 +319,9 @@ def vectors_of(
         replicas: ranks that share the group.
         itemsize: bytes of an element of a parameter.
     """
+    if not layout.has_partitions:
+        of_vectors = [numels] if layout.optimizer == FLAT_OPTIMIZER else [{name: numels[name]} for name in numels]
+        return [PartitionedGroup(of_vector, 1) for of_vector in of_vectors]
     if layout.zero_stage == 3:
         return in_sub_groups(numels, replicas, options.sub_group_size)
     if layout.optimizer == BF16_OPTIMIZER:  # it ignores them

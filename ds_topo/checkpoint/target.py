@@ -1,45 +1,76 @@
 """Plan the layout that a checkpoint is converted to, or explain why it cannot be reached.
 
-:func:`target_of` plans the files of a topology's spec. The hard part is the optimizer: DeepSpeed's files hold its
-states by position, so that the groups of the new layout must be known exactly. :func:`require_loadable` checks the
-layout of a live engine, which has its own groups.
+:func:`target_of` plans the files of a topology's spec. :func:`require_loadable` checks the layout of a live engine,
+which has its own groups of the optimizer.
+
+The hard part of a plan is :func:`planned_groups`. DeepSpeed's files have optimizer states by position, so the groups of
+each stage must be known exactly. DeepSpeed leaves out the groups of which a stage has no parameter, and splits off the
+experts of each expert parallel size behind the other groups. So stages may differ in their groups. What they have in
+common is found by the hyperparameters: groups of several stages with the same ones are one *kind*.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import chain, combinations, groupby, pairwise
+from typing import Any, NamedTuple
 
+from ds_topo.checkpoint.deepspeed_reader import differing
 from ds_topo.checkpoint.manifest import (
     BF16_OPTIMIZER,
     MOST_RANKS,
-    Place,
     SavedExperts,
     SavedLayout,
     SavedOptions,
     SavedStructure,
 )
-from ds_topo.checkpoint.optimizer_groups import Hyperparameters, Origin, planned_groups
 from ds_topo.checkpoint.saved_model import (
     RankTable,
     SavedModel,
     bounds_of,
     expert_of,
     experts_of_stages,
+    head_of,
     names_of_stage,
     require_splits,
 )
+from ds_topo.checkpoint.shards import FLAT_OPTIMIZER
 from ds_topo.errors import CheckpointLayoutError, TopologyError, abridged, listed
 from ds_topo.topology.process_topology import ProcessTopology
 
-_ZERO_STAGES = (0, 1, 2, 3)
-_OPTIMIZERS = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
-"""DeepSpeed's optimizers by ZeRO stage; without ZeRO it is the program's own."""
-_HALF_OPTIMIZERS = ("FP16_Optimizer", "FP16_UnfusedOptimizer")
+_HALF_OPTIMIZERS = (FLAT_OPTIMIZER, "FP16_UnfusedOptimizer")
 """DeepSpeed's optimizers for half precision without ZeRO, fp16 and bf16."""
+_OPTIMIZERS = {
+    0: (BF16_OPTIMIZER, *_HALF_OPTIMIZERS),
+    1: ("DeepSpeedZeroOptimizer", BF16_OPTIMIZER),
+    2: ("DeepSpeedZeroOptimizer",),
+    3: ("DeepSpeedZeroOptimizer_Stage3",),
+}
+"""DeepSpeed's optimizers by ZeRO stage; without ZeRO in fp32 it is the program's own."""
+_LARGEST_EXPERT_GROUP = 178_956_971
+"""Elements of a group of experts: DeepSpeed's ``split_params_into_different_moe_groups_for_optimizer``."""
+NAME_BESIDE_EXPERTS = "dense-params"
+"""The name of a group of an engine with experts to which the program gives none. Source: ``_configure_optimizer``."""
+_REMEDY = "convert while loading (convert=True), where the job says it"
+
+Groups = tuple[tuple[str, ...], ...]
+"""Names of the parameters in each group of the optimizer, on one stage."""
+Hyperparameters = Callable[[int], Sequence[Mapping[str, Any]]]
+"""Returns the hyperparameters of each group of a stage that was saved."""
+
+
+class _Group(NamedTuple):
+    """A group of a stage: DeepSpeed's parts of one that was too large are one again."""
+
+    names: tuple[str, ...]
+    number: int
+    """Its number among the groups of the stage, before they were joined."""
+    is_of_experts: bool
+    kind: tuple[int, int] = (0, 0)
+    """The number of its hyperparameters, and its place among the groups of the stage that have the same ones."""
 
 
 @dataclass(frozen=True)
@@ -53,27 +84,15 @@ class Target:
     slices: int
     names: tuple[tuple[str, ...], ...]
     """Names of each stage's parameters, in the module's order."""
-    origins: tuple[tuple[tuple[Origin, ...], ...], ...]
-    """The saved groups that each group of the optimizer of a stage comes from."""
     ranks: RankTable
-
-    def pieces(self, name: str) -> int:
-        """Return the number of slices of a parameter; of parts of the experts, if AutoEP stacks them."""
-        return self.structure.experts[name] if self.model.parameters[name].is_stacked else self.slices
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a slice of a parameter, or of a part of its experts."""
-        return self.model.parameters[name].shape_of_slice(self.pieces(name))
+        return self.model.parameters[name].shape_of_slice(self.ranks.pieces(name))
 
     def numel(self, name: str) -> int:
         """Return the number of elements of a slice of a parameter, or of a part of its experts."""
         return math.prod(self.shape(name))
-
-    def piece(self, name: str, place: Place) -> int:
-        """Return the number of the slice, or the part, that a rank holds."""
-        if self.model.parameters[name].is_stacked:
-            return self.ranks.parts[self.structure.experts[name]][place]
-        return place.model_rank % self.slices
 
     @cached_property
     def experts_of_stages(self) -> dict[int, list[str]]:
@@ -90,7 +109,8 @@ def target_of(
     bounds: Sequence[int] = (),
     experts: int | None = None,
     options: Mapping[str, Any] | None = None,
-    hyperparameters: Hyperparameters | None = None,
+    *,
+    hyperparameters: Hyperparameters,
 ) -> Target:
     """Plan the layout of a topology.
 
@@ -103,10 +123,10 @@ def target_of(
         experts: expert parallel size of every layer; by default the saved ones.
         options: options of ``zero_optimization`` that differ from the saved ones.
         hyperparameters: those of the saved groups of each stage, which say what groups of several stages belong
-            together; None if they cannot be read.
+            together.
 
     Raises:
-        TopologyError, CheckpointLayoutError: the layout cannot be reached; the message says why.
+        TopologyError, ExpertSizeError, CheckpointLayoutError: the layout cannot be reached; the message says why.
     """
     if "-1" in spec:
         raise TopologyError(
@@ -122,10 +142,10 @@ def target_of(
     degrees = dict(zip(topology.axes, topology.dims, strict=True))
     slices, stages = degrees.get("model", 1), degrees.get("pipe", 1)
     saved, zero = model.layout, model.layout.zero_stage if zero is None else zero
-    _require_convertible(model, zero, slices)
-    require_splits(model, slices)
-    parts = max(1, (len(model.structure.bounds) - 1) // (saved.model_ranks // model.slices))  # 2 with DualPipeV
+    if zero not in _OPTIMIZERS:
+        raise CheckpointLayoutError(f"ZeRO {abridged(zero)} is not a stage: give one of {list(_OPTIMIZERS)}")
     sizes, expert_groups = _sizes_of_experts(model, experts)
+    parts = max(1, (len(model.structure.bounds) - 1) // (saved.model_ranks // model.slices))  # 2 with DualPipeV
     structure = replace(
         model.structure,
         bounds=bounds_of(model, slices, stages * parts, method, bounds),
@@ -144,7 +164,23 @@ def target_of(
         saved.is_pipeline,
         expert_groups,
     )
-    return _planned(model, layout, structure, slices, hyperparameters)
+    ranks = RankTable(model, layout, structure)
+    _require_none(
+        model,
+        _problems_of_model(model, layout, structure),
+        _problems_of_optimizer(model, layout, structure, slices),
+        _problems_of_files(model, layout, structure, slices),
+    )
+    require_splits(model, slices)
+    names = tuple(tuple(names_of_stage(structure, list(model.parameters), stage, stages)) for stage in range(stages))
+    groups = planned_groups(model, structure, slices, names, hyperparameters, are_all_trained=layout.has_partitions)
+    counts = [*map(len, groups)]
+    if len({*counts}) > 1 and layout.optimizer == "FP16_UnfusedOptimizer":
+        raise CheckpointLayoutError(
+            f"the stages would have parameters in {counts} groups of the optimizer, with which {layout.optimizer} "
+            "would hang in the first step. Use ZeRO 1, or other bounds of the stages"
+        )
+    return Target(model, layout, replace(structure, groups=groups), slices, names, ranks)
 
 
 def _optimizer_of(model: SavedModel, zero: int) -> str | None:
@@ -152,9 +188,9 @@ def _optimizer_of(model: SavedModel, zero: int) -> str | None:
     saved, own = model.layout, model.structure.optimizer
     if zero == saved.zero_stage < 2:
         return saved.optimizer
-    if zero or saved.precision == "fp32":
-        return _OPTIMIZERS.get(zero, own)
-    return _HALF_OPTIMIZERS[own != "FusedAdam"]
+    if zero:
+        return _OPTIMIZERS[zero][0]
+    return own if saved.precision == "fp32" else _HALF_OPTIMIZERS[own != "FusedAdam"]
 
 
 def _changed_options(saved: SavedOptions, given: Mapping[str, Any]) -> SavedOptions:
@@ -169,6 +205,20 @@ def _changed_options(saved: SavedOptions, given: Mapping[str, Any]) -> SavedOpti
             kind = "true or false" if isinstance(known[key], bool) else "a number of elements >= 1"
             raise CheckpointLayoutError(f"zero_optimization.{key}={abridged(value)}: give {kind}, as in the config")
     return replace(saved, **given)
+
+
+def _sizes_of_experts(model: SavedModel, size: int | None) -> tuple[Mapping[str, int], tuple[SavedExperts, ...]]:
+    """Return the expert parallel size of each layer, and all expert groups."""
+    saved = model.layout.experts
+    if size is not None and not saved:
+        raise CheckpointLayoutError(f"experts={size}: the checkpoint has no experts. Leave the option out")
+    if size is not None and len({groups.size for groups in saved}) > 1:
+        raise CheckpointLayoutError(
+            f"experts={size}: layers deal their experts to {sorted({groups.size for groups in saved})} ranks. It is "
+            "unknown how the optimizer would group those of one size. Convert while loading, where the job says it"
+        )
+    by_size = {groups.size: replace(groups, size=size or groups.size) for groups in saved}
+    return {head: size or own for head, own in model.structure.experts.items()}, tuple(by_size.values())
 
 
 def require_loadable(
@@ -186,97 +236,90 @@ def require_loadable(
     Raises:
         CheckpointLayoutError: the message says why not, and what to do.
     """
-    saved, kinds = model.layout, {True: "a PipelineModule", False: "a plain engine"}
-    if layout.is_pipeline != saved.is_pipeline:
-        raise CheckpointLayoutError(
-            f"the checkpoint of {saved} cannot be converted: {kinds[saved.is_pipeline]} became "
-            f"{kinds[layout.is_pipeline]}, whose parameters have other names. Save it by "
-            "TorchState(engine, rename=...), and load it by load_torch"
-        )
-    if has_states and saved.optimizer is None:
-        raise CheckpointLayoutError(
-            "the checkpoint was saved without an optimizer: load its weights alone (load_optimizer_states=False)"
-        )
-    if saved.zero_stage == 3 and any(one.is_stacked for one in model.parameters.values()):
-        raise CheckpointLayoutError(
-            f"the checkpoint of {saved} has the experts of AutoEP in partitions of ZeRO 3, which only the topology "
-            "that saved them can read. Save and load in torch's format (TorchState), or convert it by python -m "
-            "deepspeed.checkpoint.ds_to_universal"
-        )
-    require_splits(model, slices)
-    if has_states:
-        _require_known_format(model)
-        _require_by_element(model, layout, structure, slices)
-    layers = len(structure.layers), len(model.structure.layers)
-    if model.layout.is_pipeline and layers[0] != layers[1]:
-        raise CheckpointLayoutError(
-            f"the checkpoint is of a pipeline of {layers[1]} layers, but this one has {layers[0]}: only the same model "
-            "can continue from it. Build the model with as many layers"
-        )
-    if structure.experts.keys() != model.structure.experts.keys():
-        raise CheckpointLayoutError(
-            f"the checkpoint has experts {listed(sorted(model.structure.experts), 2)}, and this job "
-            f"{listed(sorted(structure.experts), 2)}: only the same model can continue from it"
-        )
-    _require_same_experts(model, layout)
-
-
-def _require_by_element(model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int) -> None:
-    uses_partitions = layout.has_partitions or model.layout.has_partitions
-    if not structure.is_by_element and (uses_partitions or slices != model.slices):
-        own = structure.optimizer or "The program's optimizer"
-        raise CheckpointLayoutError(
-            f"{own} is not known to update each element by its own gradient and states alone. Its "
-            "updates may depend on the partitions of ZeRO and on the shapes of slices, so that a job of another layout "
-            "would train differently. Load the checkpoint in the layout that saved it, or write its weights as one "
-            "plain file (--to torch). If it does update each element alone, set is_element_by_element = True on its "
-            "class, and convert while loading (convert=True)"
-        )
-
-
-def _planned(
-    model: SavedModel,
-    layout: SavedLayout,
-    structure: SavedStructure,
-    slices: int,
-    hyperparameters: Hyperparameters | None,
-) -> Target:
-    """Return the target, after checking that its ranks and its optimizer can hold the model."""
-    _require_known_format(model)
-    _require_by_element(model, layout, structure, slices)
-    ranks, stages = _ranks(model, layout, structure), layout.model_ranks // slices
-    names = tuple(tuple(names_of_stage(structure, list(model.parameters), stage, stages)) for stage in range(stages))
-    groups, origins = planned_groups(
-        model, structure, slices, names, hyperparameters, are_all_trained=layout.has_partitions
+    _require_none(
+        model,
+        _problems_of_model(model, layout, structure),
+        _problems_of_optimizer(model, layout, structure, slices) if has_states else iter(()),
     )
-    counts = [*map(len, groups)]
-    if len({*counts}) > 1 and layout.optimizer == "FP16_UnfusedOptimizer":
-        raise CheckpointLayoutError(
-            f"the stages would have parameters in {counts} groups of the optimizer, with which {layout.optimizer} "
-            "would hang in the first step. Use ZeRO 1, or other bounds of the stages"
-        )
-    return Target(model, layout, replace(structure, groups=groups), slices, names, origins, ranks)
+    require_splits(model, slices)
 
 
-def _require_convertible(model: SavedModel, zero: int, slices: int) -> None:
-    """Refuse layouts that DeepSpeed does not support or saves in an unknown form."""
-    if problem := next(_problems(model, zero, slices), ""):
+def _require_none(model: SavedModel, *problems: Iterator[str]) -> None:
+    if problem := next(chain(*problems), ""):
         raise CheckpointLayoutError(f"the checkpoint of {model.layout} cannot be converted: {problem}")
 
 
-def _problems(model: SavedModel, zero: int, slices: int) -> Iterator[str]:
-    saved = model.layout
-    if zero not in _ZERO_STAGES:
-        yield f"ZeRO {abridged(zero)} is not a stage: give one of {list(_ZERO_STAGES)}"
-    if saved.optimizer is None:
-        yield "it was saved without an optimizer, and only training is converted; write its weights as one plain file"
-    are_stacked = any(one.is_stacked for one in model.parameters.values())
-    if are_stacked and saved.zero_stage == 3:
+def _problems_of_model(model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> Iterator[str]:
+    """Yield why the saved weights cannot be those of a layout's model."""
+    saved, was = model.layout, model.structure
+    kinds = {True: "a PipelineModule", False: "a plain engine"}
+    if layout.is_pipeline != saved.is_pipeline:
+        yield (
+            f"{kinds[saved.is_pipeline]} became {kinds[layout.is_pipeline]}, whose parameters have other names. Save "
+            "it by TorchState(engine, rename=...), and load it by load_torch"
+        )
+    if len(structure.layers) != len(was.layers):
+        yield (
+            f"its pipeline has {len(was.layers)} layers, and this one has {len(structure.layers)}: only the same model "
+            "can continue from it. Build the model with as many layers"
+        )
+    if structure.experts.keys() != was.experts.keys():
+        yield (
+            f"it has experts {listed(sorted(was.experts), 2)}, and this job {listed(sorted(structure.experts), 2)}: "
+            "only the same model can continue from it"
+        )
+    if saved.zero_stage == 3 and any(one.is_stacked for one in model.parameters.values()):
         yield (
             "the experts of AutoEP are in partitions of ZeRO 3, which only the topology that saved them can read. Save "
-            "and load in torch's format (TorchState)"
+            "and load in torch's format (TorchState), or convert it by python -m deepspeed.checkpoint.ds_to_universal"
         )
-    if are_stacked and (slices > 1 or model.slices > 1):
+    are_split = [{groups.tensor_parallel for groups in one.experts} for one in (saved, layout)]
+    if model.experts and are_split[0] != are_split[1]:
+        yield (
+            "experts are tensor parallel either in the checkpoint or in this job, and not in the other: both must "
+            "agree. Set enable_expert_tensor_parallelism as it was when the checkpoint was saved"
+        )
+
+
+def _problems_of_optimizer(
+    model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int
+) -> Iterator[str]:
+    """Yield why the saved states of the optimizer are unknown, or meaningless in a layout."""
+    saved, was = model.layout, model.structure
+    known = [*([was.optimizer] if not saved.zero_stage else []), *_OPTIMIZERS[saved.zero_stage]]
+    if saved.optimizer is None:
+        yield (
+            "it was saved without an optimizer. Load its weights alone (load_optimizer_states=False), or write them as "
+            "one plain file (--to torch)"
+        )
+    elif saved.optimizer not in known:
+        yield (
+            f"the format of {saved.optimizer} at ZeRO {saved.zero_stage} is not known; that of "
+            f"{' and '.join(map(str, known))} is"
+        )
+    names = set(map(_starred, model.parameters))
+    in_optimizer = dict.fromkeys(name for stage in was.groups for group in stage for name in group)
+    if left_out := [name for name in in_optimizer if _starred(name) not in names]:
+        yield (
+            f"{listed(left_out, 3)} are in the optimizer and were left out of the checkpoint "
+            "(exclude_frozen_parameters): freeze parameters before deepspeed.initialize, or save them, too"
+        )
+    uses_partitions = layout.has_partitions or saved.has_partitions
+    if not structure.is_by_element and (uses_partitions or slices != model.slices):
+        own = structure.optimizer or "the program's optimizer"
+        yield (
+            f"{own} is not known to update each element by its own gradient and states alone. Its updates may depend "
+            "on the partitions of ZeRO and on the shapes of slices, so that a job of another layout would train "
+            "differently. Load the checkpoint in the layout that saved it, or write its weights as one plain file "
+            "(--to torch). If it does update each element alone, set is_element_by_element = True on its class, and "
+            "convert while loading (convert=True)"
+        )
+
+
+def _problems_of_files(model: SavedModel, layout: SavedLayout, structure: SavedStructure, slices: int) -> Iterator[str]:
+    """Yield why DeepSpeed has no files for a layout, or not of a known form."""
+    saved, zero, sizes = model.layout, layout.zero_stage, structure.experts
+    if (slices > 1 or model.slices > 1) and any(one.is_stacked for one in model.parameters.values()):
         yield (
             "with AutoEP and AutoTP together, DeepSpeed's files have metadata of both that only live layers make. "
             "Convert while loading (convert=True), or save and load in torch's format (TorchState)"
@@ -287,82 +330,213 @@ def _problems(model: SavedModel, zero: int, slices: int) -> Iterator[str]:
         yield f"ZeRO {zero} with a PipelineModule: DeepSpeed's pipelines support ZeRO 0 and 1"
     if saved.precision == "bf16" and saved.is_pipeline and zero == 0:
         yield "ZeRO 0 in bf16 with a PipelineModule: use ZeRO 1, or convert while loading (convert=True)"
-
-
-def _require_known_format(model: SavedModel) -> None:
-    """Refuse files whose optimizer keeps its states in an unknown way, or without parameters that it has states of.
-
-    Raises:
-        CheckpointLayoutError: the message names them.
-    """
-    saved, own = model.layout, model.structure.optimizer
-    known = [_OPTIMIZERS.get(saved.zero_stage, own), *([BF16_OPTIMIZER] if saved.zero_stage < 2 else [])]
-    if saved.optimizer not in (*known, *(_HALF_OPTIMIZERS if not saved.zero_stage else ())):
-        raise CheckpointLayoutError(
-            f"the checkpoint of {saved} cannot be converted: the format of {saved.optimizer} at ZeRO "
-            f"{saved.zero_stage} is not known; that of {' and '.join(map(str, known))} is"
-        )
-    names = set(map(_starred, model.parameters))
-    if left_out := [name for name in _group_of(model) if _starred(name) not in names]:
-        raise CheckpointLayoutError(
-            f"{listed(left_out, 3)} are in the optimizer and were left out of the checkpoint "
-            "(exclude_frozen_parameters): freeze parameters before deepspeed.initialize, or save them, too"
-        )
-
-
-def _sizes_of_experts(model: SavedModel, size: int | None) -> tuple[Mapping[str, int], tuple[SavedExperts, ...]]:
-    """Return the expert parallel size of each layer, and all expert groups."""
-    saved = model.layout.experts
-    if size is not None and not saved:
-        raise CheckpointLayoutError(f"experts={size}: the checkpoint has no experts. Leave the option out")
-    if size is not None and len({groups.size for groups in saved}) > 1:
-        raise CheckpointLayoutError(
-            f"experts={size}: layers deal their experts to {sorted({groups.size for groups in saved})} ranks. It is "
-            "unknown how the optimizer would group those of one size. Convert while loading, where the job says it"
-        )
-    by_size = {groups.size: replace(groups, size=size or groups.size) for groups in saved}
-    return {head: size or own for head, own in model.structure.experts.items()}, tuple(by_size.values())
-
-
-def _require_same_experts(model: SavedModel, layout: SavedLayout) -> None:
-    """Refuse experts that slices split in one layout only."""
-    kinds = [{groups.tensor_parallel for groups in one.experts} for one in (model.layout, layout)]
-    if model.experts and kinds[0] != kinds[1]:
-        raise CheckpointLayoutError(
-            "experts are tensor parallel either in the checkpoint or in this job, and not in the other: both must "
-            "agree. Set enable_expert_tensor_parallelism as it was when the checkpoint was saved"
-        )
-
-
-def _ranks(model: SavedModel, layout: SavedLayout, structure: SavedStructure) -> RankTable:
-    """Return the ranks that hold each parameter, after checking that all experts can be dealt to them.
-
-    Raises:
-        ExpertSizeError: a size does not fit the topology.
-        CheckpointLayoutError: a size does not divide the experts, or experts are split among slices in one layout only.
-    """
-    ranks, sizes = RankTable(model, layout, structure), structure.experts
     for head, count in model.experts.items():
         if count % sizes[head]:
-            raise CheckpointLayoutError(
+            yield (
                 f"{head!r} has {count} experts, which cannot be dealt to {sizes[head]} ranks: the number of ranks must "
                 "divide the number of experts. Choose another size"
             )
-    _require_same_experts(model, layout)
-    if not layout.zero_stage and any(max(sizes.values()) % size for size in sizes.values()):
-        raise CheckpointLayoutError(
+    if not zero and any(max(sizes.values()) % size for size in sizes.values()):
+        yield (
             f"experts are dealt to {sorted(set(sizes.values()))} ranks: without ZeRO, sizes must divide each other. "
             "Use ZeRO 1 or 2, or other sizes"
         )
-    return ranks
 
 
-def _group_of(model: SavedModel) -> dict[str, int]:
-    """Return the saved group of every parameter of the optimizer, by local names."""
-    return {name: number for groups in model.structure.groups for number, names in enumerate(groups) for name in names}
+# -- groups of the optimizer -------------------------------------------------------------------------------------------
+
+
+def planned_groups(
+    model: SavedModel,
+    structure: SavedStructure,
+    slices: int,
+    stages: Sequence[Sequence[str]],
+    hyperparameters: Hyperparameters,
+    *,
+    are_all_trained: bool,
+) -> tuple[Groups, ...]:
+    """Return the groups of every stage, with local names.
+
+    Args:
+        model: the model.
+        structure: its structure in the new layout, except the groups.
+        slices: the degree of ``model`` in the new layout.
+        stages: the names of each stage's parameters in the new layout.
+        hyperparameters: those of the saved groups.
+        are_all_trained: leave out the parameters that are not trained, as ZeRO does.
+
+    Raises:
+        CheckpointLayoutError: the groups are not clear.
+    """
+    saved, rows = model.structure, model.parameters
+    stacked = frozenset(name for name, one in rows.items() if one.is_stacked)
+    was, now = (
+        {head: count // one.experts[head] for head, count in model.experts.items()} for one in (saved, structure)
+    )
+    old, new = (
+        {name: one.numel_of_slice(one_structure.experts[name] if one.is_stacked else of) for name, one in rows.items()}
+        for one_structure, of in ((saved, model.slices), (structure, slices))
+    )
+    joined = [_joined(groups, old, stacked) for groups in saved.groups]
+    before = _kinds(joined, hyperparameters)
+    kind_of = {_starred(name): group.kind for group in chain(*before) for name in group.names}
+    is_same = len(stages) == len(saved.groups) and structure.bounds == saved.bounds
+    if not is_same:
+        _require_order_of_module(model, before)
+    planned: list[Groups] = []
+    for stage, names in enumerate(stages):
+        if is_same:
+            own_groups = [tuple(_with_experts(group.names, was, now)) for group in before[stage]]
+        else:
+            local = [name for name in names if _number(name) < now.get(head_of(name), 1)]
+            present = {kind_of[_starred(name)] for name in local if _starred(name) in kind_of}
+            own_groups = [
+                tuple(name for name in local if kind_of.get(_starred(name)) == kind)
+                for kind in _in_order(present, before)
+            ]
+        parts: list[tuple[str, ...]] = []
+        for members in own_groups:
+            trained = tuple(name for name in members if rows[name].is_trained or not are_all_trained)
+            if not trained:
+                raise CheckpointLayoutError(
+                    f"a group of the optimizer would have frozen parameters alone on stage {stage} of {len(stages)}, "
+                    "which ZeRO does not support. Use fewer stages, or other bounds of the stages"
+                )
+            parts += _split(trained, new, stacked)
+        if not parts:
+            raise CheckpointLayoutError(
+                f"stage {stage} of {len(stages)} would have no trained parameter, which DeepSpeed does not support. "
+                "Use fewer stages, or other bounds of the stages"
+            )
+        planned.append(tuple(parts))
+    return tuple(planned)
+
+
+def _kinds(stages: Sequence[Sequence[_Group]], hyperparameters: Hyperparameters) -> list[list[_Group]]:
+    """Return the groups of each stage with their kinds.
+
+    Raises:
+        CheckpointLayoutError: a stage has several groups of equal hyperparameters, and another one has fewer.
+    """
+    known: list[Mapping[str, Any]] = []
+    counts: list[dict[int, int]] = []
+    """The number of groups of each stage with the same hyperparameters."""
+    found = [list(groups) for groups in stages]
+    for stage, groups in enumerate(found):
+        saved = hyperparameters(stage)
+        counts.append({})
+        for place, group in enumerate(groups):
+            own = _distinguishing(saved[group.number])
+            alike = next((number for number, one in enumerate(known) if not differing(one, own)), len(known))
+            known += [own] if alike == len(known) else []
+            groups[place] = group._replace(kind=(alike, counts[stage].get(alike, 0)))
+            counts[stage][alike] = counts[stage].get(alike, 0) + 1
+        for earlier, there in enumerate(counts[:-1]):
+            for alike, count in counts[stage].items():
+                if there.get(alike, count) != count:
+                    raise CheckpointLayoutError(
+                        f"stages {earlier} and {stage} have {there[alike]} and {count} groups of the optimizer with "
+                        "the same hyperparameters, so that it is unknown which of them belong together. Give each "
+                        f"group of the optimizer a name of its own ('name'), or {_REMEDY}"
+                    )
+    return found
+
+
+def _distinguishing(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters that distinguish groups: DeepSpeed names dense ones beside experts only."""
+    return {key: value for key, value in group.items() if (key, value) != ("name", NAME_BESIDE_EXPERTS)}
+
+
+def _in_order(present: set[tuple[int, int]], stages: Sequence[Sequence[_Group]]) -> list[tuple[int, int]]:
+    """Return the order of the kinds of groups of a stage, as on the stages that were saved.
+
+    Raises:
+        CheckpointLayoutError: no stage had two of them, or two stages had them in different orders.
+    """
+    before = {(one.kind, other.kind) for groups in stages for one, other in combinations(groups, 2)}
+    experts = {group.kind for group in chain(*stages) if group.is_of_experts}
+    before |= {(one, other) for one in present - experts for other in present & experts}
+    first = sorted(present, key=lambda kind: sum((other, kind) in before for other in present))
+    for one, other in pairwise(first):
+        if (one, other) not in before or (other, one) in before:
+            raise CheckpointLayoutError(
+                "a stage would have groups of the optimizer that no stage of the checkpoint has in this order, so that "
+                f"it is unknown which of them comes first. Keep the stages as they are, or {_REMEDY}"
+            )
+    return first
+
+
+def _require_order_of_module(model: SavedModel, stages: Sequence[Sequence[_Group]]) -> None:
+    """Check that groups have the module's order, in which the groups of other stages will have it, too.
+
+    Raises:
+        CheckpointLayoutError: the message names two parameters.
+    """
+    for stage, groups in enumerate(stages):
+        names = names_of_stage(model.structure, list(model.parameters), stage, len(stages))
+        order = {name: place for place, name in enumerate(names)}
+        for number, group in enumerate(groups):
+            for one, other in pairwise(group.names):
+                if order[one] > order[other]:
+                    raise CheckpointLayoutError(
+                        f"group {number} of the optimizer has {one!r} before {other!r}, which is not the module's "
+                        "order: it is unknown how other stages would order it. Give the optimizer its parameters in "
+                        f"the module's order, or {_REMEDY}"
+                    )
+
+
+def _joined(groups: Groups, numels: Mapping[str, int], stacked: Container[str]) -> list[_Group]:
+    """Join the groups of experts that DeepSpeed has split because they are too large."""
+    found: list[_Group] = []
+    for number, names in enumerate(groups):
+        before = groups[number - 1] if number else ()
+        is_of_experts = _are_experts(names, stacked)
+        are_parts = is_of_experts and _are_experts(before, stacked)
+        if are_parts and sum(numels[name] for name in before) + numels[names[0]] > _LARGEST_EXPERT_GROUP:
+            found[-1] = found[-1]._replace(names=found[-1].names + names)
+        else:
+            found.append(_Group(names, number, is_of_experts))
+    return found
+
+
+def _split(names: tuple[str, ...], numels: Mapping[str, int], stacked: Container[str]) -> Iterator[tuple[str, ...]]:
+    """Split a group of experts that is too large as DeepSpeed does."""
+    start, held = 0, 0
+    for place, name in enumerate(names if _are_experts(names, stacked) else ()):
+        if place > start and held + numels[name] > _LARGEST_EXPERT_GROUP:
+            yield names[start:place]
+            start, held = place, 0
+        held += numels[name]
+    yield names[start:]
+
+
+def _with_experts(names: Sequence[str], was: Mapping[str, int], now: Mapping[str, int]) -> Iterator[str]:
+    """Yield the names of a group with another number of experts in each layer."""
+    for head, run in groupby(names, key=head_of):
+        own = list(run)
+        if not head or was[head] == now[head]:
+            yield from own
+            continue
+        first = [expert for name in own if (expert := expert_of(name)) is not None and expert.number == 0]
+        if own != [one.numbered(number) for number in range(was[head]) for one in first]:
+            raise CheckpointLayoutError(
+                f"a group of the optimizer has {listed(own, 3)} in another order than the module's, one expert after "
+                "the other: it is unknown how another number of experts would be ordered. Give the optimizer its "
+                f"parameters in the module's order, or {_REMEDY}"
+            )
+        yield from (one.numbered(number) for number in range(now[head]) for one in first)
 
 
 def _starred(name: str) -> str:
     """Return a name that all experts of a layer have in common."""
     expert = expert_of(name)
     return name if expert is None else expert.numbered("*")
+
+
+def _number(name: str) -> int:
+    expert = expert_of(name)
+    return 0 if expert is None else expert.number
+
+
+def _are_experts(names: Sequence[str], stacked: Container[str]) -> bool:
+    return bool(names) and all(head_of(name) or name in stacked for name in names)

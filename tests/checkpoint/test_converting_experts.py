@@ -24,9 +24,8 @@ from ds_topo.checkpoint.manifest import (
     SavedStructure,
     why_unreachable,
 )
-from ds_topo.checkpoint.optimizer_groups import dealt_anew
 from ds_topo.checkpoint.saved_model import model_of
-from ds_topo.checkpoint.target import require_loadable, target_of
+from ds_topo.checkpoint.target import planned_groups, require_loadable, target_of
 from ds_topo.errors import CheckpointLayoutError, TopologyError
 from tests.checkpoint.continued_jobs import STEPS, TAG, continue_experts, save_experts, values_in
 from tests.support.exhaustive import mark_exhaustive
@@ -164,11 +163,11 @@ def test_stacked_experts_are_read_in_parts_of_any_number(tmp_path: Path) -> None
 
 def test_conversions_of_stacked_experts_name_the_ways_that_work() -> None:
     model = model_of(_saved_by_auto_ep(1))
-    target = target_of(model, "data=4", experts=4)
+    target = target_of(model, "data=4", experts=4, hyperparameters=[[{}] * 9].__getitem__)
     assert target.structure.experts == {"0.experts.w1": 4}
-    assert model.parameters["0.experts.w1"].shape_of_slice(target.pieces("0.experts.w1")) == (1, 3, 4)
+    assert model.parameters["0.experts.w1"].shape_of_slice(target.ranks.pieces("0.experts.w1")) == (1, 3, 4)
     with pytest.raises(CheckpointLayoutError, match=r"AutoEP and AutoTP together.* Convert while loading"):
-        target_of(model, "data=2,model=2")
+        target_of(model, "data=2,model=2", hyperparameters=[[{}] * 9].__getitem__)
     model = model_of(_saved_by_auto_ep(3))
     with pytest.raises(CheckpointLayoutError, match=r"partitions of ZeRO 3, .* in torch's format \(TorchState\)"):
         require_loadable(model, model.layout, model.structure, 1, has_states=True)
@@ -184,13 +183,23 @@ def test_large_expert_groups_are_split_as_deepspeed_does() -> None:
     def names(numbers: range) -> tuple[str, ...]:
         return tuple(f"a.deepspeed_experts.{number}.{tail}" for number in numbers for tail in ("weight", "bias"))
 
-    numels = {name: 60_000_000 if name.endswith("weight") else 60 for name in (*names(range(8)), "gate")}
-    two, one = {"a.deepspeed_experts": 8}, {"a.deepspeed_experts": 4}
+    def dealt(groups: tuple[tuple[str, ...], ...], before: int, after: int) -> tuple[tuple[str, ...], ...]:
+        rows = (
+            SavedParameter("gate", (60,), "float32", (0,)),
+            SavedParameter("a.deepspeed_experts.*.weight", (60_000_000,), "float32", (0,), experts=8),
+            SavedParameter("a.deepspeed_experts.*.bias", (60,), "float32", (0,), experts=8),
+        )
+        structure = SavedStructure("AdamW", (groups,), experts={"a.deepspeed_experts": before})
+        layout = SavedLayout("data=2", 2, 1, 2, 1, "DeepSpeedZeroOptimizer", "fp32", experts=(SavedExperts(before),))
+        model = model_of(Manifest("saved", 1, "", layout, (), rows, structure=structure))
+        new = replace(structure, experts={"a.deepspeed_experts": after})
+        return planned_groups(model, new, 1, [[*model.parameters]], [[{}] * 9].__getitem__, are_all_trained=True)[0]
+
     eight = (("gate",), *(names(range(first, min(first + 2, 8))) for first in range(0, 8, 2)))
-    assert dealt_anew(eight, two, one, numels, numels) == (("gate",), names(range(2)), names(range(2, 4)))
-    assert dealt_anew(dealt_anew(eight, two, one, numels, numels), one, two, numels, numels) == eight
+    assert dealt(eight, 1, 2) == (("gate",), names(range(2)), names(range(2, 4)))
+    assert dealt(dealt(eight, 1, 2), 2, 1) == eight
     with pytest.raises(CheckpointLayoutError, match="in another order than the module's"):
-        dealt_anew((tuple(reversed(names(range(8)))),), two, one, numels, numels)
+        dealt((tuple(reversed(names(range(8)))),), 1, 2)
 
 
 def test_batch_is_a_multiple_of_every_world_size() -> None:

@@ -219,7 +219,8 @@ def _use(manifest: Manifest) -> None:
         with suppress(CheckpointError, TopologyError):
             model = model_of(manifest)
             RankTable(model, manifest.layout, model.structure)
-            target_of(model, spec)
+            groups = [[{"lr": 0.1} for _ in of_stage] for of_stage in model.structure.groups]
+            target_of(model, spec, hyperparameters=groups.__getitem__)
 
 
 @settings(deadline=None, max_examples=80)
@@ -243,7 +244,7 @@ def test_any_manifest_is_loaded_or_refused_by_our_errors(data: st.DataObject) ->
 def test_whole_manifest_is_used(manifest: Manifest) -> None:
     _use(manifest)
     model = model_of(manifest)
-    assert target_of(model, "data=2").layout.topology == "data=2"
+    assert target_of(model, "data=2", hyperparameters=([[{}] * 9] * 9).__getitem__).layout.topology == "data=2"
 
 
 FILE = CONTENTS[0]["files"][0]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ds_topo.checkpoint.manifest import Manifest, SavedLayer, SavedLayout, SavedParameter, SavedStructure
-from ds_topo.checkpoint.optimizer_groups import Origin, planned_groups
 from ds_topo.checkpoint.saved_model import SavedModel, model_of, names_of_stage
+from ds_topo.checkpoint.target import planned_groups
 from ds_topo.errors import CheckpointLayoutError
 
 DECAY, PLAIN = {"lr": 0.1, "weight_decay": 0.1}, {"lr": 0.1, "weight_decay": 0.0}
@@ -24,41 +24,29 @@ def _model(groups: Groups) -> SavedModel:
     return model_of(Manifest("saved", 1, "2026-01-01T00:00:00+00:00", layout, (), rows, structure=structure))
 
 
-def _planned(groups: Groups, bounds: tuple[int, ...], of_stages: list[list[dict[str, Any]]] | None) -> Any:
+def _planned(groups: Groups, bounds: tuple[int, ...], of_stages: list[list[dict[str, Any]]]) -> Any:
     model = _model(groups)
     structure, stages = replace(model.structure, bounds=bounds), len(bounds) - 1
     names = [list(names_of_stage(structure, list(model.parameters), stage, stages)) for stage in range(stages)]
-    hyperparameters = None if of_stages is None else of_stages.__getitem__
-    return planned_groups(model, structure, 1, names, hyperparameters, are_all_trained=True)
+    return planned_groups(model, structure, 1, names, of_stages.__getitem__, are_all_trained=True)
 
 
 def test_groups_of_unequal_stages_are_matched_by_their_hyperparameters() -> None:
     groups: Groups = ((("0.w",), ("1.w",)), (("2.w", "3.w"),))
-    found, origins = _planned(groups, (0, 1, 3, 4), [[DECAY, PLAIN], [PLAIN]])
+    found = _planned(groups, (0, 1, 3, 4), [[DECAY, PLAIN], [PLAIN]])
     assert found == ((("0.w",),), (("1.w", "2.w"),), (("3.w",),))
-    plain = (Origin(0, 1), Origin(1, 0))
-    assert origins == (((Origin(0, 0),),), (plain,), (plain,))
-    found, _ = _planned(groups, (0, 4), [[DECAY, PLAIN], [DECAY]])
+    found = _planned(groups, (0, 4), [[DECAY, PLAIN], [DECAY]])
     assert found == ((("0.w", "2.w", "3.w"), ("1.w",)),)
 
 
 def test_equal_numbers_of_groups_do_not_make_them_alike() -> None:
     groups: Groups = ((("0.w", "1.w"),), (("2.w", "3.w"),))
-    assert _planned(groups, (0, 2, 4), [[DECAY], [PLAIN]])[0] == groups
+    assert _planned(groups, (0, 2, 4), [[DECAY], [PLAIN]]) == groups
     with pytest.raises(CheckpointLayoutError, match=r"which of them comes first\. Keep the stages as they are"):
         _planned(groups, (0, 3, 4), [[DECAY], [PLAIN]])
 
 
-@pytest.mark.parametrize(
-    ("of_stages", "said"),
-    [
-        (
-            [[PLAIN, PLAIN], [PLAIN]],
-            "stages 0 and 1 have 2 and 1 groups of the optimizer with the same hyperparameters",
-        ),
-        (None, r"stages have \[2, 1\] groups of the optimizer: it is unknown which of them belong together"),
-    ],
-)
-def test_groups_that_cannot_be_told_apart_are_refused(of_stages: Any, said: str) -> None:
-    with pytest.raises(CheckpointLayoutError, match=f"{said}.*convert while loading"):
-        _planned(((("0.w",), ("1.w",)), (("2.w", "3.w"),)), (0, 3, 4), of_stages)
+def test_groups_that_cannot_be_told_apart_are_refused() -> None:
+    said = "stages 0 and 1 have 2 and 1 groups of the optimizer with the same hyperparameters.*convert while loading"
+    with pytest.raises(CheckpointLayoutError, match=said):
+        _planned(((("0.w",), ("1.w",)), (("2.w", "3.w"),)), (0, 3, 4), [[PLAIN, PLAIN], [PLAIN]])

@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_topo import PipelineParallelGrid, checkpoint, cli
 from ds_topo.checkpoint.manifest import SavedSplit
-from ds_topo.checkpoint.weight_files import files_of_weights
+from ds_topo.checkpoint.without_manifest import files_of_weights
 from ds_topo.errors import CheckpointError, CheckpointModelError, DamagedCheckpointError, MissingCheckpointError
 from tests.checkpoint.continued_jobs import engine_with_slices
 from tests.checkpoint.handmade import slice_of

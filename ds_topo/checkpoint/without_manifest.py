@@ -1,17 +1,24 @@
-"""Describe a checkpoint that DeepSpeed alone saved as a manifest does, from its files.
+"""Describe checkpoints without a manifest as a manifest does: those that DeepSpeed alone saved, and plain weights.
 
 Files of ZeRO 1 to 3 name the parameters of each group of the optimizer. Without ZeRO the files have positions only, so
 that the groups are those of the job that loads, and the stages of a pipeline those whose optimizers fit the files. What
 no file says comes from that job, too: the optimizer's class, how slices split parameters, and which layers of a
 pipeline are tied.
+
+Plain weights are safetensors as Hugging Face shares them, or a state dict of torch, in one file or in several with an
+index (``model.safetensors.index.json``). :class:`WeightFiles` presents them as a checkpoint of one slice without an
+optimizer, so that an engine of any layout reads its own elements.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +27,11 @@ import torch
 from ds_topo.checkpoint.deepspeed_reader import (
     COPIED_MASTERS,
     FLAT_MASTERS,
+    Source,
     name_of_model_states,
     name_of_partition,
     opened,
+    options_of_files,
 )
 from ds_topo.checkpoint.engine_facts import ELEMENT_BY_ELEMENT
 from ds_topo.checkpoint.manifest import (
@@ -30,13 +39,20 @@ from ds_topo.checkpoint.manifest import (
     Manifest,
     Place,
     SavedLayout,
-    SavedOptions,
     SavedParameter,
     SavedStructure,
     merged,
 )
-from ds_topo.checkpoint.saved_model import prefix_of_layer
-from ds_topo.errors import CheckpointError, CheckpointLayoutError
+from ds_topo.checkpoint.safe_reading import refused_types
+from ds_topo.checkpoint.saved_model import Parameter, SavedModel, expert_of, prefix_of_layer
+from ds_topo.errors import (
+    CheckpointError,
+    CheckpointLayoutError,
+    DamagedCheckpointError,
+    UnsafeCheckpointError,
+    abridged,
+    listed,
+)
 
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -91,12 +107,6 @@ def layout_of_files(path: Path, optimizer: str | None) -> SavedLayout | None:
     )
 
 
-def options_of_files(states: Mapping[str, Any]) -> SavedOptions:
-    """Return the options of ZeRO that a checkpoint was saved with, from the config in its file of weights."""
-    section = (states.get("ds_config") or {}).get("zero_optimization") or {}
-    return SavedOptions(**{key: section[key] for key in asdict(SavedOptions()) if key in section})
-
-
 def structure_of_files(path: Path) -> tuple[SavedLayout | None, SavedStructure]:
     """Return the layout of a checkpoint, and what its config says of the structure, where no job says more.
 
@@ -135,9 +145,11 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
             "and save it with ds_topo"
         )
     ranks = [opened(path / name_of_model_states(layout, rank)) for rank in range(layout.model_ranks)]
-    aliases = {**structure.aliases, **{alias: name for one in ranks for alias, name in _shared(one).items()}}
+    aliases = dict(structure.aliases)
+    for one in ranks:
+        aliases.update(one.get("shared_params") or {})
     shapes = [_shapes(one) for one in ranks]
-    trained = {name for one in ranks for name in names_of_vectors(one)}
+    trained = {name for one in ranks for vector in one.get("param_shapes") or () for name in vector}
     rows: list[SavedParameter] = []
     shapes_of_slices: dict[str, tuple[int, ...]] = {}
     buffers = {name for one in ranks for name in one.get("buffer_names") or ()}
@@ -167,15 +179,6 @@ def manifest_of_files(path: Path, layout: SavedLayout | None, structure: SavedSt
     options = replace(options_of_files(ranks[0]), round_robin_gradients=False)  # the groups have the order of the files
     found = replace(structure, groups=groups, aliases=aliases, options=options, bounds=(), buffers=None)
     return Manifest(path.name, int(ranks[0]["global_steps"]), "", layout, (), merged(rows), {}, found)
-
-
-def _shared(states: Mapping[str, Any]) -> dict[str, str]:
-    return dict(states.get("shared_params") or {})
-
-
-def names_of_vectors(states: Mapping[str, Any]) -> list[str]:
-    """Return the names of the parameters that ZeRO trains on the model rank of a file."""
-    return [name for vector in states.get("param_shapes") or () for name in vector]
 
 
 def _shapes(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,24 +250,14 @@ def _groups_by_position(
     names = structure.groups[0] if structure.groups else everything
     if saved is None:
         return names
-    inner, shapes = saved.get("optimizer_state_dict", saved), {row.name: row.shape for row in rows}
-    counts = [len(group["params"]) for group in inner["param_groups"]]
-    if FLAT_MASTERS in saved:  # one vector for each group
-        counts = [len(vector) for vector in names] if len(counts) == len(names) else counts
-    elif counts == [len(rows)]:
-        names = everything
-    problem, own = "", [*map(len, names)]
-    for number, name in enumerate(sum(names, ()) if counts == own else ()):
-        for key, value in inner["state"].get(number, {}).items() if FLAT_MASTERS not in saved else ():
-            if torch.is_tensor(value) and value.dim() and tuple(value.shape) != shapes.get(name):
-                problem = f": {key} in position {number}, of {name!r} here, has the shape {list(value.shape)}"
-    if problem or counts != own:
-        raise CheckpointLayoutError(
-            f"{path} was saved by DeepSpeed alone and without ZeRO, so that its optimizer has positions instead of "
-            f"names, and groups of {counts} parameters are groups of {own} in this job{problem}. Give the optimizer "
-            "its parameters in the order in which they were saved"
-        )
-    return names
+    shapes = {row.name: row.shape for row in rows}
+    problems = [(groups, _misfit(saved, groups, shapes)) for groups in (names, everything)]
+    if found := next((groups for groups, problem in problems if not problem), None):
+        return found
+    raise CheckpointLayoutError(
+        f"{path} was saved by DeepSpeed alone and without ZeRO, so that its optimizer has positions instead of names, "
+        f"and {problems[0][1]}. Give the optimizer its parameters in the order in which they were saved"
+    )
 
 
 def _groups_of_stages(
@@ -307,7 +300,7 @@ def _groups_of_stages(
             for start, known in divisions.items():
                 last = len(structure.layers) if stage == len(saved) - 1 else start + 1
                 for stop in range(max(last, start + 1), len(structure.layers) + 1):
-                    if _fits(own, groups := groups_of(start, stop), shapes):
+                    if not _misfit(own, groups := groups_of(start, stop), shapes):
                         longer.setdefault(stop, set()).update((*one, groups) for one in known)
             divisions = longer
         if len(found := divisions.get(len(structure.layers), set())) == 1:
@@ -327,17 +320,126 @@ def counts_of_groups(saved: Any) -> list[int] | None:
     return [len(group["params"]) for group in saved.get("optimizer_state_dict", saved)["param_groups"]]
 
 
-def _fits(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Return True if a state of an optimizer without ZeRO can be that of these groups."""
-    if FLAT_MASTERS in saved:
-        numels = [sum(math.prod(shapes[name]) for name in names) for names in groups]
-        return [one.numel() for one in saved[FLAT_MASTERS]] == numels
-    inner = saved.get("optimizer_state_dict", saved)
-    if counts_of_groups(saved) != [*map(len, groups)]:
-        return False
-    names = dict(enumerate(name for group in groups for name in group))
-    return all(
-        not torch.is_tensor(value) or not value.dim() or tuple(value.shape) == shapes[names[number]]
-        for number, states in inner["state"].items()
-        for value in states.values()
-    )
+def _misfit(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Say why a state of an optimizer without ZeRO cannot be that of these groups; empty if it can."""
+    counts, own, what = counts_of_groups(saved), [*map(len, groups)], "parameters"
+    if counts is None:
+        counts, what = [one.numel() for one in saved[FLAT_MASTERS]], "elements"
+        own = [sum(math.prod(shapes.get(name, ())) for name in names) for names in groups]
+    if counts != own:
+        return f"groups of {counts} {what} are groups of {own} in this job"
+    states = saved.get("optimizer_state_dict", saved)["state"] if FLAT_MASTERS not in saved else {}
+    for number, name in enumerate(name for names in groups for name in names):
+        for key, value in states.get(number, {}).items():
+            if torch.is_tensor(value) and value.dim() and tuple(value.shape) != shapes.get(name):
+                return (
+                    f"{key} in position {number}, of {name!r} here, has the shape {list(value.shape)} instead of "
+                    f"{list(shapes.get(name, ()))}"
+                )
+    return ""
+
+
+# -- plain weights -----------------------------------------------------------------------------------------------------
+
+NAMES_OF_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""The files that Hugging Face's ``save_pretrained`` writes; with several, an index has their names."""
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+
+
+def files_of_weights(path: Path) -> list[Path]:
+    """Return the files of weights that a path means; an empty list if it is neither such a file nor a folder with them.
+
+    Raises:
+        DamagedCheckpointError: the index cannot be read, or names files that do not exist.
+    """
+    if path.is_file():
+        return [path] if path.suffix in _SUFFIXES else []
+    for name in NAMES_OF_WEIGHTS:
+        if (index := path / f"{name}.index.json").is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+                found = [path / name for name in names if Path(name).name == name]
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise DamagedCheckpointError(
+                    f"{index} is not an index of weights ({type(error).__name__}: {abridged(str(error))}): copy it "
+                    "once more"
+                ) from None
+            if missing := [name for name in names if path / name not in found or not (path / name).is_file()]:
+                raise DamagedCheckpointError(
+                    f"{index} names files that are not in its folder, {listed(missing, 3)}: copy all files of the model"
+                )
+            return found
+        if (path / name).is_file():
+            return [path / name]
+    alone = sorted(one for one in path.glob("*.safetensors") if one.is_file()) if path.is_dir() else []
+    return alone if len(alone) == 1 else []
+
+
+def require_safetensors() -> None:
+    """Raise CheckpointError if the package that reads and writes safetensors is not installed."""
+    if importlib.util.find_spec("safetensors") is None:
+        raise CheckpointError(
+            "safetensors files: this needs the package safetensors, which is not installed: pip install safetensors"
+        )
+
+
+def _tensors_of(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, whose bytes are read when they are used.
+
+    Raises:
+        DamagedCheckpointError, UnsafeCheckpointError: the file cannot be read, or must not be.
+        CheckpointError: safetensors is not installed, or the file holds something else than tensors by name.
+    """
+    if path.suffix != ".safetensors":
+        if refused := refused_types([path]):
+            raise UnsafeCheckpointError(f"{path}: {refused[0]}")
+        content = opened(path)
+        if not isinstance(content, dict) or not all(map(torch.is_tensor, content.values())):
+            kinds = listed(list(content), 4) if isinstance(content, dict) else type(content).__name__
+            raise CheckpointError(f"{path} is not a state dict, which has tensors by name: it holds {kinds}")
+        return content
+    require_safetensors()
+    try:
+        with importlib.import_module("safetensors").safe_open(path, "pt") as file:
+            names: list[str] = file.keys()  # it is no mapping
+            return {name: file.get_tensor(name) for name in names}
+    except Exception as error:  # the package's own class, or of the file system
+        raise DamagedCheckpointError(f"{path} cannot be read as safetensors ({error}): copy it once more") from error
+
+
+class WeightFiles(Source):
+    """Plain files of weights as a checkpoint of one slice without an optimizer.
+
+    Args:
+        path: the file, or the folder.
+        structure: structure of the model that will read them; names are those of the files.
+        buffers: names of the buffers among the tensors.
+    """
+
+    def __init__(self, path: Path, structure: SavedStructure, buffers: Collection[str]) -> None:
+        self.folder, self.layout = path, SavedLayout("data=1", 1, 1, 1, 0, None, "fp32")
+        self._tensors: dict[str, torch.Tensor] = {}
+        for file in files_of_weights(path):
+            self._tensors.update(_tensors_of(file))
+        self._names_of_buffers = [name for name in self._tensors if name in buffers]
+        names = [name for name in self._tensors if name not in buffers]
+        experts: dict[str, int] = {}
+        for name in names:
+            if (expert := expert_of(name)) is not None:
+                experts[expert.head] = max(experts.get(expert.head, 0), expert.number + 1)
+        parameters: dict[str, Parameter] = {}
+        for name in names:
+            expert, tensor = expert_of(name), self._tensors[name]
+            split = structure.splits.get(expert.numbered(0) if expert else name)
+            count = experts[expert.head] if expert else 0
+            one = Parameter(name, tuple(tensor.shape), tensor.dtype, True, split, 1, experts=count)
+            padded = split.padded if split is not None and split.padded not in (None, one.size) else None
+            parameters[name] = replace(one, padded=padded)
+        self.model = SavedModel(parameters, structure, self.layout, 1)
+
+    def _elements(self, parameter: Parameter, key: str, piece: int, start: int, stop: int) -> torch.Tensor:
+        return self._tensors[parameter.name].reshape(-1)[start:stop]
+
+    def buffers_of(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers."""
+        yield from ((name, self._tensors[name]) for name in self._names_of_buffers)
