@@ -228,37 +228,31 @@ def parameters_of(engine: DeepSpeedEngine) -> list[manifests.SavedParameter]:
 
 
 def difference_of_models(engine: DeepSpeedEngine, manifest: manifests.Manifest) -> str:
-    """Return the first difference between this rank's parameters and a checkpoint's; empty if there is none."""
+    """Return the first difference between this rank's part of the model and a checkpoint's; empty if there is none."""
     rank = int(engine.checkpoint_mp_rank)
-    own = {row.name: row for row in parameters_of(engine)}
-    saved = {row.name: row for row in manifest.parameters if rank in row.model_ranks}
-    extra = next((row for name, row in saved.items() if name not in own), None)
-    for name, row in own.items():
-        if name not in saved:
-            other = f", but {extra.name!r}, which the model does not have" if extra is not None else ""
-            return f"it has no parameter {name!r} {list(row.shape)}{other}"
-        if saved[name].shape != row.shape:
-            there = list(saved[name].shape)
-            return f"parameter {name!r} is {there} in the checkpoint and {list(row.shape)} in the model"
-    if extra is not None:
-        return f"it has a parameter {extra.name!r} {list(extra.shape)} that the model does not have"
-    buffers = manifest.structure.buffers if manifest.structure is not None else None
-    return _difference_of_buffers(engine, buffers) if buffers is not None else ""
-
-
-def _difference_of_buffers(engine: DeepSpeedEngine, saved: Mapping[str, tuple[int, ...]]) -> str:
+    own = {row.name: row.shape for row in parameters_of(engine)}
+    saved = {row.name: row.shape for row in manifest.parameters if rank in row.model_ranks}
+    there = manifest.structure.buffers if manifest.structure is not None else None
+    if (found := _difference("parameter", own, saved)) or there is None:
+        return found
     own = {name: tuple(buffer.shape) for name, buffer in saved_buffers(engine.module).items()}
+    if stage_and_slice(engine)[1] > 0:  # the shapes are those of slice 0
+        own = {name: there.get(name, shape) for name, shape in own.items()}
+    if isinstance(engine.module, DeepSpeedPipelineModule):  # other stages have the buffers of their layers
+        layers = tuple(f"{name}." for name, _ in engine.module.named_children() if name.isdecimal())
+        there = {name: shape for name, shape in there.items() if name in own or name.startswith(layers)}
+    return _difference("buffer", own, there)
+
+
+def _difference(kind: str, own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> str:
+    extra = next((name for name in saved if name not in own), None)
     for name, shape in own.items():
         if name not in saved:
-            return f"it has no buffer {name!r} {list(shape)}"
-        if saved[name] != shape and stage_and_slice(engine)[1] == 0:
-            return f"buffer {name!r} is {list(saved[name])} in the checkpoint and {list(shape)} in the model"
-    layers = tuple(f"{name}." for name, _ in engine.module.named_children() if name.isdecimal())
-    is_pipeline = isinstance(engine.module, DeepSpeedPipelineModule)  # other stages have the buffers of their layers
-    for name, shape in saved.items():
-        if name not in own and (not is_pipeline or name.startswith(layers)):
-            return f"it has a buffer {name!r} {list(shape)} that the model does not have"
-    return ""
+            other = f", but {extra!r}, which the model does not have" if extra is not None else ""
+            return f"it has no {kind} {name!r} {list(shape)}{other}"
+        if saved[name] != shape:
+            return f"{kind} {name!r} is {list(saved[name])} in the checkpoint and {list(shape)} in the model"
+    return f"it has a {kind} {extra!r} {list(saved[extra])} that the model does not have" if extra is not None else ""
 
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

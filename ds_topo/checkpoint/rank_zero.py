@@ -100,7 +100,7 @@ class Meeting:
                 said = "" if isinstance(error, CheckpointError) else f"{self.subject}: rank 0: "
                 outcome = {"error": type(error).__name__, "text": f"{said}{_one_line(error)}"}
             if dist.get_world_size() > 1:
-                leave(default_store(), 0, range(dist.get_world_size()), self._write(name, json.dumps(outcome)))
+                self._write(name, json.dumps(outcome))
         else:
             outcome = json.loads(within(self.timeout * UNANSWERED_AFTER, self.subject, lambda: self._await(name)))
         if "error" not in outcome:
@@ -113,11 +113,14 @@ class Meeting:
 
         The contents are JSON values. Dataclasses in them are read as dicts.
         """
-        self._write(f"{name}/{dist.get_rank()}", json.dumps(content, default=vars))
+        text = json.dumps(content, default=vars)
+        if dist.get_world_size() == 1:
+            return self.decided(name, lambda: decide([json.loads(text)]))
+        self._write(f"{name}/{dist.get_rank()}", text)
         return self.decided(f"{name} decided", lambda: decide(self._posted(name)))
 
     def _posted(self, name: str) -> list[Any]:
-        """Return on rank 0 the values that all ranks have posted, by rank, and delete them from the store.
+        """Return on rank 0 the values that all ranks have posted, by rank.
 
         Raises:
             CheckpointError: some ranks do not post. The message names them.
@@ -134,7 +137,7 @@ class Meeting:
                     missing = [rank for rank, key in enumerate(keys) if not default_store().check([key])]
                     reason = f"ranks {listed(missing)} did not come within {limit}"
                 raise CheckpointError(f"{self.subject}: {reason}") from None
-            return self._read(names, delete=True)
+            return self._read(names)
 
         return [json.loads(text) for text in within(self.timeout, self.subject, read)]
 
@@ -174,16 +177,16 @@ class Meeting:
                 f"{self.subject}: rank 0 did not report its result, {unanswered(error, self.timeout)}"
             ) from None
 
-    def _write(self, name: str, text: str) -> list[str]:
-        """Store a text in parts; return their keys. The first part, with their number before it, comes last."""
-        parts = [text[start : start + _PART] for start in range(0, max(1, len(text)), _PART)]
+    def _write(self, name: str, text: str) -> None:
+        """Store a text in parts until the next agreement. The first part, with their number before it, comes last."""
+        store, parts = default_store(), [text[start : start + _PART] for start in range(0, max(1, len(text)), _PART)]
         keys = [f"{self.token}/{name}/{number}" for number in range(len(parts))]
         for key, part in zip(keys[1:], parts[1:], strict=True):
-            default_store().set(key, part)
-        default_store().set(keys[0], f"{len(parts)} {parts[0]}")
-        return keys
+            store.set(key, part)
+        store.set(keys[0], f"{len(parts)} {parts[0]}")
+        leave(store, dist.get_rank(), range(dist.get_world_size()), keys)
 
-    def _read(self, names: Sequence[str], *, delete: bool = False) -> list[str]:
+    def _read(self, names: Sequence[str]) -> list[str]:
         store, found = default_store(), []
         for start in range(0, len(names), _AT_ONCE):
             keys = [f"{self.token}/{name}" for name in names[start : start + _AT_ONCE]]
@@ -191,8 +194,6 @@ class Meeting:
                 count, _, text = first.partition(b" ")
                 more = [f"{key}/{number}" for number in range(1, int(count))]
                 found.append(b"".join((text, *(get_several(store, more) if more else ()))).decode())
-                for part in (f"{key}/0", *more) if delete else ():
-                    store.delete_key(part)
         return found
 
 

@@ -365,8 +365,8 @@ class BackgroundSave:
         self._step, self._layout = int(engine.global_steps), facts.layout_of(engine)
         _warn_of_partial_step(engine)
         self._files = WrittenFiles(self._draft / self._tag, engine if copies else None)
-        self._parameters: list[SavedParameter] = []
-        self._structure: dict[str, Any] | None = None
+        self._described: dict[str, Any] = {}
+        """This rank's parameters, and its stage's structure."""
         self._left_early = False
         self._path: Path | None = None
         try:
@@ -421,8 +421,8 @@ class BackgroundSave:
                 exclude_frozen_parameters=self._options.exclude_frozen_parameters,
             )
         rows = facts.parameters_of(engine) if facts.replica_of(engine) == 0 else []
-        self._parameters = [row for row in rows if row.is_trained or not self._options.exclude_frozen_parameters]
-        self._structure = facts.share_of_structure(engine)
+        rows = [row for row in rows if row.is_trained or not self._options.exclude_frozen_parameters]
+        self._described = {"parameters": rows, "structure": facts.share_of_structure(engine)}
         self._files.start()
 
     def _put_in_place(self) -> Path:
@@ -443,7 +443,7 @@ class BackgroundSave:
 
     def _written(self) -> dict[str, Any]:
         """Wait for this rank's files; return its part of the manifest."""
-        return {"files": self._files.finish(), "parameters": self._parameters, "structure": self._structure}
+        return {"files": self._files.finish(), **self._described}
 
     def _commit(self, posted: Sequence[Mapping[str, Any]]) -> None:
         """Give the checkpoint its name and remove old ones; on rank 0."""
