@@ -43,7 +43,6 @@ STANDARD_LIBRARY_ONLY = {
     "launch.placement",
     "checkpoint.disk",
     "checkpoint.folder",
-    "checkpoint.json_values",
     "checkpoint.manifest",
 }
 """Packages and modules that work without torch."""

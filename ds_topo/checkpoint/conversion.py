@@ -58,10 +58,11 @@ from ds_topo.checkpoint.folder import (
     require_free,
     tags_in,
     told,
+    unreadable,
     wrong_without_manifest,
 )
 from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, SavedSplit
-from ds_topo.checkpoint.safe_reading import refused_types, unreadable
+from ds_topo.checkpoint.safe_reading import refused_types
 from ds_topo.checkpoint.saved_model import expert_of, model_of, require_splits
 from ds_topo.checkpoint.saving import free_bytes
 from ds_topo.checkpoint.target import Target, target_of
@@ -256,10 +257,10 @@ def readable(checkpoint: Checkpoint) -> Manifest:
     if checkpoint.problems:
         raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(checkpoint.problems)}")
     names = [file.path for file in checkpoint.manifest.files] if checkpoint.manifest else os.listdir(checkpoint.path)
-    paths = [checkpoint.path / name for name in names if name.endswith(".pt")]
-    if problems := unreadable(paths):
+    names = [name for name in names if name.endswith(".pt")]
+    if problems := unreadable(checkpoint.path, names):
         raise DamagedCheckpointError(f"{checkpoint.path} is damaged: {told(problems)}")
-    if refused := refused_types(paths):
+    if refused := refused_types([checkpoint.path / name for name in names]):
         raise UnsafeCheckpointError(f"{checkpoint.path}: {refused[0]}")
     if checkpoint.manifest is not None:
         return checkpoint.manifest

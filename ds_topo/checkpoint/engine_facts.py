@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
-from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -167,29 +166,20 @@ def versions() -> dict[str, str]:
 # -- parameters --------------------------------------------------------------------------------------------------------
 
 
-def moe_layers(module: nn.Module) -> dict[str, MoE]:
-    """Return the MoE layers of a module by the prefix of their parameters' names."""
-    return {f"{name}." if name else "": layer for name, layer in module.named_modules() if isinstance(layer, MoE)}
+def experts_of(module: nn.Module) -> dict[str, Any]:
+    """Return the MoE layer of each parameter and buffer that is part of its experts, by name.
 
-
-def moe_layer_of(name: str, layers: Mapping[str, MoE]) -> MoE | None:
-    """Return the MoE layer of which a parameter is part of an expert; None for a dense parameter."""
-    layer = next((layer for prefix, layer in layers.items() if name.startswith(prefix)), None)
-    return layer if LOCAL_EXPERT.search(name) else None
-
-
-def stacked_experts(module: nn.Module) -> dict[str, Any]:
-    """Return the layer of each parameter in which AutoEP stacks the experts of a rank, ``[experts, ...]``, by name."""
-    layers: Any = sys.modules.get("deepspeed.module_inject.auto_ep_layer")  # slow to import, and only AutoEP needs it
-    if layers is None:
-        return {}
-    return {
-        f"{prefix}.{name}" if prefix else name: layer
-        for prefix, layer in module.named_modules()
-        if isinstance(layer, layers.AutoEPMoELayer)
-        for name, _ in layer.named_parameters()
-        if name.startswith("experts.")
-    }
+    A rank numbers the experts of DeepSpeed's ``MoE``, see :data:`LOCAL_EXPERT`. AutoEP stacks them, ``[experts, ...]``.
+    """
+    found = {}
+    stacking: Any = sys.modules.get("deepspeed.module_inject.auto_ep_layer")  # slow to import, and only AutoEP needs it
+    for prefix, layer in module.named_modules():
+        is_stacked = stacking is not None and isinstance(layer, stacking.AutoEPMoELayer)
+        if is_stacked or isinstance(layer, MoE):
+            for name, _ in (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers()):
+                if name.startswith("experts.") if is_stacked else LOCAL_EXPERT.search(name):
+                    found[f"{prefix}.{name}" if prefix else name] = layer
+    return found
 
 
 def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -220,18 +210,17 @@ def split_of(tensor: torch.Tensor) -> manifests.SavedSplit | None:
 
 def parameters_of(engine: DeepSpeedEngine) -> list[manifests.SavedParameter]:
     """Return this rank's parameters in the module's order. One row stands for all experts of a layer."""
-    layers, stacked = moe_layers(engine.module), stacked_experts(engine.module)
+    experts = experts_of(engine.module)
     found: dict[manifests.SavedParameter, None] = {}
     for name, parameter in engine.module.named_parameters():
-        layer = moe_layer_of(name, layers)
-        of_experts = layer or stacked.get(name)
+        layer = experts.get(name)
         row = manifests.SavedParameter(
             LOCAL_EXPERT.sub(r"\1*", name) if layer is not None else name,
             shape_of(parameter),
             str(parameter.dtype).removeprefix("torch."),
             (int(engine.checkpoint_mp_rank),),
             (split.dim if (split := split_of(parameter)) else -1) if is_model_parallel_parameter(parameter) else None,
-            int(of_experts.num_experts) if of_experts is not None else None,
+            int(layer.num_experts) if layer is not None else None,
             parameter.requires_grad,
         )
         found[row] = None
@@ -239,37 +228,31 @@ def parameters_of(engine: DeepSpeedEngine) -> list[manifests.SavedParameter]:
 
 
 def difference_of_models(engine: DeepSpeedEngine, manifest: manifests.Manifest) -> str:
-    """Return the first difference between this rank's parameters and a checkpoint's; empty if there is none."""
+    """Return the first difference between this rank's part of the model and a checkpoint's; empty if there is none."""
     rank = int(engine.checkpoint_mp_rank)
-    own = {row.name: row for row in parameters_of(engine)}
-    saved = {row.name: row for row in manifest.parameters if rank in row.model_ranks}
-    extra = next((row for name, row in saved.items() if name not in own), None)
-    for name, row in own.items():
-        if name not in saved:
-            other = f", but {extra.name!r}, which the model does not have" if extra is not None else ""
-            return f"it has no parameter {name!r} {list(row.shape)}{other}"
-        if saved[name].shape != row.shape:
-            there = list(saved[name].shape)
-            return f"parameter {name!r} is {there} in the checkpoint and {list(row.shape)} in the model"
-    if extra is not None:
-        return f"it has a parameter {extra.name!r} {list(extra.shape)} that the model does not have"
-    buffers = manifest.structure.buffers if manifest.structure is not None else None
-    return _difference_of_buffers(engine, buffers) if buffers is not None else ""
-
-
-def _difference_of_buffers(engine: DeepSpeedEngine, saved: Mapping[str, tuple[int, ...]]) -> str:
+    own = {row.name: row.shape for row in parameters_of(engine)}
+    saved = {row.name: row.shape for row in manifest.parameters if rank in row.model_ranks}
+    there = manifest.structure.buffers if manifest.structure is not None else None
+    if (found := _difference("parameter", own, saved)) or there is None:
+        return found
     own = {name: tuple(buffer.shape) for name, buffer in saved_buffers(engine.module).items()}
+    if stage_and_slice(engine)[1] > 0:  # the shapes are those of slice 0
+        own = {name: there.get(name, shape) for name, shape in own.items()}
+    if isinstance(engine.module, DeepSpeedPipelineModule):  # other stages have the buffers of their layers
+        layers = tuple(f"{name}." for name, _ in engine.module.named_children() if name.isdecimal())
+        there = {name: shape for name, shape in there.items() if name in own or name.startswith(layers)}
+    return _difference("buffer", own, there)
+
+
+def _difference(kind: str, own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[int, ...]]) -> str:
+    extra = next((name for name in saved if name not in own), None)
     for name, shape in own.items():
         if name not in saved:
-            return f"it has no buffer {name!r} {list(shape)}"
-        if saved[name] != shape and stage_and_slice(engine)[1] == 0:
-            return f"buffer {name!r} is {list(saved[name])} in the checkpoint and {list(shape)} in the model"
-    layers = tuple(f"{name}." for name, _ in engine.module.named_children() if name.isdecimal())
-    is_pipeline = isinstance(engine.module, DeepSpeedPipelineModule)  # other stages have the buffers of their layers
-    for name, shape in saved.items():
-        if name not in own and (not is_pipeline or name.startswith(layers)):
-            return f"it has a buffer {name!r} {list(shape)} that the model does not have"
-    return ""
+            other = f", but {extra!r}, which the model does not have" if extra is not None else ""
+            return f"it has no {kind} {name!r} {list(shape)}{other}"
+        if saved[name] != shape:
+            return f"{kind} {name!r} is {list(saved[name])} in the checkpoint and {list(shape)} in the model"
+    return f"it has a {kind} {extra!r} {list(saved[extra])} that the model does not have" if extra is not None else ""
 
 
 def saved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -286,12 +269,12 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
     module, inner = engine.module, inner_optimizer(engine)
     first_names: dict[int, str] = {}
     splits, undeclared, aliases = {}, [], {}
-    of_experts = moe_layers(module)
+    of_experts = experts_of(module)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        layer = moe_layer_of(name, of_experts)
+        is_local = name in of_experts and LOCAL_EXPERT.search(name)
         if (first := first_names.setdefault(id(parameter), name)) != name:
             aliases[name] = first
-        elif layer is not None and not layer.enable_expert_tensor_parallelism:
+        elif is_local and not of_experts[name].enable_expert_tensor_parallelism:
             continue  # a whole expert may be made of layers that declare a split over a group of one rank
         elif (split := split_of(parameter)) is not None:
             padded = shape_of(parameter)[split.dim] * stage_and_slice(engine)[2] if split.real is not None else None
@@ -299,12 +282,10 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
         elif getattr(parameter, "tensor_model_parallel", False):
             undeclared.append(name)
     splits |= {name: split for name, buffer in module.named_buffers() if (split := split_of(buffer)) is not None}
-    experts = {
-        f"{prefix}{name}.deepspeed_experts": int(layer.ep_size)
-        for prefix, layer in of_experts.items()
-        for name, part in layer.named_modules()
-        if isinstance(part, Experts)
-    } | {name: int(layer.ep_size) for name, layer in stacked_experts(module).items()}
+    experts = {}
+    for name, layer in of_experts.items():
+        local = LOCAL_EXPERT.search(name)
+        experts[name[: local.end(1) - 1] if local is not None else name] = int(layer.ep_size)
     structure = manifests.SavedStructure(
         name_of_optimizer(engine),
         (names_of_groups(engine),),
@@ -421,15 +402,15 @@ def digests_of_buffers(engine: DeepSpeedEngine) -> dict[str, str]:
 
 
 def share_of_structure(engine: DeepSpeedEngine) -> dict[str, Any] | None:
-    """Return this stage's structure, as JSON, on the first replica of the first slice; None on all other ranks."""
+    """Return this stage's structure on the first replica of the first slice; None on all other ranks."""
     stage, place, _ = stage_and_slice(engine)
-    return {"stage": stage, **asdict(structure_of(engine))} if place == 0 and replica_of(engine) == 0 else None
+    return {"stage": stage, "structure": structure_of(engine)} if place == 0 and replica_of(engine) == 0 else None
 
 
 def whole_structure(shares: Iterable[Mapping[str, Any] | None]) -> manifests.SavedStructure | None:
     """Merge the shares of all ranks into the structure of the whole model; None if there are none."""
     found = sorted((share for share in shares if share is not None), key=lambda share: int(share["stage"]))
-    stages = [manifests.structure_from({key: share[key] for key in share if key != "stage"}) for share in found]
+    stages = [manifests.built_from(manifests.SavedStructure, share["structure"]) for share in found]
     return manifests.merged_structures(stages) if stages else None
 
 

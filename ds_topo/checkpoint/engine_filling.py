@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,13 @@ from ds_topo.checkpoint.deepspeed_reader import MASTER, WEIGHT, Source, differin
 from ds_topo.checkpoint.engine_state import (
     Named,
     Rename,
-    Trained,
+    named_buffers,
     named_parameters,
-    names_of_buffers,
     renaming,
     restore_hyperparameters,
-    span_of_zero_3,
-    trained,
     update_weights,
 )
-from ds_topo.checkpoint.manifest import SavedStructure, structure_from
+from ds_topo.checkpoint.manifest import SavedStructure, built_from
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.saved_model import Parameter, model_of, require_splits
 from ds_topo.checkpoint.target import require_loadable
@@ -44,6 +41,7 @@ from ds_topo.errors import CheckpointError, CheckpointLayoutError, CheckpointMod
 
 _ADAMS = {"Adam", "AdamW", "DeepSpeedCPUAdam"}
 """Optimizers that keep the same states in the same way."""
+_BUILD_ALIKE = "Build the model and freeze its parameters as when it was saved"
 _NAMES_OF_GROUPS = {"params": None, "param_names": None, "name": None}
 
 
@@ -53,24 +51,8 @@ class Row:
 
     saved: Parameter
     named: Named
-    trained: Trained | None
-    """Its place in the optimizer's memory; None if the engine has no optimizer, or leaves the parameter out."""
     has_states: bool
     """True if the optimizer has trained it in both jobs."""
-
-
-@dataclass
-class Comparison:
-    """The result of comparing the checkpoint with this rank's engine; sent to rank 0 as JSON."""
-
-    names: list[str] = field(default_factory=list)
-    """Names, in the checkpoint, of the parameters and buffers that it will copy."""
-    added: dict[str, str] = field(default_factory=dict)
-    """What strict loading refuses, by name: parameters and buffers without a value, or without states."""
-    problem: str = ""
-    """The first difference that cannot be loaded."""
-    conflict: str = ""
-    """The first reason why this engine cannot hold the checkpoint's states."""
 
 
 class EngineFilling:
@@ -87,88 +69,88 @@ class EngineFilling:
         self, engine: DeepSpeedEngine, source: Source, rename: Rename = None, *, has_states: bool = False
     ) -> None:
         self._engine, self._source = engine, source
-        self._stage, self._place, self._slices = facts.stage_and_slice(engine)
+        _, self._place, self._slices = facts.stage_and_slice(engine)
         self._inner = facts.inner_optimizer(engine)
         self._has_states = has_states and self._inner is not None
-        self._trained = list(trained(engine))
         self._named = named_parameters(engine, rename)
-        self._buffer_names = names_of_buffers(engine, rename)
-        self._layers, self._stacked = facts.moe_layers(engine.module), facts.stacked_experts(engine.module)
+        self._buffers = named_buffers(engine, rename)
         self._rows: list[Row] = []
 
-    def compare(self) -> Comparison:
-        """Compare this rank's parameters, buffers and states with the checkpoint."""
-        found, parameters = Comparison(), self._source.model.parameters
-        aliases = self._source.model.structure.aliases
-        places = {id(one.parameter): one for one in self._trained}
+    def compare(self) -> tuple[list[str], dict[str, str]]:
+        """Compare this rank's parameters, buffers and states with the checkpoint.
+
+        Returns:
+            The names, in the checkpoint, of what it will copy; and what strict loading refuses, by name: parameters and
+            buffers without a value, or without states.
+
+        Raises:
+            CheckpointModelError: something differs that cannot be loaded.
+            CheckpointLayoutError: this engine cannot hold the checkpoint's states.
+        """
+        names: list[str] = []
+        added: dict[str, str] = {}
+        parameters, aliases = self._source.model.parameters, self._source.model.structure.aliases
+        experts = facts.experts_of(self._engine.module)
         for named in self._named:
-            own, shape = named.parameter, list(facts.shape_of(named.parameter))
-            names = dict.fromkeys(aliases.get(name, name) for name in named.names)
-            found_here = [parameters[name] for name in names if name in parameters]
-            if not found_here:
-                found.added[named.names[0]] = f"it has no parameter {named.names[0]!r} {shape}"
+            first, shape = named.names[0], facts.shape_of(named.parameter)
+            wanted = dict.fromkeys(aliases.get(name, name) for name in named.names)
+            found = [parameters[name] for name in wanted if name in parameters]
+            if not found:
+                added[first] = f"it has no parameter {first!r} {list(shape)}"
                 continue
-            saved, others = found_here[0], found_here[1:]
-            found.names += [one.name for one in found_here]
-            layer = facts.moe_layer_of(named.local, self._layers)
-            layer = layer or self._stacked.get(named.local)
-            pieces = named.slice.slices if saved.is_stacked else self._slices
-            experts, size = int(layer.num_experts) if layer is not None else 0, saved.shape_of_slice(pieces)
-            if saved.experts != experts:
-                problem = f"{saved.name!r} has {saved.experts} experts in the checkpoint, and {experts} in the model"
-                found.problem = found.problem or problem
-            elif list(size) != shape:
-                found.problem = found.problem or (
-                    f"parameter {saved.name!r} is {list(size)} in the checkpoint ({self._slices} slices), not {shape}"
-                )
-            elif unlike := next((one.name for one in others if not self._are_equal(saved, one)), None):
-                found.problem = found.problem or (
-                    f"{saved.name!r} and {unlike!r} differ, and are one parameter in the model"
-                )
-            place = places.get(id(own))
-            is_trained = place is not None and own.requires_grad
-            self._rows.append(Row(saved, named, place, is_trained and saved.is_trained))
+            count = int(experts[named.local].num_experts) if named.is_expert else 0
+            self._require_equal(named, found, shape, count)
+            names += [one.name for one in found]
+            saved, is_trained = found[0], named.held.group is not None and named.parameter.requires_grad
+            self._rows.append(Row(saved, named, is_trained and saved.is_trained))
             if self._has_states and is_trained and not saved.is_trained:
-                found.added[saved.name] = f"{saved.name!r} is trained here and was frozen there, so it has no states"
-        self._compare_buffers(found)
-        if self._has_states and not found.problem:
-            try:
-                self._require_states_that_fit()
-            except CheckpointLayoutError as error:
-                found.conflict = str(error)
-        return found
-
-    def _are_equal(self, one: Parameter, other: Parameter) -> bool:
-        if one.shape != other.shape:
-            return False
-        left, right = (
-            self._source.elements(each.name, WEIGHT, self._place, self._slices, 0, each.numel_of_slice(self._slices))
-            for each in (one, other)
-        )
-        return torch.equal(left, right)
-
-    def _compare_buffers(self, found: Comparison) -> None:
-        saved, kept = self._buffers(), self._engine.module.state_dict(keep_vars=True)
-        for local, buffer in self._engine.module.named_buffers():
-            if local not in kept:
+                added[saved.name] = f"{saved.name!r} is trained here and was frozen there, so it has no states"
+        there = self._saved_buffers()
+        for name, (buffer, *_) in self._buffers.items():
+            if name not in there:
+                added[name] = f"it has no buffer {name!r} {list(buffer.shape)}"
                 continue
-            name, shape = self._buffer_names[local], list(buffer.shape)
-            if name not in saved:
-                found.added[name] = f"it has no buffer {name!r} {shape}"
-                continue
-            found.names.append(name)
-            if (there := list(saved[name].shape)) != shape and not found.problem:
-                found.problem = f"buffer {name!r} is {there} in the checkpoint ({self._slices} slices), not {shape}"
+            names.append(name)
+            self._require_shape(f"buffer {name!r}", there[name].shape, buffer.shape)
+        if self._has_states:
+            self._require_states_that_fit()
+        return names, added
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
+    def _require_equal(self, named: Named, found: Sequence[Parameter], shape: tuple[int, ...], experts: int) -> None:
+        """Raise CheckpointModelError unless a parameter has the shape of those in the checkpoint, which are equal."""
+        saved, slices = found[0], named.slice.slices if found[0].is_stacked else self._slices
+        if saved.experts != experts:
+            raise self._of_another_model(
+                f"{saved.name!r} has {saved.experts} experts in the checkpoint, and {experts} in the model"
+            )
+        self._require_shape(f"parameter {saved.name!r}", saved.shape_of_slice(slices), shape)
+        for other in found[1:]:
+            if saved.shape != other.shape or not torch.equal(*map(self._weight_of_slice, (saved, other))):
+                raise self._of_another_model(
+                    f"{saved.name!r} and {other.name!r} differ, and are one parameter in the model"
+                )
+
+    def _require_shape(self, what: str, saved: Sequence[int], own: Sequence[int]) -> None:
+        if tuple(saved) != tuple(own):
+            raise self._of_another_model(
+                f"{what} is {list(saved)} in the checkpoint ({self._slices} slices), not {list(own)}"
+            )
+
+    def _of_another_model(self, problem: str) -> CheckpointModelError:
+        return CheckpointModelError(f"{_name_of(self._source)} is of another model: {problem}. {_BUILD_ALIKE}")
+
+    def _weight_of_slice(self, one: Parameter) -> torch.Tensor:
+        return self._source.elements(one.name, WEIGHT, self._place, self._slices, 0, one.numel_of_slice(self._slices))
+
+    def _saved_buffers(self) -> dict[str, torch.Tensor]:
         return dict(self._source.buffers(self._slices, self._place))
 
     def _vectors(self) -> list[list[Row]]:
         """Return the rows that share a tensor of the optimizer."""
         found: dict[int, list[Row]] = {}
         for row in self._rows:
-            if row.trained is not None:
-                found.setdefault(id(row.trained.master), []).append(row)
+            if row.named.held.group is not None:
+                found.setdefault(id(row.named.held.master), []).append(row)
         return list(found.values())
 
     def _states_of(self, rows: Sequence[Row]) -> dict[str, Any]:
@@ -183,8 +165,9 @@ class EngineFilling:
             _, states = self._source.of_parameter(row.saved.name) if row.has_states else ({}, {})
             if found and states and (key := differing(found, states)):
                 raise CheckpointLayoutError(
-                    f"{first!r} and {row.saved.name!r} have different values or types of {key} in the optimizer, and "
-                    "this engine keeps one for both. Put the two into different groups of the optimizer"
+                    f"{_name_of(self._source)}: {first!r} and {row.saved.name!r} have different values or types of "
+                    f"{key} in the optimizer, and this engine keeps one for both. Put the two into different groups of "
+                    "the optimizer"
                 )
             if states and not found:
                 found, first = states, row.saved.name
@@ -195,8 +178,8 @@ class EngineFilling:
         saved, own = self._source.model.structure.optimizer, type(self._inner).__name__
         if saved != own and not {saved, own} <= _ADAMS:
             raise CheckpointLayoutError(
-                f"it was trained by {saved}, and this job has {own}, whose states differ: use {saved}, or load the "
-                "weights alone (load_optimizer_states=False)"
+                f"{_name_of(self._source)} was trained by {saved}, and this job has {own}, whose states differ: use "
+                f"{saved}, or load the weights alone (load_optimizer_states=False)"
             )
         for rows in self._vectors():
             self._states_of(rows)
@@ -205,43 +188,32 @@ class EngineFilling:
         """Copy this rank's part of everything into the optimizer's memory and, what is not trained, into the module."""
         with torch.no_grad():
             for row in self._rows:
-                self._copy_weight(row)
+                # a master weight also of what is frozen here: it may be more precise
+                self._read(row, MASTER if self._has_states else WEIGHT, row.named.held.master)
             for rows in self._vectors() if self._has_states else ():
                 self._copy_states(rows)
-            saved = self._buffers()
-            for local, buffer in self._engine.module.named_buffers():
-                if (value := saved.get(self._buffer_names[local])) is not None:
-                    buffer.copy_(value)
+            saved = self._saved_buffers()
+            for name, (buffer, *_) in self._buffers.items():
+                if name in saved:
+                    buffer.copy_(saved[name])
         if self._has_states:
             self._restore_groups()
 
     def finish(self) -> None:
         """Copy the optimizer's weights into the module; collective over the ranks of the engine."""
-        update_weights(self._engine, self._trained)
+        update_weights(self._engine, self._named)
 
-    def _read(self, row: Row, key: str, start: int, stop: int) -> torch.Tensor:
-        own = row.named.slice
+    def _read(self, row: Row, key: str, tensor: torch.Tensor) -> None:
+        """Read this rank's elements of a weight or state into a tensor with the layout of the parameter's values."""
+        own, held = row.named.slice, row.named.held
         place, slices = (own.place, own.slices) if row.saved.is_stacked else (self._place, self._slices)
-        return self._source.elements(row.saved.name, key, place, slices, start, stop)
-
-    def _copy_weight(self, row: Row) -> None:
-        parameter: Any = row.named.parameter
-        key = MASTER if self._has_states else WEIGHT  # also for what is frozen here, and may be more precise
-        if row.trained is not None:
-            place = row.trained
-            if place.numel:
-                into = place.part_of(place.master)
-                into.copy_(self._read(row, key, place.start, place.start + place.numel).view(into.shape))
-        elif hasattr(parameter, "ds_tensor"):
-            start, numel = span_of_zero_3(parameter)
-            parameter.ds_tensor.view(-1)[:numel].copy_(self._read(row, key, start, start + numel))
-        else:
-            parameter.copy_(self._read(row, key, 0, parameter.numel()).view(parameter.shape))
+        if held.numel:
+            into, stop = held.part_of(tensor), held.start + held.numel
+            into.copy_(self._source.elements(row.saved.name, key, place, slices, held.start, stop).view(into.shape))
 
     def _copy_states(self, rows: Sequence[Row]) -> None:
         assert self._inner is not None
-        assert rows[0].trained is not None
-        master, states = rows[0].trained.master, self._states_of(rows)
+        master, states = rows[0].named.held.master, self._states_of(rows)
         own = self._inner.state[master] if states else self._inner.state.get(master, {})
         for key in own.keys() - states.keys():
             del own[key]
@@ -255,10 +227,8 @@ class EngineFilling:
             else:
                 known.zero_()  # what no parameter fills is padding, or new
             for row in rows:
-                place = row.trained
-                if row.has_states and place is not None and place.numel:
-                    into = place.part_of(own[key])
-                    into.copy_(self._read(row, key, place.start, place.start + place.numel).view(into.shape))
+                if row.has_states:
+                    self._read(row, key, own[key])
 
     def _restore_groups(self) -> None:
         """Restore hyperparameters: those that groups of this engine share with the saved groups of their parameters.
@@ -268,19 +238,18 @@ class EngineFilling:
         assert self._inner is not None
         sources: list[list[dict[str, Any]]] = [[] for _ in self._inner.param_groups]
         for row in self._rows:
-            if row.trained is not None and row.has_states:
+            number = row.named.held.group
+            if number is not None and row.has_states:
                 group, _ = self._source.of_parameter(row.saved.name)
-                if not any(group is known for known in sources[row.trained.group]):
-                    sources[row.trained.group].append(group)
+                if not any(group is known for known in sources[number]):
+                    sources[number].append(group)
         own = [{**group, **_NAMES_OF_GROUPS} for group in self._inner.param_groups]
         for number, (group, found) in enumerate(zip(self._inner.param_groups, sources, strict=True)):
-            related = [own[other] for other, there in enumerate(sources) if _share(there, found) and other != number]
-            kept = {
-                key
-                for other in related
-                for key in own[number]
-                if differing({key: own[number][key]}, {key: other.get(key)})
-            }
+            kept: set[str] = set()  # what distinguishes it from others of the same saved group
+            for other, there in enumerate(sources):
+                if any(left is right for left in there for right in found):
+                    pairs = ((key, {key: value}, {key: own[other].get(key)}) for key, value in own[number].items())
+                    kept |= {key for key, here, beside in pairs if differing(here, beside)}
             for saved in found[:1]:
                 differ = {
                     key for other in found for key in saved if differing({key: saved[key]}, {key: other.get(key)})
@@ -341,53 +310,49 @@ def opened_for(
             manifest = manifest_of_files(path, saved, structure)
         return Source(model_of(manifest, structure.splits), path)
 
-    structure = structure_from(meeting.decided_from("plan", facts.share_of_structure(engine), plan))
+    decided = meeting.decided_from("plan", facts.share_of_structure(engine), plan)
+    structure: SavedStructure = built_from(SavedStructure, decided)
 
-    def compare() -> tuple[Source, EngineFilling, Comparison]:
-        _require_visible(path)
+    def compare() -> tuple[Source, EngineFilling, tuple[list[str], dict[str, str]]]:
+        if not path.exists():
+            raise CheckpointError(f"{path} is not visible here, but all ranks must share its file system")
         source = sources[0] if sources else opened_source(structure)
         filling = EngineFilling(engine, source, rename, has_states=has_states)
         return source, filling, filling.compare()
 
-    source: Source
-    filling: EngineFilling
-    source, filling, comparison = meeting.step("compared", compare)
+    source, filling, (names, added) = meeting.step("compared", compare)
     digests = facts.digests_of_buffers(engine) if slices != source.model.slices else {}
-
-    where = f"the checkpoint {path.name!r} of {path.parent}"
-    judge = partial(_judged, source, where, is_strict=is_strict)
-    said = meeting.decided_from("difference", (asdict(comparison), stage, digests), judge)
+    judge = partial(_judged, source, is_strict=is_strict)
+    said = meeting.decided_from("difference", (names, added, stage, digests), judge)
     if said and dist.get_rank() == 0:
-        warnings.warn(f"{where} was loaded although {said}", RuntimeWarning, stacklevel=4)
+        warnings.warn(f"{_name_of(source)} was loaded although {said}", RuntimeWarning, stacklevel=4)
     return source, filling
 
 
-def _judged(source: Source, where: str, posted: list[Any], *, is_strict: bool) -> str:
+def _name_of(source: Source) -> str:
+    return f"the checkpoint {source.folder.name!r} of {source.folder.parent}"
+
+
+def _judged(source: Source, posted: list[Any], *, is_strict: bool) -> str:
     """Judge the comparisons of all ranks on rank 0; return the differences that are tolerated.
 
     Raises:
         CheckpointModelError, CheckpointLayoutError: the checkpoint does not fit.
     """
-    rows = [Comparison(**row) for row, _, _ in posted]
-    names = {name for row in rows for name in row.names}
-    added = {name: said for row in rows for name, said in row.added.items()}
+    where, copied = _name_of(source), {name for names, *_ in posted for name in names}
     there: dict[str, Any] = {**source.model.parameters, **dict(source.buffers())}
-    left_out = [
-        f"it has {name!r} {list(one.shape)}, which the model does not have"
+    differences = {name: text for _, added, *_ in posted for name, text in added.items()} | {
+        name: f"it has {name!r} {list(one.shape)}, which the model does not have"
         for name, one in there.items()
-        if name not in names
-    ]
-    unlike = next((row.problem for row in rows if row.problem), "")
-    if unlike or (is_strict and (added or left_out)):
-        problem = unlike or next(iter(added.values()), "") or left_out[0]
+        if name not in copied
+    }
+    if is_strict and differences:
         raise CheckpointModelError(
-            f"{where} is of another model: {problem}. Build the model and freeze its parameters as when it was saved"
-            + ("" if unlike else ", or load what both have (load_module_strict=False)")
+            f"{where} is of another model: {next(iter(differences.values()))}. {_BUILD_ALIKE}, or load what both have "
+            "(load_module_strict=False)"
         )
-    if conflict := next((row.conflict for row in rows if row.conflict), ""):
-        raise CheckpointLayoutError(f"{where}: {conflict}")
     known: dict[tuple[int, str], str] = {}
-    for _, stage, digests in posted:
+    for *_, stage, digests in posted:
         for name, digest in digests.items():
             if known.setdefault((stage, name), digest) != digest:
                 raise CheckpointLayoutError(
@@ -396,7 +361,7 @@ def _judged(source: Source, where: str, posted: list[Any], *, is_strict: bool) -
                     "deepspeed.initialize, if slices split it. Register one that follows from the slice itself with "
                     "persistent=False"
                 )
-    return "; ".join([*added.values(), *left_out])
+    return "; ".join(differences.values())
 
 
 def _plain_weights(engine: DeepSpeedEngine, path: Path, rename: Rename, structure: SavedStructure) -> WeightFiles:
@@ -409,13 +374,4 @@ def _plain_weights(engine: DeepSpeedEngine, path: Path, rename: Rename, structur
         undeclared=tuple(new for name in structure.undeclared for new in new_names(name)),
         aliases={},
     )
-    return WeightFiles(path, renamed, set(names_of_buffers(engine, rename).values()))
-
-
-def _require_visible(path: Path) -> None:
-    if not path.exists():
-        raise CheckpointError(f"{path} is not visible here, but all ranks must share its file system")
-
-
-def _share(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
-    return any(left is right for left in one for right in other)
+    return WeightFiles(path, renamed, named_buffers(engine, rename).keys())

@@ -47,6 +47,8 @@ _MOST_MISSING = 1000
 """The most missing names to find: the number in another file's name may imply any number of them."""
 _LARGEST_MANIFEST, _LARGEST_LATEST = 1 << 31, 1 << 12
 """The most bytes of a manifest and of ``latest``: reading an endless file would take all memory."""
+_LATEST_TIME = 253402300799
+"""The end of the year 9999, in seconds since 1970."""
 _STATES = re.compile(
     r"(?P<bf16>bf16_)?(?:zero_pp_rank_(?P<replica>\d+)_)?mp_rank_(?P<model>\d+)_(?P<kind>model|optim)_states\.pt"
 )
@@ -87,7 +89,7 @@ def wrong_digests(folder: Path, files: Iterable[SavedFile]) -> list[str]:
 def wrong_without_manifest(folder: Path, expected: SavedLayout | None = None) -> list[str]:
     """Find missing, empty and truncated files in a checkpoint that DeepSpeed alone saved.
 
-    Names, sizes and the ends of archives are checked. A file is missing if another file's name, or ``expected``,
+    Names, sizes and the checksums of archives are checked. A file is missing if another file's name, or ``expected``,
     implies it. Changed bytes are not found.
 
     Args:
@@ -102,9 +104,7 @@ def wrong_without_manifest(folder: Path, expected: SavedLayout | None = None) ->
     problems += [f"{name} {found[name]}" for name in names if isinstance(found[name], str)]
     problems += [f"{name} is empty" for name in names if found[name] == 0]
     sizes = {name: size for name, size in found.items() if isinstance(size, int) and size}
-    return problems + [
-        f"{name} is truncated or damaged" for name in names if name in sizes and _is_truncated(folder / name)
-    ]
+    return problems + unreadable(folder, [name for name in names if name in sizes])
 
 
 def _missing_names(names: Sequence[str], expected: SavedLayout | None) -> Iterator[str]:
@@ -127,17 +127,29 @@ def _missing_names(names: Sequence[str], expected: SavedLayout | None) -> Iterat
         yield from islice((name for name in wanted if name not in known), _MOST_MISSING)
 
 
-def _is_truncated(path: Path) -> bool:
-    """Check for the directory at the end of torch's archive. Files in torch's older format have none."""
+def unreadable(folder: Path, names: Iterable[str]) -> list[str]:
+    """Find torch's files whose directory, or description of their tensors, is truncated or changed.
+
+    Everything but the bytes of tensors is compared with its checksum in the archive. Files in torch's older format have
+    none.
+    """
+    return [f"{name} {problem}" for name in names if (problem := _problem_of_archive(folder / name))]
+
+
+def _problem_of_archive(path: Path) -> str:
     try:
         with open_file(path) as file:
             if file.read(4) != b"PK\x03\x04":
-                return False
+                return ""
             with zipfile.ZipFile(file) as archive:
-                archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
-        return True
-    return False
+                for record in archive.infolist():
+                    if "/data/" not in record.filename:
+                        archive.read(record)
+    except OSError as error:
+        return f"cannot be read: {reason_of(error)}"
+    except Exception as error:  # of any class: zipfile raises whatever a changed byte leads to
+        return f"is damaged, or was changed after it was written ({str(error) or type(error).__name__})"
+    return ""
 
 
 def told(problems: Sequence[str]) -> str:
@@ -185,10 +197,8 @@ class Checkpoint:
         if self.manifest is not None:
             return self.manifest.step, self.manifest.time
         digits = re.findall(r"[0-9]+", self.tag)
-        try:
-            when = datetime.fromtimestamp(self.modified, timezone.utc).isoformat(timespec="seconds")
-        except (ValueError, OverflowError):  # some file systems can store times in other millennia
-            when = ""
+        seconds = min(max(self.modified, 0), _LATEST_TIME)  # some file systems can store times in other millennia
+        when = datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="seconds")
         return int(digits[-1]) if digits else -1, when
 
 

@@ -34,7 +34,7 @@ from ds_topo.checkpoint.deepspeed_reader import Source, name_of_model_states, op
 from ds_topo.checkpoint.disk import check_folder, reason_of
 from ds_topo.checkpoint.engine_filling import opened_for
 from ds_topo.checkpoint.engine_state import SCHEDULER, Rename, restore_progress
-from ds_topo.checkpoint.folder import Checkpoint, wrong_without_manifest
+from ds_topo.checkpoint.folder import Checkpoint, unreadable, wrong_without_manifest
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place, SavedLayout, why_unreachable
 from ds_topo.checkpoint.rank_zero import Meeting, shared_out
 from ds_topo.checkpoint.safe_reading import (
@@ -43,7 +43,6 @@ from ds_topo.checkpoint.safe_reading import (
     reading_checkpoint,
     refused_types,
     removed_meanwhile,
-    unreadable,
 )
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
@@ -183,7 +182,11 @@ def load(
     for attempt in count(1):
         chosen, reason = meeting.decided(f"choice {attempt}", choice.next)
         if not chosen:
-            _load_plain_weights(engine, meeting, root, rename, is_strict=load_module_strict)
+            _, filling = opened_for(
+                engine, meeting, root, rename, is_plain=True, has_states=False, is_strict=load_module_strict
+            )
+            meeting.step("copied", filling.copy)
+            meeting.step("weights updated", filling.finish)
             meeting.end()
             return str(root), {}
         share = choice.check(root / chosen, reason)
@@ -193,7 +196,11 @@ def load(
     if newest is not None and (reason := folders.why_passed_over(root, newest, choice.damaged)):
         warnings.warn(reason, RuntimeWarning, stacklevel=2)
     if choice.chosen is not None and choice.chosen.manifest is None:
-        warnings.warn(_without_manifest(root / chosen), RuntimeWarning, stacklevel=2)
+        said = (
+            f"{root / chosen} has no {manifests.NAME}: DeepSpeed alone saved it, or the file is lost. Its model and "
+            "its digests were not compared, only missing and damaged files are found. The next save writes a manifest"
+        )
+        warnings.warn(printable(said), RuntimeWarning, stacklevel=2)
     if is_fitting:
         state = meeting.step("loaded", lambda: _load_files(engine, root / chosen, options, custom_load_fn))
     else:
@@ -248,40 +255,26 @@ def _load_by_name(engine: DeepSpeedEngine, meeting: Meeting, path: Path, options
         CheckpointLayoutError, CheckpointModelError: it cannot be converted; nothing was changed.
         CheckpointError: a rank failed.
     """
-    with reading_checkpoint(path):
-        source, filling = opened_for(
-            engine, meeting, path, has_states=options.has_states, is_strict=options.load_module_strict
-        )
-        is_like = source.is_like(facts.layout_of(engine))
-        saved = source.model_states(int(engine.checkpoint_mp_rank) if is_like else 0)
+    source, filling = opened_for(
+        engine, meeting, path, has_states=options.has_states, is_strict=options.load_module_strict
+    )
+    is_like = source.is_like(facts.layout_of(engine))
+    saved = source.model_states(int(engine.checkpoint_mp_rank) if is_like else 0)
 
-        def copy() -> None:
-            filling.copy()
-            if not options.load_module_only:
-                both_fp16 = facts.layout_of(engine).precision == source.layout.precision == "fp16"
-                progress = {**saved, **(source.loss_scale() if both_fp16 else {})}
-                left_out = () if options.has_scheduler else (SCHEDULER,)
-                restore_progress(engine, {key: value for key, value in progress.items() if key not in left_out})
-            states = path / facts.name_of_states(engine)
-            if options.restore_random_states and is_like and states.exists():
-                facts.restore_random_states(engine, opened(states))
+    def copy() -> None:
+        filling.copy()
+        if not options.load_module_only:
+            both_fp16 = facts.layout_of(engine).precision == source.layout.precision == "fp16"
+            progress = {**saved, **(source.loss_scale() if both_fp16 else {})}
+            left_out = () if options.has_scheduler else (SCHEDULER,)
+            restore_progress(engine, {key: value for key, value in progress.items() if key not in left_out})
+        states = path / facts.name_of_states(engine)
+        if options.restore_random_states and is_like and states.exists():
+            facts.restore_random_states(engine, opened(states))
 
-        meeting.step("copied", copy)
-        meeting.step("weights updated", filling.finish)
-        return {key: value for key, value in saved.items() if key not in OF_DEEPSPEED}
-
-
-def _load_plain_weights(
-    engine: DeepSpeedEngine, meeting: Meeting, path: Path, rename: Rename, *, is_strict: bool
-) -> None:
-    """Copy plain weights into the engine.
-
-    Raises:
-        CheckpointError: as :func:`_load_by_name`.
-    """
-    _, filling = opened_for(engine, meeting, path, rename, is_plain=True, has_states=False, is_strict=is_strict)
-    meeting.step("copied", filling.copy)
+    meeting.step("copied", copy)
     meeting.step("weights updated", filling.finish)
+    return {key: value for key, value in saved.items() if key not in OF_DEEPSPEED}
 
 
 def _of_checkpoint(engine: DeepSpeedEngine, path: Path, read: Callable[..., Any]) -> Callable[..., Any]:
@@ -303,13 +296,6 @@ def _checked(engine: Any, folder: object, tag: object, verify: object) -> tuple[
     if verify not in (SIZES, DIGESTS):
         raise ValueError(f"verify={abridged(verify)}: give {SIZES!r} or {DIGESTS!r}")
     return root, name
-
-
-def _without_manifest(path: Path) -> str:
-    return printable(
-        f"{path} has no {manifests.NAME}: DeepSpeed alone saved it, or the file is lost. Its model and its digests "
-        "were not compared, only missing and truncated files are found. The next save writes a manifest"
-    )
 
 
 class _Choice:
@@ -372,7 +358,9 @@ class _Choice:
             manifest = self.chosen.manifest if self.chosen is not None else folders.manifest_of(path)
             if manifest is not None and options.verify == DIGESTS:
                 found["damaged"] = folders.wrong_digests(path, shared_out(manifest.files))
-            if manifest is not None and not reason and facts.replica_of(engine) == 0:
+            if not reason and manifest is None and options.has_states:
+                found["order"] = self._other_order(path)
+            elif not reason and manifest is not None and facts.replica_of(engine) == 0:
                 is_strict = options.load_module_strict and not options.has_custom_function
                 if is_strict and (model := facts.difference_of_models(engine, manifest)):
                     found["model"] = f"{model} (model rank {int(engine.checkpoint_mp_rank)})"
@@ -381,14 +369,11 @@ class _Choice:
                         f"has the optimizer's states by position, and {order}, or load by their names with "
                         "ds_topo.checkpoint.load(..., convert=True), or load parameters alone (load_module_only=True)"
                     )
-            if manifest is None and not reason and options.has_states and (other := self._other_order(path)):
-                found["order"] = other
+            names = [file.path for file in manifest.files] if manifest else sorted(os.listdir(path))
+            share = [name for name in shared_out(names) if name.endswith(".pt")]
+            found["damaged"] = found["damaged"] or unreadable(path, share)
             if not found["damaged"]:
-                names = [file.path for file in manifest.files] if manifest else sorted(os.listdir(path))
-                share = [path / name for name in shared_out(names) if name.endswith(".pt")]
-                found["damaged"] = unreadable(share)
-                refused = refused_types(share) if not found["damaged"] else []
-                found["refused"] = refused[0] if refused else ""
+                found["refused"] = next(iter(refused_types([path / name for name in share])), "")
             needs_scheduler = options.has_scheduler and engine.lr_scheduler is not None
             if self._saved is not None and needs_scheduler and not found["damaged"] and not found["refused"]:
                 file = path / name_of_model_states(self._saved, 0)
@@ -520,11 +505,11 @@ class _Choice:
     def _nothing(self) -> CheckpointError:
         """Return the error that there is nothing to load."""
         root, tag = self._root, self._tag
-        if _is_checkpoint(root):
+        known, kind = folders.tags_in(root), folders.other_kind(root)
+        if folders.is_checkpoint(root):
             return MissingCheckpointError(
                 f"{root} is one checkpoint: give the folder around it, {str(root.parent)!r}, and tag={root.name!r}"
             )
-        known, kind = folders.tags_in(root), folders.other_kind(root)
         if root.exists() and not root.is_dir():
             return MissingCheckpointError(f"{root} is a file: {kind or 'give the folder of all checkpoints'}")
         if kind and not known:
@@ -542,12 +527,6 @@ class _Choice:
         if not problems:
             return MissingCheckpointError(f"no checkpoint in {root}")
         return DamagedCheckpointError(f"no checkpoint in {root} is complete: {folders.told(problems)}")
-
-
-def _is_checkpoint(path: Path) -> bool:
-    with suppress(OSError):
-        return folders.is_checkpoint(path)
-    return False
 
 
 # -- DeepSpeed's method ------------------------------------------------------------------------------------------------

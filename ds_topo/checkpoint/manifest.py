@@ -19,12 +19,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from types import NoneType, UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from ds_topo.checkpoint.json_values import built_from
-from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, abridged
+from ds_topo.errors import CheckpointVersionError, DamagedCheckpointError, ExpertSizeError, abridged, listed
 from ds_topo.topology.axes import SHARD
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import ExpertPlan, gradient_axes
@@ -37,6 +38,8 @@ _OURS = {"format", "version", "bytes"}
 """Entries of the file that are no fields of a manifest."""
 MOST_RANKS = 1 << 22
 """The most ranks of a layout: tables of all ranks must fit into memory."""
+_LARGEST = 1 << 63
+"""Numbers are below it, as sizes of files and tensors are; larger ones would be slow to multiply and to print."""
 _DIMENSIONS = 64
 """The most dimensions of a tensor, as in torch."""
 BF16_OPTIMIZER = "BF16_Optimizer"
@@ -131,18 +134,6 @@ class SavedStructure:
         parts = len(self.bounds) - 1
         held = (stage,) if parts == stages else (stage, parts - 1 - stage)
         return [layer for part in held for layer in range(self.bounds[part], self.bounds[part + 1])]
-
-
-def structure_from(content: Mapping[str, Any]) -> SavedStructure:
-    """Return the structure that JSON holds.
-
-    >>> from dataclasses import asdict
-    >>> structure = SavedStructure("AdamW", ((("0.weight",),),), {"0.weight": SavedSplit(0)})
-    >>> structure_from(json.loads(json.dumps(asdict(structure)))) == structure
-    True
-    """
-    found: SavedStructure = built_from(SavedStructure, dict(content))
-    return found
 
 
 def merged_structures(stages: Sequence[SavedStructure]) -> SavedStructure:
@@ -436,6 +427,77 @@ def from_text(text: str, where: str) -> Manifest:
     return found
 
 
+def built_from(kind: Any, value: Any, place: str = "") -> Any:
+    """Return JSON as a value of a type: a dataclass, a tuple, a mapping of names, a number, a name or None.
+
+    Every entry has the type that its field declares, and none is unknown. The dataclasses themselves check ranges, so
+    that code which gets a value need not check it again, whoever wrote the JSON.
+
+    >>> built_from(dict[str, SavedSplit], {"weight": {"dim": 0}})
+    {'weight': SavedSplit(dim=0, stride=1, real=None, padded=None)}
+    >>> built_from(dict[str, SavedSplit], {"weight": {"dim": "0"}})
+    Traceback (most recent call last):
+    ...
+    ValueError: weight.dim: '0' is not an int
+
+    Args:
+        kind: the type.
+        value: what ``json.loads`` has returned.
+        place: the place of the value, with which messages begin.
+
+    Raises:
+        ValueError: a value has another type, a number is too large, a text cannot be printed, an entry is missing or
+            unknown, or a dataclass refuses its fields.
+    """
+    form, inner = _form_of(kind)
+    at = f"{place}: " if place else ""
+    if form is UnionType:
+        return None if value is None else built_from(inner, value, place)
+    if inner is None:
+        if type(value) is not form:  # True is an int, and no size
+            raise ValueError(f"{at}{abridged(value)} is not {'an' if form is int else 'a'} {form.__name__}")
+        if form is int and not -_LARGEST < value < _LARGEST:
+            raise ValueError(f"{at}{abridged(value)} is too large")
+        if form is str and not value.isprintable():
+            raise ValueError(f"{at}{abridged(value)} has characters that cannot be printed")
+        return value
+    if form is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{at}{abridged(value)} is not a list")
+        return tuple([built_from(inner, one, f"{place}[{number}]") for number, one in enumerate(value)])
+    if not isinstance(value, dict):
+        raise ValueError(f"{at}{abridged(value)} is not an object")
+    before = f"{place}." if place else ""
+    if form is dict:
+        return {built_from(str, name, place): built_from(inner, one, f"{before}{name}") for name, one in value.items()}
+    if unknown := [name for name in value if name not in inner]:
+        raise ValueError(f"{at}no entry {abridged(unknown[0])} is known: there are {listed([*inner], 20)}")
+    found = {name: built_from(inner[name], one, f"{before}{name}") for name, one in value.items()}
+    try:
+        return form(**found)
+    except ValueError as error:
+        raise ValueError(f"{at}{error}") from None
+    except TypeError:
+        needed = [one.name for one in fields(form) if one.default is MISSING and one.default_factory is MISSING]
+        raise ValueError(f"{at}{listed([name for name in needed if name not in found])} are missing") from None
+
+
+@cache
+def _form_of(kind: Any) -> tuple[Any, Any]:
+    """Return what a type is made of, and the types inside it: by field for a dataclass, and None for a single value.
+
+    It is found once for each type, since a manifest may have a million entries.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return kind, get_type_hints(kind)
+    if origin is UnionType:
+        return UnionType, next(one for one in arguments if one is not NoneType)
+    if origin is tuple:
+        return tuple, arguments[0]
+    return (kind, None) if origin is None else (dict, arguments[1])
+
+
 def _coordinates(layout: SavedLayout) -> dict[str, Any] | None:
     """Return ``[[size, stride], ...]`` of each axis; a rank is the sum of digits times strides.
 
@@ -485,51 +547,51 @@ def why_unreachable(saved: SavedLayout, now: SavedLayout, *, optimizer_states: b
         now: the job's layout.
         optimizer_states: whether the optimizer's states are to be loaded, too.
     """
-    return next(_differences(saved, now, optimizer_states), "")
-
-
-def _differences(saved: SavedLayout, now: SavedLayout, optimizer_states: bool) -> Iterator[str]:
     for axis in ("pipe", "model"):
         before, after = (layout.degrees().get(axis, 1) for layout in (saved, now))
         if saved.topology is not None and now.topology is not None and before != after:
-            yield f"{axis}={before} became {axis}={after}: each file holds other parameters"
+            return f"{axis}={before} became {axis}={after}: each file holds other parameters"
     if saved.model_ranks != now.model_ranks:
-        yield f"{saved.model_ranks} model ranks (stages x slices) became {now.model_ranks}"
+        return f"{saved.model_ranks} model ranks (stages x slices) became {now.model_ranks}"
     if saved.is_pipeline != now.is_pipeline:
         kinds = {True: "a PipelineModule", False: "a plain engine"}
-        yield f"{kinds[saved.is_pipeline]} became {kinds[now.is_pipeline]}: pipelines save layer by layer"
+        return f"{kinds[saved.is_pipeline]} became {kinds[now.is_pipeline]}: pipelines save layer by layer"
     partitions_parameters = 3 in (saved.zero_stage, now.zero_stage)
     if optimizer_states and saved.optimizer != now.optimizer:
-        yield f"{saved.optimizer} at ZeRO {saved.zero_stage} became {now.optimizer} at ZeRO {now.zero_stage}"
+        return f"{saved.optimizer} at ZeRO {saved.zero_stage} became {now.optimizer} at ZeRO {now.zero_stage}"
     if partitions_parameters and saved.zero_stage != now.zero_stage:
-        yield f"ZeRO {saved.zero_stage} became ZeRO {now.zero_stage}: stage 3 also partitions parameters"
-    has_partitions = optimizer_states and saved.has_partitions
+        return f"ZeRO {saved.zero_stage} became ZeRO {now.zero_stage}: stage 3 also partitions parameters"
     if optimizer_states and saved.precision != now.precision:
-        yield f"{saved.precision} became {now.precision}: weights must be rounded anew from the optimizer's"
-    if saved.replicas != now.replicas and (has_partitions or partitions_parameters):
-        yield f"{saved.replicas} replicas became {now.replicas}: ZeRO writes one partition for each replica"
-    elif saved.partitions != now.partitions and (has_partitions or partitions_parameters):
-        yield f"{saved.partitions} partitions of ZeRO became {now.partitions}: each file has one of them"
-    yield from _differences_of_experts(saved, now, optimizer_states)
+        return f"{saved.precision} became {now.precision}: weights must be rounded anew from the optimizer's"
+    if partitions_parameters or (optimizer_states and saved.has_partitions):
+        if saved.replicas != now.replicas:
+            return f"{saved.replicas} replicas became {now.replicas}: ZeRO writes one partition for each replica"
+        if saved.partitions != now.partitions:
+            return f"{saved.partitions} partitions of ZeRO became {now.partitions}: each file has one of them"
+    return _difference_of_experts(saved, now, optimizer_states)
 
 
-def _differences_of_experts(saved: SavedLayout, now: SavedLayout, optimizer_states: bool) -> Iterator[str]:
+def _difference_of_experts(saved: SavedLayout, now: SavedLayout, optimizer_states: bool) -> str:
     sizes = [sorted((groups.size, groups.tensor_parallel) for groups in layout.experts) for layout in (saved, now)]
     if sizes[0] != sizes[1]:
-        yield f"experts over (ranks, tensor parallel) {sizes[0]} became {sizes[1]}"
-    elif saved.experts and 3 in (saved.zero_stage, now.zero_stage) and _places(saved) != _places(now):
-        yield (
+        return f"experts over (ranks, tensor parallel) {sizes[0]} became {sizes[1]}"
+    if saved.experts and 3 in (saved.zero_stage, now.zero_stage) and _places(saved) != _places(now):
+        return (
             f"{now.topology} puts ranks in other places than {saved.topology}, and with AutoEP at ZeRO 3 DeepSpeed "
             "loads partitions on the ranks that saved them only"
         )
-    elif saved.experts and saved.topology is not None and now.topology is not None:
+    if saved.experts and saved.topology is not None and now.topology is not None:
         whole_places = optimizer_states and bool(saved.zero_stage)
-        before, after = (_places_of_experts(layout, whole_places) for layout in (saved, now))
+        try:
+            before, after = (_places_of_experts(layout, whole_places) for layout in (saved, now))
+        except ExpertSizeError as error:  # a manifest can say anything
+            return str(error)
         if before != after or (whole_places and saved.holders_of_partitions != now.holders_of_partitions):
-            yield (
+            return (
                 f"{now.topology} puts experts in other places than {saved.topology}: a replica would read files that "
                 "hold another replica's experts"
             )
+    return ""
 
 
 def _places_of_experts(layout: SavedLayout, whole_places: bool) -> frozenset[tuple[object, ...]]:

@@ -1,26 +1,29 @@
 """Coordinate the ranks that save or load a checkpoint: all continue, or all raise the same error within a timeout.
 
-An agreement (:mod:`ds_topo.process_groups.agreement`) determines whether every rank has done its part. Decisions of
-rank 0, and the values that it needs for them, go through the job's store. Collectives are not used: they would pad
-every rank's value to the longest one.
+An agreement (:mod:`ds_topo.process_groups.agreement`) determines whether all ranks begin the same operation. After it
+rank 0 decides. Its decisions, and the values and failures that it needs for them, go through the job's store.
+Collectives are not used: they would pad every rank's value to the longest one.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
 from ds_topo import errors
-from ds_topo.errors import CheckpointError, DisagreementError, listed, unanswered
+from ds_topo.checkpoint.folder import told
+from ds_topo.errors import CheckpointError, listed, unanswered
 from ds_topo.process_groups.agreement import UNANSWERED_AFTER, agree, leave, within
 from ds_topo.torch_names import default_store, get_several, job_timeout
 
+T = TypeVar("T")
 _PART = 1 << 22
 """Characters of a value in one key; the store's server refuses 8 MiB."""
 _PATIENCE = 0.9
@@ -42,8 +45,6 @@ class Meeting:
     token: str
     """The prefix of this operation's keys in the store."""
     timeout: timedelta
-    _posted: list[str] = field(default_factory=list)
-    """Keys that this rank has written for rank 0, which deletes them when it has read them."""
 
     @classmethod
     def begin(cls, subject: str, plan: str, failure: Exception | None = None) -> Meeting:
@@ -59,52 +60,67 @@ class Meeting:
         token = agree(plan, range(dist.get_world_size()), timeout, failure=failure, subject=subject)
         return cls(subject, f"{token}/checkpoint", timeout)
 
-    def all_or_none(self, done: str, failure: Exception | None, *, is_alone: bool = False) -> None:
-        """Continue if no rank has failed.
-
-        Args:
-            done: the step that this rank has completed.
-            failure: the error that prevented it, if any.
-            is_alone: this rank left a function early in which others may be blocked: use a short timeout.
-
-        Raises:
-            CheckpointError: a rank failed or did not take part. The message has ranks, hosts and errors, and is the
-                same on every rank.
-        """
-        said = done if failure is None else _one_line(failure)
-        try:
-            timeout = min(self.timeout, _ALONE) if is_alone else self.timeout
-            agree(said, range(dist.get_world_size()), timeout, subject=self.subject)
-        except DisagreementError as error:
-            leave(default_store(), dist.get_rank(), range(dist.get_world_size()), self._posted)  # nobody reads them
-            raise CheckpointError(f"{error}".replace("-> plan: ", "-> ")) from failure or error
-        if failure is not None:
-            self.end()
-            raise CheckpointError(f"{self.subject}, on every rank: {said}") from failure
-
-    def step(self, done: str, work: Callable[[], Any]) -> Any:
+    def step(self, name: str, work: Callable[[], T], *, is_alone: bool = True) -> T:
         """Do this rank's part of the work, and return its result if no rank has failed.
 
+        Args:
+            name: the step, different from all others of this operation.
+            work: the work.
+            is_alone: a rank that fails leaves a function in which others may be blocked, and waits a short time only.
+
         Raises:
-            CheckpointError: a rank failed; see :meth:`all_or_none`.
+            CheckpointError: ranks failed or did not take part. The message has ranks, hosts and errors. It is of the
+                class that the first of them raised, if that is a checkpoint error, with its message alone.
         """
-        failure, result = None, None
+        meeting, result, failure, content = self, None, None, None
         try:
             result = work()
         except Exception as error:  # of any class: the other ranks must receive it
-            failure = error
-        self.all_or_none(done, failure, is_alone=failure is not None)
-        return result
+            failure, text = error, _one_line(error)
+            said = f"ranks [{dist.get_rank()}] on {socket.gethostname()} -> {text}"
+            content = {"error": type(error).__name__, "text": text, "said": said}
+            limit = min(self.timeout, _ALONE) if is_alone else self.timeout
+            meeting = replace(self, subject=f"{self.subject}: {said}", timeout=limit)
+        try:
+            meeting.decided_from(name, content, self._require_none)
+        except CheckpointError as outcome:
+            raise outcome from failure
+        return cast(T, result)
 
-    def post(self, name: str, content: Any) -> None:
-        """Send a JSON value to rank 0, which reads it with :meth:`posted`.
+    def decided(self, name: str, decide: Callable[[], Any]) -> Any:
+        """Return on every rank what ``decide()`` returned on rank 0, as JSON, or raise its error on every rank.
 
-        Dataclasses in it are read as dicts.
+        Raises:
+            CheckpointError: of the class that was raised, if that is a checkpoint error; or rank 0 does not answer.
         """
-        self._posted.extend(self._write(f"{name}/{dist.get_rank()}", json.dumps(content, default=vars)))
+        if dist.get_rank() == 0:
+            try:
+                outcome = {"value": decide()}
+            except Exception as error:  # of any class: the other ranks must receive it
+                said = "" if isinstance(error, CheckpointError) else f"{self.subject}: rank 0: "
+                outcome = {"error": type(error).__name__, "text": f"{said}{_one_line(error)}"}
+            if dist.get_world_size() > 1:
+                self._write(name, json.dumps(outcome))
+        else:
+            outcome = json.loads(within(self.timeout * UNANSWERED_AFTER, self.subject, lambda: self._await(name)))
+        if "error" not in outcome:
+            return outcome["value"]
+        self.end()
+        raise _class_of(outcome)(outcome["text"])
 
-    def posted(self, name: str) -> list[Any]:
-        """Return on rank 0 the values that all ranks have posted, by rank, and delete them from the store.
+    def decided_from(self, name: str, content: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Return on every rank what ``decide`` returned on rank 0 for the contents of all ranks, or raise its error.
+
+        The contents are JSON values. Dataclasses in them are read as dicts.
+        """
+        text = json.dumps(content, default=vars)
+        if dist.get_world_size() == 1:
+            return self.decided(name, lambda: decide([json.loads(text)]))
+        self._write(f"{name}/{dist.get_rank()}", text)
+        return self.decided(f"{name} decided", lambda: decide(self._posted(name)))
+
+    def _posted(self, name: str) -> list[Any]:
+        """Return on rank 0 the values that all ranks have posted, by rank.
 
         Raises:
             CheckpointError: some ranks do not post. The message names them.
@@ -120,38 +136,18 @@ class Meeting:
                 with suppress(RuntimeError):  # the store is lost
                     missing = [rank for rank, key in enumerate(keys) if not default_store().check([key])]
                     reason = f"ranks {listed(missing)} did not come within {limit}"
-                raise CheckpointError(reason) from None
-            return self._read(names, delete=True)
+                raise CheckpointError(f"{self.subject}: {reason}") from None
+            return self._read(names)
 
         return [json.loads(text) for text in within(self.timeout, self.subject, read)]
 
-    def decided(self, name: str, decide: Callable[[], Any]) -> Any:
-        """Return on every rank what ``decide()`` returned on rank 0, as JSON, or raise its error on every rank.
-
-        Raises:
-            CheckpointError: of the class that was raised, if that is a checkpoint error; or rank 0 does not answer.
-        """
-        if dist.get_rank() == 0:
-            try:
-                outcome = {"value": decide()}
-            except Exception as error:  # of any class: the other ranks must receive it
-                outcome = {"error": type(error).__name__, "text": _one_line(error)}
-            if dist.get_world_size() > 1:
-                leave(default_store(), 0, range(dist.get_world_size()), self._write(name, json.dumps(outcome)))
-        else:
-            outcome = json.loads(within(self.timeout * UNANSWERED_AFTER, self.subject, lambda: self._await(name)))
-        if "error" not in outcome:
-            return outcome["value"]
-        self.end()
-        kind = getattr(errors, outcome["error"], None)
-        if isinstance(kind, type) and issubclass(kind, CheckpointError) and kind is not CheckpointError:
-            raise kind(outcome["text"])
-        raise CheckpointError(f"{self.subject}: rank 0: {outcome['text']}")
-
-    def decided_from(self, name: str, content: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Return on every rank what ``decide`` returned on rank 0 for the contents of all ranks, or raise its error."""
-        self.post(name, content)
-        return self.decided(f"{name} decided", lambda: decide(self.posted(name)))
+    def _require_none(self, posted: list[dict[str, str] | None]) -> None:
+        """Raise the error of the ranks whose step failed."""
+        failures = [one for one in posted if one is not None]
+        if failures and (kind := _class_of(failures[0])) is not CheckpointError:
+            raise kind(failures[0]["text"])
+        if failures:
+            raise CheckpointError(f"{self.subject}: {told([one['said'] for one in failures])}")
 
     def end(self) -> None:
         """Let rank 0, which may serve the store and end right afterwards, wait a moment until the others come here.
@@ -181,16 +177,16 @@ class Meeting:
                 f"{self.subject}: rank 0 did not report its result, {unanswered(error, self.timeout)}"
             ) from None
 
-    def _write(self, name: str, text: str) -> list[str]:
-        """Store a text in parts; return their keys. The first part, with their number before it, comes last."""
-        parts = [text[start : start + _PART] for start in range(0, max(1, len(text)), _PART)]
+    def _write(self, name: str, text: str) -> None:
+        """Store a text in parts until the next agreement. The first part, with their number before it, comes last."""
+        store, parts = default_store(), [text[start : start + _PART] for start in range(0, max(1, len(text)), _PART)]
         keys = [f"{self.token}/{name}/{number}" for number in range(len(parts))]
         for key, part in zip(keys[1:], parts[1:], strict=True):
-            default_store().set(key, part)
-        default_store().set(keys[0], f"{len(parts)} {parts[0]}")
-        return keys
+            store.set(key, part)
+        store.set(keys[0], f"{len(parts)} {parts[0]}")
+        leave(store, dist.get_rank(), range(dist.get_world_size()), keys)
 
-    def _read(self, names: Sequence[str], *, delete: bool = False) -> list[str]:
+    def _read(self, names: Sequence[str]) -> list[str]:
         store, found = default_store(), []
         for start in range(0, len(names), _AT_ONCE):
             keys = [f"{self.token}/{name}" for name in names[start : start + _AT_ONCE]]
@@ -198,9 +194,13 @@ class Meeting:
                 count, _, text = first.partition(b" ")
                 more = [f"{key}/{number}" for number in range(1, int(count))]
                 found.append(b"".join((text, *(get_several(store, more) if more else ()))).decode())
-                for part in (f"{key}/0", *more) if delete else ():
-                    store.delete_key(part)
         return found
+
+
+def _class_of(outcome: Mapping[str, Any]) -> type[CheckpointError]:
+    """Return the class of an error that another rank raised: itself, if it is one of checkpoints."""
+    kind = getattr(errors, outcome["error"], None)
+    return kind if isinstance(kind, type) and issubclass(kind, CheckpointError) else CheckpointError
 
 
 def _one_line(error: Exception) -> str:

@@ -21,7 +21,6 @@ import sys
 import threading
 import uuid
 import warnings
-import zipfile
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -38,7 +37,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint, safe_globals
 
-from ds_topo.checkpoint.disk import entries_in, open_file, reason_of
+from ds_topo.checkpoint.disk import entries_in, open_file
 from ds_topo.checkpoint.folder import told
 from ds_topo.errors import DamagedCheckpointError, UnsafeCheckpointError, abridged
 from ds_topo.ledger import ledger
@@ -161,31 +160,6 @@ def removed_meanwhile(checkpoint: Path) -> str:
 def how_to_verify(checkpoint: Path) -> str:
     """Return how a user compares the digests of all files of a checkpoint."""
     return f'{shlex.join(["ds-topo", "checkpoint", str(checkpoint), "--verify"])}, or load(..., verify="digests")'
-
-
-def unreadable(paths: Sequence[Path]) -> list[str]:
-    """Return a problem for each of torch's files whose directory, or description of its tensors, was changed.
-
-    Everything but the bytes of tensors is compared with its checksum in the archive. Files in torch's older format have
-    none.
-    """
-    return [f"{path.name} {problem}" for path in paths if (problem := _problem_of_archive(path))]
-
-
-def _problem_of_archive(path: Path) -> str:
-    try:
-        with open_file(path) as file:
-            if file.read(4) != b"PK\x03\x04":
-                return ""
-            with zipfile.ZipFile(file) as archive:
-                for record in archive.infolist():
-                    if "/data/" not in record.filename:
-                        archive.read(record)
-    except OSError as error:
-        return f"cannot be read: {reason_of(error)}"
-    except Exception as error:  # of any class: zipfile raises whatever a changed byte leads to
-        return f"is damaged, or was changed after it was written ({str(error) or type(error).__name__})"
-    return ""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -17,7 +17,7 @@ import inspect
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -39,8 +39,7 @@ from ds_topo.checkpoint import disk
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint import folder as folders
 from ds_topo.checkpoint import manifest as manifests
-from ds_topo.checkpoint.json_values import built_from
-from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, merged
+from ds_topo.checkpoint.manifest import Manifest, SavedFile, SavedParameter, built_from, merged
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_client_state
 from ds_topo.errors import CheckpointError, CheckpointSpaceError, abridged
@@ -139,8 +138,9 @@ class WrittenFiles:
         if copied_for is not None:
             self._former, _memories[copied_for] = _memories.get(copied_for, {}), self._free
         self._pool = ThreadPoolExecutor(_THREADS, "ds_topo checkpoint")
-        self._waiting: list[tuple[Callable[[], Any], Copies, Path]] = []
-        self._paths: dict[Path, Future[SavedFile] | None] = {}
+        self._later: dict[Path, Callable[[], SavedFile]] = {}
+        """The work on each file that starts after DeepSpeed's function."""
+        self._started: dict[Path, Future[SavedFile]] = {}
         self.failure: Exception | None = None
         """The first failure."""
 
@@ -157,19 +157,20 @@ class WrittenFiles:
             yield
 
     def write(self, content: Any, path: Path) -> None:
-        """Write a file of our own with ``torch.save``. Nothing else may change its content: it is not copied."""
-        if self._is_copied:
-            self._waiting.append((partial(torch.save, content, str(path)), Copies({}, {}), path))
-        else:
-            self._recorded(torch.save, at_once=True)(content, str(path))
+        """Write a file of our own with ``torch.save``."""
+        self._recorded(torch.save, at_once=True)(content, str(path))
 
-    def write_copies(self) -> None:
-        """Start to write the copies, after all of them were made: threads that write would slow copying down."""
+    def start(self) -> None:
+        """Start the work that is left, after all copies were made: threads that write would slow copying down."""
         self._former.clear()  # frees the memory that this save does not reuse
         all_threads_run = Event()
-        for work, copies, path in self._waiting:
-            self._paths[path] = self._pool.submit(self._write_copy, all_threads_run, work, copies, path)
-        self._waiting.clear()
+
+        def do(work: Callable[[], SavedFile]) -> SavedFile:
+            all_threads_run.wait()
+            return work()
+
+        self._started |= {path: self._pool.submit(do, work) for path, work in self._later.items()}
+        self._later.clear()
         all_threads_run.set()
 
     def finish(self) -> list[SavedFile]:
@@ -178,52 +179,55 @@ class WrittenFiles:
         Raises:
             Exception: the first failure. A failure to write names the path and the free space of its disk.
         """
-        waiting = {path: future or self._pool.submit(self._finished, path) for path, future in self._paths.items()}
-        for path, future in waiting.items():
+        for path, future in self._started.items():
             if (error := future.exception()) is not None:
                 self.failure = self.failure or disk.failure_to_write(path, error)
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self.failure is not None:
             raise self.failure
-        return sorted((future.result() for future in waiting.values()), key=lambda file: file.path)
+        return sorted((future.result() for future in self._started.values()), key=lambda file: file.path)
 
     @property
     def is_done(self) -> bool:
         """True if :meth:`finish` has nothing to wait for."""
-        return all(future is None or future.done() for future in self._paths.values())
+        return all(future.done() for future in self._started.values())
+
+    def _do(self, path: Path, work: Callable[[], Any]) -> None:
+        """Do some work, unless this rank has already failed, and keep its failure."""
+        try:
+            if self.failure is None:
+                work()
+        except Exception as error:
+            self.failure = disk.failure_to_write(path, error)
 
     def _recorded(self, save: Callable[..., Any], *, at_once: bool) -> Callable[..., None]:
         @wraps(save)
         def save_and_record(state_dict: Any, path: Any, *arguments: Any, **options: Any) -> None:
             file = Path(path)
-            if self.failure is not None:
-                return
-            try:
+
+            def record() -> None:
                 if self._is_copied:
                     copies = Copies(self._former, self._free)
                     work = partial(save, copies.of(state_dict), path, *arguments, **options)
-                    self._waiting.append((work, copies, file))
+                    self._later[file] = partial(self._write_copy, work, copies, file)
                 else:
                     save(state_dict, path, *arguments, **options)
-                    self._paths[file] = self._pool.submit(self._finished, file) if at_once else None
-            except Exception as error:
-                self.failure = disk.failure_to_write(file, error)
+                    self._later[file] = partial(self._finished, file)
+                    if at_once:
+                        self._started[file] = self._pool.submit(self._later.pop(file))
+
+            self._do(file, record)
 
         return save_and_record
 
     def _without_failure(self, work: Callable[..., Any]) -> Callable[..., None]:
         @wraps(work)
         def work_without_failure(path: Any, *arguments: Any, **options: Any) -> None:
-            try:
-                if self.failure is None:
-                    work(path, *arguments, **options)
-            except Exception as error:
-                self.failure = disk.failure_to_write(Path(path), error)
+            self._do(Path(path), partial(work, path, *arguments, **options))
 
         return work_without_failure
 
-    def _write_copy(self, begin: Event, work: Callable[[], Any], copies: Copies, path: Path) -> SavedFile:
-        begin.wait()
+    def _write_copy(self, work: Callable[[], Any], copies: Copies, path: Path) -> SavedFile:
         work()
         copies.give_back()
         return self._finished(path)
@@ -361,8 +365,8 @@ class BackgroundSave:
         self._step, self._layout = int(engine.global_steps), facts.layout_of(engine)
         _warn_of_partial_step(engine)
         self._files = WrittenFiles(self._draft / self._tag, engine if copies else None)
-        self._parameters: list[SavedParameter] = []
-        self._structure: dict[str, Any] | None = None
+        self._described: dict[str, Any] = {}
+        """This rank's parameters, and its stage's structure."""
         self._left_early = False
         self._path: Path | None = None
         try:
@@ -417,21 +421,15 @@ class BackgroundSave:
                 exclude_frozen_parameters=self._options.exclude_frozen_parameters,
             )
         rows = facts.parameters_of(engine) if facts.replica_of(engine) == 0 else []
-        self._parameters = [row for row in rows if row.is_trained or not self._options.exclude_frozen_parameters]
-        self._structure = facts.share_of_structure(engine)
-        self._files.write_copies()
+        rows = [row for row in rows if row.is_trained or not self._options.exclude_frozen_parameters]
+        self._described = {"parameters": rows, "structure": facts.share_of_structure(engine)}
+        self._files.start()
 
     def _put_in_place(self) -> Path:
         """Put the checkpoint in place when all ranks have written their files."""
-        files = self._files
         try:
-            written = {"files": files.finish(), "parameters": self._parameters, "structure": self._structure}
-            self._meeting.post("written", written)
-        except Exception as error:
-            files.failure = files.failure or error
-        try:
-            self._meeting.all_or_none("all files are written", files.failure, is_alone=self._left_early)
-            self._meeting.decided("in place", self._commit)
+            written = self._meeting.step("written", self._written, is_alone=self._left_early)
+            self._meeting.decided_from("in place", written, self._commit)
             self._meeting.end()
         except CheckpointError:
             if dist.get_rank() == 0:
@@ -443,10 +441,14 @@ class BackgroundSave:
                 self._held.close()
         return self._root / self._tag
 
-    def _commit(self) -> None:
+    def _written(self) -> dict[str, Any]:
+        """Wait for this rank's files; return its part of the manifest."""
+        return {"files": self._files.finish(), **self._described}
+
+    def _commit(self, posted: Sequence[Mapping[str, Any]]) -> None:
         """Give the checkpoint its name and remove old ones; on rank 0."""
         draft, root, tag, keep_last = self._draft, self._root, self._tag, self._options.keep_last
-        disk.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest()))
+        disk.replace_text(draft / tag / manifests.NAME, manifests.to_text(self._manifest(posted)))
         for script in (path for path in draft.iterdir() if path.is_file() and not path.name.startswith(".")):
             place = root / script.name  # DeepSpeed's, for all checkpoints
             if not place.is_file() or place.read_bytes() != script.read_bytes():
@@ -466,13 +468,13 @@ class BackgroundSave:
                     f"an older checkpoint in {root} could not be removed: {error}", RuntimeWarning, stacklevel=2
                 )
 
-    def _manifest(self) -> Manifest:
+    def _manifest(self, posted: Sequence[Mapping[str, Any]]) -> Manifest:
         """Return the manifest of all ranks' files; on rank 0.
 
         Raises:
             CheckpointError: rank 0 does not see all of them, because the folder is not the same on all hosts.
         """
-        path, posted = self._draft / self._tag, self._meeting.posted("written")
+        path = self._draft / self._tag
         files = [built_from(SavedFile, row) for one in posted for row in one["files"]]
         known = {file.path for file in files}
         unknown = [name for name in sorted(disk.sizes_in(path)) if name not in known]

@@ -21,54 +21,64 @@ Source: torch, ``distributed/checkpoint/state_dict.py``, and the guide "Getting 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.disk import check_folder
-from ds_topo.checkpoint.engine_facts import inner_optimizer, require_engine
 from ds_topo.checkpoint.engine_state import (
     COUNTS,
     OF_LOSS_SCALE,
-    PARAMS,
     SCHEDULER,
-    EngineState,
+    Held,
+    Named,
     Rename,
     loss_scaler_of,
+    named_buffers,
+    named_parameters,
     restore_hyperparameters,
     restore_progress,
-    state_of_engine,
     update_weights,
 )
 from ds_topo.checkpoint.folder import is_checkpoint, other_kind, tags_in
 from ds_topo.checkpoint.rank_zero import Meeting
 from ds_topo.checkpoint.safe_reading import check_metadata, reading_checkpoint
+from ds_topo.checkpoint.shards import part_of
 from ds_topo.errors import (
     CheckpointError,
     CheckpointModelError,
     DamagedCheckpointError,
     MissingCheckpointError,
     UnsafeCheckpointError,
+    abridged,
     listed,
 )
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.creation import gathered
-from ds_topo.topology.axes import PIPE
+from ds_topo.topology.axes import MODEL, PIPE
 
-_STATE, _GROUPS = "state", "param_groups"
-"""torch's own keys of an optimizer."""
+_STATE, _GROUPS, PARAMS = "state", "param_groups", "params"
+"""torch's own keys of an optimizer, and of the parameters of one of its groups."""
 _MODEL, _OPTIM, _PROGRESS = "model", "optim", "deepspeed"
 """Our keys; the first two are those of torch's guides."""
+_SUBJECT = "the engine's state for torch.distributed.checkpoint"
 _MODELS = ("app.model", "model", "")
 """Keys of weights in torch's guides, in other programs, and in torchtitan."""
 _OPTIMIZERS = ("app.optim", "optim", "app.optimizer", "optimizer")
@@ -106,7 +116,7 @@ class TorchState:
     def __init__(
         self, engine: DeepSpeedEngine, rename: Rename = None, *, flatten_optimizer_state_dict: bool = False
     ) -> None:
-        require_engine(engine)
+        facts.require_engine(engine)
         self.engine, self.rename, self.is_flat = engine, rename, flatten_optimizer_state_dict
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,7 +127,9 @@ class TorchState:
         Raises:
             CheckpointError: this kind of engine cannot be saved; raised on every rank before anything is written.
         """
-        found = state_of_engine(self.engine, self.rename, f"flatten_optimizer_state_dict={self.is_flat}")
+        meeting = Meeting.begin(_SUBJECT, f"save, flatten_optimizer_state_dict={self.is_flat}")
+        found = meeting.step("described", lambda: EngineState(self.engine, self.rename))
+        meeting.end()
         optim: dict[str, Any]
         if self.is_flat:
             states = found.states.items()
@@ -132,15 +144,17 @@ class TorchState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Use the values that were loaded into the memory that :meth:`state_dict` returned. Collective."""
         optim = state_dict[_OPTIM]
-        found = state_of_engine(self.engine, self.rename, "loaded")
+        meeting = Meeting.begin(_SUBJECT, "load")
+        found = meeting.step("described", lambda: EngineState(self.engine, self.rename))
         if self.is_flat:
             saved = {(name, key): optim.get(f"{_STATE}.{name}.{key}") for name, key in found.numbers}
             groups = _grouped(optim, f"{_GROUPS}.", is_by_group=False)
         else:
             saved = {(name, key): value for name, one in optim[_STATE].items() for key, value in one.items()}
             groups = optim[_GROUPS]
-        meeting = Meeting.begin("loading by torch.distributed.checkpoint", "")
-        _finish_loading(self.engine, found, _numbers(meeting, found, saved), groups, state_dict.get(_PROGRESS))
+        numbers = meeting.step("numbers", lambda: _numbers(found, saved))
+        meeting.end()
+        _finish_loading(self.engine, found, numbers, groups, state_dict.get(_PROGRESS))
 
 
 def _of_all_stages(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -164,6 +178,157 @@ def _grouped(values: Mapping[str, Any], prefix: str, *, is_by_group: bool) -> li
             group, _, name = key.removeprefix(prefix).rpartition(".")
             groups.setdefault(group, {} if is_by_group else {PARAMS: [group]})[name] = value
     return list(groups.values())
+
+
+# -- an engine in torch's terms ----------------------------------------------------------------------------------------
+# A tensor that a rank holds as a whole is a ``DTensor`` on the grid's mesh: replicated, or a shard along ``model`` if
+# slices split it. A part of a partition, and a slice in several pieces, is a ``PartOfTensor``. All of them are views of
+# the engine's own memory: saving copies and gathers nothing, and loading writes into that memory.
+
+
+class EngineState:
+    """The weights and optimizer states of an engine on this rank, under names that do not depend on its layout.
+
+    Optimizer states that do not exist yet are created, unless ``has_states`` is False.
+
+    Raises:
+        CheckpointError: a state, or the memory of this kind of optimizer, cannot be described.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, rename: Rename, *, has_states: bool = True) -> None:
+        self.has_states = has_states
+        self.parameters = named_parameters(engine, rename)
+        self.weights: dict[str, torch.Tensor] = {}
+        """Parameters and buffers."""
+        self.aliases: dict[str, tuple[str, ...]] = {}
+        """A map from each name of a parameter to all of its names."""
+        self.states: dict[str, dict[str, torch.Tensor]] = {}
+        """Optimizer states by parameter. Those that are one number are copies."""
+        self.numbers: dict[tuple[str, str], torch.Tensor] = {}
+        """The tensor that the optimizer steps on, for each state that is one number, by parameter and key."""
+        self.groups: list[dict[str, Any]] = []
+        """Hyperparameters, with the names of this stage's parameters."""
+        self.names: list[str] = []
+        """The names of all parameters and buffers of the stage; empty on all but one rank of each stage."""
+        self._grid = engine.mpu if isinstance(engine.mpu, MpuGrid) else None
+        is_first = facts.replica_of(engine) == 0 and facts.stage_and_slice(engine)[1] == 0
+        inner = facts.inner_optimizer(engine) if has_states else None
+        if inner is not None:
+            begin_states(inner, (one.held for one in self.parameters))
+        names_in_groups = defaultdict[int | None, list[str]](list)
+        for one in self.parameters:
+            self.names += (*one.names, *one.everywhere) if is_first else ()
+            if (weight := self._of(one, one.held.master)) is not None:
+                self.weights.update(dict.fromkeys(one.names, weight))
+                self.aliases.update(dict.fromkeys(one.names, one.names))
+            names_in_groups[one.held.group] += one.everywhere
+            if one.held.group is not None and inner is not None:
+                self._add_states(one, inner.state.get(one.held.master, {}))
+        for name, (buffer, own, is_expert) in named_buffers(engine, rename).items():
+            is_written = is_expert or (is_first if own.dim is None else facts.replica_of(engine) == 0)
+            self.weights[name] = part_of(buffer.detach(), own, 0, buffer.numel(), is_written)
+            self.names += [name] if is_written else []
+        for number, group in enumerate(inner.param_groups if inner is not None else ()):
+            found = {key: group[key] for key in group if key not in (PARAMS, "param_names") and _is_plain(group[key])}
+            if {"betas", "eps"} <= found.keys() and not type(inner).__module__.startswith("torch."):
+                found = {**torch.optim.AdamW([torch.zeros(1)]).defaults, **found}  # FSDP2 programs ask for all of them
+            self.groups.append({**found, PARAMS: names_in_groups[number]})
+
+    def _add_states(self, one: Named, states: Mapping[str, Any]) -> None:
+        name, own = one.names[0], {}
+        for key, value in states.items():
+            if value is None:
+                continue
+            if _is_by_element(value, one.held.master):
+                if (part := self._of(one, value)) is not None:
+                    own[key] = part
+            else:
+                number = value.detach().clone() if torch.is_tensor(value) else torch.tensor(float(value))
+                own[key] = number.reshape(())
+                self.numbers[name, key] = one.held.master
+        if own:
+            self.states[name] = own
+
+    def _of(self, one: Named, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return this rank's part of a parameter in a tensor with the layout of its values; None if it has none."""
+        if not one.held.numel:
+            return None
+        mesh = None if one.is_expert or one.slice.stride > 1 else self._mesh
+        if not one.held.is_whole:
+            return one.part_of(tensor, one.held)
+        memory = tensor.detach()
+        if mesh is not None and mesh.device_type == memory.device.type:
+            split = Shard(one.slice.dim) if one.slice.dim is not None else Replicate()
+            placements = [split if axis == MODEL else Replicate() for axis in mesh.mesh_dim_names or ()]
+            return DTensor.from_local(memory, mesh, placements, run_check=False)
+        return memory if one.slice.dim is None else one.part_of(memory, one.held)
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh | None:
+        """The device mesh of this rank's stage; None without a grid, or if the stage is one rank."""
+        if self._grid is None:
+            return None
+        mesh, all_axes = self._grid.device_mesh(), self._grid.topology().axes
+        axes = tuple(axis for axis in all_axes if axis != PIPE)
+        return mesh if len(axes) == len(all_axes) else mesh[axes] if axes else None
+
+
+def begin_states(inner: torch.optim.Optimizer, found: Iterable[Held]) -> None:
+    """Create the initial states of every tensor that the optimizer steps on, where it has none yet.
+
+    torch does that by a step without gradients at a learning rate of zero. Such a step counts, and turns a weight of
+    -0.0 into 0.0. Here another optimizer of the same class takes it, with a parameter of one element.
+
+    Raises:
+        CheckpointError: an optimizer of its class cannot be created from its groups alone.
+    """
+    for one in {id(one.master): one for one in found if one.parameter.requires_grad}.values():
+        if one.group is None or inner.state.get(one.master):
+            continue
+        element = nn.Parameter(torch.zeros(1, dtype=one.master.dtype, device=one.master.device))
+        try:
+            twin = type(inner)([{**inner.param_groups[one.group], "params": [element]}])  # type: ignore[call-arg]
+            element.grad = torch.zeros_like(element)
+            twin.step()
+        except Exception as error:
+            raise CheckpointError(
+                f"{type(inner).__name__} has no states yet, and its initial states cannot be derived "
+                f"({abridged(error)}): take a step before saving"
+            ) from error
+        states = twin.state[element].items()
+        inner.state[one.master] = {key: _like(value, one.master) for key, value in states if value is not None}
+
+
+def _like(value: Any, master: torch.Tensor) -> Any:
+    """Extend a state of one element to all elements, and set numbers such as the step to zero."""
+    if torch.is_tensor(value) and value.shape == (1,):
+        return torch.full_like(master, float(value), dtype=value.dtype, requires_grad=False)
+    return torch.zeros_like(value) if torch.is_tensor(value) else type(value)()
+
+
+def _is_by_element(value: Any, master: torch.Tensor) -> bool:
+    """Return True if a state has a value for each element, and False if it is one number, such as the step.
+
+    Raises:
+        CheckpointError: the state is neither.
+    """
+    if torch.is_tensor(value) and value.shape == master.shape and master.dim():
+        return True
+    if (torch.is_tensor(value) and value.numel() == 1) or isinstance(value, (int, float)):
+        return False
+    shape = f" {list(value.shape)}" if torch.is_tensor(value) else ""
+    raise CheckpointError(
+        f"an optimizer state is a {type(value).__name__}{shape}, neither a value for each element nor a number: it is "
+        "unknown what another layout would hold. Save with checkpoint.save()"
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if torch.is_tensor(value):
+        return bool(value.numel() == 1)
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 # -- loading what any program has saved --------------------------------------------------------------------------------
@@ -213,21 +378,32 @@ def load_torch(
     root: Path | None = None
     failure: Exception | None = None
     try:
-        require_engine(engine)
+        facts.require_engine(engine)
         root = check_folder(folder) if storage_reader is None else None
     except (TypeError, ValueError) as error:
         failure = error
     meeting = Meeting.begin(f"loading {folder}", options, failure)
-    found = state_of_engine(engine, rename, f"load {options}", has_states=load_optimizer_states)
+    found = meeting.step("described", lambda: EngineState(engine, rename, has_states=load_optimizer_states))
     reader = storage_reader or FileSystemReader(folder)
-    there, keys = _checked_metadata(found, meeting, reader, folder, (model, optimizer), root, trusted=trusted)
+
+    def read_metadata() -> tuple[Mapping[str, Any], Keys]:
+        there = _metadata(reader, folder, root, trusted=trusted)
+        keys = Keys.of(there, model, optimizer)
+        if difference := next(_differences(found, there, keys), ""):
+            raise CheckpointModelError(f"the checkpoint in {folder} is of another model: {difference}")
+        return there, keys
+
+    there, keys = meeting.step("metadata", read_metadata)
+    meeting.decided_from("names", found.names, partial(_require_known, folder, there, keys))
     keys_of_numbers = {place: keys.state(*place) for place in found.numbers}
     names = [name for group in found.groups for name in group[PARAMS]]
     small = [*keys_of_numbers.values(), *keys.hyperparameters(there, names), keys.progress]
     values: dict[str, Any] = {key: _placeholder(there[key]) for key in small if found.has_states and key in there}
     with reading_checkpoint(root, trusted=trusted):
         _read(values, reader, folder)
-    numbers = _numbers(meeting, found, {place: values[key] for place, key in keys_of_numbers.items()})
+    numbers_there = {place: values[key] for place, key in keys_of_numbers.items()}
+    numbers = meeting.step("numbers", lambda: _numbers(found, numbers_there))
+    meeting.end()
     tensors = {keys.weights + name: value for name, value in found.weights.items() if keys.weights + name in there}
     for name, states in found.states.items():
         own = ((key, value) for key, value in states.items() if (name, key) not in found.numbers)
@@ -302,56 +478,40 @@ def _placeholder(there: Any) -> torch.Tensor | None:
     return torch.zeros(there.size, dtype=there.properties.dtype) if _size(there) is not None else None
 
 
-def _checked_metadata(
-    found: EngineState,
-    meeting: Meeting,
-    reader: StorageReader,
-    folder: str | PathLike[str],
-    places: tuple[str | None, str | None],
-    root: Path | None,
-    *,
-    trusted: bool,
-) -> tuple[Mapping[str, Any], Keys]:
-    """Return the checkpoint's metadata by key, and its keys, after all ranks have compared it with the engine.
+def _metadata(reader: StorageReader, folder: str | PathLike[str], root: Path | None, *, trusted: bool) -> Any:
+    """Return the checkpoint's metadata by key.
 
     Raises:
-        CheckpointError: it cannot be loaded; of the class that :func:`load_torch` documents.
+        CheckpointError: it cannot be read; of the class that :func:`load_torch` documents.
     """
-    there: Mapping[str, Any] = {}
-    missing = damaged = unsafe = ""
     try:
         if root is not None:
             check_metadata(root, trusted=trusted)
-        there = reader.read_metadata().state_dict_metadata
+        return reader.read_metadata().state_dict_metadata
     except (FileNotFoundError, NotADirectoryError) as error:
-        missing = _kind_of(Path(folder)) or str(error)
+        raise MissingCheckpointError(
+            f"no checkpoint of torch.distributed.checkpoint in {folder}, as rank {dist.get_rank()} sees it: "
+            f"{_kind_of(Path(folder)) or error}"
+        ) from error
     except UnsafeCheckpointError as error:
-        unsafe = str(error)
+        raise UnsafeCheckpointError(f"{folder}: {error}") from error
     except Exception as error:  # of any class: the file may hold anything
-        damaged = f"{type(error).__name__}: {error}"
-    keys = Keys.of(there, *places)
-    difference = next(_differences(found, there, keys), "") if there else ""
+        raise DamagedCheckpointError(
+            f"the metadata in {folder}: rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        ) from error
 
-    def judge(posted: list[tuple[str, str, str, str, list[str]]]) -> None:
-        for rank, (missing, damaged, unsafe, _, _) in enumerate(posted):
-            if unsafe:
-                raise UnsafeCheckpointError(f"{folder}: {unsafe}")
-            if missing:
-                raise MissingCheckpointError(
-                    f"no checkpoint of torch.distributed.checkpoint in {folder}, as rank {rank} sees it: {missing}"
-                )
-            if damaged:
-                raise DamagedCheckpointError(f"the metadata in {folder}: rank {rank}: {damaged}")
-        where = f"the checkpoint in {folder} is of another model: "
-        if problem := next((difference for *_, difference, _ in posted if difference), ""):
-            raise CheckpointModelError(where + problem)
-        known = {keys.weights + name for *_, names in posted for name in names}
-        for key, value in there.items() if keys.weights else ():
-            if key.startswith(keys.weights) and key not in known and isinstance(value, TensorStorageMetadata):
-                raise CheckpointModelError(f"{where}it has {key!r} {list(value.size)}, which the model does not have")
 
-    meeting.decided_from("metadata", (missing, damaged, unsafe, difference, found.names), judge)
-    return there, keys
+def _require_known(
+    folder: str | PathLike[str], there: Mapping[str, Any], keys: Keys, posted: Sequence[Sequence[str]]
+) -> None:
+    """Refuse a checkpoint with a weight that no rank's model has."""
+    known = {keys.weights + name for names in posted for name in names}
+    for key, value in there.items() if keys.weights else ():
+        if key.startswith(keys.weights) and key not in known and isinstance(value, TensorStorageMetadata):
+            raise CheckpointModelError(
+                f"the checkpoint in {folder} is of another model: it has {key!r} {list(value.size)}, which the model "
+                "does not have"
+            )
 
 
 def _kind_of(path: Path) -> str:
@@ -392,29 +552,22 @@ _Numbers = dict[tuple[torch.Tensor, str], float]
 """The states that are one number, by the tensor that the optimizer steps on and the state's key."""
 
 
-def _numbers(meeting: Meeting, found: EngineState, saved: Mapping[tuple[str, str], Any]) -> _Numbers:
-    """Return the new values of the optimizer's numbers, such as steps. Those not in ``saved`` stay. Collective.
+def _numbers(found: EngineState, saved: Mapping[tuple[str, str], Any]) -> _Numbers:
+    """Return the new values of the optimizer's numbers, such as steps. Those not in ``saved`` stay.
 
     Raises:
-        CheckpointModelError: parameters that share one number here have different ones there; the same on every rank.
+        CheckpointModelError: parameters that share one number here have different ones there.
     """
-    problem, result = "", _Numbers()
+    result = _Numbers()
     names: dict[tuple[torch.Tensor, str], str] = {}
     for (name, key), master in found.numbers.items():
         if (value := saved.get((name, key))) is None:
             continue
         first, known = names.setdefault((master, key), name), result.setdefault((master, key), float(value))
-        if known != float(value) and not problem:
-            problem = (
+        if known != float(value):
+            raise CheckpointModelError(
                 f"{key!r} is {known:g} of {first!r} and {float(value):g} of {name!r}: this engine has one for both"
             )
-
-    def judge(posted: list[str]) -> None:
-        if different := next(filter(None, posted), ""):
-            raise CheckpointModelError(different)
-
-    meeting.decided_from("numbers", problem, judge)
-    meeting.end()
     return result
 
 
@@ -434,7 +587,7 @@ def _finish_loading(
         groups: the checkpoint's hyperparameters, with names of parameters.
         progress: the progress that an engine saved; None if another program saved the checkpoint.
     """
-    inner = inner_optimizer(engine)
+    inner = facts.inner_optimizer(engine)
     for (master, key), value in numbers.items():
         assert inner is not None
         state = inner.state[master]
@@ -448,7 +601,7 @@ def _finish_loading(
             restore_hyperparameters(inner.param_groups[number], saved)
     if progress is not None:
         restore_progress(engine, dict(progress))
-    update_weights(engine, found.trained)
+    update_weights(engine, found.parameters)
 
 
 def _progress_of(engine: DeepSpeedEngine) -> tuple[tuple[str, Any], ...]:

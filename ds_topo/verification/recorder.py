@@ -31,7 +31,7 @@ from torch import nn
 from torch.utils.serialization import config
 
 from ds_topo.checkpoint import engine_facts as facts
-from ds_topo.checkpoint.engine_state import Named, Trained, named_parameters, span_of_zero_3, trained
+from ds_topo.checkpoint.engine_state import Named, held_by_module, named_parameters
 from ds_topo.checkpoint.shards import Slice, part_of
 from ds_topo.engine.replicas import replicated
 from ds_topo.ledger import ledger
@@ -120,7 +120,7 @@ class Recorder:
         self.engine: DeepSpeedEngine | None = None
         self.step_number = 0
         self._hooks = ExitStack()
-        self._named: list[tuple[Named, Trained | None]] = []
+        self._named: list[Named] = []
         self._is_in_forward = False
         self._micro_batch = 0
         """The number of forward passes of this step so far."""
@@ -177,12 +177,9 @@ class Recorder:
         if self.engine is not None:
             return engine is self.engine
         self.engine, began = engine, time.time()
-        masters = {id(one.parameter): one for one in trained(engine)}
         unused = _unused_copies(engine)
-        self._named = [
-            (one, masters.get(id(one.parameter))) for one in named_parameters(engine) if id(one.parameter) not in unused
-        ]
-        self._watch(engine.module, {one.names[0]: one.parameter for one, _ in self._named})
+        self._named = [one for one in named_parameters(engine) if id(one.parameter) not in unused]
+        self._watch(engine.module, {one.names[0]: one.parameter for one in self._named})
         inner = facts.inner_optimizer(engine)
         if inner is not None and not self.what.is_reference:
             self._hooks.callback(inner.register_step_pre_hook(self._before_update).remove)
@@ -191,7 +188,7 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         described = {"about": {**about(engine), "began": began}, "replicas": self._replicas()}
         if self.what.is_reference:
-            whole = [one for one, _ in self._named if not hasattr(one.parameter, "ds_tensor")]
+            whole = [one for one in self._named if not hasattr(one.parameter, "ds_tensor")]
             copies = [id(one.parameter) for one in whole if not one.is_expert]
             self._of_others = set(copies) - set(copies[dist.get_rank() :: dist.get_world_size()])
             digests = {one.names[0]: digest_of(one.parameter) for one in whole}
@@ -274,15 +271,14 @@ class Recorder:
         starts = [torch.load(path, mmap=True) for path in sorted(folder.glob("rank_*/start.pt"))]
         weights, masters = (whole_tensors(one[kind] for one in starts) for kind in ("weights", "masters"))
         with torch.no_grad():
-            for one, master in self._named:
-                name = one.names[0]
+            for one in self._named:
+                name, in_module = one.names[0], held_by_module(one.parameter)
                 if name not in weights:
                     warnings.warn(f"{name} is not in the wanted layout, and keeps its own values", stacklevel=2)
                     continue
-                of_master = self._of_master(one, master, None if master is None else master.master)
-                for whole, held in ((masters.get(name), of_master), (weights[name], self._held(one))):
-                    if whole is not None and held is not None:
-                        for offsets, memory in held.boxes.items():
+                for whole, held in ((masters.get(name), one.held), (weights[name], in_module)):
+                    if whole is not None:
+                        for offsets, memory in one.part_of(held.master, held).boxes.items():
                             memory.copy_(_box(whole, offsets, memory.shape))
 
     # -- what is recorded --------------------------------------------------------------------------------------------
@@ -337,9 +333,11 @@ class Recorder:
 
     def _before_update(self, *_: Any) -> None:
         """Record the gradients that the optimizer gets. ZeRO 3 steps several times."""
-        for one, master in self._named:
-            if master is not None and master.numel and master.master.grad is not None:
-                self._after[one.names[0]] = _plain(self._of_master(one, master, master.master.grad), _copied)
+        for one in self._named:
+            if one.held.group is not None and one.held.numel and one.held.master.grad is not None:
+                gradient = one.held.master.grad
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                self._after[one.names[0]] = _plain(one.part_of(dense, one.held), _copied)
 
     def _end_step(self) -> None:
         engine = self.engine
@@ -353,7 +351,7 @@ class Recorder:
                 one.names[0]: self._recorded(
                     part_of(self._before[one.names[0]], one.slice, 0, self._before[one.names[0]].numel())
                 )
-                for one, _ in self._named
+                for one in self._named
                 if one.names[0] in self._before
             },
             "order": list(self._before),
@@ -383,38 +381,24 @@ class Recorder:
         return shape, boxes if self.what.noise is None else [piece for box in boxes for piece in _sampled(*box)]
 
     def _weights(self) -> Parts:
-        named = (one for one, _ in self._named if id(one.parameter) not in self._of_others)
-        return {one.names[0]: self._recorded(self._held(one)) for one in named}
-
-    def _held(self, one: Named) -> Any:
-        """Return this rank's part of the weights that forward passes use."""
-        parameter: Any = one.parameter
-        if not hasattr(parameter, "ds_tensor"):
-            memory = parameter.detach()
-            return part_of(memory, one.slice, 0, memory.numel())
-        start, numel = span_of_zero_3(parameter)
-        return part_of(parameter.ds_tensor.detach().view(-1)[:numel], one.slice, start, start + numel)
-
-    def _of_master(self, one: Named, master: Trained | None, tensor: torch.Tensor | None) -> Any:
-        """Return this rank's part of a parameter in a tensor with the layout of master weights."""
-        if master is None or tensor is None or not master.numel:
-            return None
-        dense = tensor.to_dense() if tensor.is_sparse else tensor
-        return part_of(master.part_of(dense), one.slice, master.start, master.start + master.numel)
+        named = (one for one in self._named if id(one.parameter) not in self._of_others)
+        held = ((one, held_by_module(one.parameter)) for one in named)
+        return {one.names[0]: self._recorded(one.part_of(place.master, place)) for one, place in held}
 
     def _states(self) -> dict[str, Parts]:
         """Return master weights and optimizer states with a value for each element, by key and parameter."""
         assert self.engine is not None
         inner, found = facts.inner_optimizer(self.engine), dict[str, Parts]()
-        for one, master in self._named:
-            if master is None or inner is None or not master.numel:
+        for one in self._named:
+            master = one.held.master
+            if one.held.group is None or inner is None or not one.held.numel:
                 continue
-            if master.master is one.parameter and id(one.parameter) in self._of_others:
+            if master is one.parameter and id(one.parameter) in self._of_others:
                 continue
-            states = {MASTER: master.master, **inner.state.get(master.master, {})}
+            states = {MASTER: master, **inner.state.get(master, {})}
             for key, value in states.items():
-                if torch.is_tensor(value) and value.shape == master.master.shape and value.dim():
-                    found.setdefault(key, {})[one.names[0]] = self._recorded(self._of_master(one, master, value))
+                if torch.is_tensor(value) and value.shape == master.shape and value.dim():
+                    found.setdefault(key, {})[one.names[0]] = self._recorded(one.part_of(value, one.held))
         return found
 
     def _replicas(self) -> list[tuple[str, str, list[int], bool, int]]:

@@ -27,9 +27,9 @@ from deepspeed.runtime.state_dict_factory import SDLoaderFactory
 from ds_topo import checkpoint
 from ds_topo.checkpoint import disk, rank_zero
 from ds_topo.checkpoint.conversion import readable
-from ds_topo.checkpoint.folder import look_at, named_latest
+from ds_topo.checkpoint.folder import look_at, named_latest, unreadable
 from ds_topo.checkpoint.rank_zero import Meeting
-from ds_topo.checkpoint.safe_reading import allowed_types, reading_checkpoint, unreadable
+from ds_topo.checkpoint.safe_reading import allowed_types, reading_checkpoint
 from ds_topo.errors import CheckpointError, DamagedCheckpointError, UnsafeCheckpointError
 from ds_topo.torch_names import default_store
 from tests.checkpoint.jobs import Job, Kind, Own, job
@@ -93,16 +93,18 @@ def test_unreadable_finds_everything_but_bytes_of_tensors(tmp_path: Path) -> Non
     whole = file.read_bytes()
     with zipfile.ZipFile(file) as archive:
         found = {one.filename.rpartition("/")[2]: one for one in archive.infolist()}
-    assert unreadable([file]) == []
+    assert unreadable(tmp_path, [file.name]) == []
     _flip(file, whole.index(b"weight"))
     reason = f"Bad CRC-32 for file {found['data.pkl'].filename!r}"
-    assert unreadable([file]) == [f"states.pt is damaged, or was changed after it was written ({reason})"]
+    assert unreadable(tmp_path, [file.name]) == [
+        f"states.pt is damaged, or was changed after it was written ({reason})"
+    ]
     file.write_bytes(whole[:-30])
-    assert "states.pt is damaged" in unreadable([file])[0]
+    assert "states.pt is damaged" in unreadable(tmp_path, [file.name])[0]
     file.unlink()
-    assert unreadable([file]) == ["states.pt cannot be read: No such file or directory"]
+    assert unreadable(tmp_path, [file.name]) == ["states.pt cannot be read: No such file or directory"]
     torch.save(torch.ones(1), file, _use_new_zipfile_serialization=False)
-    assert unreadable([file]) == [], "torch's older format"
+    assert unreadable(tmp_path, [file.name]) == [], "torch's older format"
 
 
 # -- what the check before loading cannot find -------------------------------------------------------------------------
@@ -249,9 +251,9 @@ def test_ranks_that_post_nothing_are_named() -> None:
         mock.patch.object(dist, "get_rank", return_value=1),
         mock.patch.object(dist, "get_world_size", return_value=3),
     ):
-        meeting.post("rows", 7)
-        with pytest.raises(CheckpointError, match=r"^ranks \[0, 2\] did not come within 0:00:00\.18"):
-            meeting.posted("rows")
+        meeting._write("rows/1", "7")
+        with pytest.raises(CheckpointError, match=r"^a test: ranks \[0, 2\] did not come within 0:00:00\.18"):
+            meeting._posted("rows")
 
 
 def _keys() -> int:

@@ -40,6 +40,13 @@ def test_other_degrees_are_refused_with_the_reason(change: dict[str, Any], reaso
     assert re.search(reason, why_unreachable(ZERO_1, replace(ZERO_1, **change)))
 
 
+def test_experts_that_a_topology_cannot_hold_are_refused() -> None:
+    right = SavedLayout("data=4", 4, 1, 4, 1, "DeepSpeedZeroOptimizer", "fp32", experts=(SavedExperts(2),))
+    wrong = replace(right, topology="data=3")
+    assert "must divide the 3 ranks" in why_unreachable(right, wrong)
+    assert "must divide the 3 ranks" in why_unreachable(wrong, right)
+
+
 def test_without_zero_other_numbers_of_replicas_can_read() -> None:
     whole = replace(ZERO_1, zero_stage=0, optimizer="Adam")
     assert why_unreachable(whole, replace(whole, world_size=16, replicas=4, topology="pipe=2,data=4,model=2")) == ""

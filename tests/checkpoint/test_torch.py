@@ -23,7 +23,8 @@ from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ds_topo import PipelineParallelGrid, checkpoint, initialize
-from ds_topo.checkpoint.engine_state import Trained, begin_states
+from ds_topo.checkpoint.engine_state import Held
+from ds_topo.checkpoint.torch_format import begin_states
 from ds_topo.errors import (
     CheckpointError,
     CheckpointModelError,
@@ -232,6 +233,23 @@ def _stage_that_writes(layout: Layout, name: str) -> tuple[int, bool]:
 def test_one_stage_writes_shared_weight(world: Worlds) -> None:
     found = world(4).run(_stage_that_writes, PIPELINE, "embedding.weight")
     assert sorted(found) == [(0, True), (0, True), (1, False), (1, False)]
+
+
+def _part_of_buffer(layout: Layout) -> tuple[list[int], list[tuple[tuple[int, ...], list[float]]], bool]:
+    """Return the shape, this rank's boxes and whether it writes them, of a buffer that slices split."""
+    with job(layout) as rank:
+        buffer: Any = torch.full((2,), float(rank.grid.get_slice_parallel_rank()))
+        buffer.partition_dim = 0
+        rank.engine.module.register_buffer("offset", buffer)
+        part = _state(rank).state_dict()["model"]["offset"]
+        return list(part.shape), [(at, one.tolist()) for at, one in part.boxes.items()], part.is_written
+
+
+def test_every_slice_writes_its_part_of_a_buffer(world: Worlds) -> None:
+    found = world(4).run(_part_of_buffer, SLICED)
+    assert [shape for shape, *_ in found] == [[4]] * 4
+    written = sorted(boxes for _, boxes, is_written in found if is_written)
+    assert written == [[((0,), [0.0, 0.0])], [((2,), [1.0, 1.0])]]
 
 
 # -- other programs --------------------------------------------------------------------------------------------------
@@ -676,4 +694,4 @@ class Unusual(torch.optim.SGD):
 def test_optimizer_without_derivable_states_needs_a_step() -> None:
     weight = nn.Parameter(torch.ones(3))
     with pytest.raises(CheckpointError, match=r"Unusual has no states yet.*take a step before"):
-        begin_states(Unusual([weight], "any"), [Trained(weight, 0, weight, 0, 3, 0)])
+        begin_states(Unusual([weight], "any"), [Held(weight, weight, 0, 3, 0, 0)])
