@@ -20,7 +20,6 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from torch import nn
 
 from ds_topo.engine.grid import PipelineEngineGrid
-from ds_topo.engine.norms import count_each_parameter_once
 from ds_topo.engine.one_layout import grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
@@ -70,7 +69,7 @@ def building_on(grid: PipelineEngineGrid) -> Iterator[None]:
 
 
 def check_built_on(module: DeepSpeedPipelineModule, grid: PipelineEngineGrid) -> None:
-    """Check that a module was built on the grid, and mark its parameters so that each counts once in norms.
+    """Check that a module was built on the grid.
 
     Raises:
         RuntimeError: the module has another grid, because this release of DeepSpeed builds pipelines differently.
@@ -80,7 +79,6 @@ def check_built_on(module: DeepSpeedPipelineModule, grid: PipelineEngineGrid) ->
             f"this release of DeepSpeed does not build pipelines on {patches.PIPELINE_GRID}, which ds_topo replaces: "
             "use a release that README.md names"
         )
-    count_each_parameter_once(module, grid)
 
 
 class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]

@@ -23,7 +23,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 from typing_extensions import Self
 
-from ds_topo.engine import autotp
+from ds_topo.engine import autoparallel
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
 from ds_topo.engine.pipeline import PipelineModule, building_on, check_built_on, index_tied_modules, with_plain_bounds
@@ -446,7 +446,7 @@ WHILE_A_GRID_IS_IN_USE: tuple[tuple[Patch, Make], ...] = (
     (patches.TIED_MODULES, always(index_tied_modules)),
     (patches.SET_BOUNDS, with_plain_bounds),
     (patches.ZERO_INIT, _partitioned_over_replicas),
-    (patches.INFERENCE_GROUP, autotp.with_group_of_grid_in_use),
+    (patches.INFERENCE_GROUP, autoparallel.with_group_of_grid_in_use),
     (patches.MODIFIED, _with_modifier_kept),
     (patches.MODIFIED_BY_ONE, _modified_by_one),
     *zip(

@@ -202,18 +202,11 @@ PARTITION_GRADIENTS, END_OF_REDUCTION = _patches(
     ),
     ("independent_gradient_partition_epilogue", "With an axis shard, the same and a wait for these sums.", _OF_SHARD),
 )
-UNFUSED_STEP = Patch(
-    FP16_UnfusedOptimizer,
-    "step",
-    instead="The same after each gradient has got the marks of its parameter.",
-    why="The optimizer takes the norm of gradients. Without marks, shards of all slices but the first are missing.",
-    during=THE_GRID,
-)
 UNFUSED_CLIP = Patch(
     FP16_UnfusedOptimizer,
     "unscale_and_clip_grads",
-    instead="With experts, the same by ds_topo.engine.norms.unfused_gradient_norm.",
-    why="The optimizer omits experts from the norm.",
+    instead="The same by ds_topo.engine.norms.unfused_gradient_norm, on stages or slices and with experts.",
+    why="Its norm omits experts. It is that of gradients, which lack the marks of slices and of tied copies.",
     during=THE_GRID,
 )
 LOSS_SCALER = Patch(
