@@ -24,7 +24,7 @@ from ds_topo.engine.one_layout import grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from ds_topo.launch.orphans import remove_abandoned_locks
-from ds_topo.ledger import always, ledger
+from ds_topo.ledger import always, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.process_groups.creation import require_initialized
@@ -197,20 +197,17 @@ class DualPipeVModule(PipelineModule, DeepSpeedDualPipeVModule):  # type: ignore
         self.phase_bounds = [(int(start), int(stop)) for start, stop in self.phase_bounds]
 
 
-def with_plain_bounds(set_bounds: Any) -> Any:
+@around
+def with_plain_bounds(set_bounds: Any, *arguments: Any, **named: Any) -> None:
     """Convert the bounds of balanced partitions from NumPy's integers.
 
     With ``seed_layers=True`` DeepSpeed passes them to ``random.seed``, which refuses NumPy's integers.
     """
 
-    @wraps(set_bounds)
-    def set_plain_bounds(*arguments: Any, **named: Any) -> None:
-        def plain(value: Any) -> Any:
-            return int(value) if isinstance(value, Integral) else value
+    def plain(value: Any) -> Any:
+        return int(value) if isinstance(value, Integral) else value
 
-        set_bounds(*map(plain, arguments), **{name: plain(value) for name, value in named.items()})
-
-    return set_plain_bounds
+    set_bounds(*map(plain, arguments), **{name: plain(value) for name, value in named.items()})
 
 
 def index_tied_modules(module: DeepSpeedPipelineModule) -> dict[str, dict[str, Any]]:
