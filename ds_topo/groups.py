@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo.engine.autotp import get_tensor_model_parallel_src_rank
+from ds_topo.engine.autoparallel import get_tensor_model_parallel_src_rank
 from ds_topo.engine.checks import check_exchange_between_all_ranks
 from ds_topo.engine.experts import create_expert_groups, create_zero_partition_groups
 from ds_topo.engine.grid import PipelineParallelGrid

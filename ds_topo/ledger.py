@@ -73,6 +73,23 @@ def always(value: object) -> Make:
     return lambda _: value
 
 
+def around(replacement: Callable[..., Any]) -> Make:
+    """Return a make function of ``replacement(original, *arguments)``; use it as a decorator.
+
+    >>> around(lambda length, text: 2 * length(text))(len)("ab")
+    4
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def replaced(*args: Any, **options: Any) -> Any:
+            return replacement(original, *args, **options)
+
+        return replaced
+
+    return make
+
+
 def after(before: Callable[[], object]) -> Make:
     """Return a make function that adds a call of ``before()`` in front of the original.
 
@@ -81,15 +98,12 @@ def after(before: Callable[[], object]) -> Make:
     2
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def called_after(*args: Any, **options: Any) -> Any:
-            before()
-            return original(*args, **options)
+    @around
+    def called_after(original: Any, *args: Any, **options: Any) -> Any:
+        before()
+        return original(*args, **options)
 
-        return called_after
-
-    return make
+    return called_after
 
 
 def name_of(owner: type | ModuleType) -> str:

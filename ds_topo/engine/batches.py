@@ -3,8 +3,7 @@
 *Micro-batches.* Only the first and the last stage of a pipeline read samples. If an iterator ends within a step,
 DeepSpeed raises ``StopIteration`` on the ranks that found it, and all others wait for activations that never come. So
 before each step the ranks agree that all of them have enough micro-batches. A count holds for one step, because a
-program may pass another iterator next time. If all samples are endless, as those of ``RepeatingLoader`` are, the ranks
-agree once in 64 steps.
+program may pass another iterator next time.
 
 *Samples.* The stages and slices of one replica read samples separately. If samples are divided over all ranks of the
 job, as ``DistributedSampler`` does by default, the slices train on different samples and no error occurs. So the ranks
@@ -19,8 +18,6 @@ import operator
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import wraps
 from itertools import cycle, islice, repeat
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -34,6 +31,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed
+from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import MODEL, PIPE
 
@@ -46,22 +44,9 @@ def _described(grid: MpuGrid, grid_rank: int) -> str:
 # -- enough micro-batches ---------------------------------------------------------------------------------------------
 
 _ENDLESS = 2**31
-_STEPS_OF_A_PROMISE = 63
-"""The number of steps after an agreement for which endless samples are trusted."""
 _NO_ITERATOR, _FAILED = -1, -2
 
 
-@dataclass
-class _Promise:
-    """The samples of all ranks are endless, so that no rank asks before the next steps."""
-
-    steps: int
-    """The number of training steps until the ranks ask again."""
-    iterator: Iterator[Any] | None
-    """This rank's iterator."""
-
-
-_promises: WeakKeyDictionary[PipelineEngine, _Promise] = WeakKeyDictionary()
 _checked: WeakSet[PipelineEngine] = WeakSet()
 """The engines whose first batch has been checked."""
 
@@ -118,25 +103,24 @@ def _has_exact_length(iterator: _BaseDataLoaderIter) -> bool:
     return iterator._dataset_kind == _DatasetKind.Map and all(name.startswith("torch.utils.data.") for name in modules)
 
 
-def with_enough_micro_batches(method: Any) -> Any:
-    """Wrap ``train_batch`` or ``eval_batch`` of a pipeline engine so that it starts on all ranks or on none."""
-    signature = inspect.signature(method)
-    training = method.__name__ == "train_batch"
-
-    @wraps(method)
-    def start_together(engine: PipelineEngine, *args: Any, **options: Any) -> Any:
-        given = signature.bind(engine, *args, **options)
-        if isinstance(engine.grid, MpuGrid) and engine.grid.world_size > 1:
-            wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
-            iterator = _require(engine, given.arguments.get("data_iter"), wanted, training)
-            if iterator is not None:
-                given.arguments["data_iter"] = iterator
-        return method(*given.args, **given.kwargs)
-
-    return start_together
+@around
+def with_enough_micro_batches(method: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
+    """Start ``train_batch`` or ``eval_batch`` of a pipeline engine on all ranks or on none."""
+    given = inspect.signature(method).bind(engine, *args, **options)
+    if isinstance(engine.grid, MpuGrid) and engine.grid.world_size > 1:
+        wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
+        if (iterator := given.arguments.get("data_iter")) is not None:
+            given.arguments["data_iter"] = _require(engine, iterator, wanted)
+        elif method.__name__ == "train_batch":
+            _require(engine, engine.data_iterator, wanted, is_own=True)
+        else:
+            _require(engine, None, wanted)
+    return method(*given.args, **given.kwargs)
 
 
-def _require(engine: PipelineEngine, given: Iterator[Any] | None, wanted: int, training: bool) -> Iterator[Any] | None:
+def _require(
+    engine: PipelineEngine, iterator: Iterator[Any] | None, wanted: int, is_own: bool = False
+) -> Iterator[Any] | None:
     """Agree that all ranks have enough samples for a step; return the iterator to use instead of the given one.
 
     Raises:
@@ -144,45 +128,32 @@ def _require(engine: PipelineEngine, given: Iterator[Any] | None, wanted: int, t
         Exception: this rank failed to read samples.
     """
     left, failure = _ENDLESS, None
-    source = iterator = engine.data_iterator if given is None and training else given
-    promise = _promises.get(engine) if training else None
-    if promise is not None:
-        promise.steps -= 1
-        if not promise.steps:
-            del _promises[engine]
-        if iterator is promise.iterator:
-            return None
-    if engine.is_first_stage() or engine.is_last_stage():
-        if iterator is None:
-            left = _NO_ITERATOR if engine.batch_fn is None else _ENDLESS  # batch_fn may produce samples itself
-        else:
-            try:
-                iterator, left = _read_ahead(iterator, wanted)
-                if engine not in _checked and left and engine.batch_fn is None:
-                    iterator = iterator if isinstance(iterator, ReadAhead) else ReadAhead(iterator)
-                    _check_batch(iterator.first(), engine.is_first_stage())
-                    _checked.add(engine)
-            except Exception as error:
-                left, failure = _FAILED, error
-            if given is None:
-                engine.data_iterator = iterator
-    if promise is not None:  # the other ranks may not know that this rank has another iterator
-        fewest, rank = left, engine.grid.grid_rank
+    if not (engine.is_first_stage() or engine.is_last_stage()):
+        pass  # other stages read no samples
+    elif iterator is None:
+        left = _NO_ITERATOR if engine.batch_fn is None else _ENDLESS  # batch_fn may produce samples itself
     else:
-        fewest, rank = _fewest(left, engine.grid)
+        try:
+            iterator, left = _read_ahead(iterator, wanted)
+            if engine not in _checked and left and engine.batch_fn is None:
+                iterator = iterator if isinstance(iterator, ReadAhead) else ReadAhead(iterator)
+                _check_batch(iterator.first(), engine.is_first_stage())
+                _checked.add(engine)
+        except Exception as error:
+            left, failure = _FAILED, error
+        if is_own:
+            engine.data_iterator = iterator
+    fewest, rank = _fewest(left, engine.grid)
     if failure is not None:
         raise failure
     if fewest < wanted:
         reasons = {_FAILED: "failed to read samples", _NO_ITERATOR: "has no data iterator"}
         reason = reasons.get(fewest, f"has {fewest} of the {wanted} micro-batches that this step takes")
-        effect = "so no rank starts it" if promise is None else "after an endless iterator, so others may wait for it"
         raise EndOfSamplesError(
-            f"{_described(engine.grid, rank)} {reason}, {effect}: every rank of the first and of the last "
+            f"{_described(engine.grid, rank)} {reason}, so no rank starts it: every rank of the first and of the last "
             "stage needs an iterator with enough micro-batches; deepspeed.utils.RepeatingLoader restarts one that ends"
         )
-    if training and promise is None and fewest >= _ENDLESS:
-        _promises[engine] = _Promise(_STEPS_OF_A_PROMISE, iterator if given is None else source)
-    return None if given is None else iterator
+    return iterator
 
 
 def _read_ahead(iterator: Iterator[Any], wanted: int) -> tuple[Iterator[Any], int]:
@@ -219,7 +190,7 @@ def _check_batch(batch: Any, is_first_stage: bool) -> None:
                     f"a batch of this pipeline has {len(batch)} elements, but DeepSpeed uses the first two alone, as "
                     "inputs and labels: put further ones into a tuple of inputs or of labels",
                     RuntimeWarning,
-                    stacklevel=6,
+                    stacklevel=7,
                 )
             return
         problem = f"has inputs of type {listed(others)}"
@@ -247,61 +218,49 @@ _read: WeakKeyDictionary[PipelineEngine, list[tuple[int, int]]] = WeakKeyDiction
 """The digests of inputs and labels that this rank has read in this step."""
 
 
-def with_same_samples(forward: Any) -> Any:
-    """Wrap ``forward`` of a plain engine so that slices first compare their arguments, in the first micro-batches."""
-
-    @wraps(forward)
-    def compare_first(engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-        grid = engine.mpu
-        # A pipeline engine calls forward with activations, and later stages of other engines get parts of activations.
-        is_due = not isinstance(engine, PipelineEngine) and engine.training and _is_due(engine, grid)
-        if is_due and grid.get_axis_size(MODEL) > 1 and grid.get_axis_rank(PIPE) == 0:
-            slices = (MODEL,)  # only these: other replicas may run more or fewer micro-batches
-            _require_equal([digest((args, options), zeros_count=True)], grid, slices, slices)
-        return forward(engine, *args, **options)
-
-    return compare_first
+@around
+def with_same_samples(forward: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+    """Compare the arguments of slices before ``forward`` of a plain engine, in the first micro-batches."""
+    grid = engine.mpu
+    # A pipeline engine calls forward with activations, and later stages of other engines get parts of activations.
+    is_due = not isinstance(engine, PipelineEngine) and engine.training and _is_due(engine, grid)
+    if is_due and grid.get_axis_size(MODEL) > 1 and grid.get_axis_rank(PIPE) == 0:
+        slices = (MODEL,)  # only these: other replicas may run more or fewer micro-batches
+        _require_equal([digest((args, options), zeros_count=True)], grid, slices, slices)
+    return forward(engine, *args, **options)
 
 
-def remember_samples(next_batch: Any) -> Any:
-    """Wrap ``_next_batch`` of a pipeline engine so that it keeps the digests that ``with_same_batches`` compares."""
-
-    @wraps(next_batch)
-    def read(engine: PipelineEngine) -> Any:
-        batch = next_batch(engine)
-        if engine in _read:
-            inputs, labels = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
-            _read[engine].append((digest(inputs), digest(labels)))
-        return batch
-
-    return read
+@around
+def remember_samples(next_batch: Any, engine: PipelineEngine) -> Any:
+    """Keep the digests of what ``_next_batch`` returns, which ``with_same_batches`` compares."""
+    batch = next_batch(engine)
+    if engine in _read:
+        inputs, labels = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
+        _read[engine].append((digest(inputs), digest(labels)))
+    return batch
 
 
-def with_same_batches(train_batch: Any) -> Any:
-    """Wrap ``train_batch`` so that stages and slices compare the samples that they read in each of the first steps."""
-
-    @wraps(train_batch)
-    def compare_after(engine: PipelineEngine, *args: Any, **options: Any) -> Any:
-        grid = engine.grid
-        if not _is_due(engine, grid) or grid.get_model_parallel_world_size() == 1:
-            return train_batch(engine, *args, **options)
-        _read[engine] = []
-        try:
-            result = train_batch(engine, *args, **options)
-        finally:
-            read = _read.pop(engine)
-        if not (engine.is_first_stage() or engine.is_last_stage()):
-            read = []
-        read = (read + [(0, 0)] * engine.micro_batches)[: engine.micro_batches]
-        inputs, labels = ([pair[index] for pair in read] for index in (0, 1))
-        everyone = grid.topology().axes
-        # Stages are compared by labels: the last stage does not use inputs, and the first may change them at random.
-        _require_equal(labels, grid, (PIPE, MODEL), everyone)
-        if grid.get_axis_size(MODEL) > 1:
-            _require_equal(inputs, grid, (MODEL,), everyone)
-        return result
-
-    return compare_after
+@around
+def with_same_batches(train_batch: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
+    """Compare the samples that stages and slices have read, after ``train_batch`` of each of the first steps."""
+    grid = engine.grid
+    if not _is_due(engine, grid) or grid.get_model_parallel_world_size() == 1:
+        return train_batch(engine, *args, **options)
+    _read[engine] = []
+    try:
+        result = train_batch(engine, *args, **options)
+    finally:
+        read = _read.pop(engine)
+    if not (engine.is_first_stage() or engine.is_last_stage()):
+        read = []
+    read = (read + [(0, 0)] * engine.micro_batches)[: engine.micro_batches]
+    inputs, labels = ([pair[index] for pair in read] for index in (0, 1))
+    everyone = grid.topology().axes
+    # Stages are compared by labels: the last stage does not use inputs, and the first may change them at random.
+    _require_equal(labels, grid, (PIPE, MODEL), everyone)
+    if grid.get_axis_size(MODEL) > 1:
+        _require_equal(inputs, grid, (MODEL,), everyone)
+    return result
 
 
 def _is_due(engine: DeepSpeedEngine, grid: Any) -> bool:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import wraps
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -29,44 +28,36 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
-from ds_topo.engine import autoep, autotp
-from ds_topo.engine.autosp import check_autosp, uses_autosp
+from ds_topo.engine import autoparallel
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.hybrid_sharding import check_sharding
-from ds_topo.engine.one_layout import check_programs, in_use
+from ds_topo.engine.one_layout import agree_along, axes_of_engine, check_programs, in_use
 from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged, listed
+from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid, registry
-from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import gathered
 from ds_topo.process_groups.process_grid import ProcessGrid, as_topology
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, mechanisms_of
 from ds_topo.topology.process_topology import ProcessTopology
 from ds_topo.topology.rank_tables import gradient_axes, zero_partition_ranks
-from ds_topo.torch_names import job_timeout
 
 
-def with_checks(do_sanity_check: Any) -> Any:
-    """Build the replacement of ``DeepSpeedEngine._do_sanity_check`` for an engine of a grid."""
-
-    @wraps(do_sanity_check)
-    def checked(engine: DeepSpeedEngine) -> None:
-        failure: Exception | None = None
-        try:
-            autotp.complete_size(engine._config, engine.mpu)
-            autoep.complete_size(engine._config, engine.mpu)
-            check_engine(engine._config, engine.mpu, isinstance(engine, PipelineEngine))
-            check_stage_of_pipeline(engine)
-            check_engine_inputs(engine, engine.mpu)
-            if isinstance(engine, dualpipev.DualPipeVEngine):
-                check_dualpipe(engine, engine.mpu)
-            do_sanity_check(engine)
-        except EngineOptionError as error:
-            failure = _with_mechanisms(error, engine._config, engine.mpu)
-        except Exception as error:
-            failure = error
-        agree_on_settings(engine, engine.mpu, failure)
-
-    return checked
+@around
+def with_checks(do_sanity_check: Any, engine: DeepSpeedEngine) -> None:
+    """Check options and inputs before ``DeepSpeedEngine._do_sanity_check``, and compare the results of all ranks."""
+    failure: Exception | None = None
+    try:
+        autoparallel.complete_sizes(engine._config, engine.mpu)
+        check_engine(engine._config, engine.mpu, isinstance(engine, PipelineEngine))
+        check_engine_inputs(engine, engine.mpu)
+        if isinstance(engine, dualpipev.DualPipeVEngine):
+            check_dualpipe(engine, engine.mpu)
+        do_sanity_check(engine)
+    except EngineOptionError as error:
+        failure = _with_mechanisms(error, engine._config, engine.mpu)
+    except Exception as error:
+        failure = error
+    agree_on_settings(engine, engine.mpu, failure)
 
 
 def _with_mechanisms(error: EngineOptionError, config: DeepSpeedConfig, grid: MpuGrid) -> EngineOptionError:
@@ -82,7 +73,13 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
     Raises:
         EngineOptionError: the message names the option, what DeepSpeed would do, and what to do instead.
     """
-    _warn_of_unknown_keys(config._param_dict)
+    unknown = check_top_level(config._param_dict)
+    if unknown and dist.get_rank() == 0:
+        warnings.warn(
+            f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     check_sharding(config, grid)
     if config.zero_config.zero_quantized_gradients:
         check_exchange_between_all_ranks("zero_quantized_gradients", grid)
@@ -90,11 +87,7 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
         check_exchange_between_all_ranks("zero_optimization.zenflow at stage 1 or 2", grid)
     if config.zero_config.zero_hpz_partition_size > 1:
         _check_second_partition(config.zero_config.zero_hpz_partition_size, grid)
-    autotp.check_size(config, grid)
-    autotp.check_compiler_pass(config)
-    autoep.check(config, grid)
-    if uses_autosp(config):
-        check_autosp(config, grid, is_pipeline)
+    autoparallel.check(config, grid, is_pipeline)
     _check_device_mesh(grid)
     _check_long_sequence_training(grid, config)
     _check_hybrid_engine(config.hybrid_engine, grid)
@@ -103,19 +96,10 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
             "hybrid_engine with tensor_parallel (AutoTP): both would slice the same layers. Leave tensor_parallel out, "
             "and give the hybrid engine a model of your own slices, with inference_tp_size the degree of 'model'"
         )
-
-
-def check_stage_of_pipeline(engine: DeepSpeedEngine) -> None:
-    """Refuse ZeRO 2 and 3 in a pipeline.
-
-    ZeRO 2 saves memory by reducing gradients in every micro-batch. A pipeline sums those of all micro-batches first, so
-    they are whole on every rank until the last backward. After it only the partition stays, at stage 1, too.
-
-    Raises:
-        EngineOptionError: the message names stage 1.
-    """
-    stage = int(engine.zero_optimization_stage())
-    if isinstance(engine, PipelineEngine) and stage > 1:
+    # ZeRO 2 saves memory by reducing gradients in every micro-batch. A pipeline sums those of all micro-batches first,
+    # so they are whole on every rank until the last backward. After it only the partition stays, at stage 1, too.
+    stage = int(config.zero_config.stage)
+    if is_pipeline and stage > 1:
         raise EngineOptionError(
             f"ZeRO stage {stage} in a pipeline: gradients are summed over its micro-batches before they are reduced, "
             "so every rank holds all of them until then, and stage 2 would hold as much as stage 1; use stage 1"
@@ -194,16 +178,6 @@ def _check_switches(path: str, section: object) -> None:
         _check_switches(f"{path}.{name}", value)
 
 
-def _warn_of_unknown_keys(config: Mapping[str, Any]) -> None:
-    unknown = check_top_level(config)
-    if unknown and dist.get_rank() == 0:
-        warnings.warn(
-            f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
 def check_exchange_between_all_ranks(option: str, grid: MpuGrid) -> None:
     """Raise unless all ranks of the job hold the same parameters, between which ``option`` exchanges.
 
@@ -235,22 +209,19 @@ def _check_second_partition(size: int, grid: MpuGrid) -> None:
         )
 
 
-def _check_neighbors(option: str, axis: str, size: int, grid: MpuGrid) -> None:
-    """Raise unless this rank's group along an axis is the block of ``size`` neighboring ranks that DeepSpeed uses."""
+def _check_device_mesh(grid: MpuGrid) -> None:
+    """Refuse a mesh of DeepSpeed, which joins neighboring ranks of the job, unless the grid joins the same ones."""
+    mesh, option = deepspeed_groups.mesh_device, "mesh_param or sequence_parallel_size with data_parallel_size"
+    if mesh is None:
+        return
+    size, found = mesh.size(1), grid.get_context_parallel_global_ranks()
     first = dist.get_rank() // size * size
-    found = grid.get_ranks(axis) if axis in grid.topology().axes else [dist.get_rank()]
     if found != list(range(first, first + size)):
         raise EngineOptionError(
-            f"{option} {size} joins {size} neighboring ranks of the job, but along {axis!r} the topology "
-            f"{grid.topology().spec!r} joins ranks {found}: name {axis}={size} as the last axis, or switch it off"
+            f"{option} {size} joins {size} neighboring ranks of the job, but along {SEQ!r} the topology "
+            f"{grid.topology().spec!r} joins ranks {found}: name {SEQ}={size} as the last axis, or switch it off"
         )
-
-
-def _check_device_mesh(grid: MpuGrid) -> None:
-    mesh = deepspeed_groups.mesh_device
-    if mesh is not None:
-        _check_neighbors("mesh_param or sequence_parallel_size with data_parallel_size", SEQ, mesh.size(1), grid)
-        check_exchange_between_all_ranks("mesh_param or sequence_parallel_size with data_parallel_size", grid)
+    check_exchange_between_all_ranks(option, grid)
 
 
 def _check_long_sequence_training(grid: MpuGrid, config: DeepSpeedConfig) -> None:
@@ -269,7 +240,7 @@ def _check_long_sequence_training(grid: MpuGrid, config: DeepSpeedConfig) -> Non
             "AutoTP divides; use DistributedAttention in the model instead, or leave tensor_parallel out"
         )
     found = sorted(dist.get_process_group_ranks(group))
-    expected = grid.get_ranks(SEQ) if SEQ in grid.topology().axes else [dist.get_rank()]
+    expected = grid.get_context_parallel_global_ranks()
     if found != expected:
         raise EngineOptionError(
             f"sequence_parallel_size of UlyssesSPAttentionHF (ALST) joins ranks {found}, but along {SEQ!r} the "
@@ -289,21 +260,17 @@ def _check_hybrid_engine(options: HybridEngineConfig, grid: MpuGrid) -> None:
         )
 
 
-def with_sum_over_seq(average: Any) -> Any:
+@around
+def with_sum_over_seq(average: Any, optimizer: DeepSpeedZeroOptimizer_Stage3, *arguments: Any) -> list[torch.Tensor]:
     """Scale the averages of ZeRO-3 by the degree of ``seq``, so that they are sums over ``seq``.
 
     Every other stage sums gradients over ``seq`` and averages them over ``data``. ZeRO-3 does the same except where it
     uses reduce-scatter, which divides by all ranks: with ``reduce_scatter`` true (the default), without
     ``contiguous_gradients``, and for parameters larger than ``reduce_bucket_size``.
     """
-
-    @wraps(average)
-    def average_and_scatter(optimizer: DeepSpeedZeroOptimizer_Stage3, *arguments: Any) -> list[torch.Tensor]:
-        partitions: list[torch.Tensor] = average(optimizer, *arguments)
-        factor = optimizer.sequence_parallel_size
-        return [partition.mul(factor) for partition in partitions] if factor > 1 else partitions
-
-    return average_and_scatter
+    partitions: list[torch.Tensor] = average(optimizer, *arguments)
+    factor = optimizer.sequence_parallel_size
+    return [partition.mul(factor) for partition in partitions] if factor > 1 else partitions
 
 
 _readers: list[str] = []
@@ -408,7 +375,7 @@ def check_engine_inputs(engine: DeepSpeedEngine, grid: MpuGrid) -> None:
             "ds_topo.initialize, or call ds_topo.use(grid) first"
         )
     if _wants_reducer(engine._config):
-        autoep.check_reducer(engine._config)
+        autoparallel.check_reducer(engine._config)
     section = engine._config._param_dict.get(TOPOLOGY_SECTION)
     if section is not None:
         wanted = as_topology(section, grid.world_size)  # or what verify has set
@@ -504,8 +471,8 @@ def agree_on_settings(engine: DeepSpeedEngine, grid: MpuGrid, failure: Exception
         DisagreementError: settings differ; the message names the settings, ranks and hosts.
         Exception: ``failure``, an earlier error of this rank, which the other ranks report, too.
     """
-    axes = [axis for axis in grid.topology().axes if axis != PIPE or isinstance(engine, PipelineEngine)]
-    _agree([] if failure else _settings(engine), grid.get_ranks(axes), "the settings of the engine", failure)
+    axes = axes_of_engine(grid, isinstance(engine, PipelineEngine))
+    agree_along(grid, axes, "the settings of the engine", failure, [] if failure else _settings(engine))
 
 
 def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
@@ -519,32 +486,24 @@ def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
         f"{name} {list(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
         for name, p in model.named_parameters()
     ]
-    if isinstance(model, DeepSpeedPipelineModule) and model.stage_id == _loss_stage(model):
+    is_pipeline = isinstance(model, DeepSpeedPipelineModule)
+    loss_stage = 0 if isinstance(model, dualpipev.DualPipeVModule) else grid.pipe_parallel_size - 1
+    if is_pipeline and grid.stage_id == loss_stage:
         lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
-    replicas, is_pipeline = gradient_axes(grid.topology()), isinstance(model, DeepSpeedPipelineModule)
-    everyone = [axis for axis in grid.topology().axes if axis != PIPE or is_pipeline]
+    replicas, everyone = gradient_axes(grid.topology()), axes_of_engine(grid, is_pipeline)
     failure: Exception | None = None
     try:
         check_programs(model, grid)
-        _agree(lines, grid.get_ranks(replicas), f"the parameters of replicas along {replicas}", None)
     except TopologyError as error:
         failure = error
-        with suppress(DisagreementError, TopologyError):
-            _agree([], grid.get_ranks(replicas), f"the parameters of replicas along {replicas}", error)
-    except DisagreementError as error:
+    try:
+        agree_along(grid, replicas, f"the parameters of replicas along {replicas}", failure, lines)
+    except (DisagreementError, TopologyError) as error:
         failure = error
     if grid.get_ranks(everyone) != grid.get_ranks(replicas):
-        _agree([], grid.get_ranks(everyone), "stages and slices", failure)
+        agree_along(grid, everyone, "stages and slices", failure)
     elif failure is not None:
         raise failure
-
-
-def _loss_stage(model: DeepSpeedPipelineModule) -> int:
-    return 0 if isinstance(model, dualpipev.DualPipeVModule) else int(model.num_stages) - 1
-
-
-def _agree(lines: Sequence[str], members: Sequence[int], subject: str, failure: Exception | None) -> None:
-    agree("", members, job_timeout(), failure=failure, subject=subject, lines=lines)
 
 
 def _settings(engine: DeepSpeedEngine) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.engine.norms import check_norm
 from ds_topo.errors import ExpertGroupError, ExpertSizeError
 from ds_topo.launch.launchers import REFERENCE
-from ds_topo.ledger import always, ledger
+from ds_topo.ledger import always, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import ExpertGroups, MpuGrid, registry, require_grid
 from ds_topo.process_groups.creation import ProcessGroup
@@ -31,20 +31,17 @@ def slices_of_experts(mpu: Any) -> int:
     return int(mpu.get_slice_parallel_world_size()) if sliced else 1
 
 
-def _gathered_into_a_list(gather: Any) -> Any:
-    @wraps(gather)
-    def gather_tokens(tokens: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Gather the tokens of all slices, one after another along ``dim``."""
-        if not isinstance(deepspeed_groups.mpu, MpuGrid):
-            others: torch.Tensor = gather(tokens, dim)
-            return others
-        group = deepspeed_groups.mpu.get_slice_parallel_group()
-        like = torch.contiguous_format
-        parts = [torch.empty_like(tokens, memory_format=like) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, tokens.contiguous(), group=group)
-        return torch.cat(parts, dim=dim)
-
-    return gather_tokens
+@around
+def _gathered_into_a_list(gather: Any, tokens: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """Gather the tokens of all slices, one after another along ``dim``."""
+    if not isinstance(deepspeed_groups.mpu, MpuGrid):
+        others: torch.Tensor = gather(tokens, dim)
+        return others
+    group = deepspeed_groups.mpu.get_slice_parallel_group()
+    like = torch.contiguous_format
+    parts = [torch.empty_like(tokens, memory_format=like) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tokens.contiguous(), group=group)
+    return torch.cat(parts, dim=dim)
 
 
 # -- an engine with experts -------------------------------------------------------------------------------------------
@@ -92,36 +89,30 @@ def _pad_capacity(slices: int, _gate: object, _inputs: object, routes: tuple[Any
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def saved_by_slice(save: Any) -> Any:
-    """Wrap ``_save_moe_checkpoint`` so that each slice writes the files that it will load.
+@around
+def saved_by_slice(save: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+    """Let each slice write the files that it will load, in ``_save_moe_checkpoint``.
 
     File names contain the model parallel rank of the writer, and DeepSpeed writes on expert data parallel rank 0 only.
     If replicas of an expert are on several slices, the files of the other slices would be missing.
     """
-
-    @wraps(save)
-    def save_moe_checkpoint(engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-        _check_optimizer_files(engine)
-        automatic = engine._config.expert_parallel_config
-        if automatic.enabled:
-            own = registry.find(name_of_size(automatic.autoep_size))
-            is_folded = engine.autotp_size() > 1 and not engine.zero_optimization_partition_weights()
-            if not is_folded or own is None or own.writes_checkpoint:
-                return save(engine, *args, **options)
-            with ledger.bound(patches.WRITER_OF_FOLDED_EXPERTS, always(dist.get_world_size)):
-                return save(engine, *args, **options)
+    _check_optimizer_files(engine)
+    automatic = engine._config.expert_parallel_config
+    if not automatic.enabled:
         with ledger.bound(patches.WRITER_OF_EXPERTS, _first_writes):
             return save(engine, *args, **options)
+    own = registry.find(name_of_size(automatic.autoep_size))
+    is_folded = engine.autotp_size() > 1 and not engine.zero_optimization_partition_weights()
+    if not is_folded or own is None or own.writes_checkpoint:
+        return save(engine, *args, **options)
+    with ledger.bound(patches.WRITER_OF_FOLDED_EXPERTS, always(dist.get_world_size)):
+        return save(engine, *args, **options)
 
-    return save_moe_checkpoint
 
-
-def _first_writes(place: Any) -> Any:
-    def writer_first(name: str) -> int:
-        known = registry.find(name)
-        return int(place(name)) if known is None else int(not known.writes_checkpoint)
-
-    return writer_first
+@around
+def _first_writes(place: Any, name: str) -> int:
+    known = registry.find(name)
+    return int(place(name)) if known is None else int(not known.writes_checkpoint)
 
 
 def _check_optimizer_files(engine: DeepSpeedEngine) -> None:
@@ -182,7 +173,12 @@ def create_expert_groups(
         if REFERENCE in os.environ:  # each process of a reference has all experts
             expert_parallel_size = 1
         elif expert_parallel_size is None:
-            expert_parallel_size = _size_of_expert_axis(grid)
+            if EXPERT not in grid.topology().axes:
+                raise ExpertSizeError(
+                    f"expert_parallel_size is not given and {grid.topology().spec!r} has no axis {EXPERT!r}: give one "
+                    "of both"
+                )
+            expert_parallel_size = grid.get_axis_size(EXPERT)
         plan = ExpertPlan(grid.topology(), expert_parallel_size, expert_tensor_parallel, use_data_before_expert)
         registry.check(grid, plan)
     except Exception as error:  # of any kind, because the other ranks must raise, too
@@ -239,11 +235,3 @@ def create_zero_partition_groups(grid: MpuGrid, size: int) -> ProcessGroup:
 def _forget_zero_partition(group: ProcessGroup) -> None:
     if deepspeed_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is group:
         deepspeed_groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
-
-
-def _size_of_expert_axis(grid: MpuGrid) -> int:
-    if EXPERT not in grid.topology().axes:
-        raise ExpertSizeError(
-            f"expert_parallel_size is not given and {grid.topology().spec!r} has no axis {EXPERT!r}: give one of both"
-        )
-    return grid.get_axis_size(EXPERT)

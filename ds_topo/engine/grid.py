@@ -1,30 +1,65 @@
-"""Define ``PipelineParallelGrid``, the complete ``mpu`` for DeepSpeed's engines, and its variant for pipelines."""
+"""Define ``PipelineParallelGrid``, the complete ``mpu`` for DeepSpeed's engines, which patches each of its engines.
+
+While a grid exists, one hook on ``DeepSpeedEngine.__init__`` is in force. An engine whose mpu is a grid gets its
+patches on itself and on its optimizer, until the grid is destroyed. Every other engine runs DeepSpeed's own code; the
+hook only refuses an mpu or a model that was meant for a grid.
+
+DeepSpeed keeps one mpu for all engines of a process, in ``deepspeed.utils.groups.mpu``, and its functions query it.
+It is the mpu of the engine that was built last. The patched methods of an engine set it to the engine's own grid and
+restore it when they return, so that engines of several grids work side by side, and so do engines without one. Once a
+process has built an engine without a grid, no grid is current outside of these methods.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary, WeakMethod
 
 import deepspeed
 import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils import groups as deepspeed_groups
 
-from ds_topo.engine import checks
-from ds_topo.engine.autotp import get_tensor_model_parallel_src_rank
-from ds_topo.engine.engine_patches import forget, patching_engines
-from ds_topo.ledger import always, ledger
+from ds_topo.checkpoint.loading import loaded_whole
+from ds_topo.checkpoint.saving import saved_as_a_whole
+from ds_topo.engine import autoparallel, checks, experts, hybrid_sharding, norms, parameter_gathers
+from ds_topo.engine.batches import remember_samples, with_enough_micro_batches, with_same_batches, with_same_samples
+from ds_topo.engine.replicas import warn_of_unequal_slices
+from ds_topo.errors import ExpertGroupError
+from ds_topo.ledger import Make, Patch, always, around, ledger
 from ds_topo.mpu import patches
-from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.mpu.releases import warn_of_releases
+from ds_topo.mpu.mpu import MpuGrid, registry
+from ds_topo.mpu.releases import bind_methods, warn_of_releases
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.process_groups.process_grid import AnyTopology
 from ds_topo.topology.axes import MODEL, SEQ
 from ds_topo.topology.rank_tables import gradient_axes
+from ds_topo.watch import job_watch
+
+STEPS_BETWEEN = 100
+"""The number of steps between two comparisons of the ranks' progress, while a watch is on."""
+_RELEASES = "ds_topo_patches"
+"""The attribute with the releases of a patched object. The object owns them, so that no patch keeps it alive."""
+_before_backward: WeakKeyDictionary[DeepSpeedEngine, dict[str, Any]] = WeakKeyDictionary()
+"""The engines in a backward pass, oldest first, and for all of them what was current before the first one began."""
+_CURRENT = (
+    "mpu",
+    "expert_tensor_parallel_world_size",
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_MODEL_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP",
+)
+"""The names of ``deepspeed.utils.groups`` that belong to one mpu."""
 
 Answer = TypeVar("Answer")
-_FIRST_OF_SLICES = always(get_tensor_model_parallel_src_rank)
+_FIRST_OF_SLICES = always(autoparallel.get_tensor_model_parallel_src_rank)
 """One object for all grids, which share the replacement."""
 
 
@@ -89,10 +124,10 @@ class PipelineParallelGrid(MpuGrid):
         super().__init__(topology, process_group, timeout=timeout, extra_axes=extra_axes)
         with ExitStack() as undo:
             undo.callback(self.destroy)
-            self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, patching_engines))
+            self.on_destroy(ledger.bind(patches.CONSTRUCT_ENGINE, _patching_engines))
             if self.get_axis_size(MODEL) > 1:
                 self.on_destroy(ledger.bind(patches.SOURCE_OF_SLICES, _FIRST_OF_SLICES))
-            self.on_destroy(partial(forget, self))
+            self.on_destroy(partial(_forget, self))
             checks.grids.add(self)
             undo.pop_all()
 
@@ -171,3 +206,210 @@ class PipelineEngineGrid(PipelineParallelGrid):
     def data_parallel_id(self) -> int:
         """The index of the replica that this rank holds."""
         return self.topology().get_axis_index(gradient_axes(self.topology()), self.grid_rank)
+
+
+# -- patches of an engine ---------------------------------------------------------------------------------------------
+
+
+@around
+def _patching_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> None:
+    given = inspect.signature(construct).bind(engine, *args, **options).arguments
+    model, mpu = given["model"], given.get("mpu")
+    checks.check_is_module(model)
+    _check_names_of_experts(model, mpu)
+    before = _set_current(mpu)
+    with ExitStack() as undo:
+        undo.callback(_make_current, before)
+        if isinstance(mpu, MpuGrid):
+            with bind_methods(_OF_CONSTRUCTION, engine), autoparallel.tables_of_grid(given.get("config_class"), mpu):
+                construct(engine, *args, **options)
+            _patch_engine(engine)
+        else:
+            checks.check_engine_without_grid(model, mpu, given.get("config_class"))
+            construct(engine, *args, **options)
+        if not isinstance(mpu, MpuGrid) or not _has_engine_without_grid(before["mpu"]):
+            undo.pop_all()
+
+
+def _patch_engine(engine: DeepSpeedEngine) -> None:
+    is_pipeline, has_experts = isinstance(engine, PipelineEngine), bool(registry.of(engine.mpu))
+    rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
+    rows += hybrid_sharding.rows_of_engines(engine.mpu)
+    hybrid_sharding.save_each_partition_once(engine)
+    if has_experts:
+        experts.check_engine_with_experts(engine)
+        rows.append((patches.SAVE_EXPERTS, experts.saved_by_slice))
+    elif is_pipeline:
+        rows += norms.of_unequal_stages(engine)
+    if autoparallel.uses_autosp(engine._config):
+        autoparallel.average_over_seq(engine)
+    if engine.mpu.settle_norms():
+        rows += norms.corrections(engine, has_experts)
+    for target in (engine, engine.optimizer):
+        if any(isinstance(target, row.owner) for row, _ in rows if isinstance(row.owner, type)):
+            _patch(target, rows, engine.mpu)
+
+
+def _patch(target: Any, rows: Sequence[tuple[Patch, Make]], grid: MpuGrid) -> None:
+    """Patch the methods of one object until the grid is destroyed."""
+    releases = bind_methods(rows, target)
+    releases.callback(vars(target).pop, _RELEASES, None)
+    setattr(target, _RELEASES, releases)
+    close = WeakMethod(releases.close)
+
+    def close_if_alive() -> None:
+        method = close()
+        if method is not None:
+            method()
+
+    grid.on_destroy(close_if_alive)
+
+
+def _check_names_of_experts(model: Any, mpu: Any) -> None:
+    """Refuse MoE layers that would find the expert groups of another grid under their name."""
+    own = registry.of(mpu)
+    for module in model.modules():
+        known = registry.find(module.expert_group_name) if isinstance(module, MoE) else None
+        if known is not None and known not in own:
+            raise ExpertGroupError(
+                f"a MoE layer of an engine without that grid uses {known.plan.name!r}, the groups of {known.grid}: "
+                "DeepSpeed keeps one table per name; pass mpu=grid, destroy() those groups first, or choose another "
+                "ep_size"
+            )
+
+
+# -- the current mpu of the process -----------------------------------------------------------------------------------
+
+
+def _set_current(mpu: Any) -> dict[str, Any]:
+    """Set the mpu that DeepSpeed's functions query, and what goes with it; return the former values."""
+    before = {name: getattr(deepspeed_groups, name) for name in _CURRENT}
+    values = {"mpu": mpu}
+    if isinstance(mpu, MpuGrid) or isinstance(before["mpu"], MpuGrid):
+        slices = data = None  # AutoTP creates groups of its own, unless it finds some
+        if isinstance(mpu, MpuGrid) and mpu.get_axis_size(MODEL) > 1:
+            slices, data = mpu.get_tensor_model_parallel_group(), mpu.get_data_parallel_group()
+        values = dict(zip(_CURRENT, (mpu, experts.slices_of_experts(mpu), slices, slices, data), strict=True))
+    _make_current(values)
+    return before
+
+
+def _make_current(values: dict[str, Any]) -> None:
+    vars(deepspeed_groups).update(values)
+
+
+def _has_engine_without_grid(current: Any) -> bool:
+    """Tell whether there may be an engine whose methods, DeepSpeed's own, would find a grid that stays current.
+
+    Garbage collection must not decide this, because ranks collect at different times: an engine without an mpu counts
+    from its construction, which clones the world's group, until the end of the world.
+    """
+    has_other_mpu = current is not None and not isinstance(current, MpuGrid)
+    return has_other_mpu or deepspeed_groups._WORLD_GROUP is not None
+
+
+@contextmanager
+def _current(mpu: MpuGrid) -> Iterator[None]:
+    for interrupted in _before_backward.values():  # by an exception
+        _make_current(interrupted)
+    _before_backward.clear()
+    before = _set_current(mpu)
+    try:
+        yield
+    finally:
+        _before_backward.clear()
+        _make_current(before)
+
+
+def _forget(grid: MpuGrid) -> None:
+    """Reset the current mpu if it is this grid, so that no later engine without an mpu finds it."""
+    if isinstance(deepspeed_groups.mpu, MpuGrid) and grid.shares_groups_with(deepspeed_groups.mpu):
+        _set_current(None)
+
+
+@around
+def _with_own_mpu(method: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+    with _current(engine.mpu):
+        return method(engine, *args, **options)
+
+
+@around
+def _with_own_mpu_from_here(begin_backward: Any, engine: DeepSpeedEngine) -> None:
+    """Set the mpu in ``_backward_prologue``, because a program may call ``loss.backward()`` itself."""
+    before = _set_current(engine.mpu)
+    _before_backward.setdefault(engine, next(iter(_before_backward.values()), before))
+    try:
+        begin_backward(engine)
+    except BaseException:
+        _leave_backward(engine)
+        raise
+
+
+@around
+def _with_own_mpu_until_here(end_backward: Any, engine: DeepSpeedEngine) -> None:
+    _set_current(engine.mpu)
+    try:
+        end_backward(engine)
+    finally:
+        _leave_backward(engine)
+
+
+def _leave_backward(engine: DeepSpeedEngine) -> None:
+    """Set the mpu of another engine of the same backward pass, or after the last one what was current before."""
+    before = _before_backward.pop(engine, None)
+    others = [*_before_backward]
+    if others:
+        _set_current(others[-1].mpu)
+    elif before is not None:
+        _make_current(before)
+
+
+# -- methods of engines -----------------------------------------------------------------------------------------------
+
+
+@around
+def _comparing_steps(step: Any, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+    before = engine.global_steps
+    result = step(engine, *args, **options)
+    taken = engine.global_steps
+    has_reducer = getattr(engine, "gradient_reducer", None) is not None  # which compares steps itself
+    if taken != before and not taken % STEPS_BETWEEN and not has_reducer:
+        job_watch.compare_steps(engine, engine.mpu.get_data_parallel_group(), taken)
+    return result
+
+
+@around
+def _configured(configure: Any, engine: DeepSpeedEngine, model: Any) -> None:
+    checks.check_model(engine, model, engine.mpu)
+    checks.agree_on_model(model, engine.mpu)
+    checks.create_missing_expert_groups(engine, model, engine.mpu)
+    _set_current(engine.mpu)  # again, because experts may have got groups since
+    configure(engine, model)
+    warn_of_unequal_slices(model, engine.mpu)
+
+
+_OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = (
+    (patches.SANITY_CHECK, checks.with_checks),
+    (patches.EXPERT_PARALLEL, autoparallel.over_groups_of_grid),
+    (patches.TENSOR_PARALLEL_STATES, autoparallel.keeping_grid),
+    (patches.CONFIGURE_MODEL, _configured),
+    *hybrid_sharding.OF_CONSTRUCTION,
+)
+_OF_PLAIN_ENGINES: tuple[tuple[Patch, Make], ...] = (
+    (patches.FORWARD_ON_GRID, lambda forward: _with_own_mpu(with_same_samples(forward))),
+    (patches.BACKWARD_ON_GRID, _with_own_mpu),
+    (patches.BACKWARD_PROLOGUE, _with_own_mpu_from_here),
+    (patches.BACKWARD_EPILOGUE, _with_own_mpu_until_here),
+    (patches.AUTOSP_BACKEND, autoparallel.with_groups_of_grid),
+    (patches.STEP_ON_GRID, lambda step: _with_own_mpu(_comparing_steps(step))),
+)
+_OF_ALL_ENGINES: tuple[tuple[Patch, Make], ...] = (
+    (patches.SAVE_CHECKPOINT, lambda save: _with_own_mpu(saved_as_a_whole(save))),
+    (patches.LOAD_CHECKPOINT, lambda load: _with_own_mpu(loaded_whole(load))),
+    (patches.SAVE_16_BIT, autoparallel.saving_whole_weights),
+    (patches.NEXT_BATCH, remember_samples),
+    (patches.TRAIN_BATCH_ON_GRID, lambda train: _with_own_mpu(with_same_batches(with_enough_micro_batches(train)))),
+    (patches.EVAL_BATCH_ON_GRID, lambda evaluate: _with_own_mpu(with_enough_micro_batches(evaluate))),
+    (patches.AVERAGE_AND_SCATTER, checks.with_sum_over_seq),
+    *parameter_gathers.OF_OPTIMIZERS,
+)

@@ -26,10 +26,10 @@ Sources: FSDP2's HSDP; Zhang et al., MiCS (VLDB 2022).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -50,7 +50,7 @@ from deepspeed.utils import log_dist
 from torch import nn
 
 from ds_topo.errors import EngineOptionError, listed
-from ds_topo.ledger import Make, Patch, ledger
+from ds_topo.ledger import Make, Patch, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.mpu.releases import bind_methods
@@ -111,28 +111,24 @@ class _OverPartitions(MpuGrid):
         return self.get_partition_group()
 
 
-def partitioned_over_shard(configure: Any) -> Any:
-    """Build the replacement of the methods with which an engine builds an optimizer that partitions."""
-
-    @wraps(configure)
-    def configure_over_shard(engine: DeepSpeedEngine, optimizer: Any) -> Any:
-        grid = engine.mpu
-        if not isinstance(grid, MpuGrid) or not has_shard(grid):
-            return configure(engine, optimizer)
-        _tell_of_links(grid)
-        whole = engine.seq_data_parallel_group
-        partitions_parameters = engine.zero_optimization_partition_weights()
+@around
+def partitioned_over_shard(configure: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
+    """Use the group along ``shard`` in the methods with which an engine builds an optimizer that partitions."""
+    grid = engine.mpu
+    if not isinstance(grid, MpuGrid) or not has_shard(grid):
+        return configure(engine, optimizer)
+    _tell_of_links(grid)
+    whole = engine.seq_data_parallel_group
+    partitions_parameters = engine.zero_optimization_partition_weights()
+    if partitions_parameters:
+        _make_copies_equal(engine.module.parameters(), grid)
+    engine.seq_data_parallel_group = grid.get_partition_group()
+    try:
         if partitions_parameters:
-            _make_copies_equal(engine.module.parameters(), grid)
-        engine.seq_data_parallel_group = grid.get_partition_group()
-        try:
-            if partitions_parameters:
-                engine.mpu = _OverPartitions.over(grid)
-            return configure(engine, optimizer)
-        finally:
-            engine.seq_data_parallel_group, engine.mpu = whole, grid
-
-    return configure_over_shard
+            engine.mpu = _OverPartitions.over(grid)
+        return configure(engine, optimizer)
+    finally:
+        engine.seq_data_parallel_group, engine.mpu = whole, grid
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -162,63 +158,49 @@ def _file_for_each_replica(engine: DeepSpeedEngine, copies: Copies) -> Iterator[
         optimizer.dp_process_group = partitions
 
 
-def with_partitions_saved(copies: Copies, save: Any) -> Any:
-    """Build the replacement of ``_save_zero_checkpoint``: later copies save the partitions of experts alone."""
+def save_partitions(copies: Copies, save: Any, engine: DeepSpeedEngine, *arguments: Any) -> None:
+    """Replace ``_save_zero_checkpoint``: later copies save the partitions of experts alone."""
+    if not engine.has_moe_layers:
+        save(engine, *arguments)
+        return
+    optimizer = engine.optimizer
 
-    @wraps(save)
-    def save_partitions(engine: DeepSpeedEngine, *arguments: Any) -> None:
-        if not engine.has_moe_layers:
-            save(engine, *arguments)
-            return
-        optimizer = engine.optimizer
+    @around
+    def states_of_experts(state_dict: Any) -> dict[str, Any]:
+        found: dict[str, Any] = state_dict()
+        masters = list(found[SINGLE_PARTITION_OF_FP32_GROUPS])  # the optimizer may have the list itself
+        for group in _dense_groups(optimizer):
+            masters[group] = torch.empty(0)
+            found[BASE_OPTIMIZER_STATE]["state"].pop(group, None)
+        return {**found, SINGLE_PARTITION_OF_FP32_GROUPS: masters}
 
-        def of_experts(state_dict: Any) -> Any:
-            def states_of_experts() -> dict[str, Any]:
-                found: dict[str, Any] = state_dict()
-                masters = list(found[SINGLE_PARTITION_OF_FP32_GROUPS])  # the optimizer may have the list itself
-                for group in _dense_groups(optimizer):
-                    masters[group] = torch.empty(0)
-                    found[BASE_OPTIMIZER_STATE]["state"].pop(group, None)
-                return {**found, SINGLE_PARTITION_OF_FP32_GROUPS: masters}
-
-            return states_of_experts
-
-        with _file_for_each_replica(engine, copies) as has_all, ExitStack() as bindings:
-            if not has_all:
-                bindings.enter_context(ledger.bound(patches.STATES_TO_SAVE[type(optimizer)], of_experts, optimizer))
-            save(engine, *arguments)
-
-    return save_partitions
+    with _file_for_each_replica(engine, copies) as has_all, ExitStack() as bindings:
+        if not has_all:
+            bindings.enter_context(ledger.bound(patches.STATES_TO_SAVE[type(optimizer)], states_of_experts, optimizer))
+        save(engine, *arguments)
 
 
-def with_partitions_loaded(copies: Copies, load: Any) -> Any:
-    """Build the replacement of ``_load_zero_checkpoint``: later copies read the first one's file, too."""
+def load_partitions(copies: Copies, load: Any, engine: DeepSpeedEngine, *arguments: Any, **options: Any) -> Any:
+    """Replace ``_load_zero_checkpoint``: later copies read the first one's file, too."""
+    if not engine.has_moe_layers:
+        return load(engine, *arguments, **options)
 
-    def of_first_copy(read: Any) -> Any:
-        @wraps(read)
-        def read_own_and_first(engine: DeepSpeedEngine, names: list[str]) -> list[dict[str, Any]]:
-            states: list[dict[str, Any]] = read(engine, names)
-            own = states[dist.get_rank(copies.whole)]
-            first = dist.get_group_rank(copies.whole, dist.get_global_rank(copies.group, 0))
-            content = engine.checkpoint_engine.load(names[first], map_location="cpu")[OPTIMIZER_STATE_DICT]
-            of_dense = content[BASE_OPTIMIZER_STATE]["state"]
-            for group in _dense_groups(engine.optimizer):
-                own[SINGLE_PARTITION_OF_FP32_GROUPS][group] = content[SINGLE_PARTITION_OF_FP32_GROUPS][group]
-                own[BASE_OPTIMIZER_STATE]["state"] |= {group: of_dense[group]} if group in of_dense else {}
-            return states
+    @around
+    def read_own_and_first(read: Any, _: object, names: list[str]) -> list[dict[str, Any]]:
+        states: list[dict[str, Any]] = read(engine, names)
+        own = states[dist.get_rank(copies.whole)]
+        first = dist.get_group_rank(copies.whole, dist.get_global_rank(copies.group, 0))
+        content = engine.checkpoint_engine.load(names[first], map_location="cpu")[OPTIMIZER_STATE_DICT]
+        of_dense = content[BASE_OPTIMIZER_STATE]["state"]
+        for group in _dense_groups(engine.optimizer):
+            own[SINGLE_PARTITION_OF_FP32_GROUPS][group] = content[SINGLE_PARTITION_OF_FP32_GROUPS][group]
+            own[BASE_OPTIMIZER_STATE]["state"] |= {group: of_dense[group]} if group in of_dense else {}
+        return states
 
-        return read_own_and_first
-
-    @wraps(load)
-    def load_partitions(engine: DeepSpeedEngine, *arguments: Any, **options: Any) -> Any:
-        if not engine.has_moe_layers:
-            return load(engine, *arguments, **options)
-        with _file_for_each_replica(engine, copies) as has_all, ExitStack() as bindings:
-            if not has_all:
-                bindings.push(bind_methods([(patches.STATES_TO_LOAD, of_first_copy)], engine))
-            return load(engine, *arguments, **options)
-
-    return load_partitions
+    with _file_for_each_replica(engine, copies) as has_all, ExitStack() as bindings:
+        if not has_all:
+            bindings.push(bind_methods([(patches.STATES_TO_LOAD, read_own_and_first)], engine))
+        return load(engine, *arguments, **options)
 
 
 def _dense_groups(optimizer: Any) -> list[int]:
@@ -260,27 +242,22 @@ def _tell_of_links(grid: MpuGrid) -> None:
 # -- ZeRO 1 and 2 with DeepSpeed's own reduction ----------------------------------------------------------------------
 
 
-def with_sum_over_copies(copies: Copies, step: Any) -> Any:
-    """Build the replacement of ``DeepSpeedZeroOptimizer.step``: it first sums the gradients of this rank's partition.
+def sum_and_step(copies: Copies, step: Any, optimizer: DeepSpeedZeroOptimizer, closure: object = None) -> Any:
+    """Replace ``DeepSpeedZeroOptimizer.step``, to sum the gradients of this rank's partition first.
 
     DeepSpeed has summed them over ``shard``, and divided by the degree of that axis instead of the number of replicas.
     """
-
-    @wraps(step)
-    def sum_and_step(optimizer: DeepSpeedZeroOptimizer, closure: object = None) -> Any:
-        if optimizer not in reduced_elsewhere:
+    if optimizer not in reduced_elsewhere:
+        if optimizer.cpu_offload:
+            get_accelerator().synchronize()  # gradients may still be on their way to host memory
+        for group, parameters in enumerate(optimizer.bit16_groups):
+            scale = 1 / copies.number if optimizer.gradient_average else 1.0
+            among = None if any(map(is_moe_param, parameters)) else copies.group
             if optimizer.cpu_offload:
-                get_accelerator().synchronize()  # gradients may still be on their way to host memory
-            for group, parameters in enumerate(optimizer.bit16_groups):
-                scale = 1 / copies.number if optimizer.gradient_average else 1.0
-                among = None if any(map(is_moe_param, parameters)) else copies.group
-                if optimizer.cpu_offload:
-                    _sum_offloaded(optimizer, group, among, scale)
-                elif gradients := optimizer.averaged_gradients.get(group):
-                    _Sum(gradients, among, scale, gradients[0].dtype).wait()
-        return step(optimizer, closure)
-
-    return sum_and_step
+                _sum_offloaded(optimizer, group, among, scale)
+            elif gradients := optimizer.averaged_gradients.get(group):
+                _Sum(gradients, among, scale, gradients[0].dtype).wait()
+    return step(optimizer, closure)
 
 
 def _sum_offloaded(optimizer: DeepSpeedZeroOptimizer, group: int, among: ProcessGroup | None, scale: float) -> None:
@@ -295,19 +272,16 @@ def _sum_offloaded(optimizer: DeepSpeedZeroOptimizer, group: int, among: Process
         optimizer.norm_for_param_grads[number] = gradients[start : start + numel].norm()
 
 
-def with_overflow_of_copies(copies: Copies, has_overflow: Any) -> Any:
-    """Build the replacement of ``DeepSpeedZeroOptimizer.has_overflow``: experts may overflow on any replica."""
-
-    @wraps(has_overflow)
-    def has_overflow_anywhere(optimizer: DeepSpeedZeroOptimizer, *arguments: Any, **options: Any) -> bool:
-        found = bool(has_overflow(optimizer, *arguments, **options))
-        if not optimizer.has_moe_layers:
-            return found
-        flag = torch.tensor([found], dtype=torch.uint8, device=optimizer.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=copies.group)
-        return bool(flag.item())
-
-    return has_overflow_anywhere
+def overflows_anywhere(
+    copies: Copies, has_overflow: Any, optimizer: DeepSpeedZeroOptimizer, *arguments: Any, **options: Any
+) -> bool:
+    """Replace ``DeepSpeedZeroOptimizer.has_overflow``: experts may overflow on any replica."""
+    found = bool(has_overflow(optimizer, *arguments, **options))
+    if not optimizer.has_moe_layers:
+        return found
+    flag = torch.tensor([found], dtype=torch.uint8, device=optimizer.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=copies.group)
+    return bool(flag.item())
 
 
 reduced_elsewhere: WeakSet[Any] = WeakSet()
@@ -356,59 +330,53 @@ class _Step:
 _steps: WeakKeyDictionary[Any, _Step] = WeakKeyDictionary()
 
 
-def with_partitions_summed(copies: Copies, partition_gradients: Any) -> Any:
-    """Build the replacement of ``partition_grads``, which ZeRO 3 calls for each bucket that it has reduce-scattered.
+def partition_and_sum(
+    copies: Copies,
+    partition_gradients: Any,
+    optimizer: DeepSpeedZeroOptimizer_Stage3,
+    parameters: list[Any],
+    partitions: list[torch.Tensor],
+) -> Any:
+    """Replace ``partition_grads``, which ZeRO 3 calls for each bucket that it has reduce-scattered.
 
     In the last micro-batch it starts the sum over the copies. An offloaded optimizer gets the gradients after that.
     """
-
-    @wraps(partition_gradients)
-    def partition_and_sum(
-        optimizer: DeepSpeedZeroOptimizer_Stage3, parameters: list[Any], partitions: list[torch.Tensor]
-    ) -> Any:
-        ends_step = optimizer.is_gradient_accumulation_boundary()
-        optimizer.set_gradient_accumulation_boundary(ends_step and not optimizer.offload_optimizer)
-        try:
-            buffers = partition_gradients(optimizer, parameters, partitions)
-        finally:
-            optimizer.set_gradient_accumulation_boundary(ends_step)
-        step = _steps.setdefault(optimizer, _Step())
-        rank = dist.get_rank(optimizer.dp_process_group)
-        filled = [parameter for parameter in parameters if parameter.partition_numel() * rank < parameter.ds_numel]
-        step.kept |= {id(parameter): buffer for parameter, buffer in zip(filled, buffers, strict=True)}
-        if ends_step and buffers:
-            for parameter in filled:
-                del step.kept[id(parameter)]
-            dtype = optimizer.get_param_comm_dtype(filled[0])
-            step.in_flight.append(_Sum(buffers, copies.group, 1 / copies.number, dtype))
-        return buffers
-
-    return partition_and_sum
+    ends_step = optimizer.is_gradient_accumulation_boundary()
+    optimizer.set_gradient_accumulation_boundary(ends_step and not optimizer.offload_optimizer)
+    try:
+        buffers = partition_gradients(optimizer, parameters, partitions)
+    finally:
+        optimizer.set_gradient_accumulation_boundary(ends_step)
+    step = _steps.setdefault(optimizer, _Step())
+    rank = dist.get_rank(optimizer.dp_process_group)
+    filled = [parameter for parameter in parameters if parameter.partition_numel() * rank < parameter.ds_numel]
+    step.kept |= {id(parameter): buffer for parameter, buffer in zip(filled, buffers, strict=True)}
+    if ends_step and buffers:
+        for parameter in filled:
+            del step.kept[id(parameter)]
+        dtype = optimizer.get_param_comm_dtype(filled[0])
+        step.in_flight.append(_Sum(buffers, copies.group, 1 / copies.number, dtype))
+    return buffers
 
 
-def with_sums_awaited(copies: Copies, end_backward: Any) -> Any:
-    """Build the replacement of ``independent_gradient_partition_epilogue``, which ends the reduction of ZeRO 3."""
-
-    @wraps(end_backward)
-    def end_and_wait(optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
-        end_backward(optimizer)
-        step = _steps.get(optimizer)
-        if step is None or not optimizer.is_gradient_accumulation_boundary():
-            return
-        stream = optimizer.reduce_and_partition_stream
-        with get_accelerator().stream(stream):
-            if step.kept:  # of parameters that the last micro-batch did not use
-                kept = list(step.kept.values())
-                step.in_flight.append(_Sum(kept, copies.group, 1 / copies.number, kept[0].dtype))
-            for sum_over_copies in step.in_flight:
-                sum_over_copies.wait()
-        del _steps[optimizer]
-        if not get_accelerator().resolves_data_dependency():
-            stream.synchronize()
-        if optimizer.offload_optimizer:
-            optimizer._finalize_offload_gradient_accumulation()
-
-    return end_and_wait
+def end_and_wait(copies: Copies, end_backward: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
+    """Replace ``independent_gradient_partition_epilogue``, which ends the reduction of ZeRO 3."""
+    end_backward(optimizer)
+    step = _steps.get(optimizer)
+    if step is None or not optimizer.is_gradient_accumulation_boundary():
+        return
+    stream = optimizer.reduce_and_partition_stream
+    with get_accelerator().stream(stream):
+        if step.kept:  # of parameters that the last micro-batch did not use
+            kept = list(step.kept.values())
+            step.in_flight.append(_Sum(kept, copies.group, 1 / copies.number, kept[0].dtype))
+        for sum_over_copies in step.in_flight:
+            sum_over_copies.wait()
+    del _steps[optimizer]
+    if not get_accelerator().resolves_data_dependency():
+        stream.synchronize()
+    if optimizer.offload_optimizer:
+        optimizer._finalize_offload_gradient_accumulation()
 
 
 OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = tuple(
@@ -421,11 +389,12 @@ def rows_of_engines(grid: MpuGrid) -> list[tuple[Patch, Make]]:
     copies = copies_of(grid)
     if copies is None:
         return []
-    return [
-        (patches.STEP_ON_SUMS, partial(with_sum_over_copies, copies)),
-        (patches.OVERFLOW_OF_COPIES, partial(with_overflow_of_copies, copies)),
-        (patches.SAVE_PARTITIONS, partial(with_partitions_saved, copies)),
-        (patches.LOAD_PARTITIONS, partial(with_partitions_loaded, copies)),
-        (patches.PARTITION_GRADIENTS, partial(with_partitions_summed, copies)),
-        (patches.END_OF_REDUCTION, partial(with_sums_awaited, copies)),
-    ]
+    replacements: dict[Patch, Callable[..., Any]] = {
+        patches.STEP_ON_SUMS: sum_and_step,
+        patches.OVERFLOW_OF_COPIES: overflows_anywhere,
+        patches.SAVE_PARTITIONS: save_partitions,
+        patches.LOAD_PARTITIONS: load_partitions,
+        patches.PARTITION_GRADIENTS: partition_and_sum,
+        patches.END_OF_REDUCTION: end_and_wait,
+    }
+    return [(row, around(partial(replacement, copies))) for row, replacement in replacements.items()]

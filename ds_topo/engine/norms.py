@@ -3,22 +3,21 @@
 The norm of a model must count every parameter once: one replica of each, all slices of a tensor-parallel parameter, one
 slice of any other, a tied layer on one of its stages, and every expert. DeepSpeed's optimizers deviate from that:
 
-    fp32 without ZeRO        ``clip_grad_norm_`` counts parameters marked ``model_parallel``, and all parameters on
-                             model parallel rank 0. In a pipeline, ``count_each_parameter_once`` sets these marks. The
-                             engine of a pipeline does not keep the norm, and with experts it averages the norms of
-                             ranks that hold different experts. ``clip_grad_norm_`` replaces it in both.
+    fp32 without ZeRO        The engine of a pipeline counts the first stage alone, and does not keep the norm. With
+                             experts it averages the norms of ranks that hold different experts. Our
+                             ``clip_grad_norm_`` replaces it in both.
     ZeRO 1 and 2             The norm omits the experts of all slices but the first. It reduces once per parameter
                              group, which hangs if stages have different numbers of groups. ``zero_gradient_norm``
                              replaces it in both cases.
-    fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which have no marks, so we copy the
-                             marks of their parameters. It omits experts; with experts ``unfused_gradient_norm``
-                             replaces the norm. ``BF16_Optimizer`` hangs if ranks have different expert sizes, which
+    fp16, bf16 without ZeRO  ``FP16_UnfusedOptimizer`` takes the norm of gradients, which lack the marks of their
+                             parameters, and omits experts. ``unfused_gradient_norm`` replaces it on stages or slices,
+                             and with experts. ``BF16_Optimizer`` hangs if ranks have different expert sizes, which
                              ``check_norm`` refuses. ``of_unequal_stages`` refuses the former if stages have different
                              numbers of groups. ``BF16_Optimizer`` fails on a slice without any parameter to count;
                              there we add a zero.
     fp16 without ZeRO        The optimizers divide gradients by the loss scale, but ``engine.backward`` never multiplies
                              the loss by it: updates are too small by up to that factor, and nothing is clipped.
-                             ``scale_losses`` multiplies.
+                             ``_scale_losses`` multiplies.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
-from functools import wraps
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +40,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
@@ -51,7 +50,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ds_topo.errors import EngineOptionError, ExpertGroupError, abridged, listed
-from ds_topo.ledger import Make, Patch, always, ledger
+from ds_topo.ledger import Make, Patch, always, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import gathered
@@ -96,52 +95,13 @@ def _mark(parameter: torch.Tensor) -> None:
         parameter.grad.model_parallel = True  # type: ignore[attr-defined]
 
 
-def count_each_parameter_once(module: nn.Module, grid: MpuGrid) -> None:
-    """Mark the parameters of a pipeline stage that this rank adds to the norm of all gradients.
-
-    Without ZeRO, DeepSpeed's ``clip_grad_norm_`` counts all parameters on model parallel rank 0, and on other ranks
-    those marked ``model_parallel``. Without marks, all later stages are missing from the norm. Every parameter must
-    count once over pipe x model: a tensor-parallel shard on each slice, a replicated parameter on slice 0, and a tied
-    one on its first stage.
-    """
-    if not grid.settle_norms():
-        return
-    first_slice = grid.get_slice_parallel_rank() == 0
-    for parameter in module.parameters():
-        counts = not is_copy_of_tied(parameter) and (first_slice or bool(is_model_parallel_parameter(parameter)))
-        parameter.model_parallel = counts  # type: ignore[attr-defined]
-        if is_copy_of_tied(parameter):
-            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
-
-
-def _with_marks(step: Any) -> Any:
-    @wraps(step)
-    def marked_step(optimizer: FP16_UnfusedOptimizer, closure: object = None) -> Any:
-        for parameter in chain.from_iterable(optimizer.fp16_groups):
-            if parameter.grad is not None:
-                parameter.grad.model_parallel = bool(is_model_parallel_parameter(parameter))
-                parameter.grad.ds_pipe_replicated = is_copy_of_tied(parameter)
-        return step(optimizer, closure)
-
-    return marked_step
-
-
-def _with_a_zero(get_gradients: Any) -> Any:
-    @wraps(get_gradients)
-    def gradients_for_norm(optimizer: BF16_Optimizer, for_clipping: bool = False) -> Any:
-        found = get_gradients(optimizer, for_clipping)
-        if for_clipping:
-            return found
-        counted, of_experts = found
-        return counted or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
-
-    return gradients_for_norm
-
-
-OF_OPTIMIZERS: tuple[tuple[Patch, Make], ...] = (
-    (patches.UNFUSED_STEP, _with_marks),
-    (patches.BF16_GRADIENTS, _with_a_zero),
-)
+@around
+def _with_a_zero(get_gradients: Any, optimizer: BF16_Optimizer, for_clipping: bool = False) -> Any:
+    found = get_gradients(optimizer, for_clipping)
+    if for_clipping:
+        return found
+    counted, of_experts = found
+    return counted or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
 
 
 # -- clipping ---------------------------------------------------------------------------------------------------------
@@ -309,7 +269,7 @@ def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torc
 
 
 def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> torch.Tensor:
-    """Return the norm, ``[]``, of the gradients of an engine with experts in fp16 or bf16 without ZeRO.
+    """Return the norm, ``[]``, of the gradients of an engine in fp16 or bf16 without ZeRO.
 
     Collective over the grid. It replaces the norm that ``FP16_UnfusedOptimizer`` clips by.
     """
@@ -332,24 +292,31 @@ def _scaled_global_norm(optimizer: DeepSpeedZeroOptimizer, norm_type: int = 2) -
     return zero_gradient_norm(optimizer, optimizer.mpu)
 
 
-def _by_norm_with_experts(clip: Any) -> Any:
-    @wraps(clip)
-    def unscale_and_clip(optimizer: FP16_UnfusedOptimizer, total_norm: object, apply_scale: bool = True) -> Any:
-        optimizer._global_grad_norm = float(unfused_gradient_norm(optimizer, optimizer.mpu))
-        return clip(optimizer, optimizer._global_grad_norm, apply_scale)
-
-    return unscale_and_clip
-
-
-OF_PIPELINES: tuple[tuple[Patch, Make], ...] = ((patches.CLIP_FP32, always(_clip_fp32_gradients)),)
-WITH_EXPERTS: tuple[tuple[Patch, Make], ...] = (
-    *OF_PIPELINES,
-    (patches.ZERO_NORM, always(_scaled_global_norm)),
-    (patches.UNFUSED_CLIP, _by_norm_with_experts),
-)
+@around
+def _by_norm_over_grid(
+    clip: Any, optimizer: FP16_UnfusedOptimizer, total_norm: object, apply_scale: bool = True
+) -> Any:
+    optimizer._global_grad_norm = float(unfused_gradient_norm(optimizer, optimizer.mpu))
+    return clip(optimizer, optimizer._global_grad_norm, apply_scale)
 
 
-def of_unequal_stages(engine: DeepSpeedEngine) -> tuple[tuple[Patch, Make], ...]:
+_OF_ZERO: tuple[Patch, Make] = (patches.ZERO_NORM, always(_scaled_global_norm))
+
+
+def corrections(engine: DeepSpeedEngine, with_experts: bool) -> list[tuple[Patch, Make]]:
+    """Return the patches that correct the norms of an engine and its optimizer; log the effects on losses."""
+    _scale_losses(engine)
+    if isinstance(engine, PipelineEngine):
+        _log_clipping(engine)
+    rows: list[tuple[Patch, Make]] = [(patches.BF16_GRADIENTS, _with_a_zero)]
+    if with_experts or isinstance(engine, PipelineEngine):
+        rows.append((patches.CLIP_FP32, always(_clip_fp32_gradients)))
+    if with_experts or engine.mpu.get_model_parallel_world_size() > 1:
+        rows.append((patches.UNFUSED_CLIP, _by_norm_over_grid))
+    return [*rows, _OF_ZERO] if with_experts else rows
+
+
+def of_unequal_stages(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
     """Return the patch that a pipeline needs if its stages have different numbers of parameter groups; collective.
 
     DeepSpeed removes the groups of which a stage has no parameter, and reduces the norm once for each that remains.
@@ -358,15 +325,15 @@ def of_unequal_stages(engine: DeepSpeedEngine) -> tuple[tuple[Patch, Make], ...]
         EngineOptionError: raised on every rank; this optimizer's norm would hang in the first step.
     """
     counts = gathered(len(getattr(engine.optimizer, "param_groups", ())), engine.mpu.get_pipe_parallel_group())
-    if len({*counts}) == 1 or not isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, FP16_UnfusedOptimizer)):
-        return ()
+    if len({*counts}) == 1:
+        return []
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         raise EngineOptionError(
             f"the stages have parameters in {counts} groups of the optimizer: DeepSpeed's FP16_UnfusedOptimizer takes "
             "the norm of each group over all stages, and would hang in the first step; use ZeRO stage 1, or give every "
             "stage a parameter of each group"
         )
-    return ((patches.ZERO_NORM, always(_scaled_global_norm)),)
+    return [_OF_ZERO]
 
 
 class _LossScaler:
@@ -396,7 +363,7 @@ class _LossScaler:
         """No-op: the optimizer does this in its step."""
 
 
-def scale_losses(engine: DeepSpeedEngine) -> None:
+def _scale_losses(engine: DeepSpeedEngine) -> None:
     """Let an engine in fp16 without ZeRO multiply losses by the loss scale, and log that DeepSpeed's own does not."""
     if not (engine.fp16_enabled() and isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))):
         return
@@ -411,7 +378,7 @@ def scale_losses(engine: DeepSpeedEngine) -> None:
     engine.mpu.on_destroy(ledger.bind(patches.LOSS_SCALER, always(scaler), engine))
 
 
-def log_clipping(engine: DeepSpeedEngine) -> None:
+def _log_clipping(engine: DeepSpeedEngine) -> None:
     """Log on rank 0 that a pipeline in fp32 without ZeRO clips by another norm than DeepSpeed's own pipeline does."""
     limit, stages = engine.gradient_clipping(), engine.mpu.get_pipe_parallel_world_size()
     is_fp32 = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -50,6 +51,18 @@ def grid_in_use() -> MpuGrid | None:
     return in_use[-1] if in_use else None
 
 
+def axes_of_engine(grid: MpuGrid, is_pipeline: bool) -> list[str]:
+    """Return the axes of an engine's ranks: without a pipeline engine, each stage of a program has an engine."""
+    return [axis for axis in grid.topology().axes if axis != PIPE or is_pipeline]
+
+
+def agree_along(
+    grid: MpuGrid, axes: Iterable[str], subject: str, failure: Exception | None, lines: Sequence[str] = ()
+) -> None:
+    """Compare lines between this rank's peers along some axes, or raise ``failure`` on all of them."""
+    agree("", grid.get_ranks(axes), job_timeout(), failure=failure, subject=subject, lines=lines)
+
+
 def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, grid: MpuGrid) -> None:
     """Refuse a pipeline whose layout differs from the grid in use; collective over the grid.
 
@@ -72,8 +85,7 @@ def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, g
             )
     except (TopologyError, TypeError) as error:
         failure = error
-    everyone = grid.get_ranks(grid.topology().axes)
-    agree("", everyone, job_timeout(), failure=failure, subject="the topology of the pipeline")
+    agree_along(grid, grid.topology().axes, "the topology of the pipeline", failure)
 
 
 def mpu_in_use(mpu: Any, model: Any, grid: MpuGrid) -> Any:
@@ -94,8 +106,7 @@ def mpu_in_use(mpu: Any, model: Any, grid: MpuGrid) -> Any:
             require_same_groups(own, own.__name__ if isinstance(own, ModuleType) else type(own).__name__, grid)
     except Exception as error:  # any exception: the other ranks must raise, too
         failure = error
-    axes = [axis for axis in grid.topology().axes if axis != PIPE or is_pipeline]
-    agree("", grid.get_ranks(axes), job_timeout(), failure=failure, subject="the mpu of the engine")
+    agree_along(grid, axes_of_engine(grid, is_pipeline), "the mpu of the engine", failure)
     return mpu if is_pipeline or isinstance(mpu, MpuGrid) else grid
 
 

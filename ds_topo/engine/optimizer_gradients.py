@@ -13,11 +13,11 @@ moved back before they are saved, and moved again after they are loaded. So any 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,13 +37,19 @@ from ds_topo.engine import parameter_gathers
 from ds_topo.engine.hybrid_sharding import copies_of, reduced_elsewhere
 from ds_topo.engine.norms import is_copy_of_tied
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
-from ds_topo.ledger import Make, Patch, always, ledger
+from ds_topo.ledger import Patch, always, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.releases import bind_methods
 from ds_topo.process_groups.agreement import agree
 from ds_topo.reducer.options import BucketSizes
 from ds_topo.torch_names import job_timeout
 from ds_topo.zero.partitions import PartitionedGradients, PartitionLayout, moved
+
+
+def _set(values: Mapping[Patch, object], target: object, bindings: ExitStack) -> None:
+    """Replace names of an object by values until the bindings are closed."""
+    for row, value in values.items():
+        bindings.callback(ledger.bind(row, always(value), target))
 
 
 class OptimizerGradients:
@@ -91,7 +97,7 @@ class BF16Gradients(OptimizerGradients):
         """Remove the optimizer's hooks, and set the gradients that the pipeline engine reads."""
         _keep_hooks_off(self.optimizer, bindings)
         for parameter, gradient in self.grad_buffers.items():
-            bindings.callback(ledger.bind(patches.HP_GRADIENT, always(gradient), parameter))
+            _set({patches.HP_GRADIENT: gradient}, parameter, bindings)
 
     def mark_reduced(self) -> None:
         """Mark all buffers as filled."""
@@ -101,7 +107,7 @@ class BF16Gradients(OptimizerGradients):
 
 def _keep_hooks_off(optimizer: BF16_Optimizer, bindings: ExitStack) -> None:
     """Disable its accumulation of gradients, in hooks (``immediate_grad_update``) and after backward."""
-    bindings.callback(ledger.bind(patches.HP_GRADIENTS, always(lambda clear_lp_grads=False: None), optimizer))
+    _set({patches.HP_GRADIENTS: lambda clear_lp_grads=False: None}, optimizer, bindings)
     if optimizer._grad_acc_hooks:
         for hook in optimizer._grad_acc_hooks:
             hook.remove()
@@ -118,12 +124,12 @@ class Zero1Gradients(OptimizerGradients):
     def bind(self, bindings: ExitStack) -> None:
         """Limit its hooks to counting backward passes, and its epilogue to collecting the partition."""
         _keep_sums(self.optimizer, bindings)
-        for patch, value in (
-            (patches.ZERO_OVERLAP, False),
-            (patches.ZERO_PROCESS, lambda parameter, group: None),
-            (patches.ZERO_REDUCE_REST, lambda comm_dtype=None: None),
-        ):
-            bindings.callback(ledger.bind(patch, always(value), self.optimizer))
+        values = {
+            patches.ZERO_OVERLAP: False,
+            patches.ZERO_PROCESS: lambda parameter, group: None,
+            patches.ZERO_REDUCE_REST: lambda comm_dtype=None: None,
+        }
+        _set(values, self.optimizer, bindings)
 
     def mark_reduced(self) -> None:
         """Collect this rank's partition."""
@@ -177,9 +183,6 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
         whole: parameters that every rank needs whole.
     """
 
-    _rows_of_methods: ClassVar[tuple[Patch, ...]]
-    """The rows for saving, loading and refreshing."""
-
     def __init__(self, engine: DeepSpeedEngine, sizes: BucketSizes, whole: Collection[nn.Parameter]) -> None:
         super().__init__(engine)
         self._sizes, self._whole, self._copies = sizes, whole, copies_of(engine.mpu)
@@ -198,8 +201,8 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
         """Return the parameter groups as DeepSpeed has laid them out."""
 
     @abstractmethod
-    def _addresses(self) -> list[tuple[Patch, object]]:
-        """Return the replacements of the optimizer's addresses, with their rows."""
+    def _addresses(self) -> dict[Patch, object]:
+        """Return the replacements of the optimizer's addresses, by their rows."""
 
     @abstractmethod
     def _gradient_fragments(self) -> dict[int, list[torch.Tensor]]:
@@ -272,13 +275,14 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
         parameters: list[nn.Parameter],
         flat: torch.Tensor,
         master: torch.Tensor,
-        theirs: PartitionLayout,
+        offsets: Sequence[int],
         dtype: torch.dtype,
         keeps: bool,
         flat_gradients: torch.Tensor | None = None,
     ) -> FlatGroup:
         process_group = self.optimizer.real_dp_process_group[index]
         size = dist.get_world_size(process_group)
+        theirs = PartitionLayout.flat([parameter.numel() for parameter in parameters], offsets, master.numel(), size)
         copies = None if any(map(is_moe_param, parameters)) else self._copies
         number = 1 if copies is None else copies.number
         ours, needed_whole = balanced_layout(parameters, dtype.itemsize, size, self._sizes, self._whole, number)
@@ -301,28 +305,22 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
         return [[OwnSlices(group, self.parameters)] * (group.gradients.rank + 1) for group in self.groups]
 
     def _bind_names(self) -> None:
-        rows: list[tuple[Patch, Make]] = [(row, always(value)) for row, value in self._addresses()]
-        rows += zip(self._rows_of_methods, (self._saving, self._loading, always(self._refresh)), strict=True)
-        for row, make in rows:
+        _set(self._addresses(), self.optimizer, self._bindings)
+        rows, methods = patches.METHODS_OF_PARTITIONS[type(self.optimizer)], (self._saving, self._loading)
+        for row, make in zip(rows, (*methods, always(self._refresh)), strict=True):
             self._bindings.callback(ledger.bind(row, make, self.optimizer))
 
     def _move(self, *, to_ours: bool) -> None:
-        for group, tensors in zip(self.groups, self._states_in(to_ours=to_ours), strict=True):
-            _put(self.optimizer.optimizer, group.master, *tensors)
-
-    def _states_in(self, *, to_ours: bool) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        """Return the master weights and optimizer states of every group in the other layout; collective."""
-        result = []
+        """Move the master weights and optimizer states of every group to the other layout; collective."""
+        inner = self.optimizer.optimizer
         for group in self.groups:
             source, target = (group.theirs, group.ours) if to_ours else (group.ours, group.theirs)
-            states = self.optimizer.optimizer.state.get(group.master, {})
             partitions = {
                 name: moved(value, source, target, group.gradients.group)
-                for name, value in sorted(states.items())
+                for name, value in sorted(inner.state.get(group.master, {}).items())
                 if torch.is_tensor(value) and value.shape == group.master.shape
             }
-            result.append((moved(group.master.detach(), source, target, group.gradients.group), partitions))
-        return result
+            _put(inner, group.master, moved(group.master.detach(), source, target, group.gradients.group), partitions)
 
     # -- DeepSpeed's functions for single parameters
 
@@ -366,22 +364,17 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
                 subject="optimizer.state_dict(), which all ranks must call together with a GradientReducer attached",
             )
             inner = self.optimizer.optimizer
-            kept = [(group.master.data, dict(inner.state.get(group.master, {}))) for group in self.groups]
-            theirs = self._states_in(to_ours=False)
+            kept = [(group.master.data, inner.state.get(group.master, {})) for group in self.groups]
+            self._bindings.close()
             try:
-                for group, tensors in zip(self.groups, theirs, strict=True):
-                    _put(inner, group.master, *tensors)
-                self._bindings.close()
-                try:
-                    result: dict[str, Any] = state_dict()
-                finally:
-                    self._bind_names()
+                self._move(to_ours=False)
+                result: dict[str, Any] = state_dict()
+                masters = result[SINGLE_PARTITION_OF_FP32_GROUPS]
+                result[SINGLE_PARTITION_OF_FP32_GROUPS] = [master.detach() for master in masters]  # in this layout
             finally:
                 for group, (master, states) in zip(self.groups, kept, strict=True):
                     _put(inner, group.master, master, states)
-            live = {id(group.master): master for group, (master, _) in zip(self.groups, theirs, strict=True)}
-            saved = result[SINGLE_PARTITION_OF_FP32_GROUPS]
-            result[SINGLE_PARTITION_OF_FP32_GROUPS] = [live.get(id(tensor), tensor) for tensor in saved]
+                self._bind_names()
             return result
 
         return in_deepspeeds_layout
@@ -410,7 +403,6 @@ class PartitionedZero(PartitionedOptimizer):
     """``DeepSpeedZeroOptimizer`` in our layout."""
 
     optimizer: DeepSpeedZeroOptimizer
-    _rows_of_methods = patches.METHODS_OF_PARTITIONS[DeepSpeedZeroOptimizer]
 
     def __init__(self, engine: DeepSpeedEngine, sizes: BucketSizes, whole: Collection[nn.Parameter]) -> None:
         super().__init__(engine, sizes, whole)
@@ -420,32 +412,27 @@ class PartitionedZero(PartitionedOptimizer):
         optimizer, groups = self.optimizer, []
         for index, parameters in enumerate(optimizer.bit16_groups):
             in_place = optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index]
-            offsets = dict(zip(*in_place, strict=True))
-            theirs = PartitionLayout.flat(
-                [parameter.numel() for parameter in parameters],
-                [offsets[parameter] for parameter in parameters],
-                int(optimizer.partition_size[index]),
-                dist.get_world_size(optimizer.real_dp_process_group[index]),
-            )
+            offset_of = dict(zip(*in_place, strict=True))
+            offsets = [offset_of[parameter] for parameter in parameters]
             flat, master = optimizer.bit16_groups_flat[index], optimizer.single_partition_of_fp32_groups[index]
             dtype = optimizer.gradient_accumulation_dtype if optimizer.use_separate_grad_accum else flat.dtype
             keeps = not optimizer.partition_gradients
-            groups.append(self._flat_group(index, parameters, flat, master, theirs, dtype, keeps))
+            groups.append(self._flat_group(index, parameters, flat, master, offsets, dtype, keeps))
         return groups
 
-    def _addresses(self) -> list[tuple[Patch, object]]:
+    def _addresses(self) -> dict[Patch, object]:
         offsets = [
             [group.gradients.offsets[parameter] for parameter in in_their_order]
             for group, in_their_order in zip(self.groups, self.optimizer.round_robin_bit16_groups, strict=True)
         ]
-        return [
-            (patches.ZERO_FLATS, self.parameters),
-            (patches.ZERO_PARTITIONS, self._own_slices()),
-            (patches.ZERO_PARTITION_SIZE, [group.ours.partition_numel for group in self.groups]),
-            (patches.ZERO_OWNED, [group.owned for group in self.groups]),
-            (patches.ZERO_OFFSETS, offsets),
-            (patches.ZERO_SET_VIEWS, lambda group_index: None),
-        ]
+        return {
+            patches.ZERO_FLATS: self.parameters,
+            patches.ZERO_PARTITIONS: self._own_slices(),
+            patches.ZERO_PARTITION_SIZE: [group.ours.partition_numel for group in self.groups],
+            patches.ZERO_OWNED: [group.owned for group in self.groups],
+            patches.ZERO_OFFSETS: offsets,
+            patches.ZERO_SET_VIEWS: lambda group_index: None,
+        }
 
     def _gradient_fragments(self) -> dict[int, list[torch.Tensor]]:
         fragments: dict[int, list[torch.Tensor]] = self.optimizer.averaged_gradients
@@ -453,11 +440,8 @@ class PartitionedZero(PartitionedOptimizer):
 
     def _disable_hooks(self, bindings: ExitStack) -> None:
         _keep_sums(self.optimizer, bindings)
-        for row, value in (
-            (patches.ZERO_PROCESS, lambda parameter, group: None),
-            (patches.OFFLOAD_STATES, _refuse_offload),
-        ):
-            bindings.callback(ledger.bind(row, always(value), self.optimizer))
+        values = {patches.ZERO_PROCESS: lambda parameter, group: None, patches.OFFLOAD_STATES: _refuse_offload}
+        _set(values, self.optimizer, bindings)
 
     def _hand_over(self) -> None:
         """Set ``averaged_gradients``, as the optimizer's own epilogue would do."""
@@ -478,28 +462,24 @@ class PartitionedBF16(PartitionedOptimizer):
     """``BF16_Optimizer``, which accumulates gradients in a second data type, in our layout."""
 
     optimizer: BF16_Optimizer
-    _rows_of_methods = patches.METHODS_OF_PARTITIONS[BF16_Optimizer]
 
     def _flat_groups(self) -> list[FlatGroup]:
         optimizer, groups = self.optimizer, []
         for index, parameters in enumerate(optimizer.bf16_groups):
-            size, flat = dist.get_world_size(optimizer.real_dp_process_group[index]), optimizer.bf16_groups_flat[index]
-            numels = [parameter.numel() for parameter in parameters]
-            offsets = [end - numel for end, numel in zip(accumulate(numels), numels, strict=True)]
-            theirs = PartitionLayout.flat(numels, offsets, flat.numel() // size, size)
-            master, gradients = optimizer.fp32_groups_flat_partition[index], optimizer.fp32_groups_gradients_flat[index]
-            dtype = optimizer.grad_acc_dtype
-            groups.append(self._flat_group(index, parameters, flat, master, theirs, dtype, True, gradients))
+            offsets = list(accumulate((parameter.numel() for parameter in parameters), initial=0))[:-1]
+            flat, master = optimizer.bf16_groups_flat[index], optimizer.fp32_groups_flat_partition[index]
+            gradients, dtype = optimizer.fp32_groups_gradients_flat[index], optimizer.grad_acc_dtype
+            groups.append(self._flat_group(index, parameters, flat, master, offsets, dtype, True, gradients))
         return groups
 
-    def _addresses(self) -> list[tuple[Patch, object]]:
-        return [
-            (patches.BF16_FLATS, self.parameters),
-            (patches.BF16_PARTITIONS, self._own_slices()),
-            (patches.BF16_ALL_GRADIENTS, []),
-            (patches.BF16_PARTITION_OF_GRADIENTS, [group.gradients.partition for group in self.groups]),
-            (patches.BF16_NORM, self._gradients_for_norm),
-        ]
+    def _addresses(self) -> dict[Patch, object]:
+        return {
+            patches.BF16_FLATS: self.parameters,
+            patches.BF16_PARTITIONS: self._own_slices(),
+            patches.BF16_ALL_GRADIENTS: [],
+            patches.BF16_PARTITION_OF_GRADIENTS: [group.gradients.partition for group in self.groups],
+            patches.BF16_NORM: self._gradients_for_norm,
+        }
 
     def _gradient_fragments(self) -> dict[int, list[torch.Tensor]]:
         return {group.index: group.fragments_of(group.gradients.partition) for group in self.groups}
@@ -594,8 +574,6 @@ def _refusal(engine: DeepSpeedEngine) -> str | None:
             f"ZeRO stage {stage} partitions parameters, too, and reduces gradients as it gathers those: keep its own "
             'overlap ("overlap_comm": true), or use stage 0, 1 or 2'
         )
-    if stage == 2 and isinstance(engine, PipelineEngine):
-        return "DeepSpeed's pipelines support only ZeRO stages 0 and 1: use one of them"
     if not getattr(engine.optimizer, "param_groups", None):
         return "the engine has no optimizer, so it never reduces gradients: give deepspeed.initialize one"
     if engine.zero_cpu_offload() or engine.zenflow:

@@ -12,14 +12,14 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from ds_topo.backends import traits_of
-from ds_topo.ledger import Make, Patch, ledger
+from ds_topo.ledger import Make, Patch, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.buckets import plan_buckets
@@ -212,36 +212,32 @@ class PartitionedParameters(list[torch.Tensor]):
         )
 
 
-def _in_slices(gather: Any) -> Any:
-    @wraps(gather)
-    def all_gather_dp_groups(
-        groups_flat: Sequence[torch.Tensor],
-        partitioned_param_groups: Sequence[Sequence[torch.Tensor]],
-        dp_process_group: Sequence[ProcessGroup],
-        *arguments: Any,
-        **options: Any,
-    ) -> None:
-        pairs = list(zip(groups_flat, dp_process_group, strict=False))
-        if isinstance(groups_flat, PartitionedParameters):
-            groups_flat.gather()
-        elif all(traits_of(group, flat.device).tagged_messages for flat, group in pairs):
-            for flat, group in pairs:
-                exchange_of(group, flat.device).gather_now(flat)
-        else:
-            gather(groups_flat, partitioned_param_groups, dp_process_group, *arguments, **options)
+@around
+def _in_slices(
+    gather: Any,
+    groups_flat: Sequence[torch.Tensor],
+    partitioned_param_groups: Sequence[Sequence[torch.Tensor]],
+    dp_process_group: Sequence[ProcessGroup],
+    *arguments: Any,
+    **options: Any,
+) -> None:
+    """Replace ``all_gather_dp_groups``."""
+    pairs = list(zip(groups_flat, dp_process_group, strict=False))
+    if isinstance(groups_flat, PartitionedParameters):
+        groups_flat.gather()
+    elif all(traits_of(group, flat.device).tagged_messages for flat, group in pairs):
+        for flat, group in pairs:
+            exchange_of(group, flat.device).gather_now(flat)
+    else:
+        gather(groups_flat, partitioned_param_groups, dp_process_group, *arguments, **options)
 
-    return all_gather_dp_groups
 
-
-def _gathering_in_slices(method: Any) -> Any:
-    @wraps(method)
-    def gather_in_slices(optimizer: Any, *arguments: Any, **options: Any) -> Any:
-        with ExitStack() as bindings:
-            for patch in patches.GATHERS:
-                bindings.enter_context(ledger.bound(patch, _in_slices))
-            return method(optimizer, *arguments, **options)
-
-    return gather_in_slices
+@around
+def _gathering_in_slices(method: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+    with ExitStack() as bindings:
+        for patch in patches.GATHERS:
+            bindings.enter_context(ledger.bound(patch, _in_slices))
+        return method(optimizer, *arguments, **options)
 
 
 OF_OPTIMIZERS: tuple[tuple[Patch, Make], ...] = tuple((row, _gathering_in_slices) for row in patches.GATHERING_METHODS)

@@ -20,12 +20,11 @@ from deepspeed.pipe import PipelineModule as DeepSpeedPipelineModule
 from torch import nn
 
 from ds_topo.engine.grid import PipelineEngineGrid
-from ds_topo.engine.norms import count_each_parameter_once
 from ds_topo.engine.one_layout import grid_in_use, require_topology_in_use
 from ds_topo.errors import MissingTopologyError, TopologyError, abridged
 from ds_topo.launch.launchers import TOPOLOGY_OVERRIDE
 from ds_topo.launch.orphans import remove_abandoned_locks
-from ds_topo.ledger import always, ledger
+from ds_topo.ledger import always, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.process_groups.creation import require_initialized
@@ -70,7 +69,7 @@ def building_on(grid: PipelineEngineGrid) -> Iterator[None]:
 
 
 def check_built_on(module: DeepSpeedPipelineModule, grid: PipelineEngineGrid) -> None:
-    """Check that a module was built on the grid, and mark its parameters so that each counts once in norms.
+    """Check that a module was built on the grid.
 
     Raises:
         RuntimeError: the module has another grid, because this release of DeepSpeed builds pipelines differently.
@@ -80,7 +79,6 @@ def check_built_on(module: DeepSpeedPipelineModule, grid: PipelineEngineGrid) ->
             f"this release of DeepSpeed does not build pipelines on {patches.PIPELINE_GRID}, which ds_topo replaces: "
             "use a release that README.md names"
         )
-    count_each_parameter_once(module, grid)
 
 
 class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
@@ -199,20 +197,17 @@ class DualPipeVModule(PipelineModule, DeepSpeedDualPipeVModule):  # type: ignore
         self.phase_bounds = [(int(start), int(stop)) for start, stop in self.phase_bounds]
 
 
-def with_plain_bounds(set_bounds: Any) -> Any:
+@around
+def with_plain_bounds(set_bounds: Any, *arguments: Any, **named: Any) -> None:
     """Convert the bounds of balanced partitions from NumPy's integers.
 
     With ``seed_layers=True`` DeepSpeed passes them to ``random.seed``, which refuses NumPy's integers.
     """
 
-    @wraps(set_bounds)
-    def set_plain_bounds(*arguments: Any, **named: Any) -> None:
-        def plain(value: Any) -> Any:
-            return int(value) if isinstance(value, Integral) else value
+    def plain(value: Any) -> Any:
+        return int(value) if isinstance(value, Integral) else value
 
-        set_bounds(*map(plain, arguments), **{name: plain(value) for name, value in named.items()})
-
-    return set_plain_bounds
+    set_bounds(*map(plain, arguments), **{name: plain(value) for name, value in named.items()})
 
 
 def index_tied_modules(module: DeepSpeedPipelineModule) -> dict[str, dict[str, Any]]:

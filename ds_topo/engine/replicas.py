@@ -30,6 +30,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_topo.backends import device_in_use
+from ds_topo.engine.one_layout import axes_of_engine
 from ds_topo.errors import ReplicaError, listed
 from ds_topo.ledger import after, ledger
 from ds_topo.mpu import patches
@@ -37,7 +38,7 @@ from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reducer.parameters import expert_group_name
-from ds_topo.topology.axes import MODEL, PIPE
+from ds_topo.topology.axes import MODEL
 from ds_topo.torch_names import devices_of, job_timeout
 
 
@@ -137,10 +138,7 @@ class ReplicaCheck:
         engine = self._engine
         everyone = dist.group.WORLD
         if isinstance(engine.mpu, MpuGrid):
-            axes = engine.mpu.topology().axes
-            if not isinstance(engine, PipelineEngine):  # the stages of a plain engine's program step separately
-                axes = [axis for axis in axes if axis != PIPE]
-            everyone = engine.mpu.get_group(axes)
+            everyone = engine.mpu.get_group(axes_of_engine(engine.mpu, isinstance(engine, PipelineEngine)))
         assert everyone is not None
         arguments = f", every={self._every}, slices={self._slices}"
         _compare(replicated(engine, self._slices), everyone, f"after step {engine.global_steps}", arguments)

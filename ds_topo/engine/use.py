@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from functools import cache, wraps
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +23,13 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 from typing_extensions import Self
 
-from ds_topo.engine import autotp
+from ds_topo.engine import autoparallel
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
 from ds_topo.engine.pipeline import PipelineModule, building_on, check_built_on, index_tied_modules, with_plain_bounds
 from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import TopologyError
-from ds_topo.ledger import ONE_CALL, Make, Patch, always, ledger
+from ds_topo.ledger import ONE_CALL, Make, Patch, always, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
@@ -140,22 +140,25 @@ def _bind(grid: PipelineParallelGrid) -> None:
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
-def _constructed_on_grid(construct: Any) -> Any:
-    @wraps(construct)
-    def on_grid(
-        module: Any, layers: Any, num_stages: int | None = None, topology: Any = None, *args: Any, **options: Any
-    ) -> None:
-        grid = grid_in_use()
-        if isinstance(module, PipelineModule) or grid is None:  # our class uses the grid by itself
-            construct(module, layers, num_stages, topology, *args, **options)
-            return
-        require_topology_in_use(topology, num_stages, grid)
-        engine_grid = PipelineEngineGrid.over(grid)
-        with building_on(engine_grid):
-            construct(module, layers, None, engine_grid._topo, *args, **options)
-        check_built_on(module, engine_grid)
-
-    return on_grid
+@around
+def _constructed_on_grid(
+    construct: Any,
+    module: Any,
+    layers: Any,
+    num_stages: int | None = None,
+    topology: Any = None,
+    *args: Any,
+    **options: Any,
+) -> None:
+    grid = grid_in_use()
+    if isinstance(module, PipelineModule) or grid is None:  # our class uses the grid by itself
+        construct(module, layers, num_stages, topology, *args, **options)
+        return
+    require_topology_in_use(topology, num_stages, grid)
+    engine_grid = PipelineEngineGrid.over(grid)
+    with building_on(engine_grid):
+        construct(module, layers, None, engine_grid._topo, *args, **options)
+    check_built_on(module, engine_grid)
 
 
 class _PipeDataInUse(PipeDataParallelTopology):
@@ -181,51 +184,39 @@ def _in_the_grids_order(asked: ProcessTopology) -> ProcessTopology:
 # fills parameters on rank 0 only.
 
 
-def _partitioned_over_replicas(construct: Any) -> Any:
-    signature = inspect.signature(construct)
-
-    @wraps(construct)
-    def over_replicas(*args: Any, **options: Any) -> None:
-        arguments = (given := signature.bind(*args, **options)).arguments
-        grid = grid_in_use()
-        has_group = arguments.get("data_parallel_group") or arguments.get("sequence_data_parallel_group")
-        if grid is not None and not has_group:
-            arguments["data_parallel_group"] = grid.get_partition_group()
-            if arguments.get("mpu") is None:
-                arguments["mpu"] = grid
-            for name in {"config_dict_or_path", "config"} & arguments.keys():
-                arguments[name] = with_samples_of(grid, arguments[name])
-        construct(*given.args, **given.kwargs)
-
-    return over_replicas
+@around
+def _partitioned_over_replicas(construct: Any, *args: Any, **options: Any) -> None:
+    given = inspect.signature(construct).bind(*args, **options)
+    arguments, grid = given.arguments, grid_in_use()
+    has_group = arguments.get("data_parallel_group") or arguments.get("sequence_data_parallel_group")
+    if grid is not None and not has_group:
+        arguments["data_parallel_group"] = grid.get_partition_group()
+        if arguments.get("mpu") is None:
+            arguments["mpu"] = grid
+        for name in {"config_dict_or_path", "config"} & arguments.keys():
+            arguments[name] = with_samples_of(grid, arguments[name])
+    construct(*given.args, **given.kwargs)
 
 
-def _with_modifier_kept(construct: Any) -> Any:
-    signature = inspect.signature(construct)
-
-    @wraps(construct)
-    def keep(context: Any, *args: Any, **options: Any) -> None:
-        construct(context, *args, **options)
-        context.ds_topo_modifier_rank = signature.bind(context, *args, **options).arguments.get("modifier_rank")
-
-    return keep
+@around
+def _with_modifier_kept(construct: Any, context: Any, *args: Any, **options: Any) -> None:
+    construct(context, *args, **options)
+    given = inspect.signature(construct).bind(context, *args, **options).arguments
+    context.ds_topo_modifier_rank = given.get("modifier_rank")
 
 
-def _modified_by_one(end: Any) -> Any:
-    @wraps(end)
-    def send_to_slices(context: Any, *exception: Any) -> Any:
-        grid, rank = grid_in_use(), getattr(context, "ds_topo_modifier_rank", None)
-        if context.enabled and grid is not None and rank is not None:
-            _send_to_copies(context.params, grid)
-        if context.enabled and grid is not None and rank is not None and grid.get_axis_size(MODEL) > 1:
+@around
+def _modified_by_one(end: Any, context: Any, *exception: Any) -> Any:
+    grid, rank = grid_in_use(), getattr(context, "ds_topo_modifier_rank", None)
+    if context.enabled and grid is not None and rank is not None:
+        _send_to_copies(context.params, grid)
+        if grid.get_axis_size(MODEL) > 1:
             replicas = grid.get_partition_group()
             group = grid.get_group([axis for axis in grid.topology().axes if axis != PIPE])
             for parameter in context.params:
                 if parameter.ds_process_group == replicas and not _may_differ_on_slices(parameter):
                     dist.broadcast(parameter.data.view(torch.uint8), dist.get_global_rank(group, rank), group=group)
-        return end(context, *exception)
-
-    return send_to_slices
+    return end(context, *exception)
 
 
 def _send_to_copies(parameters: Iterable[Any], grid: MpuGrid) -> None:
@@ -286,134 +277,106 @@ def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
     import accelerate.accelerator
     import accelerate.scheduler
 
-    def make(prepare: Any) -> Any:
-        signature = inspect.signature(prepare)
-
-        @wraps(prepare)
-        def prepare_samples_of_grid(*args: Any, **options: Any) -> Any:
-            given = signature.bind(*args, **options)
-            if given.arguments.get("dispatch_batches"):
-                raise ValueError(
-                    "dispatch_batches=True: rank 0 would read all samples and send them to all ranks, but only "
-                    f"{grid.get_sample_world_size()} of {grid.world_size} ranks work on different samples in "
-                    f"{grid.topology().spec!r}: omit the option"
-                )
-            count, index = _share_of_samples(grid)
-            given.arguments |= {
-                "num_processes": count,
-                "process_index": index,
-                "dispatch_batches": False,
-                "torch_device_mesh": None,
-            }
-            return prepare(*given.args, **given.kwargs)
-
-        return prepare_samples_of_grid
-
-    patch = Patch(
-        accelerate.accelerator,
-        "prepare_data_loader",
-        instead="The same function, for this rank's samples.",
-        why="It distributes samples over all ranks, so model parallel peers would train on different samples.",
-        during=patches.USE,
-        process_wide="accelerate calls it by name, for every data loader.",
+    row = partial(Patch, during=patches.USE)
+    yield (
+        row(
+            accelerate.accelerator,
+            "prepare_data_loader",
+            "The same function, for this rank's samples.",
+            "It distributes samples over all ranks, so model parallel peers would train on different samples.",
+            process_wide="accelerate calls it by name, for every data loader.",
+        ),
+        around(partial(_prepare_samples, grid)),
     )
-    yield patch, make
-
-    patch = Patch(
-        accelerate.scheduler,
-        "AcceleratorState",
-        instead="A state whose num_processes is the number of ranks that work on different samples.",
-        why="AcceleratedScheduler.step() steps the schedule that often in each training step.",
-        during=patches.USE,
-        process_wide="accelerate calls it by name, in every step of a scheduler.",
+    yield (
+        row(
+            accelerate.scheduler,
+            "AcceleratorState",
+            "A state whose num_processes is the number of ranks that work on different samples.",
+            "AcceleratedScheduler.step() steps the schedule that often in each training step.",
+            process_wide="accelerate calls it by name, in every step of a scheduler.",
+        ),
+        always(lambda: SimpleNamespace(num_processes=_share_of_samples(grid)[0])),
     )
-    yield patch, always(lambda: SimpleNamespace(num_processes=_share_of_samples(grid)[0]))
-    patch = Patch(
-        accelerate.accelerator.Accelerator,
-        "_prepare_deepspeed",
-        instead="The same method, with the number of ranks that work on different samples as num_processes.",
-        why="It derives the length of a DummyScheduler and the batch size from the number of all ranks.",
-        during=patches.USE,
-        process_wide="An Accelerator may be created before or after use(grid).",
+    for name, instead, why, replacement in (
+        (
+            "_prepare_deepspeed",
+            "The same method, with the number of ranks that work on different samples as num_processes.",
+            "It derives the length of a DummyScheduler and the batch size from the number of all ranks.",
+            _counting_samples,
+        ),
+        (
+            "gather_for_metrics",
+            "The same method, which gathers from one rank for each share of the samples.",
+            "It would return samples once per slice, and cut an incomplete last batch off in the wrong place.",
+            _gathering_shares,
+        ),
+    ):
+        process_wide = "An Accelerator may be created before or after use(grid)."
+        patch = row(accelerate.accelerator.Accelerator, name, instead, why, process_wide=process_wide)
+        yield patch, around(partial(replacement, grid))
+
+
+def _prepare_samples(grid: MpuGrid, prepare: Any, *args: Any, **options: Any) -> Any:
+    given = inspect.signature(prepare).bind(*args, **options)
+    if given.arguments.get("dispatch_batches"):
+        raise ValueError(
+            "dispatch_batches=True: rank 0 would read all samples and send them to all ranks, but only "
+            f"{grid.get_sample_world_size()} of {grid.world_size} ranks work on different samples in "
+            f"{grid.topology().spec!r}: omit the option"
+        )
+    count, index = _share_of_samples(grid)
+    given.arguments |= {
+        "num_processes": count,
+        "process_index": index,
+        "dispatch_batches": False,
+        "torch_device_mesh": None,
+    }
+    return prepare(*given.args, **given.kwargs)
+
+
+def _counting_samples(grid: MpuGrid, prepare: Any, accelerator: Any, *args: Any, **options: Any) -> Any:
+    """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``."""
+    count = Patch(
+        type(accelerator),
+        "num_processes",
+        "The number of ranks that work on different samples.",
+        "The length of a schedule and the batch size count them.",
+        during=f"{ONE_CALL} of _prepare_deepspeed",
     )
-    yield patch, _counting_samples(grid)
-
-    patch = Patch(
-        accelerate.accelerator.Accelerator,
-        "gather_for_metrics",
-        instead="The same method, which gathers from one rank for each share of the samples.",
-        why="It would return samples once per slice, and cut an incomplete last batch off in the wrong place.",
-        during=patches.USE,
-        process_wide="An Accelerator may be created before or after use(grid).",
-    )
-    yield patch, _gathering_shares(grid)
+    with ledger.bound(count, always(property(lambda _: _share_of_samples(grid)[0]))):
+        return prepare(accelerator, *args, **options)
 
 
-def _gathering_shares(grid: MpuGrid) -> Make:
+def _gathering_shares(grid: MpuGrid, gather_for_metrics: Any, *args: Any, **options: Any) -> Any:
     """Gather metrics from the first rank of each share of the samples, in the order of the shares."""
     import accelerate.accelerator
     from accelerate.utils import recursively_apply
 
-    during = f"{ONE_CALL} of gather_for_metrics"
-    why = "Ranks that work on the same samples have the same metrics."
-    tensors = Patch(
-        accelerate.accelerator, "gather", "The results of the first rank of each share.", why=why, during=during
-    )
-    objects = Patch(
-        accelerate.accelerator, "gather_object", "The objects of the first rank of each share.", why=why, during=during
-    )
+    why, during = "Ranks that work on the same samples have the same metrics.", f"{ONE_CALL} of gather_for_metrics"
+    first: dict[int, int] = {}
+    for rank in range(grid.world_size):
+        first.setdefault(_share_of(grid, rank), rank)
+    firsts = [first[share] for share in sorted(first)]
 
-    @cache
-    def firsts() -> list[int]:
-        """Return the first rank of each share."""
-        first: dict[int, int] = {}
-        for rank in range(grid.world_size):
-            first.setdefault(_share_of(grid, rank), rank)
-        return [first[share] for share in sorted(first)]
+    def keep(gathered: torch.Tensor) -> torch.Tensor:
+        by_rank = gathered.unflatten(0, (grid.world_size, gathered.shape[0] // grid.world_size))
+        kept: torch.Tensor = by_rank[firsts].flatten(0, 1)
+        return kept
 
-    def make(gather_for_metrics: Any) -> Any:
-        @wraps(gather_for_metrics)
-        def gather_shares(*args: Any, **options: Any) -> Any:
-            def keep(gathered: torch.Tensor) -> torch.Tensor:
-                by_rank = gathered.unflatten(0, (grid.world_size, gathered.shape[0] // grid.world_size))
-                kept: torch.Tensor = by_rank[firsts()].flatten(0, 1)
-                return kept
+    @around
+    def of_tensors(gather: Any, tensor: Any) -> Any:
+        return recursively_apply(keep, gather(tensor))
 
-            def of_tensors(gather: Any) -> Any:
-                return lambda tensor: recursively_apply(keep, gather(tensor))
+    @around
+    def of_objects(gather: Any, found: Any) -> Any:
+        return gather(found if grid.grid_rank in firsts else [])
 
-            def of_objects(gather: Any) -> Any:
-                return lambda found: gather(found if grid.grid_rank in firsts() else [])
-
-            with ledger.bound(tensors, of_tensors), ledger.bound(objects, of_objects):
-                return gather_for_metrics(*args, **options)
-
-        return gather_shares
-
-    return make
-
-
-def _counting_samples(grid: MpuGrid) -> Make:
-    """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``."""
-    import accelerate.accelerator
-
-    count = Patch(
-        accelerate.accelerator.Accelerator,
-        "num_processes",
-        instead="The number of ranks that work on different samples.",
-        why="The length of a schedule and the batch size count them.",
-        during=f"{ONE_CALL} of _prepare_deepspeed",
-    )
-
-    def make(prepare: Any) -> Any:
-        @wraps(prepare)
-        def prepare_for_grid(*args: Any, **options: Any) -> Any:
-            with ledger.bound(count, always(property(lambda _: _share_of_samples(grid)[0]))):
-                return prepare(*args, **options)
-
-        return prepare_for_grid
-
-    return make
+    with ExitStack() as bindings:
+        for name, make in (("gather", of_tensors), ("gather_object", of_objects)):
+            instead = "What the first rank of each share has."
+            bindings.enter_context(ledger.bound(Patch(accelerate.accelerator, name, instead, why, during), make))
+        return gather_for_metrics(*args, **options)
 
 
 def _share_of_samples(grid: MpuGrid) -> tuple[int, int]:
@@ -446,7 +409,7 @@ WHILE_A_GRID_IS_IN_USE: tuple[tuple[Patch, Make], ...] = (
     (patches.TIED_MODULES, always(index_tied_modules)),
     (patches.SET_BOUNDS, with_plain_bounds),
     (patches.ZERO_INIT, _partitioned_over_replicas),
-    (patches.INFERENCE_GROUP, autotp.with_group_of_grid_in_use),
+    (patches.INFERENCE_GROUP, autoparallel.with_group_of_grid_in_use),
     (patches.MODIFIED, _with_modifier_kept),
     (patches.MODIFIED_BY_ONE, _modified_by_one),
     *zip(

@@ -44,7 +44,7 @@ class MpuGrid(ProcessGrid):
         """True if engines clip by the norm that counts every parameter once. That is the default.
 
         False leaves DeepSpeed's own norms and loss scales as they are, so that losses can be compared with those of an
-        earlier job bit by bit. Set it on all ranks before a pipeline or an engine is built.
+        earlier job bit by bit. Set it on all ranks before an engine is built.
         """
         return self._core.correct_norms
 
@@ -52,16 +52,16 @@ class MpuGrid(ProcessGrid):
     def correct_norms(self, value: bool) -> None:
         if not isinstance(value, bool):
             raise TypeError(f"correct_norms={abridged(value)}: give True or False")
-        if self._core.has_modules:
+        if self._core.has_engines:
             raise RuntimeError(
-                f"correct_norms={value} would not change the pipelines and engines that this grid has already: set it "
-                "right after the grid is created"
+                f"correct_norms={value} would not change the engines that this grid has already: set it right after "
+                "the grid is created"
             )
         self._core.correct_norms = value
 
     def settle_norms(self) -> bool:
         """Return ``correct_norms``, which can no longer change."""
-        self._core.has_modules = True
+        self._core.has_engines = True
         return self._core.correct_norms
 
     # -- attributes of DeepSpeed's grid -------------------------------------------------------------------------------
@@ -422,10 +422,6 @@ class ExpertRegistry:
         for groups, _ in list(self._by_name.values()):
             if not groups.grid.has_its_world:
                 groups.grid.destroy()
-
-    def names(self) -> list[str]:
-        """Return the names in use, in order of registration."""
-        return list(self._by_name)
 
     def sizes(self) -> set[int]:
         """Return the expert parallel sizes in use."""

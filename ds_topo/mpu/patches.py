@@ -7,7 +7,7 @@ optimizer or its module. A row that changes a class or module for longer than on
 
 from __future__ import annotations
 
-from dataclasses import replace
+from textwrap import dedent
 from types import ModuleType
 
 import deepspeed
@@ -37,26 +37,39 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ds_topo.ledger import ONE_CALL, Patch, Reliance
 
-A_GRID = "a PipelineParallelGrid exists"
 THE_GRID = "the grid of the engine exists"
-EXPERTS = "expert groups exist"
 REDUCER = "a GradientReducer is attached"
 A_CONSTRUCTOR = f"{ONE_CALL} of an engine's constructor"
-A_STEP = f"{ONE_CALL} of the optimizer's step() or update_lp_params()"
 SAVING = f"{ONE_CALL} of save_checkpoint()"
 LOADING = f"{ONE_CALL} of load_checkpoint()"
 A_PIPELINE = f"{ONE_CALL} of PipelineModule's constructor"
 USE = "ds_topo.use(grid) is active"
 _OF_USE = "A call of ds_topo.use(grid) asks for it: programs call DeepSpeed by these names before any object exists."
-_OWN_MPU = "DeepSpeed's functions ask one mpu for all engines of a process, the mpu of the engine that was built last."
 _OUR_LAYOUT = "The reducer cuts every region evenly over the ranks, so that all ranks send and receive all the time."
+_METHODS = f"""
+    state_dict: The same for partitions that were moved back to DeepSpeed's layout.
+    load_state_dict: The same in DeepSpeed's layout, from which everything is then moved to the reducer's.
+        Checkpoints are in DeepSpeed's layout.
+    _restore_from_bit16_weights: The same by slices.
+        {_OUR_LAYOUT}
+"""
 
 
-def _patches(
-    owner: type | ModuleType, during: str, *rows: tuple[str, str, str], process_wide: str = ""
-) -> tuple[Patch, ...]:
-    """Return a patch for each ``(name, instead, why)``."""
-    return tuple(Patch(owner, name, instead, why, during, process_wide) for name, instead, why in rows)
+def _patches(owner: type | ModuleType, during: str, table: str, process_wide: str = "") -> tuple[Patch, ...]:
+    """Return the patches of a table, whose rows are ``name: what it becomes``.
+
+    The reason is indented below a row, or below the last one of several rows that share it.
+    """
+    found: list[Patch] = []
+    rows: list[tuple[str, str]] = []
+    for line in filter(None, dedent(table).splitlines()):
+        if line.startswith(" "):
+            found += [Patch(owner, name, instead, line.strip(), during, process_wide) for name, instead in rows]
+            rows.clear()
+        else:
+            name, _, instead = line.partition(": ")
+            rows.append((name, instead))
+    return tuple(found)
 
 
 # -- engines and optimizers of a grid ---------------------------------------------------------------------------------
@@ -67,7 +80,7 @@ CONSTRUCT_ENGINE = Patch(
     instead="The same constructor. It then patches the engine and its optimizer if the engine's mpu is a grid. For any "
     "other engine it refuses an mpu or a model that was meant for a grid.",
     why="DeepSpeed's engines assume an order of ranks that a grid may not have.",
-    during=A_GRID,
+    during="a PipelineParallelGrid exists",
     process_wide="deepspeed.initialize builds the engine itself, so there is no object to patch before the constructor "
     "runs.",
 )
@@ -79,30 +92,24 @@ SOURCE_OF_SLICES = Patch(
     during="a grid with slices exists",
     process_wide="Programs call it to broadcast the samples of AutoTP.",
 )
-SANITY_CHECK, EXPERT_PARALLEL, TENSOR_PARALLEL_STATES, CONFIGURE_MODEL = _patches(
+SANITY_CHECK, EXPERT_PARALLEL, TENSOR_PARALLEL_STATES, CONFIGURE_MODEL, *_OF_SHARD = _patches(
     DeepSpeedEngine,
     A_CONSTRUCTOR,
-    (
-        "_do_sanity_check",
-        "The same after checks of options and inputs. All ranks compare the results.",
-        "hpZ, qgZ, AutoSP, ALST and the hybrid engine join neighboring ranks, whatever the mpu is.",
-    ),
-    (
-        "_configure_expert_parallel",
-        "The same after the expert groups of the grid were created.",
-        "AutoEP would create groups of neighboring ranks, and refuses an mpu with slices even if AutoTP makes them.",
-    ),
-    (
-        "_configure_tensor_parallel_states",
-        "The same. The engine then has its grid as its mpu again.",
-        "AutoTP makes the module deepspeed.utils.groups the mpu of the engine.",
-    ),
-    (
-        "_configure_distributed_model",
-        "The same after replicas have compared their models, and after expert groups exist on all stages.",
-        "DeepSpeed broadcasts parameters here, which hides replicas that were built differently.",
-    ),
+    """
+    _do_sanity_check: The same after checks of options and inputs. All ranks compare the results.
+        hpZ, qgZ, AutoSP, ALST and the hybrid engine join neighboring ranks, whatever the mpu is.
+    _configure_expert_parallel: The same after the expert groups of the grid were created.
+        AutoEP would create groups of neighboring ranks, and refuses an mpu with slices even if AutoTP makes them.
+    _configure_tensor_parallel_states: The same. The engine then has its grid as its mpu again.
+        AutoTP makes the module deepspeed.utils.groups the mpu of the engine.
+    _configure_distributed_model: The same after replicas have compared models, and all stages have expert groups.
+        DeepSpeed broadcasts parameters here, which hides replicas that were built differently.
+    _configure_zero_optimizer: The same with the group along the axis shard.
+    _configure_bf16_optimizer: The same with the group along the axis shard.
+        DeepSpeed partitions over all replicas.
+    """,
 )
+CONFIGURE_PARTITIONS = tuple(_OF_SHARD)
 FOLDING_TABLES = Patch(
     auto_ep_folding,
     "expected_folding_group_tables",
@@ -110,117 +117,70 @@ FOLDING_TABLES = Patch(
     why="AutoEP with AutoTP compares its groups with tables of neighboring ranks.",
     during=A_CONSTRUCTOR,
 )
-FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID = (
-    Patch(DeepSpeedEngine, name, instead=f"The same with the engine's own mpu{more}.", why=_OWN_MPU, during=THE_GRID)
-    for name, more in (
-        ("forward", ", and a comparison of the first samples of model parallel peers"),
-        ("backward", ""),
-        ("step", ", and now and then a comparison of steps while a watch is on"),
-    )
-)
-BACKWARD_PROLOGUE, BACKWARD_EPILOGUE = (
-    Patch(
-        DeepSpeedEngine,
-        name,
-        instead=f"The same, and the engine's own mpu {when}.",
-        why="A program may call loss.backward() itself, outside of the engine's methods.",
-        during=THE_GRID,
-    )
-    for name, when in (("_backward_prologue", "is current from here"), ("_backward_epilogue", "is current until here"))
-)
-AUTOSP_BACKEND = Patch(
+FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID, BACKWARD_PROLOGUE, BACKWARD_EPILOGUE, AUTOSP_BACKEND = _patches(
     DeepSpeedEngine,
-    "get_autosp_backend",
-    instead="The same, whose graphs use the groups along seq and the index along seq.",
-    why="AutoSP joins neighboring ranks, whatever the mpu is.",
-    during=THE_GRID,
+    THE_GRID,
+    """
+    forward: The same with the engine's own mpu, and a comparison of the first samples of model parallel peers.
+    backward: The same with the engine's own mpu.
+    step: The same with the engine's own mpu, and now and then a comparison of steps while a watch is on.
+        DeepSpeed's functions ask one mpu for all engines of a process, the mpu of the engine that was built last.
+    _backward_prologue: The same, and the engine's own mpu is current from here.
+    _backward_epilogue: The same, and the engine's own mpu is current until here.
+        A program may call loss.backward() itself, outside of the engine's methods.
+    get_autosp_backend: The same, whose graphs use the groups along seq and the index along seq.
+        AutoSP joins neighboring ranks, whatever the mpu is.
+    """,
 )
-SAVE_CHECKPOINT, LOAD_CHECKPOINT = (
-    Patch(
-        DeepSpeedEngine,
-        f"{verb}_checkpoint",
-        instead=f"ds_topo.checkpoint.{verb} with the engine's own mpu.",
-        why=why,
-        during=THE_GRID,
-    )
-    for verb, why in (
-        ("save", "DeepSpeed writes 'latest' when rank 0 has written its own files; other ranks' files may be missing."),
-        ("load", "DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains."),
-    )
-)
-SAVE_16_BIT, MODULE_STATES = (
-    Patch(DeepSpeedEngine, name, instead, why="With AutoTP, DeepSpeed writes the slice of rank 0 alone.", during=during)
-    for name, instead, during in (
-        ("save_16bit_model", "The same with whole weights where AutoTP has split them.", THE_GRID),
-        ("module_state_dict", "The same with whole weights.", f"{ONE_CALL} of save_16bit_model()"),
-    )
-)
-TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID = (
-    Patch(
-        PipelineEngine,
-        name,
-        instead="The same with the engine's own mpu. It starts on all ranks or on none.",
-        why="If one rank runs out of samples within a step, the others wait for its activations without end.",
-        during=THE_GRID,
-    )
-    for name in ("train_batch", "eval_batch")
-)
-NEXT_BATCH = Patch(
+TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH = _patches(
     PipelineEngine,
-    "_next_batch",
-    instead="The same. It also takes a digest of the first batches.",
-    why="The first and the last stage, and model parallel peers, read samples independently and must read the same.",
-    during=THE_GRID,
+    THE_GRID,
+    """
+    train_batch: The same with the engine's own mpu. It starts on all ranks or on none.
+    eval_batch: The same with the engine's own mpu. It starts on all ranks or on none.
+        If one rank runs out of samples within a step, the others wait for its activations without end.
+    _next_batch: The same. It also takes a digest of the first batches.
+        First and last stages, and model parallel peers, read samples independently and must read the same.
+    """,
 )
-AVERAGE_AND_SCATTER = Patch(
+AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION = _patches(
     DeepSpeedZeroOptimizer_Stage3,
-    "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads",
-    instead="The same times the degree of the axis seq.",
-    why="ZeRO-3 averages gradients over seq here. Every other path of DeepSpeed sums them.",
-    during=THE_GRID,
+    THE_GRID,
+    """
+    _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads: The same times the degree of the axis seq.
+        ZeRO-3 averages gradients over seq here. Every other path of DeepSpeed sums them.
+    partition_grads: With an axis shard, the last micro-batch also starts the sum over copies of the partition.
+    independent_gradient_partition_epilogue: With an axis shard, the same and a wait for these sums.
+        DeepSpeed does not sum over the ranks that hold the same partition.
+    """,
 )
-_OF_SHARD = "DeepSpeed partitions over all replicas, or without their sum over those that hold the same partition."
-CONFIGURE_PARTITIONS = _patches(
-    DeepSpeedEngine,
-    A_CONSTRUCTOR,
-    ("_configure_zero_optimizer", "The same with the group along the axis shard.", _OF_SHARD),
-    ("_configure_bf16_optimizer", "The same with the group along the axis shard.", _OF_SHARD),
-)
-STEP_ON_SUMS, OVERFLOW_OF_COPIES = _patches(
+STEP_ON_SUMS, OVERFLOW_OF_COPIES, ZERO_NORM = _patches(
     DeepSpeedZeroOptimizer,
     THE_GRID,
-    ("step", "With an axis shard, the same after a sum over the copies of the partition.", _OF_SHARD),
-    ("has_overflow", "With an axis shard, the same over all replicas.", "Experts may overflow on any replica."),
+    """
+    step: With an axis shard, the same after a sum over the copies of the partition.
+        DeepSpeed does not sum over the ranks that hold the same partition.
+    has_overflow: With an axis shard, the same over all replicas.
+        Experts may overflow on any replica.
+    scaled_global_norm: ds_topo.engine.norms.zero_gradient_norm.
+        ZeRO-1 and 2 count the experts of the first slice only, and hang where stages differ in parameter groups.
+    """,
 )
-PARTITION_GRADIENTS, END_OF_REDUCTION = _patches(
-    DeepSpeedZeroOptimizer_Stage3,
+LOSS_SCALER, CLIP_FP32 = _patches(
+    DeepSpeedEngine,
     THE_GRID,
-    (
-        "partition_grads",
-        "With an axis shard, the same. In the last micro-batch it starts the sum over the copies of the partition.",
-        _OF_SHARD,
-    ),
-    ("independent_gradient_partition_epilogue", "With an axis shard, the same and a wait for these sums.", _OF_SHARD),
-)
-UNFUSED_STEP = Patch(
-    FP16_UnfusedOptimizer,
-    "step",
-    instead="The same after each gradient has got the marks of its parameter.",
-    why="The optimizer takes the norm of gradients. Without marks, shards of all slices but the first are missing.",
-    during=THE_GRID,
+    """
+    torch_autocast_z0_gradscaler: In fp16 without ZeRO, an object that multiplies losses by the loss scale.
+        The optimizers divide gradients by it, but backward() multiplies losses for ZeRO only.
+    clip_fp32_gradients: ds_topo.clip_grad_norm_.
+        Without ZeRO, a pipeline does not keep its norm, and norms of ranks with different experts are averaged.
+    """,
 )
 UNFUSED_CLIP = Patch(
     FP16_UnfusedOptimizer,
     "unscale_and_clip_grads",
-    instead="With experts, the same by ds_topo.engine.norms.unfused_gradient_norm.",
-    why="The optimizer omits experts from the norm.",
-    during=THE_GRID,
-)
-LOSS_SCALER = Patch(
-    DeepSpeedEngine,
-    "torch_autocast_z0_gradscaler",
-    instead="In fp16 without ZeRO, an object that multiplies losses by the loss scale.",
-    why="The optimizers divide gradients by it, but backward() multiplies losses for ZeRO only.",
+    instead="The same by ds_topo.engine.norms.unfused_gradient_norm, on stages or slices and with experts.",
+    why="Its norm omits experts. It is that of gradients, which lack the marks of slices and of tied copies.",
     during=THE_GRID,
 )
 BF16_GRADIENTS = Patch(
@@ -250,26 +210,46 @@ GATHERS = tuple(
         "all_gather_dp_groups",
         instead="A gather that sends slices point to point on gloo, and region by region in the reducer's layout.",
         why="gloo's all_gather uses a link in one direction at a time.",
-        during=A_STEP,
+        during=f"{ONE_CALL} of the optimizer's step() or update_lp_params()",
     )
     for module in (stage_1_and_2, bf16_optimizer)
 )
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
+SAVE_CHECKPOINT, LOAD_CHECKPOINT, SAVE_16_BIT, SAVE_PARTITIONS, LOAD_PARTITIONS, SAVE_EXPERTS = _patches(
+    DeepSpeedEngine,
+    THE_GRID,
+    """
+    save_checkpoint: ds_topo.checkpoint.save with the engine's own mpu.
+        DeepSpeed writes 'latest' when rank 0 has written its own files; other ranks' files may be missing.
+    load_checkpoint: ds_topo.checkpoint.load with the engine's own mpu.
+        DeepSpeed loads incomplete files, fails on some ranks only, and runs code that a file contains.
+    save_16bit_model: The same with whole weights where AutoTP has split them.
+        With AutoTP, DeepSpeed writes the slice of rank 0 alone.
+    _save_zero_checkpoint: With experts and an axis shard, the same on all replicas, each with a file of its own.
+    _load_zero_checkpoint: With experts and an axis shard, the same from a file of each replica.
+        Experts have other partitions than dense parameters, which several replicas share.
+    _save_moe_checkpoint: The same with our _get_expert_data_parallel_rank in force.
+        File names contain the writer's model parallel rank, so replicas on other slices would find no file.
+    """,
+)
+MODULE_STATES = Patch(
+    DeepSpeedEngine,
+    "module_state_dict",
+    instead="The same with whole weights.",
+    why="With AutoTP, DeepSpeed writes the slice of rank 0 alone.",
+    during=f"{ONE_CALL} of save_16bit_model()",
+)
 WRITE_FILE, MAKE_FOLDER = _patches(
     CheckpointEngine,
     SAVING,
-    (
-        "save",
-        "The same. It records each written file, and keeps an exception until all ranks know of it.",
-        "If one rank cannot write, the others would wait for it at the end of save_checkpoint().",
-    ),
-    (
-        "makedirs",
-        "The same. It keeps an exception until all ranks know of it.",
-        "The others would wait at the start of save_checkpoint().",
-    ),
+    """
+    save: The same. It records each written file, and keeps an exception until all ranks know of it.
+        If one rank cannot write, the others would wait for it at the end of save_checkpoint().
+    makedirs: The same. It keeps an exception until all ranks know of it.
+        The others would wait at the start of save_checkpoint().
+    """,
 )
 COPY_SCRIPTS = Patch(
     DeepSpeedEngine,
@@ -277,27 +257,6 @@ COPY_SCRIPTS = Patch(
     instead="The same. It keeps an exception until all ranks know of it.",
     why="Rank 0 copies zero_to_fp32.py while the others wait at the end of save_checkpoint().",
     during=SAVING,
-)
-TORCH_LOAD = Patch(
-    torch,
-    "load",
-    instead="The same with weights_only=True, on the thread that loads a checkpoint, and for its files on all threads.",
-    why="DeepSpeed passes weights_only=False, which runs any code that a file contains.",
-    during=LOADING,
-)
-SAVE_PARTITIONS, LOAD_PARTITIONS = _patches(
-    DeepSpeedEngine,
-    THE_GRID,
-    (
-        "_save_zero_checkpoint",
-        "With experts and an axis shard, the same on all replicas, each with a file of its own.",
-        "Experts have other partitions than dense parameters, which several replicas share.",
-    ),
-    (
-        "_load_zero_checkpoint",
-        "With experts and an axis shard, the same from a file of each replica.",
-        "Experts have other partitions than dense parameters, which several replicas share.",
-    ),
 )
 STATES_TO_SAVE = {
     optimizer: Patch(
@@ -309,6 +268,23 @@ STATES_TO_SAVE = {
     )
     for optimizer in (DeepSpeedZeroOptimizer, BF16_Optimizer)
 }
+WRITER_OF_EXPERTS, WRITER_OF_FOLDED_EXPERTS = _patches(
+    deepspeed_groups,
+    f"{ONE_CALL} of _save_moe_checkpoint()",
+    """
+    _get_expert_data_parallel_rank: A function that returns 0 on the writer of each slice and 1 on other ranks.
+        In DeepSpeed only expert data parallel rank 0 writes.
+    _get_data_parallel_rank: The same on the writer of each slice of experts, and a number above all ranks on others.
+        With AutoEP and AutoTP, several replicas of an expert would write the same file.
+    """,
+)
+TORCH_LOAD = Patch(
+    torch,
+    "load",
+    instead="The same with weights_only=True, on the thread that loads a checkpoint, and for its files on all threads.",
+    why="DeepSpeed passes weights_only=False, which runs any code that a file contains.",
+    during=LOADING,
+)
 STATES_TO_LOAD = Patch(
     DeepSpeedEngine,
     "_get_all_zero_checkpoint_state_dicts",
@@ -362,38 +338,27 @@ NAME_OF_PIPELINES = Patch(
 CONSTRUCT_PIPELINE, TIED_MODULES, SET_BOUNDS = _patches(
     pipe_module.PipelineModule,
     USE,
-    (
-        "__init__",
-        "The same on the grid in use, after a comparison of the topologies.",
-        "Programs derive from PipelineModule before a grid exists.",
-    ),
-    (
-        "_index_tied_modules",
-        "A method that creates groups of the stages that share a layer, on these stages.",
-        "DeepSpeed creates the groups of all ranks on every rank.",
-    ),
-    (
-        "_set_bounds",
-        "The same with Python's integers.",
-        "Balanced partitions have NumPy's integers, which Python's random.seed() refuses under seed_layers=True.",
-    ),
-    process_wide=_OF_USE,
+    """
+    __init__: The same on the grid in use, after a comparison of the topologies.
+        Programs derive from PipelineModule before a grid exists.
+    _index_tied_modules: A method that creates groups of the stages that share a layer, on these stages.
+        DeepSpeed creates the groups of all ranks on every rank.
+    _set_bounds: The same with Python's integers.
+        Balanced partitions have NumPy's integers, which Python's random.seed() refuses under seed_layers=True.
+    """,
+    _OF_USE,
 )
-NAMES_OF_TOPOLOGIES = tuple(
-    Patch(
-        pipe_topology,
-        name,
-        instead=f"ds_topo.{name}.",
-        why="Programs import it from there.",
-        during=USE,
-        process_wide=_OF_USE,
-    )
-    for name in (
-        "ProcessTopology",
-        "PipeDataParallelTopology",
-        "PipeModelDataParallelTopology",
-        "PipelineParallelGrid",
-    )
+NAMES_OF_TOPOLOGIES = _patches(
+    pipe_topology,
+    USE,
+    """
+    ProcessTopology: ds_topo.ProcessTopology.
+    PipeDataParallelTopology: ds_topo.PipeDataParallelTopology.
+    PipeModelDataParallelTopology: ds_topo.PipeModelDataParallelTopology.
+    PipelineParallelGrid: ds_topo.PipelineParallelGrid.
+        Programs import them from there.
+    """,
+    _OF_USE,
 )
 ZERO_INIT = Patch(
     partition_parameters.Init,
@@ -406,17 +371,13 @@ ZERO_INIT = Patch(
 MODIFIED, MODIFIED_BY_ONE = _patches(
     partition_parameters.GatheredParameters,
     USE,
-    (
-        "__init__",
-        "The same. It also stores modifier_rank.",
-        "The replacement of __exit__ needs the number that was given.",
-    ),
-    (
-        "__exit__",
-        "The same after the rank modifier_rank of the grid has broadcast to all slices what they hold alike.",
-        "from_pretrained() fills parameters on rank 0 alone. DeepSpeed sends them to the replicas of rank 0 only.",
-    ),
-    process_wide=_OF_USE,
+    """
+    __init__: The same. It also stores modifier_rank.
+        The replacement of __exit__ needs the number that was given.
+    __exit__: The same after the rank modifier_rank of the grid has broadcast to all slices what they hold alike.
+        from_pretrained() fills parameters on rank 0 alone. DeepSpeed sends them to the replicas of rank 0 only.
+    """,
+    _OF_USE,
 )
 INFERENCE_GROUP = Patch(
     InferenceEngine,
@@ -426,16 +387,16 @@ INFERENCE_GROUP = Patch(
     during=USE,
     process_wide=_OF_USE,
 )
-LONG_SEQUENCES = tuple(
-    Patch(
-        parallel_state_sp,
-        name,
-        instead="The group of the grid, or a function that finds the groups already there.",
-        why="DeepSpeed joins neighboring ranks of the world.",
-        during=USE,
-        process_wide=_OF_USE,
-    )
-    for name in ("_SEQUENCE_PARALLEL_GROUP", "_SEQUENCE_DATA_PARALLEL_GROUP", "initialize_sequence_parallel")
+LONG_SEQUENCES = _patches(
+    parallel_state_sp,
+    USE,
+    """
+    _SEQUENCE_PARALLEL_GROUP: The group of the grid along seq.
+    _SEQUENCE_DATA_PARALLEL_GROUP: The data parallel group of the grid.
+    initialize_sequence_parallel: A function that finds the groups already there.
+        DeepSpeed joins neighboring ranks of the world.
+    """,
+    _OF_USE,
 )
 
 # -- experts ----------------------------------------------------------------------------------------------------------
@@ -445,7 +406,7 @@ GATHER_TOKENS = Patch(
     "_gather_tokens",
     instead="An all_gather into a list, if the current mpu is a grid.",
     why="gloo refuses DeepSpeed's flat buffer.",
-    during=EXPERTS,
+    during="expert groups exist",
     process_wide="The autograd functions of MoE layers look it up in their module, also in a backward pass that no "
     "engine has started.",
 )
@@ -456,107 +417,117 @@ PAD_CAPACITY = Patch(
     why="Model parallel peers split the slots of an expert evenly, and DeepSpeed asserts that they can.",
     during=THE_GRID,
 )
-SAVE_EXPERTS = Patch(
-    DeepSpeedEngine,
-    "_save_moe_checkpoint",
-    instead="The same with our _get_expert_data_parallel_rank in force.",
-    why="File names contain the writer's model parallel rank, so replicas on other slices would find no file.",
-    during=THE_GRID,
-)
-WRITER_OF_EXPERTS = Patch(
-    deepspeed_groups,
-    "_get_expert_data_parallel_rank",
-    instead="A function that returns 0 on the writer of each slice and 1 on other ranks.",
-    why="In DeepSpeed only expert data parallel rank 0 writes.",
-    during=f"{ONE_CALL} of _save_moe_checkpoint()",
-)
-WRITER_OF_FOLDED_EXPERTS = Patch(
-    deepspeed_groups,
-    "_get_data_parallel_rank",
-    instead="The same on the writer of each slice of experts, and a number above all ranks on others.",
-    why="With AutoEP and AutoTP, several replicas of an expert would write the same file.",
-    during=f"{ONE_CALL} of _save_moe_checkpoint()",
-)
-CLIP_FP32 = Patch(
-    DeepSpeedEngine,
-    "clip_fp32_gradients",
-    instead="ds_topo.clip_grad_norm_.",
-    why="Without ZeRO, DeepSpeed does not keep the norm of a pipeline, and averages the norms of ranks that hold "
-    "different experts.",
-    during=THE_GRID,
-)
-ZERO_NORM = Patch(
-    DeepSpeedZeroOptimizer,
-    "scaled_global_norm",
-    instead="ds_topo.engine.norms.zero_gradient_norm.",
-    why="ZeRO-1 and 2 count the experts of the first slice only, and hang where stages differ in parameter groups.",
-    during=THE_GRID,
-)
 
 # -- the reducer ------------------------------------------------------------------------------------------------------
 
-DESTROY_ENGINE, COALESCE, REDUCE_FALLBACK, TAKE_STEP = _patches(
+DESTROY_ENGINE, COALESCE, REDUCE_FALLBACK, TAKE_STEP, FORWARD, OWN_BACKWARD, OWN_STEP, _ZERO_GRAD = _patches(
     DeepSpeedEngine,
     REDUCER,
-    ("destroy", "The same after detach() of the reducer.", "The reducer ends with its engine."),
-    (
-        "coalesce_grad_reduction",
-        "A method that raises RuntimeError.",
-        "It would reduce again what the reducer has reduced.",
-    ),
-    (
-        "buffered_allreduce_fallback",
-        "A wait for the reducer.",
-        "At stage 0 and with BF16_Optimizer the engine reduces gradients here, after the last backward pass.",
-    ),
-    (
-        "_take_model_step",
-        "The same if the reducer has finished. Otherwise it raises RuntimeError.",
-        "A release whose engine no longer calls the patched names would step on this rank's own gradients.",
-    ),
+    """
+    destroy: The same after detach() of the reducer.
+        The reducer ends with its engine.
+    coalesce_grad_reduction: A method that raises RuntimeError.
+        It would reduce again what the reducer has reduced.
+    buffered_allreduce_fallback: A wait for the reducer.
+        At stage 0 and with BF16_Optimizer the engine reduces gradients here, after the last backward pass.
+    _take_model_step: The same if the reducer has finished. Otherwise it raises RuntimeError.
+        A release whose engine no longer calls the patched names would step on this rank's own gradients.
+    forward: The same after the reducer has discarded a step that an exception has ended.
+        An exception in backward leaves a step unfinished, and training may go on with the same engine.
+    _backward_prologue: The same after a note that the gradients that follow are of this engine's output.
+        Gradients of another engine's loss through this module belong to no step of this engine.
+    step: The same after a note that this engine's backward pass is over.
+        The note ends with the micro-batch.
+    zero_grad: The same. The reducer also discards what it has accumulated.
+        Gradients of earlier micro-batches are not in parameter.grad.
+    """,
 )
-REDUCE_ZERO, ZERO_OVERLAP, ZERO_PROCESS, ZERO_REDUCE_REST, ZERO_EPILOGUE, OFFLOAD_STATES = _patches(
+INSTRUCTIONS, EXECUTE_SCHEDULE = _patches(
+    PipelineEngine,
+    REDUCER,
+    """
+    _INSTRUCTION_MAP: The same map with BackwardPass and ReduceTiedGrads that also call the reducer.
+        Only the schedule knows the last micro-batch, and the map holds functions, which cannot be overridden.
+    _exec_schedule: The same after the reducer has discarded a step that an exception has ended.
+        An exception in backward leaves a step unfinished, and training may go on with the same engine.
+    """,
+)
+(
+    REDUCE_ZERO,
+    ZERO_OVERLAP,
+    ZERO_PROCESS,
+    ZERO_REDUCE_REST,
+    ZERO_EPILOGUE,
+    OFFLOAD_STATES,
+    ZERO_SET_VIEWS,
+    _ZERO_GRAD_OF_ZERO,
+    *_METHODS_OF_ZERO,
+) = _patches(
     DeepSpeedZeroOptimizer,
     REDUCER,
-    (
-        "reduce_gradients",
-        "A wait for the reducer.",
-        "At stage 1 the optimizer reduces gradients here, after the last backward pass.",
-    ),
-    ("overlap_comm", "False.", "The epilogue would wait for a stream that runs nothing."),
-    ("process_gradients", "A no-op.", "The hooks of stage 1 would reduce gradients during backward, too."),
-    ("reduce_ipg_grads", "A no-op.", "The epilogue of stage 1 would reduce what its hooks have collected."),
-    (
-        "overlapping_partition_gradients_reduce_epilogue",
-        "A wait for the reducer.",
-        "At stage 2 the optimizer ends its own reduction here, after every backward pass.",
-    ),
-    ("offload_states", "A method that raises RuntimeError.", "It cuts flat tensors anew, in DeepSpeed's layout."),
+    """
+    reduce_gradients: A wait for the reducer.
+        At stage 1 the optimizer reduces gradients here, after the last backward pass.
+    overlap_comm: False.
+        The epilogue would wait for a stream that runs nothing.
+    process_gradients: A no-op.
+        The hooks of stage 1 would reduce gradients during backward, too.
+    reduce_ipg_grads: A no-op.
+        The epilogue of stage 1 would reduce what its hooks have collected.
+    overlapping_partition_gradients_reduce_epilogue: A wait for the reducer.
+        At stage 2 the optimizer ends its own reduction here, after every backward pass.
+    offload_states: A method that raises RuntimeError.
+        It cuts flat tensors anew, in DeepSpeed's layout.
+    _update_model_bit16_weights: No-op.
+        It sets each parameter's data to the view that it is already, which would wait for parameters in flight.
+    zero_grad: The same. The reducer also discards what it has accumulated.
+        Gradients of earlier micro-batches are not in parameter.grad.
+    """
+    + _METHODS,
 )
-BF16_HOOKS, HP_GRADIENTS, HP_GRADIENT, BF16_NORM = _patches(
+BF16_HOOKS, HP_GRADIENTS, HP_GRADIENT, BF16_NORM, _CLEAR_GRADIENTS, *_METHODS_OF_BF16 = _patches(
     BF16_Optimizer,
     REDUCER,
-    (
-        "_grad_acc_hooks",
-        "No hooks.",
-        "With immediate_grad_update the optimizer's hooks would accumulate each gradient a second time.",
-    ),
-    (
-        "update_hp_grads",
-        "A no-op.",
-        "After backward it would accumulate the gradients of incomplete buckets a second time.",
-    ),
-    (
-        "_hp_grad",
-        "Each parameter's part of the optimizer's buffer, set on the parameter.",
-        "The pipeline engine sums it over the stages of a tied layer.",
-    ),
-    (
-        "get_grads_for_norm",
-        "The norm over the ranks that share gradients.",
-        "Each of these ranks has only its own partition.",
-    ),
+    """
+    _grad_acc_hooks: No hooks.
+        With immediate_grad_update the optimizer's hooks would accumulate each gradient a second time.
+    update_hp_grads: A no-op.
+        After backward it would accumulate the gradients of incomplete buckets a second time.
+    _hp_grad: Each parameter's part of the optimizer's buffer, set on the parameter.
+        The pipeline engine sums it over the stages of a tied layer.
+    get_grads_for_norm: The norm over the ranks that share gradients.
+        Each of these ranks has only its own partition.
+    clear_hp_grads: The same. The reducer also discards what it has accumulated.
+        Gradients of earlier micro-batches are not in parameter.grad.
+    """
+    + _METHODS,
 )
+ZERO_GRADS = (_ZERO_GRAD, _ZERO_GRAD_OF_ZERO, _CLEAR_GRADIENTS)
+METHODS_OF_PARTITIONS = {DeepSpeedZeroOptimizer: _METHODS_OF_ZERO, BF16_Optimizer: _METHODS_OF_BF16}
+ZERO_FLATS, ZERO_PARTITIONS, ZERO_PARTITION_SIZE, ZERO_OWNED, ZERO_OFFSETS = _OF_ZERO = _patches(
+    DeepSpeedZeroOptimizer,
+    REDUCER,
+    f"""
+    bit16_groups_flat: The same memory, gathered by regions.
+    parallel_partitioned_bit16_groups: An object that writes this rank's slices.
+    partition_size: The size with the padding of regions.
+    params_in_partition: The parameters of which this rank owns a part.
+    round_robin_bit16_offsets: The offsets of parameters in the reducer's layout.
+        {_OUR_LAYOUT}
+    """,
+)
+BF16_FLATS, BF16_PARTITIONS, BF16_PARTITION_OF_GRADIENTS, BF16_ALL_GRADIENTS = _OF_BF16 = _patches(
+    BF16_Optimizer,
+    REDUCER,
+    f"""
+    bf16_groups_flat: The same memory, gathered by regions.
+    bf16_partitioned_groups: An object that writes this rank's slices.
+    fp32_groups_gradient_flat_partition: This rank's slices, moved together.
+    fp32_groups_gradients_flat: An empty list, because no gradient needs to be zeroed there.
+        {_OUR_LAYOUT}
+    """,
+)
+ADDRESSES = (*_OF_ZERO, *_OF_BF16)
 COMPILE = Patch(
     DeepSpeedEngine,
     "compile",
@@ -564,68 +535,9 @@ COMPILE = Patch(
     why="Compiled code reads memory without asking whether it has arrived.",
     during="overlap_parameters is on",
 )
-INSTRUCTIONS = Patch(
-    PipelineEngine,
-    "_INSTRUCTION_MAP",
-    instead="The same map with BackwardPass and ReduceTiedGrads that also call the reducer.",
-    why="Only the schedule knows the last micro-batch, and the map holds functions, which cannot be overridden.",
-    during=REDUCER,
-)
-ZERO_GRADS = tuple(
-    Patch(
-        owner,
-        name,
-        instead="The same. The reducer also discards what it has accumulated.",
-        why="Gradients of earlier micro-batches are not in parameter.grad.",
-        during=REDUCER,
-    )
-    for owner, name in (
-        (DeepSpeedEngine, "zero_grad"),
-        (DeepSpeedZeroOptimizer, "zero_grad"),
-        (BF16_Optimizer, "clear_hp_grads"),
-    )
-)
-ADDRESSES = ZERO_FLATS, ZERO_PARTITIONS, ZERO_PARTITION_SIZE, ZERO_OWNED, ZERO_OFFSETS, *_OF_BF16 = tuple(
-    Patch(optimizer, name, instead=instead, why=_OUR_LAYOUT, during=REDUCER)
-    for optimizer, name, instead in (
-        (DeepSpeedZeroOptimizer, "bit16_groups_flat", "The same memory, gathered by regions."),
-        (DeepSpeedZeroOptimizer, "parallel_partitioned_bit16_groups", "An object that writes this rank's slices."),
-        (DeepSpeedZeroOptimizer, "partition_size", "The size with the padding of regions."),
-        (DeepSpeedZeroOptimizer, "params_in_partition", "The parameters of which this rank owns a part."),
-        (DeepSpeedZeroOptimizer, "round_robin_bit16_offsets", "The offsets of parameters in the reducer's layout."),
-        (BF16_Optimizer, "bf16_groups_flat", "The same memory, gathered by regions."),
-        (BF16_Optimizer, "bf16_partitioned_groups", "An object that writes this rank's slices."),
-        (BF16_Optimizer, "fp32_groups_gradient_flat_partition", "This rank's slices, moved together."),
-        (BF16_Optimizer, "fp32_groups_gradients_flat", "An empty list, because no gradient needs to be zeroed there."),
-    )
-)
-BF16_FLATS, BF16_PARTITIONS, BF16_PARTITION_OF_GRADIENTS, BF16_ALL_GRADIENTS = _OF_BF16
-ZERO_SET_VIEWS = Patch(
-    DeepSpeedZeroOptimizer,
-    "_update_model_bit16_weights",
-    instead="No-op.",
-    why="It sets each parameter's data to the view that it is already, which would wait for parameters in flight.",
-    during=REDUCER,
-)
-METHODS_OF_PARTITIONS = {
-    optimizer: tuple(
-        Patch(optimizer, name, instead=instead, why=why, during=REDUCER)
-        for name, instead, why in (
-            (
-                "state_dict",
-                "The same for partitions that were moved back to DeepSpeed's layout.",
-                "Checkpoints are in DeepSpeed's layout.",
-            ),
-            (
-                "load_state_dict",
-                "The same in DeepSpeed's layout, from which everything is then moved to the reducer's.",
-                "Checkpoints are in DeepSpeed's layout.",
-            ),
-            ("_restore_from_bit16_weights", "The same by slices.", _OUR_LAYOUT),
-        )
-    )
-    for optimizer in (DeepSpeedZeroOptimizer, BF16_Optimizer)
-}
+
+# -- comparisons and recorded runs ------------------------------------------------------------------------------------
+
 STEP, TRAIN_BATCH = (
     Patch(
         engine,
@@ -652,16 +564,15 @@ RECORDED_FORWARD, RECORDED_BACKWARD, RECORDED_STEP, RECORDED_BATCH = (
         (PipelineEngine, "train_batch", "the same of a pipeline"),
     )
 )
-DROPOUT = Patch(
+DROPOUT, ATTENTION_DROPOUT = _patches(
     torch.nn.functional,
-    "dropout",
-    instead="The input itself.",
-    why="Ranks of another layout draw other random numbers, so results with dropout differ.",
-    during="ds-topo verify --no-dropout runs a program",
-    process_wide="Modules and programs call it by name.",
-)
-ATTENTION_DROPOUT = replace(
-    DROPOUT, name="scaled_dot_product_attention", instead="The same function without dropout of attention weights."
+    "ds-topo verify --no-dropout runs a program",
+    """
+    dropout: The input itself.
+    scaled_dot_product_attention: The same function without dropout of attention weights.
+        Ranks of another layout draw other random numbers, so results with dropout differ.
+    """,
+    "Modules and programs call it by name.",
 )
 CONFIGURE, LOCAL_EXPERTS = (
     Patch(
@@ -680,26 +591,6 @@ CONFIGURE, LOCAL_EXPERTS = (
         ),
         (MoE, "The same with ep_size 1, so that each process has all experts.", "Programs create layers by this name."),
     )
-)
-FORWARD, EXECUTE_SCHEDULE = (
-    Patch(
-        engine,
-        name,
-        instead="The same after the reducer has discarded a step that an exception has ended.",
-        why="An exception in backward leaves a step unfinished, and training may go on with the same engine.",
-        during=REDUCER,
-    )
-    for engine, name in ((DeepSpeedEngine, "forward"), (PipelineEngine, "_exec_schedule"))
-)
-OWN_BACKWARD, OWN_STEP = _patches(
-    DeepSpeedEngine,
-    REDUCER,
-    (
-        "_backward_prologue",
-        "The same after a note that the gradients that follow are of this engine's output.",
-        "Gradients of another engine's loss through this module belong to no step of this engine.",
-    ),
-    ("step", "The same after a note that this engine's backward pass is over.", "The note ends with the micro-batch."),
 )
 
 _OF_OPTIMIZERS = {
@@ -784,10 +675,9 @@ _RELIANCES: dict[type | ModuleType, dict[str, str]] = {
         "_global_grad_norm": "is the norm that the engine reports",
     },
 }
-_ALL = [value if isinstance(value, tuple) else (value,) for value in list(globals().values())]
+_ALL = [value if isinstance(value, (tuple, list)) else (value,) for value in list(globals().values())]
 ROWS: tuple[Patch | Reliance, ...] = (
     *dict.fromkeys(row for rows in _ALL for row in rows if isinstance(row, Patch)),
-    *(row for rows in METHODS_OF_PARTITIONS.values() for row in rows),
     *STATES_TO_SAVE.values(),
     *(Reliance(owner, name, f"It {use}.") for owner, uses in _RELIANCES.items() for name, use in uses.items()),
     Reliance(DeepSpeedZeroOptimizer, "_zero_padding", "It marks gradients that are padding."),

@@ -50,8 +50,8 @@ class _Core:
     """Meshes by the type of device and the names of the dimensions."""
     check_samples: bool = True
     correct_norms: bool = True
-    has_modules: bool = False
-    """True once a pipeline or an engine has been built, so that ``correct_norms`` can no longer change."""
+    has_engines: bool = False
+    """True once an engine has been built, so that ``correct_norms`` can no longer change."""
 
 
 class ProcessGrid:

@@ -64,7 +64,7 @@ _PHASES = {
 which count even where another phase is inside them, and those of ``_INSIDE``, which count wherever they are."""
 _AROUND = ("evaluation", SAVES, "load", "start")
 _INSIDE = (COMPILES, DEBUGS)
-_COUNTS = (_DEEPSPEED, _PIPELINE, "ds_topo/reducer/reducer.py", "ds_topo/engine/engine_patches.py")
+_COUNTS = (_DEEPSPEED, _PIPELINE, "ds_topo/reducer/reducer.py", "ds_topo/engine/grid.py")
 """Files whose functions have an object that counts steps."""
 _STEPS = ("global_steps", "step_count")
 """Attributes of engines and reducers that count completed steps."""

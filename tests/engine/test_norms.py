@@ -19,7 +19,6 @@ from torch import nn
 from ds_topo import PipelineParallelGrid, ProcessGrid, clip_grad_norm_, groups, mark_tensor_parallel_gradients
 from ds_topo.engine import norms
 from ds_topo.errors import ExpertGroupError
-from ds_topo.mpu import patches
 from tests.support.fake_world import fake_world
 from tests.support.world import Worlds
 
@@ -77,8 +76,6 @@ def _norm(topology: str, size: int, sliced: bool, partitioned: bool) -> None:
     with PipelineParallelGrid(topology) as grid:
         name = groups.create_expert_groups(grid, size, sliced).plan.name
         made = _parameters(grid, name, sliced)
-        if grid.pipe_parallel_size > 1:
-            norms.count_each_parameter_once(nn.ParameterList(made[:3]), grid)
         whole = [parameter(v) for v in _values(grid.pipe_parallel_size, grid.slice_parallel_size, size, sliced)]
         expected = float(nn.utils.get_total_norm([one.grad for one in whole]))
         if not partitioned:
@@ -163,41 +160,6 @@ def test_marks_skip_frozen_parameters_and_missing_gradients() -> None:
 def make(change: Any, original: Any) -> Any:
     """Return the replacement of one of DeepSpeed's functions."""
     return dict((*norms.OF_OPTIMIZERS, *norms.WITH_EXPERTS))[change](original)
-
-
-@pytest.mark.parametrize("slice_rank", [0, 1])
-def test_stage_marks_the_parameters_that_it_counts(slice_rank: int) -> None:
-    names = ("replicated", "shard", "tied", "tied_shard", "copy", "copied_shard")
-    made = {name: nn.Parameter(torch.zeros(1)) for name in names}
-    for name in ("shard", "tied_shard", "copied_shard"):
-        made[name].tensor_model_parallel = True  # type: ignore[attr-defined]
-    for name in ("tied", "tied_shard", "copy", "copied_shard"):
-        made[name].ds_pipe_replicated = "cop" in name  # type: ignore[attr-defined]
-    grid = mock.Mock(**{"get_slice_parallel_rank.return_value": slice_rank})
-    norms.count_each_parameter_once(nn.ParameterList(made.values()), grid)
-    counted = {name for name, parameter in made.items() if parameter.model_parallel}  # type: ignore[attr-defined]
-    assert counted == {"shard", "tied_shard"} | ({"replicated", "tied"} if slice_rank == 0 else set())
-    assert {name for name, one in made.items() if getattr(one, "tensor_model_parallel", False)} == {
-        "shard",
-        "tied_shard",
-    }
-
-
-def test_an_unfused_optimizer_gets_gradients_with_their_parameters_marks() -> None:
-    def made() -> list[nn.Parameter]:
-        without = parameter(1.0, tensor_model_parallel=True)
-        without.grad = None
-        return [parameter(1.0), parameter(1.0, model_parallel=True), parameter(1.0, ds_pipe_replicated=True), without]
-
-    steps: list[object] = []
-    step = make(patches.UNFUSED_STEP, lambda _, closure: steps.append(closure))
-    optimizer = SimpleNamespace(fp16_groups=[made(), made()])
-    step(optimizer)
-    step(optimizer, "closure")
-    assert steps == [None, "closure"]
-    for group in optimizer.fp16_groups:
-        marks = [(one.grad.model_parallel, one.grad.ds_pipe_replicated) for one in group[:3]]
-        assert marks == [(False, False), (True, False), (False, True)]
 
 
 def test_norm_without_gradients_is_zero_and_small_gradients_are_not_clipped() -> None:

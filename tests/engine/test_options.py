@@ -13,13 +13,12 @@ import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.domino import async_linear
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_topo import PipelineParallelGrid, groups
-from ds_topo.engine.checks import check_engine, check_model, check_stage_of_pipeline
+from ds_topo.engine.checks import check_engine, check_model
 from ds_topo.errors import EngineOptionError
 from tests.support.fake_world import fake_world
 from tests.support.training import engine_config
@@ -128,10 +127,10 @@ def test_long_sequence_training_is_refused_in_another_order(world: Worlds) -> No
 
 
 AUTOSP, PASSES = {"compile": {"passes": ["autosp"]}}, {"compile": {"passes": ["autosp", "autotp"]}}
-STAGE_3 = {"zero_optimization": {"stage": 3}}
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"}}
 CANNOT_COMBINE: list[tuple[str, dict[str, Any], str]] = [
     ("seq=2,pipe=2", AUTOSP, r"\(AutoSP\) with a PipelineModule: .* use a model without a pipeline"),
+    ("pipe=2,data=2", {"zero_optimization": {"stage": 3}}, r"ZeRO stage 3 in a pipeline: .*use stage 1"),
     (
         "seq=2,model=2",
         {**AUTOSP, **AUTO_TENSOR},
@@ -165,13 +164,6 @@ def test_what_deepspeed_cannot_combine_is_refused_with_its_check_and_an_alternat
         config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, **options}, grid)
         with pytest.raises(EngineOptionError, match=message):
             check_engine(config, grid, is_pipeline="pipe" in topology)
-
-
-def test_zero_3_and_second_partitions_in_a_pipeline_are_refused() -> None:
-    engine: Any = object.__new__(PipelineEngine)
-    engine.__dict__["zero_optimization_stage"] = lambda: 3
-    with pytest.raises(EngineOptionError, match=r"ZeRO stage 3 in a pipeline: .*use stage 1"):
-        check_stage_of_pipeline(engine)
 
 
 def _accept(topology: str, options: dict[str, Any]) -> None:
