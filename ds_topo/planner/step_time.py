@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ds_topo.planner.communication import (
@@ -28,8 +28,8 @@ from ds_topo.planner.communication import (
 )
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
-from ds_topo.planner.stages import Costs, Messages, PassCost, PieceCost, StageKind, Sum
-from ds_topo.planner.work import Cover
+from ds_topo.planner.stages import Costs, Messages, PieceCost, StageKind, Sum
+from ds_topo.planner.work import Cover, Transfer
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
 
 PIPE_BARE = 0.25
@@ -185,7 +185,7 @@ def stage_pass(costs: Costs, kind: StageKind, layout: Layout, spans: Mapping[str
     messages = dict.fromkeys(PASS_AXES, 0.0)
     for count, cost, recompute in costs.pieces(kind, layout):
         ahead, back = _messages(costs, cost, spans)
-        again = cost.again(recompute)
+        again = cost.again[recompute]
         times = 2 if recompute is Recompute.FULL else 1
         compute_forward += count * cost.forward.seconds
         compute_backward += count * cost.backward.seconds
@@ -201,14 +201,18 @@ def _messages(costs: Costs, cost: PieceCost, spans: Mapping[str, Span]) -> tuple
     """Return the seconds of a piece's messages in forward and in backward that nothing covers."""
     key = (id(cost), *(spans.get(axis) for axis in PASS_AXES))
     if key not in costs.messages:
-        costs.messages[key] = (_bare_seconds(costs, cost.forward, spans), _bare_seconds(costs, cost.backward, spans))
+        passes = (cost.work.forward, cost.forward), (cost.work.backward, cost.backward)
+        ahead, back = (_bare_seconds(costs, work.transfers, one.covers, spans) for work, one in passes)
+        costs.messages[key] = ahead, back
     return costs.messages[key]
 
 
-def _bare_seconds(costs: Costs, cost: PassCost, spans: Mapping[str, Span]) -> Messages:
+def _bare_seconds(
+    costs: Costs, transfers: Iterable[Transfer], covers: Mapping[Cover, float], spans: Mapping[str, Span]
+) -> Messages:
     seconds = dict.fromkeys(PASS_AXES, 0.0)
     covered: dict[tuple[Cover, str], float] = {}
-    for transfer in cost.work.transfers:
+    for transfer in transfers:
         span = spans[transfer.axis]
         if span.size == 1:
             continue
@@ -220,7 +224,7 @@ def _bare_seconds(costs: Costs, cost: PassCost, spans: Mapping[str, Span]) -> Me
             key = (transfer.cover, transfer.axis)
             covered[key] = covered.get(key, 0.0) + each * (1 - transfer.bare)
     for (cover, axis), hidden in covered.items():
-        seconds[axis] += max(0.0, hidden - cost.covers[cover])
+        seconds[axis] += max(0.0, hidden - covers[cover])
     return seconds[MODEL], seconds[SEQ], seconds[EXPERT]
 
 
