@@ -28,7 +28,7 @@ from ds_topo.planner import hardware
 from ds_topo.planner.config_writer import CONFIGURED, deepspeed_config, how_to_train
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
 from ds_topo.planner.hardware import GIGA, TERA, Accelerator, Cluster, Machine
-from ds_topo.planner.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute, precision_of, software_of
+from ds_topo.planner.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute
 from ds_topo.planner.model import Model, read_model, transformer
 from ds_topo.planner.published_runs import judge_rows, read_rows
 from ds_topo.planner.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
@@ -185,14 +185,14 @@ def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
     cluster = _cluster(arguments, machine)
     if arguments.batch is None:
         raise TopologyError("--batch is missing: give the number of sequences per step, over all ranks")
-    precision = precision_of(arguments.precision or ("fp32" if cluster.is_cpu else "bf16"))
+    precision = PRECISIONS[arguments.precision or ("fp32" if cluster.is_cpu else "bf16")]
     cluster.accelerator.peak(precision.products)  # raises if it has no such format
     load = 1.0 if arguments.expert_load is None else arguments.expert_load
     if not 1 <= load < inf:
         raise TopologyError(f"--expert-load {load}: the fullest expert has at least the mean: give 1 or more")
     if not model.expert_count:
         refuse_without_effect(given_options(arguments, "expert_load"), "the model has no experts")
-    software = software_of(arguments.software or "deepspeed")
+    software = SOFTWARE[arguments.software or "deepspeed"]
     return Job(model, cluster, arguments.batch, arguments.sequence or model.sequence, precision, software, load)
 
 

@@ -340,21 +340,22 @@ def _replica_collectives(
     reduce = gather = of_copies = 0.0
     calls = max(1, sum(layers for layers, _ in kind.blocks))  # about one for each layer
     levels = two_level_pays(costs, layout, spans)
-    for operation, size, group, _ in gradient_messages(costs, layout, kind):
-        seconds = collective_seconds(operation, size, spans[group], cluster, calls)
+    for message in gradient_messages(costs, layout, kind):
+        operation, span = message.operation, spans[message.axis]
+        seconds = collective_seconds(operation, message.size, span, cluster, calls)
         if operation in ("all_gather", FROM_OWNERS):
             gather += seconds
-        elif group == COPIES:
+        elif message.axis == COPIES:
             of_copies += seconds
-        elif levels and group == GRADIENTS and operation == "all_reduce":
-            reduce += _two_level_seconds(size, spans[group], cluster)
+        elif levels and message.axis == GRADIENTS and operation == "all_reduce":
+            reduce += _two_level_seconds(message.size, span, cluster)
         else:
             reduce += seconds
     return reduce, gather, of_copies
 
 
-def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[tuple[str, float, str, float]]:
-    """Return ``(operation, bytes, group, times)`` of a step's reductions of gradients and gatherings of parameters.
+def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[Transfer]:
+    """Return a step's reductions of gradients and gatherings of parameters.
 
     ZeRO 2 reduces after every micro-batch; ZeRO 3 gathers in forward and in backward of each, too. The gradient of a
     tied embedding, which first and last stage sum, goes to all replicas, not to its owners alone. With an axis
@@ -365,23 +366,23 @@ def gradient_messages(costs: Costs, layout: Layout, kind: StageKind) -> list[tup
     operation = "all_reduce" if layout.zero == 0 else TO_OWNERS if owners else "reduce_scatter"
     micro_batches = layout.micro_batches(job.batch)
     reductions = float(micro_batches if layout.zero >= 2 else 1)
-    messages: list[tuple[str, float, str, float]] = []
+    messages = []
     for count, group in ((parameters.dense, GRADIENTS), (parameters.experts, EXPERT_DATA)):
         if not count:
             continue
         is_end = kind.has_embedding or kind.has_head
         tied = tied_bytes(costs, layout) if owners and is_end and group == GRADIENTS else 0.0
         if tied:
-            messages.append(("all_reduce", tied, group, reductions))
+            messages.append(Transfer(group, "all_reduce", tied, reductions))
         size = count * job.software.reduced_bytes(job.precision) - tied
         if layout.zero and group == GRADIENTS and SHARD in layout.topology.axes:
             group = SHARD
-            messages.append(("all_reduce", size / layout.partitions, COPIES, 1.0))
-        messages.append((operation, size, group, reductions))
+            messages.append(Transfer(COPIES, "all_reduce", size / layout.partitions))
+        messages.append(Transfer(group, operation, size, reductions))
         if layout.zero:
             gathers = 2 * micro_batches if layout.zero == 3 else 1
             gather = FROM_OWNERS if owners else "all_gather"
-            messages.append((gather, float(count * job.precision.activation_bytes), group, float(gathers)))
+            messages.append(Transfer(group, gather, float(count * job.precision.activation_bytes), gathers))
     return messages
 
 

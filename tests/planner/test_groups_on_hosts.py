@@ -73,9 +73,10 @@ def test_host_traffic_matches_rings_counted_edge_by_edge(spec: str) -> None:
     [traffic, *_] = sorted(host_traffic(Costs(made), layout), key=lambda sent: -sum(sent.values()))
     costs = Costs(made)
     [kind] = costs.stage_kinds(layout)
-    [(_, gradients, _, times)] = gradient_messages(costs, layout, kind)
+    [message] = gradient_messages(costs, layout, kind)
+    gradients = message.size
     flat = max(ring_bytes(layout, ["data"], gradients, 4, passes=2))
-    assert times == 1
+    assert message.count == 1
     if flat and traffic["gradients"] != pytest.approx(flat):
         # in two levels: each of 4 ranks sends 2 (h - 1) / h of a part, one of as many as there are peers on its host
         local = layout.data // 2
