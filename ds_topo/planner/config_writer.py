@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner.communication import GRADIENTS, layout_spans
 from ds_topo.planner.job import DEEPSPEED, DEEPSPEED_PIPELINE, DUALPIPEV, Job, Layout, Recompute
 from ds_topo.planner.model import transformer
 from ds_topo.planner.search import Plan
 from ds_topo.planner.stages import BUCKET_PARAMETERS, Costs
-from ds_topo.planner.step_time import two_level_pays
+from ds_topo.planner.step_time import GRADIENTS, layout_spans, two_level_pays
 from ds_topo.topology.axes import DATA, SHARD
 
 CONFIGURED = (DEEPSPEED.name, DEEPSPEED_PIPELINE.name, DUALPIPEV.name)

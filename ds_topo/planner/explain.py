@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ds_topo.planner import step_time
-from ds_topo.planner.communication import (
+from ds_topo.planner.hardware import Cluster
+from ds_topo.planner.job import Layout, Recompute
+from ds_topo.planner.search import TIE, Found, Plan, Tally
+from ds_topo.planner.stages import Costs, StageKind, chunks_in_flight, stage_memory
+from ds_topo.planner.step_time import (
     COPIES,
     EXPERT,
     EXPERT_DATA,
@@ -14,15 +17,18 @@ from ds_topo.planner.communication import (
     GRADIENTS,
     TO_OWNERS,
     Span,
+    activation_bytes,
     bytes_leaving,
     collective_seconds,
+    gradient_messages,
     layout_spans,
+    mirrored_bubble,
     ring_passes,
+    shared_spans,
+    stage_pass,
+    tied_bytes,
+    two_level_pays,
 )
-from ds_topo.planner.hardware import Cluster
-from ds_topo.planner.job import Layout, Recompute
-from ds_topo.planner.search import TIE, Found, Plan, Tally
-from ds_topo.planner.stages import Costs, StageKind, chunks_in_flight, stage_memory
 from ds_topo.planner.work import Transfer
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
@@ -66,9 +72,9 @@ class AxisUse:
 def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     """Return every term of the step's seconds."""
     layout, job = plan.layout, costs.job
-    spans, _ = step_time.shared_spans(costs, layout)
+    spans, _ = shared_spans(costs, layout)
     micro_batches = layout.micro_batches(job.batch)
-    passes = [(step_time.stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
+    passes = [(stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
     slowest, kind = max(passes, key=lambda one: one[0].total)
     blocks = sum(count for count, _ in kind.blocks)
     updated = max(held.total for held in costs.all_parameters(layout)) / (layout.partitions if layout.zero else 1)
@@ -81,11 +87,10 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         f"{_where(spans[MODEL])}",
         "seq": f"{micro_batches} x {_ms(slowest.messages[SEQ])} that attention does not hide, {_where(spans[SEQ])}",
         "expert": f"{micro_batches} x {_ms(slowest.messages[EXPERT])} of tokens sent to experts and back",
-        "pipe": f"{micro_batches} x 2 sends of {bytes_text(step_time.activation_bytes(costs, layout) / layout.model)} "
+        "pipe": f"{micro_batches} x 2 sends of {bytes_text(activation_bytes(costs, layout) / layout.model)} "
         f"per stage, {_where(spans[PIPE])}",
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
-        "are equal"
-        + (f", x {step_time.mirrored_bubble(layout.pipe, slowest):.2f} by DualPipeV" if job.software.mirrors else ""),
+        "are equal" + (f", x {mirrored_bubble(layout.pipe, slowest):.2f} by DualPipeV" if job.software.mirrors else ""),
         "gradients": _gradients_text(costs, layout, spans),
         "parameters": f"ZeRO {layout.zero} gathers what is sharded over {layout.partitions} ranks",
         "optimizer": f"Adam on {updated / 1e6:,.1f} M parameters, bound by memory",
@@ -100,7 +105,7 @@ def _gradients_text(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> 
     kind = max(costs.stage_kinds(layout), key=lambda one: costs.parameters(one, layout).dense)
     span, cluster = spans[GRADIENTS], costs.job.cluster
     texts = []
-    for message in step_time.gradient_messages(costs, layout, kind):
+    for message in gradient_messages(costs, layout, kind):
         operation, size = message.operation, message.size
         if message.axis == GRADIENTS and operation not in ("all_gather", FROM_OWNERS):
             leaving = bytes_leaving(operation, size, span, cluster)
@@ -110,7 +115,7 @@ def _gradients_text(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> 
                 + f", {_ms(collective_seconds(operation, size, span, cluster))}"
                 + (f" x {message.count:g}" if message.count > 1 else "")
             )
-    if step_time.two_level_pays(costs, layout, spans):
+    if two_level_pays(costs, layout, spans):
         texts.append("in two levels")
     hidden = "behind backward as far as it goes" if costs.job.software.overlaps_gradients else "after backward"
     return ", ".join([*texts, hidden])
@@ -240,7 +245,7 @@ def host_traffic(costs: Costs, layout: Layout) -> list[dict[str, float]]:
     hosts = -(-world // slots)
     counted = range(hosts) if hosts <= COUNTED_HOSTS else [*range(COUNTED_HOSTS - 1), hosts - 1]
     kinds = {stage: kind for kind in costs.stage_kinds(layout) for stage in kind.stages}
-    two_level = step_time.two_level_pays(costs, layout, layout_spans(costs, layout))
+    two_level = two_level_pays(costs, layout, layout_spans(costs, layout))
     traffic: list[dict[str, float]] = []
     for host in counted:
         traffic.append({})
@@ -273,12 +278,12 @@ def _messages(
         for one in (cost.work.forward, cost.work.backward, *again):
             for item in one.transfers:
                 yield replace(item, count=count * item.count * micro_batches), ranks[item.axis]
-    for item in step_time.gradient_messages(costs, layout, kinds[stage]):
+    for item in gradient_messages(costs, layout, kinds[stage]):
         yield item, ranks[item.axis]
     if layout.pipe == 1:
         return
     # activations go to the next stage, gradients to the one before; chunks wrap around; peers along model send a part
-    line, size = topology.get_axis_ranks(PIPE, rank), step_time.activation_bytes(costs, layout)
+    line, size = topology.get_axis_ranks(PIPE, rank), activation_bytes(costs, layout)
     before, after = (layout.virtual_stages - (stage == end) for end in (0, layout.pipe - 1))
     for times, peer in ((after, line[(stage + 1) % len(line)]), (before, line[stage - 1])):
         yield Transfer(PIPE, "send", size / layout.model, times * micro_batches), (rank, peer)
@@ -286,7 +291,7 @@ def _messages(
         # peers along model gather the parts that each received; DeepSpeed gathers activations again before backward
         gathers = before + after + (after if job.software.eager else 0)
         yield Transfer(MODEL, "all_gather", size, gathers * micro_batches), ranks[MODEL]
-    if stage in (0, layout.pipe - 1) and (tied := step_time.tied_bytes(costs, layout)):
+    if stage in (0, layout.pipe - 1) and (tied := tied_bytes(costs, layout)):
         yield Transfer(GRADIENTS, "send", tied), (rank, line[-1] if stage == 0 else line[0])  # each sends its own
 
 

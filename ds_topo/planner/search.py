@@ -19,11 +19,10 @@ from math import ceil, gcd, inf
 from typing import TypeAlias
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner.communication import Span, layout_spans
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import AXES, Job, Layout, Recompute, degrees_problem, layout_problem
 from ds_topo.planner.stages import Costs, MemoryUse, largest_states, memory_use
-from ds_topo.planner.step_time import StepTime, schedule_bound, step_time
+from ds_topo.planner.step_time import Span, StepTime, layout_spans, schedule_bound, step_time
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
 

@@ -9,12 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_topo.planner.communication import factors_of, layout_spans, shares_of_turns, span_of
 from ds_topo.planner.explain import host_traffic
 from ds_topo.planner.hardware import Machine
 from ds_topo.planner.job import DEEPSPEED, FP32, Job, Layout
 from ds_topo.planner.stages import Costs
-from ds_topo.planner.step_time import gradient_messages, shared_spans
+from ds_topo.planner.step_time import (
+    factors_of,
+    gradient_messages,
+    layout_spans,
+    shared_spans,
+    shares_of_turns,
+    span_of,
+)
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.planner.jobs import CPU_SPEEDS, job, jobs_and_layouts
 
