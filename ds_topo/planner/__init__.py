@@ -10,7 +10,6 @@
 ``search``             the best layouts, and the smallest cluster that fits
 ``explain``            every term in words, and the bytes between hosts
 ``published_runs``     predictions of published runs
-``config_writer``      a plan as a DeepSpeed config
 =====================  ==============================================================================================
 
 Read ``job`` first, then ``step_time``. The package needs the standard library only. ``examples/plan.md`` lists the

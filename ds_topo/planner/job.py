@@ -104,8 +104,9 @@ class Software:
             from them, as this package's reducer does.
         two_level: an all_reduce may be split into one inside hosts and one across hosts.
         shards: ZeRO can partition over an axis ``shard``, with copies of each partition on other ranks.
-        eager: it has the buffers of DeepSpeed's engines: an fp32 copy of what ZeRO updates, outputs of micro-batches in
-            flight, fp32 gradients for the update, and a number of parameters that stay gathered.
+        eager: it reads a DeepSpeed config and has the buffers of DeepSpeed's engines: an fp32 copy of what ZeRO
+            updates, outputs of micro-batches in flight, fp32 gradients for the update, and a number of parameters that
+            stay gathered.
         overlaps_gradients: gradients are reduced during backward.
         overlaps_update: updated parameters are gathered during the next forward.
         overlaps_pipe: activations are sent while the next micro-batch is computed (with virtual stages).
