@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ds_topo.cli.shared import counted, new_figure, save_figure, say, table_of
@@ -212,8 +211,7 @@ def print_axes(console: Console, view: LayoutView) -> None:
     crossing = () if view.host_map is None else ("hosts", "pairs across hosts", "ring links across")
     table = table_of("group", right=("groups", "ranks", *crossing))
     for kind in view.kinds():
-        spans = [_hosts(kind), _share(kind, "pairs"), _share(kind, "ring_links")] if crossing else []
-        table.add_row(kind["name"], f"{kind['groups']:,}", f"{kind['ranks_per_group']:,}", *spans)
+        table.add_row(kind["name"], f"{kind['groups']:,}", f"{kind['ranks_per_group']:,}", *_crossing_cells(kind))
     console.print(table)
     console.print()
     for line in view.mechanisms:
@@ -282,24 +280,22 @@ def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None
         console.print()
     columns = ("ranks", "hosts", "pairs across hosts") if before.host_map is not None else ("ranks",)
     table = table_of("group", right=columns)
-    rows = [{kind["name"]: _cells_to_compare(kind) for kind in view.kinds()} for view in (before, after)]
+    rows = [
+        {kind["name"]: [str(kind["ranks_per_group"]), *_crossing_cells(kind)[:2]] for kind in view.kinds()}
+        for view in (before, after)
+    ]
     absent = ["-"] * len(columns)
     for name in dict.fromkeys([*rows[0], *rows[1]]):
         pairs = zip(rows[0].get(name, absent), rows[1].get(name, absent), strict=True)
         table.add_row(name, *(old if old == new else f"{old} -> {new}" for old, new in pairs))
     console.print(table)
     console.print()
-    _print_changes(console, before, after)
-
-
-def _print_changes(console: Console, before: LayoutView, after: LayoutView) -> None:
     world, host_map = before.topology.world_size(), before.host_map
     changed = placements.changed_ranks(before.topology, after.topology)
     if not changed:
         say(console, f"Nothing moves: all {world:,} ranks keep their coordinates.")
         return
-    kept = world - len(changed)
-    say(console, f"{len(changed):,} of {world:,} ranks change their coordinate, {kept:,} keep it.")
+    say(console, f"{len(changed):,} of {world:,} ranks change their coordinate, {world - len(changed):,} keep it.")
     if before.placement is not None and after.placement is not None:
         shards = placements.shards_to_other_hosts(before.placement, after.placement)
         if shards is not None:
@@ -311,58 +307,48 @@ def _print_changes(console: Console, before: LayoutView, after: LayoutView) -> N
     table = table_of("rank", *(["host"] if host_map is not None else []), before.spec, after.spec)
     for rank in changed:
         host = [host_map.host_of(rank).name] if host_map is not None else []
-        old = Text(before.coordinate(rank), style=_stage_style(before.stages[rank]))
-        table.add_row(str(rank), *host, old, Text(after.coordinate(rank), style=_stage_style(after.stages[rank])))
+        coordinates = (_coloured(view.coordinate(rank), view.stages[rank]) for view in (before, after))
+        table.add_row(str(rank), *host, *coordinates)
     console.print(table)
 
 
 def _print_ranks(console: Console, view: LayoutView) -> None:
     """Print a line for each host if they fit with the number of every rank, or without; else several lines each."""
-    rows, stages = view.rows, view.stages
-    label = "host" if view.host_map is not None else "ranks"
-    widest_row = max(len(ranks) for _, ranks in rows)
-    name_width = max(len(label), *(len(name) for name, _ in rows))
-    rank_width = len(str(view.topology.world_size() - 1))
-    coordinate = max(len(view.coordinate(rank)) for rank in range(view.topology.world_size()))
-    cell = rank_width + 1 + coordinate
-    fitting = max(1, (console.width - name_width) // (cell + 2))
-    table = _coordinates(view, name_width, coordinate, console.width) if fitting < widest_row else None
-    if table is None:
-        per_line = ceil(widest_row / ceil(widest_row / fitting))
-        headed = max(cell, len(f"slot {widest_row - 1}"))
-        with_slots = view.has_first_slots and name_width + widest_row * (headed + 2) <= console.width
-        table = table_of(label, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
-        for name, ranks in rows:
-            for first in range(0, len(ranks), per_line):
-                cells = [
-                    Text(f"{rank:{rank_width}d} {view.coordinate(rank)}", style=_stage_style(stages[rank]))
-                    for rank in ranks[first : first + per_line]
-                ]
-                table.add_row(name if first == 0 else "", *cells)
+    rows, stages, world, known = view.rows, view.stages, view.topology.world_size(), view.host_map is not None
+    most = max(len(ranks) for _, ranks in rows)
+    headed = len(f"slot {most - 1}") if view.has_first_slots else 0
+    names = [[name] for name, _ in rows]
+    name_width = max(len("host" if known else "ranks"), *(len(name) for name, _ in rows))
+    coordinate = max(len(view.coordinate(rank)) for rank in range(world))
+    number = len(str(world - 1))
+    fitting = max(1, (console.width - name_width) // (number + 1 + coordinate + 2))
+    columns, gap = ["host" if known else "ranks"], 2
+    with_slots = headed > 0 and name_width + most * (max(number + 1 + coordinate, headed) + 2) <= console.width
+    per_line = ceil(most / ceil(most / fitting))
+    if per_line < most:
+        ranges = [placements.fold_numbers(ranks) for _, ranks in rows]
+        free = console.width - name_width - (max(map(len, ranges)) + 2 if known else 0)
+        gap_without = min(2, free // most - max(coordinate, headed))
+        if gap_without > 0 and not any("," in numbers for numbers in ranges):  # a line each, without numbers
+            per_line, gap, number, with_slots = most, gap_without, 0, headed > 0
+            if known:
+                columns, names = (
+                    ["host", "ranks"],
+                    [[*one, numbers] for one, numbers in zip(names, ranges, strict=True)],
+                )
+    table = table_of(*columns, *(f"slot {slot}" if with_slots else "" for slot in range(per_line)))
+    table.padding = (0, gap, 0, 0)
+    for name, (_, ranks) in zip(names, rows, strict=True):
+        for first in range(0, len(ranks), per_line):
+            cells = [
+                _coloured((f"{rank:{number}d} " if number else "") + view.coordinate(rank), stages[rank])
+                for rank in ranks[first : first + per_line]
+            ]
+            table.add_row(*(name if first == 0 else [""]), *cells)
     console.print(table)
     in_colour = console.color_system is not None and not console.no_color
     colours = f"; a colour for each {view.stage_axis}" if in_colour else ""
     say(console, f"Each rank with its {','.join(view.axis_names)}{colours}.")
-
-
-def _coordinates(view: LayoutView, name_width: int, coordinate: int, width: int) -> Table | None:
-    """Return a line of coordinates for each host with its range of ranks; None if they do not fit."""
-    rows, stages, known = view.rows, view.stages, view.host_map is not None
-    ranges = [placements.fold_numbers(ranks) for _, ranks in rows]
-    widest_row = max(len(ranks) for _, ranks in rows)
-    cell = max(coordinate, len(f"slot {widest_row - 1}") if view.has_first_slots else 0)
-    names = name_width + (max(map(len, ranges)) + 2 if known else 0)
-    gap = 2 if names + widest_row * (cell + 2) <= width else 1
-    are_ranges = all("," not in numbers for numbers in ranges)
-    if not are_ranges or names + widest_row * (cell + gap) > width:
-        return None
-    slots = [f"slot {slot}" if view.has_first_slots else "" for slot in range(widest_row)]
-    table = table_of(*(("host", "ranks") if known else ("ranks",)), *slots)
-    table.padding = (0, gap, 0, 0)
-    for (name, ranks), numbers in zip(rows, ranges, strict=True):
-        cells = [Text(view.coordinate(rank), style=_stage_style(stages[rank])) for rank in ranks]
-        table.add_row(*((name, numbers) if known else (name,)), *cells)
-    return table
 
 
 def _print_runs(console: Console, view: LayoutView) -> None:
@@ -377,7 +363,7 @@ def _print_runs(console: Console, view: LayoutView) -> None:
         if left_out and index == len(runs) - 2:
             table.add_row(f"... {left_out:,} more", *("" for _ in table.columns[1:]))
         table.add_row(
-            Text(_shorten(run.hosts, 24), style=_stage_style(index)),
+            _coloured(_shorten(run.hosts, 24), index),
             *(_shorten(text, 16) for text in run.indices),
             *([f"{run.count:,}"] if known else []),
             f"{run.ranks[0]}-{run.ranks[1]}",
@@ -393,23 +379,18 @@ def _print_runs(console: Console, view: LayoutView) -> None:
             say(console, f"{counted(count, 'host')} hold{'s' if count == 1 else ''}, each: {held}.")
 
 
-def _stage_style(stage: int) -> str:
-    return STAGE_COLORS[stage % len(STAGE_COLORS)]
+def _coloured(text: str, stage: int) -> Text:
+    return Text(text, style=STAGE_COLORS[stage % len(STAGE_COLORS)])
 
 
-def _cells_to_compare(kind: dict[str, Any]) -> list[str]:
-    spans = [_hosts(kind), _share(kind, "pairs")] if "pairs" in kind else []
-    return [str(kind["ranks_per_group"]), *spans]
-
-
-def _hosts(kind: dict[str, Any]) -> str:
+def _crossing_cells(kind: dict[str, Any]) -> list[str]:
+    """Return the hosts of a group, and how many of its pairs and ring links cross hosts; none without hosts."""
+    if "pairs" not in kind:
+        return []
     fewest, most = kind["hosts_per_group"]
-    return f"{most:,}" if fewest == most else f"{fewest:,}-{most:,}"
-
-
-def _share(kind: dict[str, Any], what: str) -> str:
-    part, whole = kind[f"{what}_across_hosts"], kind[what]
-    return f"{part:,} of {whole:,}" if part else "none"
+    crossing = ((kind[f"{what}_across_hosts"], kind[what]) for what in ("pairs", "ring_links"))
+    hosts = f"{most:,}" if fewest == most else f"{fewest:,}-{most:,}"
+    return [hosts, *(f"{part:,} of {whole:,}" if part else "none" for part, whole in crossing)]
 
 
 def _few_names(names: Sequence[str]) -> str:
@@ -429,27 +410,26 @@ INK, PAPER, FRAME, INSIDE, ACROSS = "#222222", "#ffffff", "#9a9a9a", "#8c8c8c", 
 Point = tuple[float, float]
 
 
-@dataclass(frozen=True)
 class _Sheet:
-    """The positions of all boxes, in units of one rank's box; y grows downwards."""
+    """The positions of all boxes, in units of one rank's box; y grows downwards.
 
-    columns: int
-    """The number of hosts in a row."""
-    inner: int
-    """The number of ranks in a row of one host."""
-    inner_rows: int
-    labelled: bool
+    A labelled host has a line for its name, and links run between its rows of ranks.
+    """
 
-    @property
-    def host_size(self) -> Point:
-        """The width and height of a host's box; a labelled one has a line for its name."""
-        rows = 1 + (self.inner_rows - 1) * self.row_pitch
-        return self.inner + 0.3, rows + (0.95 if self.labelled else 0.3)
-
-    @property
-    def row_pitch(self) -> float:
-        """The distance between rows of ranks; links run in between where ranks are labelled."""
-        return 1.35 if self.labelled else 1.0
+    def __init__(self, rows: Sequence[tuple[str, Sequence[int]]]) -> None:
+        slots = max(len(ranks) for _, ranks in rows)
+        self.labelled = sum(len(ranks) for _, ranks in rows) <= MOST_LABELLED
+        self.inner = slots if slots <= 4 else ceil(slots / 2) if slots <= 16 else ceil(sqrt(slots))
+        """The number of ranks in a row of one host."""
+        inner_rows = ceil(slots / self.inner)
+        # wider than high, as a page is
+        columns = max(1, min(len(rows), round(sqrt(len(rows) * 3 * (inner_rows + 1) / (self.inner + 1)))))
+        # stages, whose hosts are mostly a power of two, then start at the left edge
+        self.columns = 2 ** round(log2(columns)) if columns > 4 else columns
+        """The number of hosts in a row."""
+        self.row_pitch = 1.35 if self.labelled else 1.0
+        height = 1 + (inner_rows - 1) * self.row_pitch + (0.95 if self.labelled else 0.3)
+        self.host_size: Point = self.inner + 0.3, height
 
     def host_corner(self, host: int) -> Point:
         """Return the upper left corner of a host."""
@@ -480,7 +460,7 @@ def save_picture(view: LayoutView, axis: str, path: Path, kind: str) -> None:
 
 def draw(view: LayoutView, axis: str) -> Figure:
     """Return the figure that ``save_picture`` writes."""
-    sheet = _sheet(view.rows)
+    sheet = _Sheet(view.rows)
     corners = [sheet.host_corner(host) for host in (min(len(view.rows), sheet.columns) - 1, len(view.rows) - 1)]
     width, height = (max(ends) + size for ends, size in zip(zip(*corners, strict=True), sheet.host_size, strict=True))
     scale = min(0.62, 9.0 / width) if sheet.labelled else 9.0 / width
@@ -492,21 +472,9 @@ def draw(view: LayoutView, axis: str) -> Figure:
     plot.set_xlim(-0.3, max(width, 3.6 / scale) + 0.3)
     plot.set_ylim(height + 0.3, -margin)
     _draw_ranks(plot, view, sheet, scale)
-    drawn = _draw_links(plot, view, sheet, axis)
-    _draw_title(plot, view, axis, margin, scale, drawn)
+    _draw_links(plot, view, sheet, axis)
+    _draw_title(plot, view, sheet, axis, margin, scale)
     return figure
-
-
-def _sheet(rows: Sequence[tuple[str, Sequence[int]]]) -> _Sheet:
-    slots = max(len(ranks) for _, ranks in rows)
-    labelled = sum(len(ranks) for _, ranks in rows) <= MOST_LABELLED
-    inner = slots if slots <= 4 else ceil(slots / 2) if slots <= 16 else ceil(sqrt(slots))
-    inner_rows = ceil(slots / inner)
-    # wider than high, as a page is
-    columns = max(1, min(len(rows), round(sqrt(len(rows) * 3 * (inner_rows + 1) / (inner + 1)))))
-    if columns > 4:  # stages, whose hosts are mostly a power of two, then start at the left edge
-        columns = 2 ** round(log2(columns))
-    return _Sheet(columns, inner, inner_rows, labelled)
 
 
 def stage_colors(stages: int) -> list[tuple[float, float, float, float]]:
@@ -560,15 +528,15 @@ def _runs(ranks: Sequence[int], stages: Sequence[int], sheet: _Sheet) -> Iterato
             start = position
 
 
-def _draw_links(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str) -> bool:
-    """Draw the links of all groups, or of rank 0's group if there are many ranks; return whether all are drawn."""
+def _draw_links(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str) -> None:
+    """Draw the links of all groups, or of rank 0's group if there are many ranks."""
     from matplotlib.collections import LineCollection
 
     groups = view.topology.get_axis_comm_lists(axis)
     if not sheet.labelled:
         groups = groups[:1]
     place = {rank: (host, position) for host, (_, ranks) in enumerate(view.rows) for position, rank in enumerate(ranks)}
-    lines: dict[str, list[list[Point]]] = {INSIDE: [], ACROSS: []}
+    lines: dict[str, list[Any]] = {INSIDE: [], ACROSS: []}
     for ranks in groups:
         for here, there in pairwise(ranks):
             (host, position), (other, other_position) = place[here], place[there]
@@ -582,15 +550,14 @@ def _draw_links(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str) -> bool:
         corners = (sheet.rank_corner(*place[rank]) for rank in groups[0])
         x, y = zip(*((left + 0.5, top + 0.5) for left, top in corners), strict=True)
         plot.scatter(x, y, s=5, color=INK, linewidths=0, zorder=5)
-    return sheet.labelled
 
 
-def _draw_title(plot: Axes, view: LayoutView, axis: str, margin: float, scale: float, everything: bool) -> None:
+def _draw_title(plot: Axes, view: LayoutView, sheet: _Sheet, axis: str, margin: float, scale: float) -> None:
     """Write the spec, the meaning of the lines and a legend of stages above the hosts."""
     from matplotlib.patches import Rectangle
 
     name = view.names[axis]
-    lines = f"lines: {name} groups" if everything else f"lines: the {name} group of rank 0"
+    lines = f"lines: {name} groups" if sheet.labelled else f"lines: the {name} group of rank 0"
     if view.host_map is not None and len(view.rows) > 1:
         lines += ", red between hosts"
     title = view.spec if view.host_map is None else f"{view.spec} on {counted(len(view.rows), 'host')}"
@@ -615,25 +582,21 @@ def _box(x: float, y: float, width: float, height: float, inset: float = 0.0) ->
     return [(left, top), (right, top), (right, bottom), (left, bottom)]
 
 
-def _link(start: Point, end: Point, half: float) -> list[Point]:
-    """Return a bent line between two boxes, given by their upper left corners and half their height.
+def _link(start: Point, end: Point, half: float) -> Any:
+    """Return the points of a bent line between two boxes, given by their upper left corners and half their height.
 
     Boxes in one row are joined above their upper edges, all others at their opposite edges.
     """
+    from matplotlib.bezier import BezierSegment
+
     (x0, y0), (x1, y1) = ((x + 0.5, y + 0.5) for x, y in (start, end))
     if abs(y1 - y0) < 0.45:
-        reach = min(0.2 + 0.06 * abs(x1 - x0), 0.6)  # half of it rises above the edges, below the host's name
-        return _curve((x0, y0 - half), ((x0 + x1) / 2, y0 - half - reach), (x1, y1 - half))
-    down = half if y1 > y0 else -half
-    y0, y1 = y0 + down, y1 - down
-    across, up = 0.06 * (y1 - y0), 0.06 * (x0 - x1)
-    up = max(-0.15 * abs(y1 - y0), min(up, 0.15 * abs(y1 - y0)))  # a flat link avoids the boxes that it passes
-    return _curve((x0, y0), ((x0 + x1) / 2 + across, (y0 + y1) / 2 + up), (x1, y1))
-
-
-def _curve(start: Point, control: Point, end: Point) -> list[Point]:
-    """Return a quadratic Bezier curve."""
-    weights = [((1 - t) ** 2, 2 * t * (1 - t), t * t) for t in (step / 12 for step in range(13))]
-    return [
-        (a * start[0] + b * control[0] + c * end[0], a * start[1] + b * control[1] + c * end[1]) for a, b, c in weights
-    ]
+        y0, y1 = y0 - half, y1 - half
+        control = (x0 + x1) / 2, y0 - min(0.2 + 0.06 * abs(x1 - x0), 0.6)  # below the host's name
+    else:
+        down = half if y1 > y0 else -half
+        y0, y1 = y0 + down, y1 - down
+        across, up = 0.06 * (y1 - y0), 0.06 * (x0 - x1)
+        up = max(-0.15 * abs(y1 - y0), min(up, 0.15 * abs(y1 - y0)))  # a flat link avoids the boxes that it passes
+        control = (x0 + x1) / 2 + across, (y0 + y1) / 2 + up
+    return BezierSegment([(x0, y0), control, (x1, y1)])([step / 12 for step in range(13)])

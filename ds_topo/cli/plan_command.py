@@ -25,10 +25,9 @@ from ds_topo.cli.shared import (
 )
 from ds_topo.errors import LaunchError, TopologyError, WorldSizeError
 from ds_topo.planner import hardware
-from ds_topo.planner.config_writer import CONFIGURED, deepspeed_config, how_to_train
 from ds_topo.planner.explain import differences, explain_axes, explain_memory, explain_time, reason
 from ds_topo.planner.hardware import GIGA, TERA, Accelerator, Cluster, Machine
-from ds_topo.planner.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute, precision_of, software_of
+from ds_topo.planner.job import AXES, PRECISIONS, SOFTWARE, Job, Recompute
 from ds_topo.planner.model import Model, read_model, transformer
 from ds_topo.planner.published_runs import judge_rows, read_rows
 from ds_topo.planner.search import Found, Plan, Wanted, fewest_axes_first, orders_of, plan_or_problem, search
@@ -127,6 +126,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, judge published runs or calibrate. Return 1 if rows are beyond the bound, else 0."""
+    from ds_topo.cli import plan_report
+
     ranges = (
         (WHOLE, f"give a number from 1 on, at most {MAX_DEGREE}", 1.0, MAX_DEGREE + 1),
         (POSITIVE, "give a positive number", 0.0, inf),
@@ -158,19 +159,16 @@ def run(arguments: argparse.Namespace) -> int:
     found = fewest_axes_first(search(job, wanted, arguments.top or SHOWN_PLANS))
     compared = plan_or_problem(job, replace(wanted, topology=topology, degrees=())) if topology is not None else None
     if arguments.picture:
-        from ds_topo.cli.plan_report import save_picture
-
-        save_picture(found, arguments.picture)
+        plan_report.save_picture(found, arguments.picture)
     advice = None
     if arguments.write:
-        write_file("--write", arguments.write, json.dumps(deepspeed_config(job, found.best), indent=2))
-        advice = how_to_train(job, found.best, arguments.write)
+        config = plan_report.deepspeed_config(job, found.best)
+        write_file("--write", arguments.write, json.dumps(config, indent=2))
+        advice = plan_report.how_to_train(job, found.best, arguments.write)
     if arguments.json:
         print(json.dumps(found_as_json(found, compared, arguments.compare)))
     else:
-        from ds_topo.cli.plan_report import print_found
-
-        print_found(found, compared, arguments.compare, explained=bool(arguments.explain))
+        plan_report.print_found(found, compared, arguments.compare, explained=bool(arguments.explain))
         print("\n" + (advice or _next_steps(arguments, found)))
     return 0
 
@@ -185,14 +183,14 @@ def job_of(arguments: argparse.Namespace, machine: Machine | None) -> Job:
     cluster = _cluster(arguments, machine)
     if arguments.batch is None:
         raise TopologyError("--batch is missing: give the number of sequences per step, over all ranks")
-    precision = precision_of(arguments.precision or ("fp32" if cluster.is_cpu else "bf16"))
+    precision = PRECISIONS[arguments.precision or ("fp32" if cluster.is_cpu else "bf16")]
     cluster.accelerator.peak(precision.products)  # raises if it has no such format
     load = 1.0 if arguments.expert_load is None else arguments.expert_load
     if not 1 <= load < inf:
         raise TopologyError(f"--expert-load {load}: the fullest expert has at least the mean: give 1 or more")
     if not model.expert_count:
         refuse_without_effect(given_options(arguments, "expert_load"), "the model has no experts")
-    software = software_of(arguments.software or "deepspeed")
+    software = SOFTWARE[arguments.software or "deepspeed"]
     return Job(model, cluster, arguments.batch, arguments.sequence or model.sequence, precision, software, load)
 
 
@@ -346,7 +344,7 @@ def _next_steps(arguments: argparse.Namespace, found: Found) -> str:
     elif arguments.slurm:
         hosts = ["--slurm"]
     steps = [shlex.join(["ds-topo", "show", found.best.layout.topology.spec, *hosts])]
-    if found.job.software.name in CONFIGURED:
+    if found.job.software.eager:
         steps.append("this command again with --write ds_config.json, for a DeepSpeed config")
     return "next: " + "\n      ".join(steps)
 
@@ -452,6 +450,8 @@ def _job_as_json(job: Job) -> dict[str, Any]:
 
 def _judge(arguments: argparse.Namespace) -> int:
     """Print predictions of published runs. Return 1 if a row is beyond the bound or does not fit."""
+    from ds_topo.cli import plan_report
+
     judgement = judge_rows(read_rows(arguments.runs), share_of(arguments.within or BOUND))
     if arguments.json:
         content = {
@@ -462,9 +462,7 @@ def _judge(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(content))
     else:
-        from ds_topo.cli.plan_report import print_judgement
-
-        print_judgement(judgement)
+        plan_report.print_judgement(judgement)
     return 1 if judgement.beyond else 0
 
 

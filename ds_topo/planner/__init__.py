@@ -6,12 +6,10 @@
 ``job``                a job (model, cluster, batch, precision, program), a layout of it, and the rules for layouts
 ``work``               the matrix products, memory traffic, messages and kept bytes of each kind of layer, and seconds
 ``stages``             the stages of a pipeline, the work of their pieces, and the bytes of a rank at its peak
-``communication``      the hosts that groups span, and the seconds of collectives over their links
-``step_time``          the seconds of a step
+``step_time``          the hosts that groups span, the seconds of their collectives, and those of a step
 ``search``             the best layouts, and the smallest cluster that fits
 ``explain``            every term in words, and the bytes between hosts
 ``published_runs``     predictions of published runs
-``config_writer``      a plan as a DeepSpeed config
 =====================  ==============================================================================================
 
 Read ``job`` first, then ``step_time``. The package needs the standard library only. ``examples/plan.md`` lists the

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ds_topo.planner import step_time
-from ds_topo.planner.communication import (
+from ds_topo.planner.hardware import Cluster
+from ds_topo.planner.job import Layout, Recompute
+from ds_topo.planner.search import TIE, Found, Plan, Tally
+from ds_topo.planner.stages import Costs, StageKind, chunks_in_flight, stage_memory
+from ds_topo.planner.step_time import (
     COPIES,
     EXPERT,
     EXPERT_DATA,
@@ -14,15 +17,19 @@ from ds_topo.planner.communication import (
     GRADIENTS,
     TO_OWNERS,
     Span,
+    activation_bytes,
     bytes_leaving,
     collective_seconds,
+    gradient_messages,
     layout_spans,
+    mirrored_bubble,
     ring_passes,
+    shared_spans,
+    stage_pass,
+    tied_bytes,
+    two_level_pays,
 )
-from ds_topo.planner.hardware import Cluster
-from ds_topo.planner.job import Layout, Recompute
-from ds_topo.planner.search import TIE, Found, Plan, Tally
-from ds_topo.planner.stages import Costs, StageKind, chunks_in_flight, stage_memory
+from ds_topo.planner.work import Transfer
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
 
@@ -65,9 +72,9 @@ class AxisUse:
 def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     """Return every term of the step's seconds."""
     layout, job = plan.layout, costs.job
-    spans, _ = step_time.shared_spans(costs, layout)
+    spans, _ = shared_spans(costs, layout)
     micro_batches = layout.micro_batches(job.batch)
-    passes = [(step_time.stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
+    passes = [(stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
     slowest, kind = max(passes, key=lambda one: one[0].total)
     blocks = sum(count for count, _ in kind.blocks)
     updated = max(held.total for held in costs.all_parameters(layout)) / (layout.partitions if layout.zero else 1)
@@ -80,11 +87,10 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         f"{_where(spans[MODEL])}",
         "seq": f"{micro_batches} x {_ms(slowest.messages[SEQ])} that attention does not hide, {_where(spans[SEQ])}",
         "expert": f"{micro_batches} x {_ms(slowest.messages[EXPERT])} of tokens sent to experts and back",
-        "pipe": f"{micro_batches} x 2 sends of {bytes_text(step_time.activation_bytes(costs, layout) / layout.model)} "
+        "pipe": f"{micro_batches} x 2 sends of {bytes_text(activation_bytes(costs, layout) / layout.model)} "
         f"per stage, {_where(spans[PIPE])}",
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
-        "are equal"
-        + (f", x {step_time.mirrored_bubble(layout.pipe, slowest):.2f} by DualPipeV" if job.software.mirrors else ""),
+        "are equal" + (f", x {mirrored_bubble(layout.pipe, slowest):.2f} by DualPipeV" if job.software.mirrors else ""),
         "gradients": _gradients_text(costs, layout, spans),
         "parameters": f"ZeRO {layout.zero} gathers what is sharded over {layout.partitions} ranks",
         "optimizer": f"Adam on {updated / 1e6:,.1f} M parameters, bound by memory",
@@ -99,16 +105,17 @@ def _gradients_text(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> 
     kind = max(costs.stage_kinds(layout), key=lambda one: costs.parameters(one, layout).dense)
     span, cluster = spans[GRADIENTS], costs.job.cluster
     texts = []
-    for operation, size, group, times in step_time.gradient_messages(costs, layout, kind):
-        if group == GRADIENTS and operation not in ("all_gather", FROM_OWNERS):
+    for message in gradient_messages(costs, layout, kind):
+        operation, size = message.operation, message.size
+        if message.axis == GRADIENTS and operation not in ("all_gather", FROM_OWNERS):
             leaving = bytes_leaving(operation, size, span, cluster)
             texts.append(
                 f"{operation} of {bytes_text(size)} over {span.size} ranks, {_where(span)}"
                 + (f" ({bytes_text(leaving)} leave a host)" if leaving else "")
                 + f", {_ms(collective_seconds(operation, size, span, cluster))}"
-                + (f" x {times:g}" if times > 1 else "")
+                + (f" x {message.count:g}" if message.count > 1 else "")
             )
-    if step_time.two_level_pays(costs, layout, spans):
+    if two_level_pays(costs, layout, spans):
         texts.append("in two levels")
     hidden = "behind backward as far as it goes" if costs.job.software.overlaps_gradients else "after backward"
     return ", ".join([*texts, hidden])
@@ -121,10 +128,7 @@ def explain_memory(costs: Costs, plan: Plan) -> list[Term]:
     parameters = costs.parameters(kind, layout)
     micro_batches = layout.micro_batches(job.batch)
     chunks = chunks_in_flight(kind.first, layout.pipe, layout.virtual_stages, micro_batches, job.software.mirrors)
-    if layout.partitions < layout.replicas:
-        shards = f" / {layout.partitions} partitions"
-    else:
-        shards = f" / {layout.replicas} replicas"
+    shards = f" / {layout.partitions} {'partitions' if layout.partitions < layout.replicas else 'replicas'}"
     experts = f" + {parameters.experts / 1e6:,.1f} M of experts" if parameters.experts else ""
     held = f"{parameters.dense / 1e6:,.1f} M{experts} parameters of stage {kind.first}"
     whole = layout.recompute is Recompute.NONE
@@ -241,31 +245,25 @@ def host_traffic(costs: Costs, layout: Layout) -> list[dict[str, float]]:
     hosts = -(-world // slots)
     counted = range(hosts) if hosts <= COUNTED_HOSTS else [*range(COUNTED_HOSTS - 1), hosts - 1]
     kinds = {stage: kind for kind in costs.stage_kinds(layout) for stage in kind.stages}
-    two_level = step_time.two_level_pays(costs, layout, layout_spans(costs, layout))
+    two_level = two_level_pays(costs, layout, layout_spans(costs, layout))
     traffic: list[dict[str, float]] = []
     for host in counted:
         traffic.append({})
         for rank in range(host * slots, min((host + 1) * slots, world)):
-            for message in _messages(costs, layout, kinds, rank):
-                sent = _bytes_sent(message, rank, costs.job.cluster, two_level)
+            for message, ranks in _messages(costs, layout, kinds, rank):
+                sent = _bytes_sent(message, ranks, rank, costs.job.cluster, two_level)
                 if sent:
                     traffic[-1][message.axis] = traffic[-1].get(message.axis, 0.0) + sent
     return traffic
 
 
-@dataclass(frozen=True)
-class _Message:
-    """``times`` collectives of a group of ranks along an axis, or messages from one rank to another (``"send"``)."""
+def _messages(
+    costs: Costs, layout: Layout, kinds: Mapping[int, StageKind], rank: int
+) -> Iterator[tuple[Transfer, Sequence[int]]]:
+    """Yield everything that a rank sends in a step (``"send"``: to one rank), and the ranks that take part.
 
-    axis: str
-    operation: str
-    size: float
-    times: float
-    ranks: Sequence[int]
-
-
-def _messages(costs: Costs, layout: Layout, kinds: Mapping[int, StageKind], rank: int) -> Iterator[_Message]:
-    """Yield everything that a rank sends in a step, with the kind of each stage given."""
+    ``kinds`` has the kind of each stage.
+    """
     job, topology, micro_batches = costs.job, layout.topology, layout.micro_batches(costs.job.batch)
     stage = topology.layout.index_of(rank, topology.axes.index(PIPE)) if PIPE in topology.axes else 0
     ranks = {axis: topology.get_axis_ranks(axis, rank) for axis in (MODEL, SEQ)}
@@ -279,28 +277,27 @@ def _messages(costs: Costs, layout: Layout, kinds: Mapping[int, StageKind], rank
         again = [cost.work.forward] if recompute is Recompute.FULL else []
         for one in (cost.work.forward, cost.work.backward, *again):
             for item in one.transfers:
-                times = count * item.count * micro_batches
-                yield _Message(item.axis, item.operation, item.size, times, ranks[item.axis])
-    for operation, size, group, times in step_time.gradient_messages(costs, layout, kinds[stage]):
-        yield _Message(group, operation, size, times, ranks[group])
+                yield replace(item, count=count * item.count * micro_batches), ranks[item.axis]
+    for item in gradient_messages(costs, layout, kinds[stage]):
+        yield item, ranks[item.axis]
     if layout.pipe == 1:
         return
     # activations go to the next stage, gradients to the one before; chunks wrap around; peers along model send a part
-    line, size = topology.get_axis_ranks(PIPE, rank), step_time.activation_bytes(costs, layout)
+    line, size = topology.get_axis_ranks(PIPE, rank), activation_bytes(costs, layout)
     before, after = (layout.virtual_stages - (stage == end) for end in (0, layout.pipe - 1))
-    yield _Message(PIPE, "send", size / layout.model, after * micro_batches, (rank, line[(stage + 1) % len(line)]))
-    yield _Message(PIPE, "send", size / layout.model, before * micro_batches, (rank, line[stage - 1]))
+    for times, peer in ((after, line[(stage + 1) % len(line)]), (before, line[stage - 1])):
+        yield Transfer(PIPE, "send", size / layout.model, times * micro_batches), (rank, peer)
     if not layout.sequence_parallel:
         # peers along model gather the parts that each received; DeepSpeed gathers activations again before backward
         gathers = before + after + (after if job.software.eager else 0)
-        yield _Message(MODEL, "all_gather", size, gathers * micro_batches, ranks[MODEL])
-    if stage in (0, layout.pipe - 1) and (tied := step_time.tied_bytes(costs, layout)):
-        yield _Message(GRADIENTS, "send", tied, 1.0, (rank, line[-1] if stage == 0 else line[0]))  # each sends its own
+        yield Transfer(MODEL, "all_gather", size, gathers * micro_batches), ranks[MODEL]
+    if stage in (0, layout.pipe - 1) and (tied := tied_bytes(costs, layout)):
+        yield Transfer(GRADIENTS, "send", tied), (rank, line[-1] if stage == 0 else line[0])  # each sends its own
 
 
-def _bytes_sent(message: _Message, rank: int, cluster: Cluster, two_level: bool) -> float:
-    """Return the bytes that ``rank`` itself sends to other hosts."""
-    ranks, operation, size = message.ranks, message.operation, message.times * message.size
+def _bytes_sent(message: Transfer, ranks: Sequence[int], rank: int, cluster: Cluster, two_level: bool) -> float:
+    """Return the bytes that ``rank`` itself sends to other hosts in all ``count`` messages."""
+    operation, size = message.operation, message.count * message.size
     host_of = [peer // cluster.slots for peer in ranks]
     host, hosts = rank // cluster.slots, len(set(host_of))
     if hosts == 1:

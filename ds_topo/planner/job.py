@@ -6,8 +6,7 @@ samples. ``layout_problem`` holds the rules that a layout must keep.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -105,8 +104,9 @@ class Software:
             from them, as this package's reducer does.
         two_level: an all_reduce may be split into one inside hosts and one across hosts.
         shards: ZeRO can partition over an axis ``shard``, with copies of each partition on other ranks.
-        eager: it has the buffers of DeepSpeed's engines: an fp32 copy of what ZeRO updates, outputs of micro-batches in
-            flight, fp32 gradients for the update, and a number of parameters that stay gathered.
+        eager: it reads a DeepSpeed config and has the buffers of DeepSpeed's engines: an fp32 copy of what ZeRO
+            updates, outputs of micro-batches in flight, fp32 gradients for the update, and a number of parameters that
+            stay gathered.
         overlaps_gradients: gradients are reduced during backward.
         overlaps_update: updated parameters are gathered during the next forward.
         overlaps_pipe: activations are sent while the next micro-batch is computed (with virtual stages).
@@ -223,29 +223,6 @@ SOFTWARE = {
     software.name: software
     for software in (DEEPSPEED, DEEPSPEED_PIPELINE, DUALPIPEV, MEGATRON, MEGATRON_2022, MEGATRON_2021)
 }
-
-
-def software_of(name: str) -> Software:
-    """Return the program of this name.
-
-    Raises:
-        TopologyError: if there is none.
-    """
-    if name not in SOFTWARE:
-        raise TopologyError(f"software {name!r} is not known: choose one of {list(SOFTWARE)}")
-    return SOFTWARE[name]
-
-
-def software_of_year(source: str) -> Software:
-    """Return the program that a published run can have used, by the first year in its source; the newest without one.
-
-    >>> software_of_year("Narayanan et al., SC 2021, table 1").name, software_of_year("container 25.11").name
-    ('megatron-2021', 'megatron')
-    """
-    years = [int(year) for year in re.findall(r"\b(20[12]\d)\b", source)]
-    if years and years[0] <= 2021:
-        return MEGATRON_2021
-    return MEGATRON_2022 if years and years[0] == 2022 else MEGATRON
 
 
 @dataclass(frozen=True)
@@ -451,33 +428,31 @@ def _experts_problem(model: Model, layout: Layout) -> str | None:
 
 def _software_problem(software: Software, precision: Precision, layout: Layout) -> str | None:
     """Return what the layout has and the program does not offer, and which programs offer it, or None."""
-    name, pipe, zero, virtual = software.name, layout.pipe, layout.zero, layout.virtual_stages
-    stages = software.zero_stages(pipe, precision)
-    if zero not in stages:
-        others = _programs(lambda other: zero in other.zero_stages(pipe, precision))
-        return (
-            f"{name} has no ZeRO {zero} {'with' if pipe > 1 else 'without'} a pipeline, only {list(stages)} ({others})"
-        )
-    if layout.recompute not in software.recompute:
-        others = _programs(lambda other: layout.recompute in other.recompute)
-        return f"{name} cannot recompute {layout.recompute.value!r} ({others})"
-    if virtual > software.virtual_stages:
-        others = _programs(lambda other: virtual <= other.virtual_stages)
-        return f"{name} has no {virtual} virtual stages, at most {software.virtual_stages} ({others})"
-    if virtual > 1 and pipe == 1:
-        return f"{virtual} virtual stages need a pipeline, pipe=2 or more"
-    if layout.sequence_parallel and not software.sequence_parallel:
-        return f"{name} has no sequence parallelism ({_programs(lambda other: other.sequence_parallel)})"
-    if SHARD in layout.topology.axes and not software.shards:
-        return f"{name} has no axis 'shard' ({_programs(lambda other: other.shards)})"
+    abilities = enumerate(_abilities(software, precision, layout))
+    lacking = [(number, problem) for number, (is_offered, problem) in abilities if not is_offered]
+    if lacking:
+        number, problem = lacking[0]
+        others = _programs(lambda other: list(_abilities(other, precision, layout))[number][0])
+        return f"{software.name} {problem} ({others})"
+    if layout.virtual_stages > 1 and layout.pipe == 1:
+        return f"{layout.virtual_stages} virtual stages need a pipeline, pipe=2 or more"
     if layout.sequence_parallel and layout.model == 1:
         return "sequence parallelism needs a model axis, model=2 or more"
-    if software.eager and zero == 3 and layout.expert_parallel > 1:
-        return (
-            f"{name} has no ZeRO 3 where experts are distributed over ranks, "
-            f"only {[stage for stage in stages if stage < 3]}"
-        )
+    if software.eager and layout.zero == 3 and layout.expert_parallel > 1:
+        stages = [stage for stage in software.zero_stages(layout.pipe, precision) if stage < 3]
+        return f"{software.name} has no ZeRO 3 where experts are distributed over ranks, only {stages}"
     return None
+
+
+def _abilities(software: Software, precision: Precision, layout: Layout) -> Iterator[tuple[bool, str]]:
+    """Yield whether the program offers each thing that the layout has, and the words for it if it does not."""
+    stages, zero, virtual = software.zero_stages(layout.pipe, precision), layout.zero, layout.virtual_stages
+    pipeline = "with a pipeline" if layout.pipe > 1 else "without a pipeline"
+    yield zero in stages, f"has no ZeRO {zero} {pipeline}, only {list(stages)}"
+    yield layout.recompute in software.recompute, f"cannot recompute {layout.recompute.value!r}"
+    yield virtual <= software.virtual_stages, f"has no {virtual} virtual stages, at most {software.virtual_stages}"
+    yield software.sequence_parallel or not layout.sequence_parallel, "has no sequence parallelism"
+    yield software.shards or SHARD not in layout.topology.axes, "has no axis 'shard'"
 
 
 def _programs(offers: Callable[[Software], bool]) -> str:

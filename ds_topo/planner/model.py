@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from math import gcd
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -135,6 +135,12 @@ class Experts:
     router_parameters: int
     shared: FeedForward | None = None
 
+    @cached_property
+    def linears(self) -> tuple[Linear, ...]:
+        """The linear layers that every token goes through: the router, and the shared expert's."""
+        hidden = self.expert.hidden
+        return (Linear(hidden, self.router_parameters // hidden), *(self.shared.linears if self.shared else ()))
+
 
 @dataclass(frozen=True)
 class Block:
@@ -146,16 +152,14 @@ class Block:
     norm_parameters: int
 
     @cached_property
-    def dense_mlp(self) -> FeedForward | None:
-        """The feed-forward layer that every token goes through: ``mlp`` itself, or the shared expert."""
-        return self.mlp.shared if isinstance(self.mlp, Experts) else self.mlp
+    def linears(self) -> tuple[Linear, ...]:
+        """The linear layers that every token goes through."""
+        return (*self.attention.linears, *self.mlp.linears)
 
     def parameters(self, tensor: int = 1) -> int:
         """Return the parameters outside experts, on one of ``tensor`` ranks."""
-        attention = sum(linear.parameters(tensor) for linear in self.attention.linears)
-        router = self.mlp.router_parameters if isinstance(self.mlp, Experts) else 0
-        mlp = self.dense_mlp.parameters(tensor) if self.dense_mlp else 0
-        return attention + self.attention.norm_parameters + router + mlp + self.norm_parameters
+        norms = self.attention.norm_parameters + self.norm_parameters
+        return sum(linear.parameters(tensor) for linear in self.linears) + norms
 
     @cached_property
     def expert_parameters(self) -> int:
@@ -164,26 +168,14 @@ class Block:
 
     def largest_linear(self, tensor: int) -> int:
         """Return the parameters of the largest linear layer on one of ``tensor`` ranks, experts aside."""
-        linears: tuple[Linear, ...] = (
-            *self.attention.linears,
-            *(self.mlp.linears if isinstance(self.mlp, FeedForward) else ()),
-        )
+        linears = self.attention.linears if isinstance(self.mlp, Experts) else self.linears
         return max(linear.parameters(tensor) for linear in linears)
-
-    @cached_property
-    def split_widths(self) -> tuple[int, ...]:
-        """The widths of feed-forward layers, which tensor parallelism splits."""
-        return (self.dense_mlp.width,) if self.dense_mlp else ()
 
     @cached_property
     def multiplications(self) -> int:
         """The multiply-adds of one token with the weights that it meets."""
-        linears: tuple[Linear, ...] = (*self.attention.linears, *(self.dense_mlp.linears if self.dense_mlp else ()))
-        dense = sum(linear.multiplications for linear in linears)
-        if isinstance(self.mlp, FeedForward):
-            return dense
-        expert = sum(linear.multiplications for linear in self.mlp.expert.linears)
-        return dense + self.mlp.top_k * expert + self.mlp.router_parameters
+        experts = self.mlp.top_k * self.mlp.expert.linears if isinstance(self.mlp, Experts) else ()
+        return sum(linear.multiplications for linear in (*self.linears, *experts))
 
 
 @dataclass(frozen=True)
@@ -232,7 +224,6 @@ class MeasuredLayer:
     output: float
     positions: int
     expert_parameters: int = 0
-    split_widths: tuple[int, ...] = ()
 
     def parameters(self, tensor: int = 1) -> int:
         """Return all parameters: every rank has them."""
@@ -309,12 +300,14 @@ class Model:
     @cached_property
     def heads(self) -> int:
         """The greatest common divisor of the blocks' heads. The model axis must divide it."""
-        return gcd(*(block.attention.heads if isinstance(block, Block) else 1 for block in self.blocks))
+        return gcd(*(block.attention.heads for block in self._transformer_blocks)) or 1
 
     @cached_property
     def split_widths(self) -> frozenset[int]:
         """The widths of feed-forward layers, which tensor parallelism splits."""
-        return frozenset(width for block in self.blocks for width in block.split_widths)
+        mlps = (block.mlp for block in self._transformer_blocks)
+        layers = (mlp.shared if isinstance(mlp, Experts) else mlp for mlp in mlps)
+        return frozenset(layer.width for layer in layers if layer)
 
     @cached_property
     def expert_count(self) -> int:
@@ -369,15 +362,8 @@ def transformer(
     """
     kv_heads = heads if kv_heads is None else kv_heads
     ffn = 4 * hidden if ffn is None else ffn
-    numbers = {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": heads,
-        "kv-heads": kv_heads,
-        "ffn": ffn,
-        "vocab": vocabulary,
-        "sequence": sequence,
-    }
+    numbers = {"layers": layers, "hidden": hidden, "heads": heads, "kv-heads": kv_heads, "ffn": ffn}
+    numbers |= {"vocab": vocabulary, "sequence": sequence}
     for field, value in numbers.items():
         if value < 1:
             raise TopologyError(f"--{field} {value}: a model needs at least 1")
@@ -386,12 +372,8 @@ def transformer(
         raise TopologyError(f"--heads {heads} must divide --hidden {hidden}: every head has hidden / heads features")
     if heads % kv_heads:
         raise TopologyError(f"--kv-heads {kv_heads} must divide --heads {heads}: each is shared by heads / kv-heads")
-    if min(experts, top_k) < 0 or (experts > 0) != (top_k > 0):
+    if not (0 < top_k <= experts or experts == top_k == 0):
         raise TopologyError(f"--experts {experts} --top-k {top_k}: give both, with 1 <= top-k <= experts")
-    if top_k > experts:
-        raise TopologyError(
-            f"--top-k {top_k}: a token goes through at most all --experts {experts}, 1 <= top-k <= experts"
-        )
     gpt = not gated if gated is not None else (kv_heads == heads and ffn >= 3 * hidden and not experts)
     dense = FeedForward(hidden, ffn, gated=not gpt, bias=gpt)
     mlp = Experts(experts, top_k, dense, hidden * experts) if experts else dense
@@ -487,11 +469,13 @@ class _Config:
             raise self.error(f"{heads} attention heads must divide the hidden size {hidden}")
         return hidden // heads
 
-    def top_k(self, count: int) -> int:
-        top_k = self.number("num_experts_per_tok")
+    def experts(self, count: int, width: int, shared: int = 0, gates: int = 0) -> Experts:
+        """Return ``count`` experts of a width, beside one of width ``shared`` whose output has ``gates``."""
+        hidden, top_k = self.number("hidden_size"), self.number("num_experts_per_tok")
         if top_k > count:
             raise self.error(f"'num_experts_per_tok' is {top_k}, more than the {count} experts")
-        return top_k
+        of_width = partial(FeedForward, hidden, gated=True)
+        return Experts(count, top_k, of_width(width), hidden * (count + gates), of_width(shared) if shared else None)
 
     def error(self, text: str) -> TopologyError:
         return TopologyError(f"config of family {self.family!r}: {text}")
@@ -524,31 +508,18 @@ def _llama(config: _Config, name: str) -> Model:
     width = config.number("head_dim", default=0) or config.head_width(hidden, heads)
     norms = 2 * width if family in ("qwen3", "qwen3_moe") else 0
     attention = dense_attention(hidden, heads, kv_heads, width, bias_in=bias_in, bias_out=bias, norm_parameters=norms)
-    dense = FeedForward(hidden, config.number("intermediate_size"), gated=True, bias=config.flag("mlp_bias"))
     if family == "mixtral":
-        count = config.number("num_local_experts")
-        expert = FeedForward(hidden, dense.width, gated=True)
-        experts = Experts(count, config.top_k(count), expert, hidden * count)
-        return _decoder(config, name, attention, lambda layer: experts)
-    if family in ("qwen2_moe", "qwen3_moe"):
-        return _decoder(config, name, attention, _qwen_mlps(config, hidden, dense))
-    return _decoder(config, name, attention, lambda layer: dense)
-
-
-def _qwen_mlps(config: _Config, hidden: int, dense: FeedForward) -> Callable[[int], FeedForward | Experts]:
-    """Follow Qwen's rule: each ``decoder_sparse_step``-th layer has experts, except those in ``mlp_only_layers``."""
-    shared = None
-    if config.family == "qwen2_moe":
-        shared = FeedForward(hidden, config.number("shared_expert_intermediate_size"), gated=True)
-    count = config.number("num_experts", "num_local_experts", least=0)
+        experts = config.experts(config.number("num_local_experts"), config.number("intermediate_size"))
+        return _decoder(config, name, attention, experts)
+    count = config.number("num_experts", "num_local_experts", least=0) if family.endswith("_moe") else 0
     if not count:
-        return lambda layer: dense
-    expert = FeedForward(hidden, config.number("moe_intermediate_size"), gated=True)
-    # the shared expert's output has a gate of its own: h weights
-    router = hidden * count + (hidden if shared else 0)
-    experts = Experts(count, config.top_k(count), expert, router, shared)
+        return _decoder(config, name, attention)
+    shared = config.number("shared_expert_intermediate_size") if family == "qwen2_moe" else 0
+    experts = config.experts(count, config.number("moe_intermediate_size"), shared, gates=1 if shared else 0)
     dense_layers, step = set(config.numbers("mlp_only_layers")), config.number("decoder_sparse_step", default=1)
-    return lambda layer: experts if layer not in dense_layers and (layer + 1) % step == 0 else dense
+    return _decoder(
+        config, name, attention, experts, lambda layer: layer not in dense_layers and (layer + 1) % step == 0
+    )
 
 
 def _deepseek(config: _Config, name: str) -> Model:
@@ -571,36 +542,34 @@ def _deepseek(config: _Config, name: str) -> Model:
         Linear(heads * value, hidden, bias, Split.ROW),
     ]
     attention = Attention(heads, heads, nope + rope, value, tuple(linears), query_rank + kv_rank)
-    dense = FeedForward(hidden, config.number("intermediate_size"), gated=True, bias=config.flag("mlp_bias"))
     count = config.number("n_routed_experts", least=0, default=0)
     if not count:
-        return _decoder(config, name, attention, lambda layer: dense)
+        return _decoder(config, name, attention)
     width, shared = config.number("moe_intermediate_size"), config.number("n_shared_experts", least=0, default=0)
-    sparse = Experts(
-        count=count,
-        top_k=config.top_k(count),
-        expert=FeedForward(hidden, width, gated=True),
-        router_parameters=hidden * count,
-        shared=FeedForward(hidden, shared * width, gated=True) if shared else None,
-    )
+    experts = config.experts(count, width, shared * width)
     first_sparse = config.number("first_k_dense_replace", least=0, default=0)
     every = config.number("moe_layer_freq", default=1)
-    return _decoder(
-        config, name, attention, lambda layer: sparse if layer >= first_sparse and layer % every == 0 else dense
-    )
+    return _decoder(config, name, attention, experts, lambda layer: layer >= first_sparse and layer % every == 0)
 
 
-def _decoder(config: _Config, name: str, attention: Attention, mlp: Callable[[int], FeedForward | Experts]) -> Model:
-    """Return a model with RMSNorm, rotary positions, and ``mlp(layer)`` in each layer."""
-    hidden = config.number("hidden_size")
-    layers = config.number("num_hidden_layers")
+def _decoder(
+    config: _Config,
+    name: str,
+    attention: Attention,
+    experts: Experts | None = None,
+    has_experts: Callable[[int], bool] = lambda layer: True,
+) -> Model:
+    """Return a model with RMSNorm, rotary positions, and experts in those layers that have them."""
+    hidden, layers = config.number("hidden_size"), config.number("num_hidden_layers")
     _check_layers(layers)
+    dense = FeedForward(hidden, config.number("intermediate_size"), gated=True, bias=config.flag("mlp_bias"))
+    mlps = (experts if experts and has_experts(layer) else dense for layer in range(layers))
     return Model(
         name=name,
         hidden=hidden,
         vocabulary=config.number("vocab_size"),
         sequence=config.number("max_position_embeddings"),
-        blocks=tuple(Block(hidden, attention, mlp(layer), 2 * hidden) for layer in range(layers)),
+        blocks=tuple(Block(hidden, attention, mlp, 2 * hidden) for mlp in mlps),
         final_norm_parameters=hidden,
         tied=config.flag("tie_word_embeddings"),
     )

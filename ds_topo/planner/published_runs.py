@@ -7,6 +7,7 @@ had none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,10 +17,20 @@ from statistics import median
 from typing import Any
 
 from ds_topo.errors import TopologyError, abridged
-from ds_topo.planner import job as jobs
 from ds_topo.planner import read_json, what_it_is
 from ds_topo.planner.hardware import TERA, Accelerator, accelerator_of, cluster_of_ranks
-from ds_topo.planner.job import Job, Layout, Recompute, Software
+from ds_topo.planner.job import (
+    MEGATRON,
+    MEGATRON_2021,
+    MEGATRON_2022,
+    SOFTWARE,
+    Job,
+    Layout,
+    Recompute,
+    Software,
+    layout_problem,
+    precision_of,
+)
 from ds_topo.planner.model import Model, transformer
 from ds_topo.planner.search import LARGEST_MICRO_BATCH, Plan, Wanted, search
 from ds_topo.planner.stages import Costs, memory_use
@@ -205,12 +216,29 @@ def row_job(row: Row, accelerator: Accelerator | None = None) -> Job:
         gated=row.content.get("gated"),
         name=row.name,
     )
-    software = (
-        jobs.software_of(row.text("software")) if row.text("software") else jobs.software_of_year(row.text("source"))
-    )
     cluster = cluster_of_ranks(accelerator or accelerator_of(row.text("accelerator")), row.whole("gpus"))
-    precision = jobs.precision_of(row.text("precision", "bf16"))
-    return Job(model, cluster, row.whole("global_batch"), sequence, precision, software)
+    precision = precision_of(row.text("precision", "bf16"))
+    return Job(model, cluster, row.whole("global_batch"), sequence, precision, row_software(row))
+
+
+def row_software(row: Row) -> Software:
+    """Return the program that a row names; else one that it can have used, by the first year in its source.
+
+    >>> row_software(Row({"source": "Narayanan et al., SC 2021, table 1"})).name
+    'megatron-2021'
+    >>> row_software(Row({"source": "container 25.11"})).name, row_software(Row({"software": "deepspeed"})).name
+    ('megatron', 'deepspeed')
+
+    Raises:
+        TopologyError: if there is no such program.
+    """
+    name, years = row.text("software"), re.findall(r"\b20[12]\d\b", row.text("source"))
+    if name:
+        if name not in SOFTWARE:
+            raise TopologyError(f"software {name!r} is not known: choose one of {list(SOFTWARE)}")
+        return SOFTWARE[name]
+    year = int(years[0]) if years else inf
+    return MEGATRON_2021 if year <= 2021 else MEGATRON_2022 if year == 2022 else MEGATRON
 
 
 def row_metric(row: Row, job: Job) -> Metric:
@@ -308,7 +336,7 @@ def _planned(row: Row, job: Job) -> tuple[Plan, bool]:
     costs, problem = Costs(job), ""
     candidates: list[tuple[bool, float, Plan]] = []
     for layout in row_layouts(row, job):
-        found = jobs.layout_problem(job, layout)
+        found = layout_problem(job, layout)
         if found:
             problem = problem or found
             continue

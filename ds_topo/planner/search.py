@@ -8,7 +8,6 @@ their bounds. A node whose bound exceeds the slowest of the plans found so far e
 
 from __future__ import annotations
 
-import heapq
 import re
 from bisect import insort
 from collections import Counter
@@ -20,11 +19,10 @@ from math import ceil, gcd, inf
 from typing import TypeAlias
 
 from ds_topo.errors import TopologyError
-from ds_topo.planner.communication import Span, layout_spans
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import AXES, Job, Layout, Recompute, degrees_problem, layout_problem
 from ds_topo.planner.stages import Costs, MemoryUse, largest_states, memory_use
-from ds_topo.planner.step_time import StepTime, schedule_bound, step_time
+from ds_topo.planner.step_time import Span, StepTime, layout_spans, schedule_bound, step_time
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, divisors
 from ds_topo.topology.process_topology import ProcessTopology
 
@@ -310,12 +308,10 @@ def _best_of_degrees(costs: Costs, degrees: Degrees, wanted: Wanted, tally: Tall
             _best_of_schedule(costs, layout, wanted, tally, None)  # for the tally; a bound would cost more
             continue
         nodes.append((schedule_bound(costs, layout), index, layout))
-    heapq.heapify(nodes)
     best: Plan | None = None
-    while nodes:
-        bound, _, layout = heapq.heappop(nodes)
+    for position, (bound, _, layout) in enumerate(sorted(nodes, key=lambda node: node[:2])):
         if bound >= (best.seconds if best else limit):
-            tally.bounded += 1 + len(nodes)
+            tally.bounded += len(nodes) - position
             break
         best = _best_of_schedule(costs, layout, wanted, tally, best)
     return best

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise
 from math import inf
 from typing import TypeAlias
 
-from ds_topo.planner.hardware import Accelerator
 from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Job, Layout, Precision, Recompute, Share, Software
 from ds_topo.planner.model import AnyBlock, Block, MeasuredLayer, Model
-from ds_topo.planner.work import Cover, Pass, Work, block_work, embedding_work, head_work, measured_work, pass_seconds
+from ds_topo.planner.work import PassCost, Work, block_work, embedding_work, head_work, measured_work, pass_cost
 
 
 @dataclass(frozen=True)
@@ -151,39 +150,16 @@ class StageParameters:
 
 
 @dataclass(frozen=True)
-class PassCost:
-    """A pass of a piece, and the seconds of its computing without messages."""
-
-    work: Pass
-    accelerator: Accelerator
-
-    @cached_property
-    def seconds(self) -> float:
-        """The seconds of the pass."""
-        return pass_seconds(self.work, self.accelerator)
-
-    @cached_property
-    def covers(self) -> Mapping[Cover, float]:
-        """The seconds of the computing that can hide messages."""
-        return {
-            Cover.CORE: pass_seconds(Pass(cores=self.work.cores), self.accelerator),
-            Cover.PRODUCTS: pass_seconds(Pass(products=self.work.products), self.accelerator),
-        }
-
-
 class PieceCost:
-    """The work of a piece of the model on one rank, and the cost of its passes."""
+    """The work of a piece of the model on one rank, and the cost of its passes.
 
-    def __init__(self, work: Work, accelerator: Accelerator) -> None:
-        self.work = work
-        self.forward, self.backward = PassCost(work.forward, accelerator), PassCost(work.backward, accelerator)
-        self._selective = PassCost(work.again, accelerator)
+    ``again`` are the seconds of what backward computes again, by kind of recomputation.
+    """
 
-    def again(self, recompute: Recompute) -> float:
-        """Return the seconds of what backward computes again."""
-        if recompute is Recompute.NONE:
-            return 0.0
-        return (self._selective if recompute is Recompute.SELECTIVE else self.forward).seconds
+    work: Work
+    forward: PassCost
+    backward: PassCost
+    again: Mapping[Recompute, float]
 
 
 class Sum:
@@ -258,7 +234,10 @@ class Costs:
                 work = block_work(piece, share, self.job)
             else:
                 work = embedding_work(share, self.job) if piece == "embedding" else head_work(share, self.job)
-            self._pieces[key] = PieceCost(work, self.job.cluster.accelerator)
+            passes = (work.forward, work.backward, work.again)
+            forward, backward, again = (pass_cost(one, self.job.cluster.accelerator) for one in passes)
+            seconds = {Recompute.NONE: 0.0, Recompute.SELECTIVE: again.seconds, Recompute.FULL: forward.seconds}
+            self._pieces[key] = PieceCost(work, forward, backward, seconds)
         return self._pieces[key]
 
     def all_parameters(self, layout: Layout) -> list[StageParameters]:

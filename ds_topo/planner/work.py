@@ -1,7 +1,7 @@
 """Compute the work of one rank for one micro-batch in one piece of a model, and the seconds that it takes.
 
 Work is matrix products, memory traffic, messages, and bytes kept for backward. The formulas for each kind of layer are
-independent of speeds; ``pass_seconds`` at the end times a pass on an accelerator. Symbols of the formulas:
+independent of speeds; ``pass_cost`` at the end times a pass on an accelerator. Symbols of the formulas:
 
     T = b s / c      tokens of a micro-batch on this rank: b sequences of s positions, split over c ranks of ``seq``
     h, a, f          hidden width, heads, width of the feed-forward layer
@@ -11,7 +11,7 @@ independent of speeds; ``pass_seconds`` at the end times a pass on an accelerato
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
@@ -105,11 +105,6 @@ class Pass(_Addable):
     kernels: int = 0
     transfers: tuple[Transfer, ...] = ()
 
-    def times(self, count: float) -> Pass:
-        """Return the same pass over ``count`` equal parts: each product is done so many times."""
-        products = tuple(replace(one, count=one.count * count) for one in self.products)
-        return Pass(products, self.cores, self.memory_bytes * count, round(self.kernels * count), self.transfers)
-
 
 @dataclass(frozen=True)
 class Kept(_Addable):
@@ -121,7 +116,7 @@ class Kept(_Addable):
 
     def under(self, recompute: Recompute) -> float:
         """Return the bytes kept under a kind of recomputation."""
-        return {Recompute.NONE: self.none, Recompute.SELECTIVE: self.selective, Recompute.FULL: self.full}[recompute]
+        return float(getattr(self, recompute.value))
 
 
 @dataclass(frozen=True)
@@ -143,12 +138,6 @@ class Work(_Addable):
     kept: Kept = Kept()
     working: float = 0.0
     output: float = 0.0
-
-    def times(self, count: float) -> Work:
-        """Return the same work over ``count`` equal parts."""
-        kept = Kept(self.kept.none * count, self.kept.selective * count, self.kept.full * count)
-        forward, backward, again = (one.times(count) for one in (self.forward, self.backward, self.again))
-        return Work(forward, backward, again, kept, self.working * count)
 
 
 def block_work(block: Block, share: Share, job: Job) -> Work:
@@ -189,19 +178,22 @@ def measured_work(layer: MeasuredLayer, share: Share, precision: Precision) -> W
     In backward, products have twice their work and other operators twice their traffic.
     """
     size, count = precision.activation_bytes, share.micro_batch * share.sequence / layer.positions / share.seq
-    forward: list[Product] = []
-    backward: list[Product] = []
-    for item in layer.products:
-        rows, times = (item.rows, item.count * count) if item.batched else (item.rows * count, float(item.count))
-        forward.append(Product(rows, item.columns, item.inner, precision.products, times, float(size)))
-        backward.append(Product(rows, item.inner, item.columns, precision.products, times, float(size)))
-        backward.append(Product(item.inner, item.columns, rows, precision.products, times, 8.0))
+    forward, backward = _products(
+        (
+            (item.rows, item.inner, item.columns, item.count * count)
+            if item.batched
+            else (item.rows * count, item.inner, item.columns, item.count)
+            for item in layer.products
+        ),
+        precision.products,
+        size,
+    )
     core, core_back = _cores(layer.core_flops * count, share, layer.core_width, precision)
     traffic, output = layer.values * size * count, layer.output * size * count
     kept = layer.kept * size * count + layer.kept_indices * count
     return Work(
-        forward=Pass(tuple(forward), core, traffic, layer.operators),
-        backward=Pass(tuple(backward), core_back, 2 * traffic, 2 * layer.operators),
+        forward=Pass(forward, core, traffic, layer.operators),
+        backward=Pass(backward, core_back, 2 * traffic, 2 * layer.operators),
         kept=Kept(kept, kept, output),
         working=2 * output,
         output=output,
@@ -226,19 +218,17 @@ def head_work(share: Share, job: Job) -> Work:
     model, precision = job.model, job.precision
     hidden = share.tokens * model.hidden * precision.activation_bytes
     logits = share.tokens * (model.vocabulary / share.tensor)
-    linear = Linear(model.hidden, model.vocabulary, split=Split.COLUMN)
-    product, *products_back = _products(
-        linear, share.tokens, share.tensor, precision.attention, precision.activation_bytes
-    )
+    shape = share.tokens, model.hidden, model.vocabulary // share.tensor, 1
+    product, products_back = _products([shape], precision.attention, precision.activation_bytes)
     gathers = _gathered(share, hidden)
-    sums = (Transfer("model", "all_reduce", share.tokens * 4, 3),) if share.tensor > 1 else ()
+    sums = (Transfer("model", "all_reduce", share.tokens * 4, 3),)
     # kept: the norm's input and output, the softmax in fp32 (and its logits, if they are another tensor)
     kept = 2 * hidden / share.spread + logits * 4
     traffic, traffic_back = (norm * hidden / share.spread + logits * LOGIT_BYTES / 2 for norm in (2, 3))
     summed = _summed(share, hidden) + (gathers if job.software.regathers else ())
     return Work(
-        forward=Pass((product,), (), traffic, 10, gathers + sums),
-        backward=Pass(tuple(products_back), (), traffic_back, 10, summed),
+        forward=Pass(product, (), traffic, 10, gathers + sums),
+        backward=Pass(products_back, (), traffic_back, 10, summed),
         kept=Kept(kept, kept, kept),
         working=logits * (8 + precision.activation_bytes),
         output=logits * precision.activation_bytes,
@@ -289,21 +279,19 @@ def _attention_work(attention: Attention, share: Share, job: Job) -> Work:
 
 
 def _cores(flops: float, share: Share, width: int, precision: Precision) -> tuple[tuple[Core, ...], tuple[Core, ...]]:
-    """Return attention's core in forward and in backward, which has two and a half times the FLOPs; () if none."""
-    if not flops:
-        return (), ()
+    """Return attention's core in forward and in backward, which has two and a half times the FLOPs."""
     forward = Core(flops, share.sequence, width, precision.attention)
     return (forward,), (replace(forward, flops=2.5 * flops, backward=True),)
 
 
-def _feed_forward_work(layer: FeedForward, tokens: float, tensor: int, job: Job) -> Work:
-    """Return the work of two linear layers and the activation between them.
+def _feed_forward_work(layer: FeedForward, tokens: float, tensor: int, job: Job, count: float = 1.0) -> Work:
+    """Return the work of two linear layers and the activation between them, in ``count`` equal feed-forward layers.
 
     Selective recomputation computes the activation's result again if it has no scores to save.
     """
     precision, has_scores = job.precision, not job.software.flash_attention
     size = precision.activation_bytes
-    forward, backward, casts = _linears(layer.linears, tokens, tensor, precision)
+    forward, backward, casts = _linears(layer.linears, tokens, tensor, precision, count)
     width = tokens * layer.width / tensor
     before = (2 if layer.gated else 1) * width
     activation = (before + width) * size
@@ -311,11 +299,11 @@ def _feed_forward_work(layer: FeedForward, tokens: float, tensor: int, job: Job)
     kept = before * size
     whole = kept + width * precision.input_bytes
     return Work(
-        forward=Pass(forward, (), activation + casts[0], 3),
-        backward=Pass(backward, (), gradient + casts[1], 6),
-        again=Pass() if has_scores else Pass((), (), activation, 1),
-        kept=Kept(whole, whole if has_scores else kept),
-        working=before * size,
+        forward=Pass(forward, (), (activation + casts[0]) * count, round(3 * count)),
+        backward=Pass(backward, (), (gradient + casts[1]) * count, round(6 * count)),
+        again=Pass() if has_scores else Pass((), (), activation * count, round(count)),
+        kept=Kept(whole * count, (whole if has_scores else kept) * count),
+        working=before * size * count,
     )
 
 
@@ -331,7 +319,7 @@ def _experts_work(experts: Experts, share: Share, job: Job) -> Work:
     moved = rows * hidden * size
     scores = share.tokens * experts.count * 4
     router = Product(share.tokens, experts.count, hidden, job.precision.attention)
-    exchange = (Transfer("expert", "all_to_all", moved, 2),) if share.expert_parallel > 1 else ()
+    exchange = (Transfer("expert", "all_to_all", moved, 2),)
     # kept: rows as the experts get them, results before they are weighted, the router's scores
     kept = moved + share.tokens * experts.top_k * hidden * size + 2 * scores
     routing = Work(
@@ -340,7 +328,7 @@ def _experts_work(experts: Experts, share: Share, job: Job) -> Work:
         kept=Kept(kept, kept),
         working=moved,
     )
-    work = routing + _feed_forward_work(experts.expert, rows / local, 1, job).times(local)
+    work = routing + _feed_forward_work(experts.expert, rows / local, 1, job, local)
     if experts.shared:
         work += _feed_forward_work(experts.shared, share.tokens, share.tensor, job)
     return work
@@ -380,8 +368,6 @@ def _tensor_messages(
     gradients. Products can also be cut into pieces that alternate with the other messages, in forward too (Wang et al.,
     ASPLOS 2023): the first message is exposed, and pieces are slower than the whole.
     """
-    if share.tensor == 1:
-        return (), ()
     beside = Cover.PRODUCTS if software.overlaps_model_backward else Cover.NOTHING
     pieces = Cover.PRODUCTS if software.overlaps_model else Cover.NOTHING
     first = max(1 / share.tensor, PIECES_BARE)
@@ -395,14 +381,12 @@ def _tensor_messages(
 
 def _summed(share: Share, size: float) -> tuple[Transfer, ...]:
     """Return the sum of partial results over the model axis; it may be split along the sequence."""
-    if share.tensor == 1:
-        return ()
     return (Transfer("model", "reduce_scatter" if share.sequence_parallel else "all_reduce", size),)
 
 
 def _gathered(share: Share, size: float) -> tuple[Transfer, ...]:
     """Return the all_gather of an activation that is split along the sequence."""
-    return (Transfer("model", "all_gather", size),) if share.tensor > 1 and share.sequence_parallel else ()
+    return (Transfer("model", "all_gather", size),) if share.sequence_parallel else ()
 
 
 def _sequence_exchange(
@@ -414,8 +398,6 @@ def _sequence_exchange(
     (Liu et al., arXiv:2310.01889). ``all_to_all``: queries, keys, values and the result exchange positions for heads
     (Jacobs et al., arXiv:2309.14509).
     """
-    if share.seq == 1:
-        return (), ()
     per_head = share.tokens * job.precision.activation_bytes
     kv_heads = max(attention.kv_heads, share.tensor) / share.tensor
     keys_values = per_head * kv_heads * (attention.key_width + attention.value_width)
@@ -429,41 +411,49 @@ def _sequence_exchange(
 
 
 def _linears(
-    linears: Iterable[Linear], tokens: float, tensor: int, precision: Precision
-) -> tuple[tuple[Product, ...], tuple[Product, ...], tuple[float, float]]:
+    linears: Iterable[Linear], tokens: float, tensor: int, precision: Precision, count: float = 1.0
+) -> tuple[tuple[Product, ...], tuple[Product, ...], list[float]]:
     """Return the products of forward and of backward, and the bytes that casts to fp8 move in each."""
-    forward: list[Product] = []
-    backward: list[Product] = []
-    inputs = outputs = 0
-    for linear in linears:
-        product, *products_back = _products(linear, tokens, tensor, precision.products, precision.activation_bytes)
-        forward.append(product)
-        backward += products_back
-        inputs, outputs = inputs + linear.shape(tensor)[0], outputs + linear.shape(tensor)[1]
+    shapes = [linear.shape(tensor) for linear in linears]
+    products = ((tokens, *shape, count) for shape in shapes)
+    forward, backward = _products(products, precision.products, precision.activation_bytes)
     cast = FP8_CAST_BYTES * tokens if precision.products == "fp8" else 0.0
-    return tuple(forward), tuple(backward), (cast * inputs, cast * outputs)
+    return forward, backward, [cast * sum(sizes) for sizes in zip(*shapes, strict=True)]
 
 
 def _products(
-    linear: Linear, tokens: float, tensor: int, number_format: str, size: float
-) -> tuple[Product, Product, Product]:
-    """Return the products of forward, of the input's gradient, and of the weight's, which adds to an fp32 sum."""
-    inputs, outputs = linear.shape(tensor)
-    return (
-        Product(tokens, outputs, inputs, number_format, result_bytes=size),
-        Product(tokens, inputs, outputs, number_format, result_bytes=size),
-        Product(inputs, outputs, tokens, number_format, result_bytes=8.0),
-    )
+    shapes: Iterable[tuple[float, float, float, float]], number_format: str, size: float
+) -> tuple[tuple[Product, ...], tuple[Product, ...]]:
+    """Return the products of forward and of backward for rows, inputs, outputs and number of linear layers.
+
+    Backward computes the gradients of the inputs, and those of the weights, which are added to fp32 sums.
+    """
+    forward: list[Product] = []
+    backward: list[Product] = []
+    for rows, inputs, outputs, count in shapes:
+        forward.append(Product(rows, outputs, inputs, number_format, count, size))
+        backward.append(Product(rows, inputs, outputs, number_format, count, size))
+        backward.append(Product(inputs, outputs, rows, number_format, count, 8.0))
+    return tuple(forward), tuple(backward)
 
 
-def pass_seconds(work: Pass, accelerator: Accelerator) -> float:
-    """Return the seconds of a pass without its messages."""
+@dataclass(frozen=True)
+class PassCost:
+    """The seconds of a pass without its messages, and those of the computing that can hide messages."""
+
+    seconds: float
+    covers: Mapping[Cover, float]
+
+
+def pass_cost(work: Pass, accelerator: Accelerator) -> PassCost:
+    """Return the seconds of a pass."""
     efficiency = accelerator.efficiency
     products = sum(_product_seconds(product, accelerator) for product in work.products)
     cores = sum(_core_seconds(core, accelerator) for core in work.cores)
     moving = work.memory_bytes / (accelerator.memory_bandwidth * efficiency.memory)
     kernels = (work.kernels + len(work.products)) * efficiency.kernel_seconds
-    return products + cores + moving + kernels
+    covers = {Cover.CORE: cores, Cover.PRODUCTS: products + len(work.products) * efficiency.kernel_seconds}
+    return PassCost(products + cores + moving + kernels, covers)
 
 
 def _product_seconds(product: Product, accelerator: Accelerator) -> float:

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ds_topo import PipelineModule, PipelineParallelGrid, initialize
+from ds_topo.cli.plan_report import deepspeed_config
 from ds_topo.measurement.calibrate import calibrate
-from ds_topo.planner.config_writer import deepspeed_config
 from ds_topo.planner.explain import host_traffic
 from ds_topo.planner.hardware import Machine, accelerator_of, cluster_of
 from ds_topo.planner.job import DEEPSPEED_PIPELINE, FP32, Job, Recompute

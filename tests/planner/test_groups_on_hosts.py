@@ -9,12 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_topo.planner.communication import factors_of, layout_spans, shares_of_turns, span_of
 from ds_topo.planner.explain import host_traffic
 from ds_topo.planner.hardware import Machine
 from ds_topo.planner.job import DEEPSPEED, FP32, Job, Layout
 from ds_topo.planner.stages import Costs
-from ds_topo.planner.step_time import gradient_messages, shared_spans
+from ds_topo.planner.step_time import (
+    factors_of,
+    gradient_messages,
+    layout_spans,
+    shared_spans,
+    shares_of_turns,
+    span_of,
+)
 from ds_topo.topology.process_topology import ProcessTopology
 from tests.planner.jobs import CPU_SPEEDS, job, jobs_and_layouts
 
@@ -73,9 +79,10 @@ def test_host_traffic_matches_rings_counted_edge_by_edge(spec: str) -> None:
     [traffic, *_] = sorted(host_traffic(Costs(made), layout), key=lambda sent: -sum(sent.values()))
     costs = Costs(made)
     [kind] = costs.stage_kinds(layout)
-    [(_, gradients, _, times)] = gradient_messages(costs, layout, kind)
+    [message] = gradient_messages(costs, layout, kind)
+    gradients = message.size
     flat = max(ring_bytes(layout, ["data"], gradients, 4, passes=2))
-    assert times == 1
+    assert message.count == 1
     if flat and traffic["gradients"] != pytest.approx(flat):
         # in two levels: each of 4 ranks sends 2 (h - 1) / h of a part, one of as many as there are peers on its host
         local = layout.data // 2

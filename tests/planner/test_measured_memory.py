@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ds_topo.planner.config_writer import deepspeed_config
+from ds_topo.cli.plan_report import deepspeed_config
 from ds_topo.planner.hardware import accelerator_of, cluster_of
 from ds_topo.planner.job import DEEPSPEED, PRECISIONS, Job, Layout, Recompute
 from ds_topo.planner.model import Block, Experts, FeedForward, Model, transformer

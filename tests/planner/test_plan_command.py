@@ -325,7 +325,7 @@ def test_plan_combines_seq_axis_and_experts(capsys: pytest.CaptureFixture[str]) 
         ([*JOB, "--memory-gbps", "2000"], "--accelerator and --memory-gbps both say how fast it is"),
         ([*JOB, "--peak-tflops", "400"], "--accelerator and --peak-tflops both say how fast it is"),
         ([*JOB, "--expert-load", "nan"], "--expert-load nan: the fullest expert"),
-        ([*JOB, "--top-k", "9", "--experts", "8"], "--top-k 9: a token goes through at most all --experts 8"),
+        ([*JOB, "--top-k", "9", "--experts", "8"], "--experts 8 --top-k 9: give both, with 1 <= top-k <= experts"),
         ([*JOB, "--hosts", "-3"], "--hosts -3: give a whole number from 1 on, or names"),
         ([*JOB, "--hosts", "2.5"], "--hosts 2.5: give a whole number from 1 on, or names"),
         (
