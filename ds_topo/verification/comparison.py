@@ -27,7 +27,6 @@ from ds_topo.verification.recorder import (
     Run,
     Step,
     at,
-    digest_of,
     distance,
     error_of,
     flat,
@@ -322,8 +321,8 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
     findings: list[Finding] = list(_at_start(found))
     errors: list[Error] = []
     begun = [expected.step(0)]  # a list, so that its values are freed after the first step
-    missing = _missing(found, begun[0])
-    notes, compared = list(_notes(found, begun[0], missing)), 0
+    missing = sorted(found.start.keys() - expected.names)
+    notes = list(_notes(begun[0], missing))
     undecided: list[str] = []
     incomparable: set[str] = set()
     unlike: dict[str, None] = {}
@@ -346,7 +345,6 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
             if row.kind == REDUCED and max(row.errors.values()) <= allowed(row):
                 right.add(row.name)
         for row in rows:
-            compared += 1
             limit = allowed(row)
             if limit >= _USELESS:
                 incomparable.add(f"{row.kind} {row.name}".strip())
@@ -383,7 +381,7 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
         expected.about[0]["spec"],
         found.steps,
         len(found.about),
-        compared,
+        len(errors),
         tuple(findings),
         tuple(notes),
         tuple(dict.fromkeys(undecided)),
@@ -493,18 +491,11 @@ def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
             return
 
 
-def _missing(found: Run, first: Step) -> list[str]:
-    """Return the names of the parameters that the reference has not."""
-    known = {name for record in first.ranks for name in record["before"]}
-    return sorted(found.start.keys() - known - first.run.digests.keys())
-
-
-def _notes(found: Run, first: Step, missing: Sequence[str]) -> Iterator[str]:
+def _notes(first: Step, missing: Sequence[str]) -> Iterator[str]:
     """Yield what is unusual about the reference, of which ``first`` is the first step."""
-    expected = first.run
     if missing:
         yield f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"
-    elif any(name in found.start and digest_of(found.start[name]) != own for name, own in expected.digests.items()):
+    elif first.run.had_others:
         yield "the program initialises other weights in the reference, which was given those of the layout"
     norm, right = first.ranks[0]["norm"], first.norm
     if norm and right and abs(norm / right - 1) > _LEAST["bfloat16"]:

@@ -2,7 +2,7 @@
 
 The first engine that trains is recorded, from its first forward pass on::
 
-    start.pt     whole-model places and values of this rank's weights; of a reference their digests
+    start.pt     whole-model places and values of this rank's weights; of a reference their names
     step_0.pt    activations, losses, gradients before and after reduction, norm, weights and optimizer states
     step_1.pt    ...
 
@@ -188,18 +188,15 @@ class Recorder:
         self._skipped, self._scale = int(engine.skipped_steps), scale_of(engine)
         folder = self.what.folder_of(dist.get_rank())
         folder.mkdir(parents=True, exist_ok=True)
-        described = {"about": {**about(engine), "began": began}, "replicas": self._replicas(engine)}
-        if self.what.is_reference:
-            whole = [one for one, _ in self._named if not hasattr(one.parameter, "ds_tensor")]
-            copies = [id(one.parameter) for one in whole if not one.is_expert]
-            self._of_others = set(copies) - set(copies[dist.get_rank() :: dist.get_world_size()])
-            digests = {one.names[0]: digest_of(one.parameter) for one in whole}
-            _save({**described, "digests": digests}, folder / "start.pt")
+        start: dict[str, Any] = {"about": {**about(engine), "began": began}, "replicas": self._replicas(engine)}
+        if self.what.weights_from is None:
+            start |= {"weights": self._weights(), "masters": self._states(inner).get(MASTER, {})}
         else:
-            weights = {"weights": self._weights(), "masters": self._states(inner).get(MASTER, {})}
-            _save({**described, **weights}, folder / "start.pt")
-        if self.what.weights_from is not None:
-            self._load(self.what.weights_from)
+            named = [one for one, _ in self._named if not one.is_expert and not hasattr(one.parameter, "ds_tensor")]
+            copies = [id(one.parameter) for one in named]
+            self._of_others = set(copies) - set(copies[dist.get_rank() :: dist.get_world_size()])
+            start |= {"names": list(self._slices), "had_others": self._load(self.what.weights_from)}
+        _save(start, folder / "start.pt")
         return True
 
     def _watch(self, model: nn.Module, parameters: Mapping[str, tuple[nn.Parameter, Slice]]) -> None:
@@ -234,14 +231,12 @@ class Recorder:
         self._watch(model, {name: (one, Slice(tuple(one.shape))) for name, one in parameters.items()})
         folder = self.what.folder_of(int(described["share"]))
         folder.mkdir(parents=True)
+        _save({"about": dict(described), "names": list(parameters), "replicas": []}, folder / "start.pt")
         with self._hooks, suppress(Finished):
-            for number, (weights, micro_batches) in enumerate(steps):
+            for weights, micro_batches in steps:
                 with torch.no_grad():
                     for name, parameter in parameters.items():
                         parameter.copy_(weights[name])
-                if number == 0:
-                    digests = {name: digest_of(parameter) for name, parameter in parameters.items()}
-                    _save({"about": dict(described), "digests": digests, "replicas": []}, folder / "start.pt")
                 model.zero_grad()
                 for micro_batch in micro_batches:
                     self._is_in_forward, state = micro_batch is micro_batches[0], torch.get_rng_state()
@@ -255,13 +250,14 @@ class Recorder:
         """Remove all hooks."""
         self._hooks.close()
 
-    def _load(self, folder: Path) -> None:
-        """Start with the weights and master weights that another run has started with.
+    def _load(self, folder: Path) -> bool:
+        """Start with the weights and master weights that another run has started with; return whether weights differed.
 
         Some of DeepSpeed's optimizers step without gradients when they are built, so that master weights have decayed.
         """
         starts = [torch.load(path, mmap=True) for path in sorted(folder.glob("rank_*/start.pt"))]
         weights, masters = (whole_tensors(one[kind] for one in starts) for kind in ("weights", "masters"))
+        had_others = False
         with torch.no_grad():
             for one, master in self._named:
                 name = one.names[0]
@@ -269,10 +265,10 @@ class Recorder:
                     warnings.warn(f"{name} is not in the wanted layout, and keeps its own values", stacklevel=2)
                     continue
                 of_master = self._of_master(one, master, None if master is None else master.master)
-                for whole, held in ((masters.get(name), of_master), (weights[name], self._held(one))):
-                    if whole is not None and held is not None:
-                        for offsets, memory in held.boxes.items():
-                            memory.copy_(box_of(whole, offsets, memory))
+                if of_master is not None and name in masters:
+                    _overwrite(of_master, masters[name])
+                had_others |= _overwrite(self._held(one), weights[name])
+        return had_others
 
     # -- what is recorded --------------------------------------------------------------------------------------------
 
@@ -314,9 +310,11 @@ class Recorder:
     def _gradient(self, name: str, gradient: torch.Tensor) -> None:
         """Add a gradient of one micro-batch."""
         own = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        if not own.numel():
+            return
         if name in self._before:
             self._before[name] += own.float()
-        elif own.numel():
+        else:
             self._before[name] = own.to(torch.float32, copy=True)
 
     def _before_update(self, *_: Any) -> None:
@@ -405,7 +403,7 @@ class Recorder:
             return []
         slices = isinstance(engine.mpu, MpuGrid) and engine.mpu.get_axis_size(MODEL) > 1
         rows = [row for row in replicated(engine, slices) if not row.name.startswith("random state")]
-        digests = {number: digest_of(one) for number, one in {id(row.tensor): row.tensor for row in rows}.items()}
+        digests = {number: _digest_of(one) for number, one in {id(row.tensor): row.tensor for row in rows}.items()}
         return [
             (row.name, row.axes, dist.get_process_group_ranks(row.group), row.is_slice, digests[id(row.tensor)])
             for row in rows
@@ -442,7 +440,6 @@ def about(engine: DeepSpeedEngine) -> Mapping[str, Any]:
         coordinate = dict(topology.get_coord(place)._asdict())
         share, shares, spec = engine.mpu.get_sample_rank(), engine.mpu.get_sample_world_size(), topology.spec
     return {
-        "rank": rank,
         "coordinate": coordinate,
         "share": share,
         "shares": shares,
@@ -478,7 +475,7 @@ def _save(record: Mapping[str, Any], path: Path) -> None:
         torch.save(record, path)
 
 
-def digest_of(tensor: torch.Tensor) -> int:
+def _digest_of(tensor: torch.Tensor) -> int:
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     flat = dense.cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data)
@@ -486,6 +483,16 @@ def digest_of(tensor: torch.Tensor) -> int:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _overwrite(part: Any, whole: torch.Tensor) -> bool:
+    """Copy a whole tensor into this rank's part of it; return whether the part had other values."""
+    had_others = False
+    for offsets, memory in part.boxes.items():
+        given = box_of(whole, offsets, memory).to(memory)
+        had_others |= not torch.equal(memory, given)
+        memory.copy_(given)
+    return had_others
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -566,8 +573,10 @@ class Run:
         self.share_of: list[int] = [one["share"] for one in self.about]
         self.shares = int(self.about[0]["shares"])
         self.starts = [one.get("weights", {}) for one in starts]
-        self.digests = {name: digest for one in starts for name, digest in one.get("digests", {}).items()}
-        """Of the weights that a reference would have started with."""
+        self.names = {name for one in starts for name in one.get("names", ())}
+        """Of the parameters of a reference."""
+        self.had_others = any(one.get("had_others") for one in starts)
+        """True if the program would have started a reference with other weights."""
         self.replicas = [one["replicas"] for one in starts]
         self.steps = min(len(list(one.glob("step_*.pt"))) for one in self.folders)
 

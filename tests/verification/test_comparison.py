@@ -70,6 +70,7 @@ def _write(records: Records, folder: Path) -> Path:
         own = folder / f"rank_{rank}"
         own.mkdir(parents=True)
         start = {"about": record["about"], "weights": record["start"], "replicas": record["replicas"]}
+        start["names"] = list(record["start"])
         torch.save(start, own / "start.pt")
         torch.save(record, own / "step_0.pt")
     return folder
