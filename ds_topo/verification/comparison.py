@@ -151,10 +151,8 @@ def _of_json(value: Any) -> Any:
 
 def rows_of(found: Step, reference: Step) -> Iterator[Row]:
     """Yield everything that both runs have computed in a step, in the order of the reference's computation."""
-    yield from _outputs(found, reference)
-    yield from _losses(found, reference)
-    yield from _gradients(found, reference)
-    yield from _updates(found, reference)
+    for rows in (_outputs, _losses, _gradients, _updates):
+        yield from rows(found, reference)
 
 
 def _outputs(found: Step, reference: Step) -> Iterator[Row]:
@@ -242,15 +240,11 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
     least = _SMALL * reference.norm / math.sqrt(max(1, numel))
     for name in expected:
         errors = {}
+        shares = {found.run.share_of[rank] for rank in found.holders("before", name)}
+        if len(shares) < found.run.shares or len(reference.holders("before", name)) < reference.run.shares:
+            continue  # experts of a rank get the samples of several shares
         for ranks in found.peers(name):
-            share = found.run.share_of[ranks[0]]
-            if (  # experts of a rank get the samples of several shares
-                len({found.run.share_of[rank] for rank in found.holders("before", name)}) < found.run.shares
-                or name not in reference.ranks[share]["before"]
-                or len(reference.holders("before", name)) < reference.run.shares
-            ):
-                continue
-            whole, own = reference.before([share], name), found.before(ranks, name)
+            whole, own = reference.before([found.run.share_of[ranks[0]]], name), found.before(ranks, name)
             for rank in ranks:
                 part = found.ranks[rank]["before"][name]
                 errors[rank] = min(  # over an axis seq it is a mean or a sum, as the loss is
@@ -266,14 +260,12 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
         yield Row(SKIPPED, "", differ)
     clipped = [found.clipping(rank, reference) for rank in range(len(found.ranks))]
     for name in expected:
-        parts = {rank: found.ranks[rank]["after"][name] for rank in found.holders("after", name)}
-        if parts:
-            values = {rank: flat(part) / clipped[rank][0] for rank, part in parts.items()}
-            yield Row(
-                REDUCED,
-                name,
-                {rank: error_of(values[rank], part, expected[name], least) for rank, part in parts.items()},
-            )
+        errors = {}
+        for rank in found.holders("after", name):
+            part = found.ranks[rank]["after"][name]
+            errors[rank] = error_of(flat(part) / clipped[rank][0], part, expected[name], least)
+        if errors:
+            yield Row(REDUCED, name, errors)
     right = reference.ranks[0]["norm"] or reference.norm  # some optimizers report the norm of scaled gradients
     norms = {
         rank: ratio((norm - right) ** 2, right**2)
@@ -395,11 +387,10 @@ class Allowed:
     def __init__(self, rows: Iterable[Row], dtype: str, of_norm: float = 0.0) -> None:
         self.of_norm, self.growth = of_norm, 1.0
         self.least = _LEAST.get(dtype, max(_LEAST.values()))
-        found = ((row.kind, row.name, row.errors) for row in rows if row.kind != REDUCED)
-        self.measured = {(kind, name): max(errors.values()) for kind, name, errors in found if errors}
-        for kind, name in list(self.measured):  # that of gradients alone: reductions of the reference prove nothing
-            if kind == GRADIENT:
-                self.measured[REDUCED, name] = self.measured[kind, name]
+        measured = {(row.kind, row.name): max(row.errors.values()) for row in rows if row.errors}
+        # that of gradients alone: reductions of the reference prove nothing
+        reduced = {(REDUCED, name): error for (kind, name), error in measured.items() if kind == GRADIENT}
+        self.measured = {key: error for key, error in measured.items() if key[0] != REDUCED} | reduced
         kinds = defaultdict(list)
         for (kind, _), error in self.measured.items():
             kinds[kind].append(error)
@@ -445,7 +436,8 @@ def _at_start(found: Run) -> Iterator[Finding]:
             sizes[name] = math.prod(shape)
             held[name] |= {(offsets, tuple(values.shape)): values.numel() for offsets, values in boxes}
     for name, boxes_of in held.items():
-        if (share := sum(boxes_of.values()) / max(1, sizes[name])) < 1:
+        if sum(boxes_of.values()) < sizes[name]:
+            share = sum(boxes_of.values()) / sizes[name]
             cause = "the ranks have the same slice or experts twice, and others not at all: a wrong group"
             holders = tuple(rank for rank, weights in enumerate(found.starts) if name in weights)
             where = f"all ranks together have {share:.3g} of it"
