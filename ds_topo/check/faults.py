@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_topo.launch.placement import fold_numbers
 
@@ -140,8 +140,7 @@ def wrong_clocks(offsets: Mapping[str, float], tolerance: float) -> list[Fault]:
 # -- wrong results -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Anomaly:
+class Anomaly(NamedTuple):
     """A wrong result that a rank got.
 
     Args:
@@ -196,9 +195,7 @@ def wrong_ranks(anomalies: Sequence[Anomaly], host_of: Mapping[int, str]) -> lis
 # -- slow links --------------------------------------------------------------------------------------------------------
 
 
-def slow_hosts(
-    rates: Mapping[tuple[str, str], float], slow: float, expected: float | None = None, order: Sequence[str] = ()
-) -> list[Fault]:
+def slow_hosts(rates: Mapping[tuple[str, str], float], slow: float, expected: float | None = None) -> list[Fault]:
     """Find hosts and pairs of hosts whose link is slow.
 
     A host is judged by the best of its pairs, since every pair with a slow host is slow. A pair is then judged by what
@@ -208,14 +205,13 @@ def slow_hosts(
         rates: bytes per second from one host to another; some pairs may be missing.
         slow: the share of the median below which a link is slow.
         expected: the bytes per second that every host must reach, if known.
-        order: the order of hosts in the result; that of ``rates`` by default.
 
     >>> rates = {(a, b): 10.0 if "c" in (a, b) else 100.0 for a in "abc" for b in "abc" if a != b}
     >>> [fault.message for fault in slow_hosts(rates, slow=0.5)]
     ["c's link carries at most 10 B/s, 0.10 of the median of all hosts (100 B/s)"]
     """
-    best = {"sends": _best(rates, 0, order), "receives": _best(rates, 1, order)}
-    sends, receives = best.values()
+    best = {"receives": _best(rates, 1), "sends": _best(rates, 0)}
+    receives, sends = best.values()
     if len(sends) == 2:
         return _slow_pair(rates, slow) + _below_expected(sends, receives, expected)
     usual = {verb: median(reached.values()) for verb, reached in best.items()}
@@ -246,12 +242,12 @@ def slow_hosts(
     return faults + _below_expected(sends, receives, expected)
 
 
-def _best(rates: Mapping[tuple[str, str], float], end: int, order: Sequence[str]) -> dict[str, float]:
-    """Return the best rate of every host that was tested."""
-    best = dict.fromkeys(order, 0.0)
+def _best(rates: Mapping[tuple[str, str], float], end: int) -> dict[str, float]:
+    """Return the best rate of every host."""
+    best: dict[str, float] = {}
     for pair, rate in rates.items():
         best[pair[end]] = max(rate, best.get(pair[end], 0.0))
-    return {host: rate for host, rate in best.items() if rate}
+    return best
 
 
 def _slow_pair(rates: Mapping[tuple[str, str], float], slow: float) -> list[Fault]:
@@ -268,8 +264,8 @@ def _below_expected(sends: Mapping[str, float], receives: Mapping[str, float], e
     if expected is None:
         return []
     faults = []
-    for host in sends:
-        rate = min(sends[host], receives.get(host, sends[host]))
+    for host in receives:
+        rate = min(receives[host], sends.get(host, receives[host]))
         if rate < EXPECTED_SHARE * expected:
             text = f"{host}'s link carries {speed(rate)}, {rate / expected:.2f} of the expected {speed(expected)}"
             faults.append(Fault("link", text, (host,)))

@@ -5,14 +5,12 @@ Links are measured in rounds in which every rank of a host, or every host, has a
 
 from __future__ import annotations
 
-import base64
 import random
-import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_high
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,8 +27,6 @@ CHUNK = 64
 """The number of values that each rank contributes for each other rank."""
 _PRIME = 251
 _MATRIX, _PRODUCTS = 192, 8
-_Senders = list["int | None"]
-"""The ranks whose parts were wrong; None for a sum, where this cannot be told."""
 
 
 def pattern(sender: int, receiver: int, device: torch.device) -> Tensor:
@@ -58,14 +54,51 @@ def check_group(name: str, ranks: Sequence[int], group: ProcessGroup, rank: int,
         rank: this global rank.
         device: the device of the tensors.
     """
-    if len(ranks) == 1:
-        return []
-    anomalies: list[Anomaly] = []
-    for operation, check in _CHECKS.items():
-        for sender in check(ranks, group, rank, device):
-            suspects = tuple(ranks) if sender is None else tuple(sorted({sender, rank}))
-            anomalies.append(Anomaly(rank, f"{operation} over {name}", suspects))
-    return anomalies
+    found = _wrong_results(ranks, group, rank, device)
+    return [
+        Anomaly(rank, f"{operation} over {name}", tuple(sorted({*culprits, rank}))) for operation, culprits in found
+    ]
+
+
+def _wrong_results(
+    ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device
+) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield the collectives with wrong results, and the ranks whose part may be wrong: all of them for a sum."""
+
+    def sent(sender: int, receiver: int) -> Tensor:
+        return pattern(sender, receiver, device)
+
+    def total(receiver: int) -> Tensor:
+        return torch.stack([sent(sender, receiver) for sender in ranks]).sum(0)
+
+    for source in (ranks[0], ranks[-1]):
+        tensor = sent(source, source) if rank == source else torch.zeros(CHUNK, device=device)
+        dist.broadcast(tensor, source, group=group)
+        if not torch.equal(tensor, sent(source, source)):
+            yield "broadcast", [source]
+    tensor = sent(rank, 0)
+    dist.all_reduce(tensor, group=group)
+    if not torch.equal(tensor, total(0)):
+        yield "all_reduce", ranks
+    for_each = torch.cat([sent(rank, receiver) for receiver in ranks])
+    if not torch.equal(functional_reduce_scatter(for_each, 0, group), total(rank)):
+        yield "reduce_scatter", ranks
+    gathered = functional_all_gather(sent(rank, 0), 0, group)
+    exchanged = functional_all_to_all(for_each, 0, 0, group)
+    for operation, parts, receiver in (("all_gather", gathered, 0), ("all_to_all", exchanged, rank)):
+        for sender, part in zip(ranks, parts.split(CHUNK), strict=True):
+            if not torch.equal(part, sent(sender, receiver)):
+                yield operation, [sender]
+    # to the next rank and from the previous one, as the stages of a pipeline do
+    position = ranks.index(rank)
+    after, before = ranks[(position + 1) % len(ranks)], ranks[position - 1]
+    received = torch.zeros(CHUNK, device=device)
+    send = dist.P2POp(dist.isend, sent(rank, after), after, group)
+    receive = dist.P2POp(dist.irecv, received, before, group)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    if not torch.equal(received, sent(before, rank)):
+        yield "send and receive", [before]
 
 
 def pairs_of(suspects: Sequence[int], rank: int) -> list[tuple[int, int]]:
@@ -82,67 +115,6 @@ def pairs_of(suspects: Sequence[int], rank: int) -> list[tuple[int, int]]:
     neighbors = (suspects[position - 1], suspects[(position + 1) % len(suspects)])
     return sorted((min(rank, other), max(rank, other)) for other in neighbors)
 
-
-def _broadcast(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> _Senders:
-    wrong: _Senders = []
-    for source in (ranks[0], ranks[-1]):
-        tensor = pattern(source, source, device) if rank == source else torch.zeros(CHUNK, device=device)
-        dist.broadcast(tensor, source, group=group)
-        if not torch.equal(tensor, pattern(source, source, device)):
-            wrong.append(source)
-    return wrong
-
-
-def _all_reduce(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> _Senders:
-    tensor = pattern(rank, 0, device)
-    dist.all_reduce(tensor, group=group)
-    return [] if torch.equal(tensor, _total(ranks, 0, device)) else [None]
-
-
-def _reduce_scatter(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> _Senders:
-    parts = torch.cat([pattern(rank, receiver, device) for receiver in ranks])
-    return [] if torch.equal(functional_reduce_scatter(parts, 0, group), _total(ranks, rank, device)) else [None]
-
-
-def _total(ranks: Sequence[int], receiver: int, device: torch.device) -> Tensor:
-    return torch.stack([pattern(sender, receiver, device) for sender in ranks]).sum(0)
-
-
-def _all_gather(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> _Senders:
-    parts = functional_all_gather(pattern(rank, 0, device), 0, group).split(CHUNK)
-    return _wrong_senders(ranks, parts, 0, device)
-
-
-def _all_to_all(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> _Senders:
-    parts = torch.cat([pattern(rank, receiver, device) for receiver in ranks])
-    return _wrong_senders(ranks, functional_all_to_all(parts, 0, 0, group).split(CHUNK), rank, device)
-
-
-def _wrong_senders(ranks: Sequence[int], parts: Sequence[Tensor], receiver: int, device: torch.device) -> _Senders:
-    received = zip(ranks, parts, strict=True)
-    return [sender for sender, part in received if not torch.equal(part, pattern(sender, receiver, device))]
-
-
-def _ring(ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> _Senders:
-    """Send to the next rank and receive from the previous one, as the stages of a pipeline do."""
-    position = ranks.index(rank)
-    after, before = ranks[(position + 1) % len(ranks)], ranks[position - 1]
-    received = torch.zeros(CHUNK, device=device)
-    send = dist.P2POp(dist.isend, pattern(rank, after, device), after, group)
-    receive = dist.P2POp(dist.irecv, received, before, group)
-    for work in dist.batch_isend_irecv([send, receive]):
-        work.wait()
-    return [] if torch.equal(received, pattern(before, rank, device)) else [before]
-
-
-_CHECKS: dict[str, Callable[[Sequence[int], ProcessGroup, int, torch.device], _Senders]] = {
-    "broadcast": _broadcast,
-    "all_reduce": _all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
-    "all_to_all": _all_to_all,
-    "send and receive": _ring,
-}
 
 # -- speed of one group or pair ----------------------------------------------------------------------------------------
 
@@ -189,20 +161,6 @@ class PairTime(NamedTuple):
     """Bytes per second received."""
     went: float
     """Bytes per second sent."""
-
-
-_PACKED = struct.Struct("4f")
-
-
-def pack(times: Sequence[PairTime]) -> str:
-    """Pack measurements as base64 of 16 bytes each, because the store carries millions of them in a large cluster."""
-    return base64.b64encode(b"".join(_PACKED.pack(*each) for each in times)).decode()
-
-
-def unpack(packed: str) -> list[PairTime]:
-    """Invert :func:`pack`."""
-    rows = _PACKED.iter_unpack(base64.b64decode(packed))
-    return [PairTime(int(peer), latency, came, went) for peer, latency, came, went in rows]
 
 
 def largest(value: float, group: ProcessGroup | None, device: Device) -> float:
@@ -357,44 +315,23 @@ def order_of_rounds(players: int) -> list[int]:
     return numbers
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """The ranks of every host.
+Hosts: TypeAlias = Sequence[Sequence[int]]
+"""The global ranks of each host, ascending; hosts in the order of their first ranks."""
 
-    Args:
-        ranks: the global ranks of each host, ascending; hosts in the order of their first ranks.
 
-    >>> hosts = Hosts(((0, 1), (2, 3)))
-    >>> hosts.place(3), Hosts.from_json(hosts.as_json()) == hosts, hosts.as_json()
-    ((1, 1), True, {'each': 2, 'hosts': 2})
+def place_of(rank: int, hosts: Hosts) -> tuple[int, int]:
+    """Return the number of the host of a rank, and the rank's place on it.
+
+    >>> place_of(3, [[0, 1], [2, 3]])
+    (1, 1)
     """
-
-    ranks: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def in_blocks(cls, each: int, hosts: int) -> Hosts:
-        """Return hosts with ``each`` ranks, numbered host by host."""
-        return cls(tuple(tuple(range(first, first + each)) for first in range(0, each * hosts, each)))
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """Return the number of the host of a rank, and the rank's place on it."""
-        return next((host, ranks.index(rank)) for host, ranks in enumerate(self.ranks) if rank in ranks)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return a short form where ranks are numbered host by host, since every rank reads it from one store."""
-        short = {"each": len(self.ranks[0]), "hosts": len(self.ranks)}
-        return short if self == Hosts.in_blocks(**short) else {"ranks": self.ranks}
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Hosts:
-        """Invert ``as_json``."""
-        return cls(tuple(map(tuple, content["ranks"]))) if "ranks" in content else cls.in_blocks(**content)
+    return next((host, ranks.index(rank)) for host, ranks in enumerate(hosts) if rank in ranks)
 
 
 def time_inside_hosts(hosts: Hosts, rank: int, device: Device, progress: Callable[[int, int], None]) -> list[PairTime]:
     """Measure every pair of ranks of each host, on all hosts at the same time."""
-    host, place = hosts.place(rank)
-    team = hosts.ranks[host]
+    host, place = place_of(rank, hosts)
+    team = hosts[host]
     times: list[PairTime] = []
     for number in range(rounds(len(team))):
         other = opponent(place, number, len(team))
@@ -412,7 +349,7 @@ def time_across_hosts(
     world: ProcessGroup,
     seconds: float,
     progress: Callable[[int, int], None],
-) -> tuple[list[PairTime], list[PairTime], int]:
+) -> tuple[list[PairTime], int]:
     """Measure every pair of hosts, with all of their ranks at once, until all have met or the time is over.
 
     Args:
@@ -425,24 +362,20 @@ def time_across_hosts(
         progress: called with the number of rounds done and of all.
 
     Returns:
-        This rank's share with each host, what the whole hosts carried, and the number of rounds that were measured.
+        This rank's share with each host, and the number of rounds that were measured.
     """
-    host, place = hosts.place(rank)
-    mine: list[PairTime] = []
-    whole: list[PairTime] = []
-    order = order_of_rounds(len(hosts.ranks))
+    host, place = place_of(rank, hosts)
+    times: list[PairTime] = []
+    order = order_of_rounds(len(hosts))
     start = time.monotonic()
     for done, number in enumerate(order):
         is_vote = done and done % ROUNDS_BETWEEN_VOTES == 0
         if is_vote and largest(time.monotonic() - start, world, device) > seconds:
-            return mine, whole, done
-        other = opponent(host, number, len(hosts.ranks))
+            return times, done
+        other = opponent(host, number, len(hosts))
         if other is not None:
-            theirs = hosts.ranks[other]
+            theirs = hosts[other]
             if measured := time_pair(theirs[place] if place < len(theirs) else None, device, team):
-                _, latency, came, went = measured
-                together = min(len(theirs), len(hosts.ranks[host]))
-                mine.append(PairTime(other, latency, came, went))
-                whole.append(PairTime(other, latency, together * came, together * went))
+                times.append(measured._replace(peer=other))
         progress(done + 1, len(order))
-    return mine, whole, len(order)
+    return times, len(order)

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # classes of torch.di
 from ds_topo.backends import accelerator, device_served_by
 from ds_topo.check import faults, probes
 from ds_topo.check.faults import Anomaly, Fault, RankReport, Summary
-from ds_topo.check.probes import Device, Hosts
+from ds_topo.check.probes import Device, Hosts, PairTime, place_of
 from ds_topo.errors import LaunchError, TopologyError
 from ds_topo.launch.joining import create_world, open_store, take_device, wait_for_all
 from ds_topo.launch.launchers import Launch
@@ -126,23 +126,12 @@ class _Check:
         self.meeting = Meeting(PrefixStore("check", store), launch.rank, launch.world_size, options.timeout)
         self.summary = Summary(options.spec, options.backend, launch.world_size)
         self.faults = self.summary.faults
-        self.hosts = Hosts(())
+        self.hosts: Hosts = ()
 
     def begin(self, step: str) -> Callable[[int, int], None]:
         """Show the step; return a function that shows how much of it is done."""
         self.progress(step, 0, 0)
         return lambda done, of: self.progress(step, done, of)
-
-    def gather(self, name: str, work: Callable[[], Any], budget: timedelta = timedelta()) -> dict[int, Any]:
-        """Do ``work`` on every rank; return all results on rank 0, none on the others."""
-        gathered: dict[int, Any] = {}
-
-        def keep(answers: dict[int, Any]) -> tuple[list[Fault], None]:
-            gathered.update(answers)
-            return [], None
-
-        self.meeting.step(name, work, keep, budget)
-        return gathered
 
     # -- before any group exists ---------------------------------------------------------------------------------------
 
@@ -166,7 +155,7 @@ class _Check:
             ranks = launch.local_rank, launch.local_world_size
             return asdict(RankReport(launch.rank, socket.gethostname(), machine, *ranks, described, versions()))
 
-        def judge(answers: dict[int, Any]) -> tuple[list[Fault], dict[str, Any]]:
+        def judge(answers: dict[int, Any]) -> tuple[list[Fault], Hosts]:
             reports = [RankReport(**answer) for _, answer in sorted(answers.items())]
             self.meeting.hosts = {report.rank: report.host for report in reports}
             by_host: dict[str, list[int]] = defaultdict(list)
@@ -179,17 +168,16 @@ class _Check:
             if unusable and not any(fault.kind == "topology" for fault in found):
                 found.append(Fault("topology", f"the topology is {unusable[0].topology}"))
             self.faults += found
-            hosts = Hosts(tuple(self.summary.hosts.values()))
-            return [fault for fault in found if fault.kind in FATAL], hosts.as_json()
+            return [fault for fault in found if fault.kind in FATAL], list(by_host.values())
 
-        self.hosts = Hosts.from_json(self.meeting.step("describe", describe, judge))
+        self.hosts = self.meeting.step("describe", describe, judge)
+        self.host, self.place = place_of(self.rank, self.hosts)
 
     def compare_clocks(self) -> None:
         """Compare the clocks of all hosts."""
         self.begin("clocks")
-        is_first_on_host = self.hosts.place(self.rank)[1] == 0
-        count = len(self.hosts.ranks)
-        answers = self.gather("clocks", lambda: self.meeting.clock_offset(count) if is_first_on_host else None)
+        count = len(self.hosts)
+        answers = self.meeting.gather("clocks", lambda: None if self.place else self.meeting.clock_offset(count))
         if answers:
             offsets = {self.meeting.hosts[rank]: offset for rank, offset in answers.items() if offset is not None}
             self.summary.clocks = offsets
@@ -208,7 +196,7 @@ class _Check:
             create_world(self.store, launch, options.timeout, options.backend)
             self.grid = ProcessGrid(topology, timeout=options.timeout)
 
-        self.gather("groups", create)
+        self.meeting.gather("groups", create)
         self.device = Device(device_served_by(options.backend, launch.local_rank), options.most_bytes)
         assert dist.group.WORLD is not None
         self.world: ProcessGroup = dist.group.WORLD
@@ -224,11 +212,11 @@ class _Check:
         self.begin("results")
         seen: list[Anomaly] = []
 
-        def test() -> list[Any]:
+        def test() -> list[Anomaly]:
             found = probes.check_arithmetic(device, rank)
             for name, axes in self.kinds:
                 found += probes.check_group(name, grid.get_ranks(axes), grid.get_group(axes), rank, device)
-            return [astuple(anomaly) for anomaly in found]
+            return found
 
         def judge(answers: dict[int, Any]) -> tuple[list[Fault], list[tuple[int, ...]]]:
             seen.extend(_anomalies(answers))
@@ -242,14 +230,14 @@ class _Check:
         if not unclear:
             return
 
-        def test_pairs() -> list[Any]:
+        def test_pairs() -> list[Anomaly]:
             pairs = sorted({pair for suspects in unclear for pair in probes.pairs_of(suspects, rank)})
             wanted = [RankGroup((f"pair {one}-{other}",), (one, other)) for one, other in pairs]
             groups = zip(pairs, grid.create_groups("pairs of suspects", wanted), strict=True)
-            found = [probes.check_group("pairs", pair, group, rank, device) for pair, group in groups]
-            return [astuple(anomaly) for anomalies in found for anomaly in anomalies]
+            found = (probes.check_group("pairs", pair, group, rank, device) for pair, group in groups)
+            return [anomaly for anomalies in found for anomaly in anomalies]
 
-        answers = self.gather("results in pairs", test_pairs)
+        answers = self.meeting.gather("results in pairs", test_pairs)
         if answers:
             self.faults += faults.wrong_ranks([*seen, *_anomalies(answers)], self.meeting.hosts)
 
@@ -259,7 +247,8 @@ class _Check:
         for number, (name, axes) in enumerate(self.kinds):
             self.begin(f"speed of {name} groups")(number, len(self.kinds))
             group, groups = grid.get_group(axes), grid.topology().get_axis_comm_lists(axes)
-            answers = self.gather(f"axis {name}", partial(probes.time_all_reduce, group, self.world, self.device))
+            measure = partial(probes.time_all_reduce, group, self.world, self.device)
+            answers = self.meeting.gather(f"axis {name}", measure)
             if answers:
                 self.summary.axes[name] = faults.axis_summary(groups, answers, self.meeting.hosts)
 
@@ -268,52 +257,52 @@ class _Check:
     def measure_inside_hosts(self) -> None:
         """Measure the links between ranks of one host."""
         hosts, options = self.hosts, self.options
-        ranks = hosts.ranks[hosts.place(self.rank)[0]]
-        wanted = [RankGroup(("host",), ranks)] if len(ranks) > 1 else []
+        ranks = hosts[self.host]
+        wanted = [RankGroup(("host",), tuple(ranks))] if len(ranks) > 1 else []
         self.team = next(iter(self.grid.create_groups("the ranks of each host", wanted)), None)
-        if max(map(len, hosts.ranks)) == 1:
+        if max(map(len, hosts)) == 1:
             return
         progress = self.begin("links inside hosts")
-        answers = self.gather(
+        answers = self.meeting.gather(
             "links inside",
-            lambda: probes.pack(probes.time_inside_hosts(hosts, self.rank, self.device, progress)),
+            lambda: probes.time_inside_hosts(hosts, self.rank, self.device, progress),
             timedelta(seconds=options.seconds),
         )
         if not answers:
             return
         host_of = self.meeting.hosts
         names = {rank: f"{host}:{rank}" for rank, host in host_of.items()}
-        self.summary.inside = _summary_of_links(names, answers)
-        rates = {rank: max(link.came for link in probes.unpack(packed)) for rank, packed in answers.items() if packed}
+        times = {rank: [PairTime(*each) for each in answer] for rank, answer in answers.items() if answer}
+        self.summary.inside = _summary_of_links(names, times)
+        rates = {rank: max(link.came for link in links) for rank, links in times.items()}
         self.faults += faults.slow_ranks("receives inside its host", rates, options.slow * SHARED_LINK, host_of)
 
     def measure_across_hosts(self) -> None:
         """Measure the links between hosts."""
         hosts, options, rank, host_of = self.hosts, self.options, self.rank, self.meeting.hosts
-        if len(hosts.ranks) == 1:
+        if len(hosts) == 1:
             return
         progress = self.begin("links between hosts")
 
         def measure() -> dict[str, Any]:
-            mine, whole, measured = probes.time_across_hosts(
+            times, measured = probes.time_across_hosts(
                 hosts, rank, self.device, self.team, self.world, options.seconds, progress
             )
-            best = [max((link.came for link in mine), default=0.0), max((link.went for link in mine), default=0.0)]
-            return {"best": best, "host": probes.pack(whole) if hosts.place(rank)[1] == 0 else None, "rounds": measured}
+            best = [max((link.came for link in times), default=0.0), max((link.went for link in times), default=0.0)]
+            return {"best": best, "times": [] if self.place else times, "rounds": measured}
 
-        answers = self.gather("links between", measure, timedelta(seconds=options.seconds))
+        answers = self.meeting.gather("links between", measure, timedelta(seconds=options.seconds))
         if not answers:
             return
-        names = dict(enumerate(host_of[ranks[0]] for ranks in hosts.ranks))
-        packed = {host: answers[ranks[0]]["host"] for host, ranks in enumerate(hosts.ranks)}
-        self.summary.across = _summary_of_links(names, packed)
-        self.summary.rounds = (answers[0]["rounds"], probes.rounds(len(hosts.ranks)))
-        rates = {
-            (names[link.peer], names[host]): link.came
-            for host, packing in packed.items()
-            for link in probes.unpack(packing)
+        names = dict(enumerate(host_of[ranks[0]] for ranks in hosts))
+        times = {
+            host: [_of_host(PairTime(*each), ranks, hosts) for each in answers[ranks[0]]["times"]]
+            for host, ranks in enumerate(hosts)
         }
-        found = faults.slow_hosts(rates, options.slow, options.expected, order=list(names.values()))
+        self.summary.across = _summary_of_links(names, times)
+        self.summary.rounds = (answers[0]["rounds"], probes.rounds(len(hosts)))
+        rates = {(names[link.peer], names[host]): link.came for host, links in times.items() for link in links}
+        found = faults.slow_hosts(rates, options.slow, options.expected)
         self.faults += found
         known = {host for fault in found for host in fault.hosts}
         for what, end in (("receives from other hosts", 0), ("sends to other hosts", 1)):
@@ -349,9 +338,15 @@ def _anomalies(answers: Mapping[int, Any]) -> list[Anomaly]:
     return [Anomaly(by, operation, tuple(ranks)) for found in answers.values() for by, operation, ranks in found]
 
 
-def _summary_of_links(names: Mapping[int, str], packed: Mapping[int, str]) -> faults.LinkSummary:
+def _of_host(link: PairTime, ranks: Sequence[int], hosts: Hosts) -> PairTime:
+    """Return what the ranks of a host carry together, from the share of one of them."""
+    together = min(len(hosts[link.peer]), len(ranks))
+    return link._replace(came=together * link.came, went=together * link.went)
+
+
+def _summary_of_links(names: Mapping[int, str], times: Mapping[int, Sequence[PairTime]]) -> faults.LinkSummary:
     """Summarise the links that each rank or host measured, under their names."""
-    links = {(names[link.peer], names[end]): link for end, text in packed.items() for link in probes.unpack(text)}
+    links = {(names[link.peer], names[end]): link for end, of_end in times.items() for link in of_end}
     latencies = {pair: link.latency for pair, link in links.items()}
     return faults.link_summary(latencies, {pair: link.came for pair, link in links.items()})
 
@@ -432,6 +427,12 @@ class Meeting:
         if reply["ends"]:
             raise StepFailure(f"rank 0 ended the check in step {name!r}")
         return reply["answer"]  # type: ignore[no-any-return]
+
+    def gather(self, name: str, work: Callable[[], Any], budget: timedelta = timedelta()) -> dict[int, Any]:
+        """Do ``work`` on every rank; return all results on rank 0, none on the others."""
+        results: dict[int, Any] = {}
+        self.step(name, work, lambda found: ([], results.update(found)), budget)
+        return results
 
     def _reports(self, name: str, patience: timedelta) -> dict[int, dict[str, Any]]:
         """Wait for the reports of all ranks; return those that came in time."""

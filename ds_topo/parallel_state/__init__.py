@@ -5,8 +5,6 @@ groups and ranks. Its names do not always mean what DeepSpeed's mpu means by the
 GPT-NeoX is tensor parallel alone. ``of(grid, program)`` returns an object that answers as that program's module would,
 for any order of axes. ``install(grid, module)`` makes the module itself answer so until the grid is destroyed.
 ``python -m ds_topo.parallel_state`` prints how each name is answered.
-
-``program_state`` has the answers that all programs share, ``programs`` those of each.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.errors import abridged
 from ds_topo.ledger import Patch, always, ledger
 from ds_topo.mpu.mpu import require_grid
-from ds_topo.parallel_state.program_state import ParallelState
-from ds_topo.parallel_state.programs import GPTNeoXState, MegatronDeepSpeedState, MegatronState
+from ds_topo.parallel_state.programs import GPTNeoXState, MegatronDeepSpeedState, MegatronState, ParallelState
 
 __all__ = [
     "PROGRAMS",

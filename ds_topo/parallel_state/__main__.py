@@ -6,7 +6,7 @@ import inspect
 
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.parallel_state import PROGRAMS
-from ds_topo.parallel_state.program_state import ParallelState
+from ds_topo.parallel_state.programs import ParallelState
 
 
 def rows() -> list[list[str]]:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from ds_topo.topology.axes import DATA, MODEL, PIPE
-from ds_topo.verification.records import Step, distance, masked, peers, ratio, sum_of
+from ds_topo.verification.recorder import Step, at, distance, flat, places, ratio, square
 
+_Key = TypeVar("_Key")
 _CLOSE = 0.02
 """The greatest relative error of an explanation."""
 
@@ -42,16 +44,15 @@ def explain(
 
 
 def _of_output(name: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
-    rank = bad[0]
-    share = found.run.about[rank]["share"]
+    rank, run = bad[0], found.run
+    share = run.share_of[rank]
     own, whole = found.ranks[rank]["outputs"][name].double(), reference.ranks[share]["outputs"][name].double()
-    peers_of_slice = [
-        other
-        for other in found.holders("outputs", name)
-        if found.run.about[other]["share"] == share and found.coordinates_differ(rank, other) <= {MODEL}
-    ]
     if own.shape == whole.shape:
-        together = [found.ranks[other]["outputs"][name].double() for other in peers_of_slice]
+        together = [
+            found.ranks[other]["outputs"][name].double()
+            for other in found.holders("outputs", name)
+            if run.share_of[other] == share and run.axes_between(rank, other) <= {MODEL}
+        ]
         if len(together) > 1 and _is_sum(torch.stack(together).sum(0), whole):
             yield Cause("not reduced: the values of the ranks along 'model' add up to the right one", MODEL)
         yield from _factor(own, whole, found, "reduced twice, or a sum that should be a mean, or the reverse")
@@ -59,11 +60,9 @@ def _of_output(name: str, bad: Sequence[int], found: Step, reference: Step) -> I
             there = reference.ranks[other]["outputs"].get(name)
             if other != share and there is not None and there.shape == own.shape and distance(own, there) < _CLOSE:
                 yield Cause(f"these ranks worked on the samples of share {other} instead of {share}", DATA)
-        if found.ranks[rank]["is_random"]:
-            yield Cause("different random state: the forward pass draws random numbers")
     else:
         yield Cause("no arrangement of slices gives the reference's values: a slice at a wrong place, or wrong inputs")
-    if found.run.about[rank]["zero"] == 3:
+    if run.about[rank]["zero"] == 3:
         yield Cause("the weights that ZeRO 3 has gathered for it: the groups over which it partitions")
     order = [other for other in reference.ranks[share]["outputs"] if other in found.ranks[rank]["outputs"]]
     before = f", or the code since `{order[order.index(name) - 1]}`" if order.index(name) else ""
@@ -81,7 +80,7 @@ def _is_sum(total: torch.Tensor, whole: torch.Tensor) -> bool:
 
 def _of_loss(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
     rank = bad[0]
-    own, expected = found.ranks[rank]["losses"], reference.ranks[found.run.about[rank]["share"]]["losses"]
+    own, expected = found.ranks[rank]["losses"], reference.ranks[found.run.share_of[rank]]["losses"]
     if len(own) < len(expected):
         yield Cause(f"lost micro-batch: {len(own)} losses in this step instead of {len(expected)}")
         return
@@ -110,29 +109,18 @@ def _of_gradient(
     name: str, bad: Sequence[int], found: Step, reference: Step, wrong: Collection[str]
 ) -> Iterator[Cause]:
     rank = bad[0]
-    share = found.run.about[rank]["share"]
-    ranks = next(group for group in peers(found, name) if rank in group)
-    part = found.ranks[rank]["before"][name]
-    own, whole = _flat(masked(part, sum_of(found, ranks, name))), _flat(masked(part, reference.before(share, name)))
-    arrived = found.ranks[rank]["arrivals"].get(name, 0)
-    usual = reference.ranks[share]["arrivals"].get(name, 0)
-    if arrived < usual:
-        yield Cause(f"lost micro-batch: gradients arrived {arrived} times in this step instead of {usual}")
+    share, part = found.run.share_of[rank], found.ranks[rank]["before"][name]
+    groups = [group for group in found.peers(name) if found.run.share_of[group[0]] == share]
+    ranks = next(group for group in groups if rank in group)
+    own, whole = at(part, found.before(ranks, name)), at(part, reference.before([share], name))
     if not own.any():
         yield Cause("no gradient: the backward pass does not reach this parameter")
-    same_place = [
-        group
-        for group in peers(found, name)
-        if found.run.about[group[0]]["share"] == share and _places(found, group[0], name) == _places(found, rank, name)
-    ]
+    same_place = [group for group in groups if _places(found, group[0], name) == places(part)]
     if len(same_place) > 1:
-        total = sum((_flat(masked(part, sum_of(found, group, name))) for group in same_place), torch.zeros_like(own))
+        total = torch.stack([at(part, found.before(group, name)) for group in same_place]).sum(0)
         if distance(total, whole) < _CLOSE:
             yield Cause("not reduced: each rank along 'model' has its own part of this gradient; sum them", MODEL)
     yield from _factor(own, whole, found, "counted more than once, or divided twice, in the backward pass")
-    for other in range(reference.run.shares):
-        if other != share and distance(own, _flat(masked(part, reference.before(other, name)))) < _CLOSE:
-            yield Cause(f"these ranks worked on the samples of share {other} instead of {share}", DATA)
     held = found.ranks[rank]["before"].keys()
     if len(held & set(wrong)) > 0.9 * len(held):  # gradients without a meaning, such as those of key biases, are right
         yield Cause(
@@ -143,20 +131,17 @@ def _of_gradient(
 
 
 def _of_reduced(name: str, bad: Sequence[int], found: Step, reference: Step, wrong: Collection[str]) -> Iterator[Cause]:
-    rank = bad[0]
-    part = found.after(rank, name, found.clipping(rank, reference.sums)[0])
-    own = _flat(part)
-    basis, owners = [], []
-    for other in found.holders("before", name):
-        if not found.coordinates_differ(rank, other) & {MODEL} or _places(found, other, name) == _places(
-            found, rank, name
-        ):
-            basis.append(_flat(masked(part, found.before(other, name))))
-            owners.append(other)
-    expected = _flat(masked(part, reference.sums[name]))
+    rank, run = bad[0], found.run
+    part = found.ranks[rank]["after"][name]
+    own = flat(part) / found.clipping(rank, reference)[0]
     if not own.any():
         yield Cause("no gradient reached the optimizer")
-    weights = _weights(own, basis) if basis else None
+    owners = [
+        other
+        for other in found.holders("before", name)
+        if MODEL not in run.axes_between(rank, other) or _places(found, other, name) == _places(found, rank, name)
+    ]
+    weights = _weights(own, [at(part, found.before([other], name)) for other in owners])
     if weights is not None:
         causes = list(_of_weights(weights, owners, rank, found))
         others = [other for other in reference.sums if other not in wrong and other in found.ranks[rank]["after"]]
@@ -164,10 +149,11 @@ def _of_reduced(name: str, bad: Sequence[int], found: Step, reference: Step, wro
             causes.sort(key=lambda cause: cause.axis != MODEL)
         yield from causes
     unused = {MODEL} if _is_split(found, name) else set()
-    if len({found.run.coordinate(owner).get(PIPE, 0) for owner in owners}) < 2:
+    if len({run.coordinates[owner].get(PIPE, 0) for owner in owners}) < 2:
         unused.add(PIPE)
+    expected = at(part, reference.sums[name])
     yield from _factor(own, expected, found, "reduced twice, or a sum that should be a mean, or the reverse", unused)
-    if basis and weights is None and own.any():
+    if owners and weights is None and own.any():
         yield Cause(
             "no combination of the ranks' gradients gives it: a micro-batch was not accumulated on a rank, or a "
             "gradient changed after it was accumulated"
@@ -182,6 +168,8 @@ def _is_split(found: Step, name: str) -> bool:
 
 def _weights(own: torch.Tensor, basis: Sequence[torch.Tensor]) -> list[float] | None:
     """Return the combination of ``basis`` that is ``own``; None if there is none."""
+    if not basis:
+        return None
     matrix = torch.stack(list(basis), 1)
     solution = torch.linalg.lstsq(matrix, own.unsqueeze(1), driver="gelsd", rcond=1e-5).solution
     if distance((matrix @ solution).squeeze(1), own) > _CLOSE:
@@ -191,55 +179,53 @@ def _weights(own: torch.Tensor, basis: Sequence[torch.Tensor]) -> list[float] | 
 
 def _of_weights(weights: Sequence[float], owners: Sequence[int], rank: int, found: Step) -> Iterator[Cause]:
     """Explain by how much the gradient of each rank counts."""
-    shares, coordinate = found.run.shares, found.run.coordinate(rank)
-    by_stage = _summed(weights, [found.run.coordinate(owner).get(PIPE, 0) for owner in owners])
-    own_stage = coordinate.get(PIPE, 0)
-    if len(by_stage) > 1 and all(abs(one) < 0.05 for stage, one in by_stage.items() if stage != own_stage):
+    run = found.run
+    shares, coordinate = run.shares, run.coordinates[rank]
+
+    def along(axis: str) -> dict[int, float]:
+        return _summed(weights, [run.coordinates[owner].get(axis, 0) for owner in owners])
+
+    by_stage = along(PIPE)
+    if len(by_stage) > 1 and all(abs(one) < 0.05 for stage, one in by_stage.items() if stage != coordinate[PIPE]):
         yield Cause("not reduced: a tied weight without the gradients of its other stages", PIPE)
         return
     for axis, index in coordinate.items():
-        by_index = _summed(weights, [found.run.coordinate(owner)[axis] for owner in owners])
+        by_index = along(axis)
         others = [abs(one) for other, one in by_index.items() if other != index]
         if axis != PIPE and others and max(others) < 0.05 * min(1.0, abs(by_index[index])):
             yield Cause(f"not reduced along {axis!r}: only the gradients of ranks with {axis}={index} count", axis)
             return
-    by_slice = _summed(weights, [found.run.coordinate(owner).get(MODEL, 0) for owner in owners])
-    by_share = _summed(weights, [found.run.about[owner]["share"] for owner in owners])
+    by_share = _summed(weights, [run.share_of[owner] for owner in owners])
     total = sum(by_share.values()) / max(1, len(by_stage))
-    text = ", ".join(f"share {share}: {weight:.3g}" for share, weight in sorted(by_share.items()))
-    right = f"each share counts {1 / shares:.3g} if averaged"
-    missing = [share for share, weight in by_share.items() if abs(weight) < 0.05 / shares]
-    own_share = found.run.about[rank]["share"]
-    if shares > 1 and missing and len(missing) == shares - 1 and own_share not in missing:
-        yield Cause(f"not reduced over the replicas ({text}; {right})", DATA)
-    elif shares > 1 and missing:
-        yield Cause(f"averaged over the wrong group ({text}; {right})", DATA)
+    listed = ", ".join(f"share {share}: {weight:.3g}" for share, weight in sorted(by_share.items()))
+    text = f"({listed}; each share counts {1 / shares:.3g} if averaged)"
+    is_uneven = len({round(weight, 2) for weight in by_share.values()}) > 1
+    if shares > 1 and is_uneven:
+        yield Cause(f"replicas count unequally: averaged over the wrong group {text}", DATA)
     elif shares > 1 and abs(total - 1 / shares) < 0.05 / shares and len(by_share) == shares:
-        yield Cause(f"divided by the number of replicas twice ({text}; {right})", DATA)
+        yield Cause(f"divided by the number of replicas twice {text}", DATA)
     elif shares > 1 and abs(total - shares) < 0.05 * shares:
-        yield Cause(f"summed over the replicas without a division ({text}; {right})", DATA)
-    elif shares > 1 and len({round(weight, 2) for weight in by_share.values()}) > 1:
-        yield Cause(f"replicas count unequally: averaged over the wrong group ({text}; {right})", DATA)
-    if len(by_slice) > 1 and abs(total - 1) > 0.05 and not missing:
+        yield Cause(f"summed over the replicas without a division {text}", DATA)
+    if len(along(MODEL)) > 1 and abs(total - 1) > 0.05 and not is_uneven:
         yield Cause("replicated along 'model': its gradient was reduced there too often, or not at all", MODEL)
 
 
-def _summed(values: Iterable[float], keys: Iterable[int]) -> dict[int, float]:
-    found: dict[int, float] = {}
+def _summed(values: Iterable[float], keys: Iterable[_Key]) -> dict[_Key, float]:
+    found: defaultdict[_Key, float] = defaultdict(float)
     for value, key in zip(values, keys, strict=True):
-        found[key] = found.get(key, 0.0) + value
+        found[key] += value
     return found
 
 
 def _of_norm(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
     """Find which tensors a norm leaves out, or counts several times: of all explanations the closest ones."""
-    own = (found.clipping(bad[0], reference.sums)[1] or 0.0) ** 2
-    total = sum(float(value.double().square().sum()) for value in reference.sums.values())
+    own = (found.clipping(bad[0], reference)[1] or 0.0) ** 2
+    total = reference.norm**2
     noise = total * (1e-6 if found.run.about[bad[0]]["dtype"] in ("float32", "float64") else 5e-3)
     close = [
-        (max(noise, abs(own - square)), number, cause)
-        for number, (square, cause) in enumerate(_norms(found, reference, total))
-        if square > 0 and abs(own - square) < _CLOSE * abs(square - total)
+        (max(noise, abs(own - wrong)), number, cause)
+        for number, (wrong, cause) in enumerate(_norms(found, reference, total))
+        if wrong > 0 and abs(own - wrong) < _CLOSE * abs(wrong - total)
     ]
     yield from (cause for _, _, cause in sorted(close, key=lambda one: one[:2])[:2])
     if not close and found.ranks[bad[0]]["norm"] is None and own > 0:  # it was derived from clipped gradients
@@ -250,68 +236,50 @@ def _of_norm(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterat
 
 
 def _norms(found: Step, reference: Step, total: float) -> Iterator[tuple[float, Cause]]:
-    """Yield the squares of wrong norms and their causes, the simplest first."""
-    squares = {name: float(value.double().square().sum()) for name, value in reference.sums.items()}
-    by_stage: dict[int, float] = {}
-    by_slice: dict[int, float] = {}
+    """Yield the squares of wrong norms and their causes, the simplest first. ``total`` is the square of the right one.
+
+    Where there are no slices or tied weights, causes that need them give the right norm, and so explain nothing.
+    """
+    coordinates = found.run.coordinates
+    squares = {name: square(value) for name, value in reference.sums.items()}
+    by_stage, by_slice = defaultdict[int, float](float), defaultdict[int, float](float)
     replicated = tied = 0.0
     for name, value in reference.sums.items():
         holders = found.holders("before", name)
-        stages = {found.run.coordinate(rank).get(PIPE, 0) for rank in holders}
+        stages = {coordinates[rank].get(PIPE, 0) for rank in holders}
         for stage in stages:
-            by_stage[stage] = by_stage.get(stage, 0.0) + squares[name] / len(stages)
+            by_stage[stage] += squares[name] / len(stages)
         tied += squares[name] * (len(stages) - 1)
         if not _is_split(found, name):
             replicated += squares[name]
             continue
-        for rank in {found.run.coordinate(rank).get(MODEL, 0): rank for rank in holders}.values():
-            part = masked(found.ranks[rank]["before"][name], value)
-            place = found.run.coordinate(rank).get(MODEL, 0)
-            by_slice[place] = by_slice.get(place, 0.0) + float(_flat(part).double().square().sum())
-    slices, split = found.degree(MODEL), sum(by_slice.values())
+        for place, rank in {coordinates[rank].get(MODEL, 0): rank for rank in holders}.items():
+            by_slice[place] += square(at(found.ranks[rank]["before"][name], value))
+    repeated = replicated * (found.run.degree(MODEL) - 1)
     for left in _one_or_all_but_one(by_slice):
-        without = sum(by_slice[place] for place in left)
-        yield total - without, Cause(f"the norm leaves out the slices {left} of parameters that are split", MODEL)
-        yield (
-            total - without + replicated * (slices - 1),
-            Cause(f"the norm leaves out the slices {left}, and counts replicated parameters on each", MODEL),
-        )
+        rest, what = total - sum(by_slice[place] for place in left), f"the norm leaves out the slices {left}"
+        yield rest, Cause(f"{what} of parameters that are split", MODEL)
+        yield rest + repeated, Cause(f"{what}, and counts replicated parameters on each", MODEL)
     for left in _one_or_all_but_one(by_stage):
         yield total - sum(by_stage[stage] for stage in left), Cause(f"the norm leaves out the stages {left}", PIPE)
-    if slices > 1:
-        yield (
-            total + replicated * (slices - 1),
-            Cause("counted twice in the norm: parameters that are replicated along 'model'", MODEL),
-        )
-        yield split, Cause("the norm leaves out all parameters that are replicated along 'model'", MODEL)
+    yield total + repeated, Cause("counted twice in the norm: parameters that are replicated along 'model'", MODEL)
+    yield sum(by_slice.values()), Cause("the norm leaves out all parameters that are replicated along 'model'", MODEL)
     yield total + tied, Cause("counted twice in the norm: a tied weight, on each of its stages", PIPE)
-    degrees = [(axis, found.degree(axis)) for axis in found.run.coordinate(0)]
-    for size in sorted({size for _, size in degrees} - {1}):
-        axes = [axis for axis, degree in degrees if degree == size]
+    degrees = {axis: found.run.degree(axis) for axis in coordinates[0]}
+    for size in sorted(set(degrees.values()) - {1}):
+        axes = [axis for axis, degree in degrees.items() if degree == size]
         names = " or ".join(map(repr, axes))
         for power in (1.0, 0.5, -1.0, -0.5):
             how = "times" if power > 0 else "divided by"
             root = "the root of " if abs(power) == 0.5 else ""
-            yield (
-                total * size ** (2 * power),
-                Cause(
-                    f"the norm is the right one {how} {root}the degree of {names}, {size}",
-                    axes[0] if len(axes) == 1 else None,
-                ),
-            )
-    if norm_scale(found) != 1:
-        yield (
-            total * norm_scale(found) ** 2,
-            Cause("the norm is that of scaled gradients: it was not divided by the loss scale"),
-        )
-    families: dict[str, float] = {}
-    for name, square in squares.items():
-        yield total - square, Cause(f"the norm leaves out {name!r}")
-        yield total + square, Cause(f"counted twice in the norm: {name!r}")
-        family = re.sub(r"\d+", "*", name)
-        families[family] = families.get(family, 0.0) + square
-    for family, square in families.items():
-        yield total - square, Cause(f"the norm leaves out all of {family!r}")
+            text = f"the norm is the right one {how} {root}the degree of {names}, {size}"
+            yield total * size ** (2 * power), Cause(text, axes[0] if len(axes) == 1 else None)
+    scale = float(found.ranks[0]["scale"])
+    yield total * scale**2, Cause("the norm is that of scaled gradients: it was not divided by the loss scale")
+    families = _summed(squares.values(), (re.sub(r"\d+", "*", name) for name in squares))
+    for name, own in {**squares, **families}.items():
+        yield total - own, Cause(f"the norm leaves out {name!r}")
+        yield total + own, Cause(f"counted twice in the norm: {name!r}")
 
 
 def _one_or_all_but_one(parts: Iterable[int]) -> list[list[int]]:
@@ -323,11 +291,6 @@ def _one_or_all_but_one(parts: Iterable[int]) -> list[list[int]]:
     everything = list(parts)
     singles = [[one] for one in everything] if len(everything) > 1 else []
     return singles + [[other for other in everything if other != one] for one in everything if len(everything) > 2]
-
-
-def norm_scale(found: Step) -> float:
-    """Return the loss scale of a step."""
-    return float(found.ranks[0]["scale"])
 
 
 def _of_skipped(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
@@ -346,17 +309,14 @@ def _of_update(kind: str, name: str, bad: Sequence[int], found: Step, reference:
     if rates[0] and rates[1] and not math.isclose(rates[0][0], rates[1][0], rel_tol=1e-9):
         yield Cause(f"the learning rate is {rates[0][0]:g} instead of {rates[1][0]:g}")
     state = found.ranks[rank]["states"].get(kind, {}).get(name)
-    if state is not None and not _flat(state).any():
+    if state is not None and not flat(state).any():
         yield Cause(f"lost: {kind} is zero on these ranks")
-    if name in found.ranks[rank]["weights"]:
-        part = found.ranks[rank]["weights"][name]
-        before = _flat(masked(part, found.previous[name]))
-        after, start = _flat(part), before
-        expected = _flat(masked(part, reference.whole_weights[name]))
+    if (part := found.ranks[rank]["weights"].get(name)) is not None:
+        before, after, expected = at(part, found.previous[name]), flat(part), at(part, reference.whole_weights[name])
         if torch.equal(after, before) and not torch.equal(expected, before):
             yield Cause("stale: these ranks did not get the updated weight")
         else:
-            yield from _factor(after - start, expected - start, found, "another learning rate or divisor")
+            yield from _factor(after - before, expected - before, found, "another learning rate or divisor")
     yield Cause("the optimizer's step, or the exchange of weights after it: all gradients are right")
 
 
@@ -365,13 +325,13 @@ def _factor(
 ) -> Iterator[Cause]:
     """Explain a tensor that is the right one times a number, such as the degree of an axis that is not unused."""
     own, expected = own.double().reshape(-1), expected.double().reshape(-1)
-    square = float(expected.square().sum())
-    if not square:
+    size = square(expected)
+    if not size:
         return
-    factor = float(own @ expected) / square
-    if abs(factor - 1) < _CLOSE or ratio(float((own - factor * expected).square().sum()), factor**2 * square) > _CLOSE:
+    factor = float(own @ expected) / size
+    if abs(factor - 1) < _CLOSE or ratio(square(own - factor * expected), factor**2 * size) > _CLOSE:
         return
-    degrees = {axis: found.degree(axis) for axis in found.run.coordinate(0) if axis not in unused}
+    degrees = {axis: found.run.degree(axis) for axis in found.run.coordinates[0] if axis not in unused}
     for power, text in ((1, ""), (-1, "1/"), (2, "the square of "), (-2, "1/ the square of ")):
         axes = [
             axis for axis, size in degrees.items() if size > 1 and math.isclose(factor, size**power, rel_tol=_CLOSE)
@@ -384,10 +344,6 @@ def _factor(
     yield Cause(f"it is the right value times {factor:.3g}: {what}")
 
 
-def _flat(part: tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]) -> torch.Tensor:
-    return torch.cat([values.double().reshape(-1) for _, values in part[1]] or [torch.empty(0, dtype=torch.float64)])
-
-
 def _places(found: Step, rank: int, name: str) -> tuple[tuple[int, ...], ...]:
-    """Return where in the whole parameter a rank's slice is."""
-    return tuple(offsets for offsets, _ in found.ranks[rank]["before"].get(name, ((), []))[1])
+    """Return where in the whole parameter a rank's gradient is."""
+    return places(found.ranks[rank]["before"].get(name, ((), [])))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,9 +20,21 @@ import torch
 
 from ds_topo.checkpoint.engine_facts import LOCAL_EXPERT
 from ds_topo.topology.axes import MODEL, PIPE, SEQ
-from ds_topo.verification.causes import Cause, explain
-from ds_topo.verification.recorder import MASTER, Part, box_of, digest_of, whole_tensors
-from ds_topo.verification.records import Run, Step, distance, error_of, masked, peers, ratio, sum_of
+from ds_topo.verification.causes import explain
+from ds_topo.verification.recorder import (
+    MASTER,
+    Part,
+    Run,
+    Step,
+    at,
+    distance,
+    error_of,
+    flat,
+    places,
+    ratio,
+    square,
+    whole_tensors,
+)
 
 OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED, WEIGHT, START, REPLICAS = (
     "output",
@@ -52,7 +64,8 @@ _STRIDES = (1, 2, 3, 4, 6, 8)
 EXACT = 1e-12
 
 
-class Error(NamedTuple):
+@dataclass(frozen=True)
+class Error:
     """The errors of one tensor in a report."""
 
     step: int
@@ -80,14 +93,14 @@ class Finding:
     step: int
     kind: str
     name: str
-    error: float
-    allowed: float
     ranks: tuple[int, ...]
     where: str
     """Which ranks differ, such as ``ranks with model=1``."""
     axis: str | None
     """The axis that the difference follows."""
-    causes: tuple[str, ...]
+    causes: tuple[str, ...] = ()
+    error: float = math.inf
+    allowed: float = 0.0
 
     def __str__(self) -> str:
         allows = f" (rounding allows {self.allowed:.0e})" if self.allowed > EXACT else ""
@@ -121,22 +134,16 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as values of JSON, which has no infinite numbers: they are null."""
-        return {
-            "status": self.status,
-            "topology": self.topology,
-            "reference": self.reference,
-            "steps": self.steps,
-            "ranks": self.ranks,
-            "compared": self.compared,
-            "findings": [{**asdict(one), "error": _finite(one.error)} for one in self.findings],
-            "notes": list(self.notes),
-            "undecided": list(self.undecided),
-            "errors": [{**one._asdict(), "errors": [_finite(each) for each in one.errors]} for one in self.errors],
-        }
+        content: dict[str, Any] = _of_json(asdict(self))
+        return {"status": self.status, **content}
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _of_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _of_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_of_json(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -144,29 +151,27 @@ def _finite(value: float) -> float | None:
 
 def rows_of(found: Step, reference: Step) -> Iterator[Row]:
     """Yield everything that both runs have computed in a step, in the order of the reference's computation."""
-    yield from _outputs(found, reference)
-    yield from _losses(found, reference)
-    yield from _gradients(found, reference)
-    yield from _updates(found, reference)
+    for rows in (_outputs, _losses, _gradients, _updates):
+        yield from rows(found, reference)
 
 
 def _outputs(found: Step, reference: Step) -> Iterator[Row]:
     for name in reference.ranks[0]["outputs"]:
         if LOCAL_EXPERT.search(name + "."):
             continue
-        errors: dict[int, float] = {}
-        stages = {rank: found.run.coordinate(rank).get(PIPE, 0) for rank in found.holders("outputs", name)}
-        holders = [rank for rank, stage in stages.items() if stage == min(stages.values())]  # the first call, if tied
-        is_partial = bool(holders)
+        holders, errors = found.holders("outputs", name), dict[int, float]()
+        stages = {rank: found.run.coordinates[rank].get(PIPE, 0) for rank in holders}
+        first = [rank for rank in holders if stages[rank] == min(stages.values())]  # the first call, if tied
+        is_partial = True
         for share in range(reference.run.shares):
             whole = reference.ranks[share]["outputs"].get(name)
-            ranks = [rank for rank in holders if found.run.about[rank]["share"] == share]
-            if whole is None or not ranks:
-                continue
-            own, partial = output_errors({rank: found.ranks[rank]["outputs"][name] for rank in ranks}, whole, found.run)
-            errors.update(own)
-            is_partial &= partial
-        if found.holders("outputs", name):
+            ranks = [rank for rank in first if found.run.share_of[rank] == share]
+            if whole is not None and ranks:
+                outputs = {rank: found.ranks[rank]["outputs"][name] for rank in ranks}
+                own, partial = output_errors(outputs, whole, found.run)
+                errors.update(own)
+                is_partial &= partial
+        if holders:
             yield Row(OUTPUT, name, errors, is_partial)
 
 
@@ -191,15 +196,16 @@ def output_errors(outputs: Mapping[int, torch.Tensor], whole: torch.Tensor, run:
         if not own or size % own:
             continue
         for axes in ((MODEL,), (SEQ,), (SEQ, MODEL), (MODEL, SEQ)):
-            places = {rank: _place(run.coordinate(rank), axes, run) for rank in outputs}
-            if size // own != _degree(axes, run):
+            degrees = {axis: run.degree(axis) for axis in axes}
+            if size // own != math.prod(degrees.values()):
                 continue
-            for stride in _STRIDES:
-                if own % stride:
-                    continue
+            index = dict.fromkeys(outputs, 0)
+            for axis, degree in degrees.items():
+                index = {rank: each * degree + run.coordinates[rank].get(axis, 0) for rank, each in index.items()}
+            for stride in (each for each in _STRIDES if own % each == 0):
                 pieces = whole.unflatten(dim, (stride, size // own, own // stride))
                 errors = {
-                    rank: distance(value, pieces.select(dim + 1, places[rank]).flatten(dim, dim + 1))
+                    rank: distance(value, pieces.select(dim + 1, index[rank]).flatten(dim, dim + 1))
                     for rank, value in outputs.items()
                 }
                 if not best or max(errors.values()) < max(best.values()):
@@ -207,30 +213,17 @@ def output_errors(outputs: Mapping[int, torch.Tensor], whole: torch.Tensor, run:
     return best, False
 
 
-def _degree(axes: Iterable[str], run: Run) -> int:
-    return math.prod(1 + max(about["coordinate"].get(axis, 0) for about in run.about) for axis in axes)
-
-
-def _place(coordinate: Mapping[str, int], axes: Iterable[str], run: Run) -> int:
-    place = 0
-    for axis in axes:
-        place = place * _degree((axis,), run) + coordinate.get(axis, 0)
-    return place
-
-
 def _losses(found: Step, reference: Step) -> Iterator[Row]:
     """Yield the losses. Along ``seq`` each rank has the whole loss, or its part of a sum or of a mean."""
     errors = {}
-    pieces = found.degree(SEQ)
+    pieces = found.run.degree(SEQ)
     for rank, record in enumerate(found.ranks):
-        expected = reference.ranks[found.run.about[rank]["share"]]["losses"]
+        expected = reference.ranks[found.run.share_of[rank]]["losses"]
         if len(expected) != len(record["losses"]):
             errors[rank] = math.inf
         elif expected:
-            peers_of_seq = [
-                other for other in range(len(found.ranks)) if found.coordinates_differ(rank, other) <= {SEQ}
-            ]
-            parts = [found.ranks[other]["losses"] for other in peers_of_seq]
+            together = [other for other in range(len(found.ranks)) if found.run.axes_between(rank, other) <= {SEQ}]
+            parts = [found.ranks[other]["losses"] for other in together]
             sums = [math.fsum(each) for each in zip(*parts)]  # noqa: B905 - a rank may have lost a micro-batch
             errors[rank] = min(
                 max(ratio((own - there) ** 2, there**2) for own, there in zip(losses, expected, strict=False))
@@ -242,27 +235,20 @@ def _losses(found: Step, reference: Step) -> Iterator[Row]:
 
 def _gradients(found: Step, reference: Step) -> Iterator[Row]:
     """Yield gradients before reduction, after it, and their norm."""
-    expected = reference.sums
-    order = [name for name in reference.ranks[0]["order"] if name in expected]
-    order += [name for name in expected if name not in order]
+    expected = reference.sums  # in the order in which they arrived
     numel = sum(one.numel() for one in expected.values())
-    square = sum(float(one.double().square().sum()) for one in expected.values())
-    least = _SMALL * math.sqrt(square / max(1, numel))
-    for name in order:
+    least = _SMALL * reference.norm / math.sqrt(max(1, numel))
+    for name in expected:
         errors = {}
-        for ranks in peers(found, name):
-            share = found.run.about[ranks[0]]["share"]
-            if (  # experts of a rank get the samples of several shares
-                len({found.run.about[rank]["share"] for rank in found.holders("before", name)}) < found.run.shares
-                or name not in reference.ranks[share]["before"]
-                or len(reference.holders("before", name)) < reference.run.shares
-            ):
-                continue
-            whole, own = reference.before(share, name), sum_of(found, ranks, name)
+        shares = {found.run.share_of[rank] for rank in found.holders("before", name)}
+        if len(shares) < found.run.shares or len(reference.holders("before", name)) < reference.run.shares:
+            continue  # experts of a rank get the samples of several shares
+        for ranks in found.peers(name):
+            whole, own = reference.before([found.run.share_of[ranks[0]]], name), found.before(ranks, name)
             for rank in ranks:
+                part = found.ranks[rank]["before"][name]
                 errors[rank] = min(  # over an axis seq it is a mean or a sum, as the loss is
-                    error_of(masked(found.ranks[rank]["before"][name], own * factor), whole, least)
-                    for factor in {1, found.degree(SEQ)}
+                    error_of(at(part, own * factor), part, whole, least) for factor in {1, found.run.degree(SEQ)}
                 )
         if errors:
             yield Row(GRADIENT, name, errors)
@@ -272,12 +258,15 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
             for rank, record in enumerate(found.ranks)
         }
         yield Row(SKIPPED, "", differ)
-    clipped = [found.clipping(rank, expected) for rank in range(len(found.ranks))]
-    for name in order:
-        if ranks := found.holders("after", name):
-            parts = {rank: found.after(rank, name, clipped[rank][0]) for rank in ranks}
-            yield Row(REDUCED, name, {rank: error_of(part, expected[name], least) for rank, part in parts.items()})
-    right = reference.ranks[0]["norm"] or math.sqrt(square)  # some optimizers report the norm of scaled gradients
+    clipped = [found.clipping(rank, reference) for rank in range(len(found.ranks))]
+    for name in expected:
+        errors = {}
+        for rank in found.holders("after", name):
+            part = found.ranks[rank]["after"][name]
+            errors[rank] = error_of(flat(part) / clipped[rank][0], part, expected[name], least)
+        if errors:
+            yield Row(REDUCED, name, errors)
+    right = reference.ranks[0]["norm"] or reference.norm  # some optimizers report the norm of scaled gradients
     norms = {
         rank: ratio((norm - right) ** 2, right**2)
         for rank, (_, norm) in enumerate(clipped)
@@ -303,7 +292,7 @@ def _updates(found: Step, reference: Step) -> Iterator[Row]:
             if parts and key == MASTER:
                 yield Row(key, name, change_errors(parts, wholes[name], start[name]))
             elif parts:
-                yield Row(key, name, {rank: error_of(part, wholes[name]) for rank, part in parts.items()})
+                yield Row(key, name, {rank: error_of(flat(part), part, wholes[name]) for rank, part in parts.items()})
 
 
 def change_errors(parts: Mapping[int, Part], whole: torch.Tensor, start: torch.Tensor) -> dict[int, float]:
@@ -311,13 +300,7 @@ def change_errors(parts: Mapping[int, Part], whole: torch.Tensor, start: torch.T
     change = whole.double() - start.double()
     bit = torch.finfo(whole.dtype).eps / _LEAST[str(whole.dtype).removeprefix("torch.")]
     least = bit * float(start.double().square().mean().sqrt())
-    return {rank: error_of(_minus(part, start), change, least) for rank, part in parts.items()}
-
-
-def _minus(part: Part, whole: torch.Tensor) -> Part:
-    return part[0], [
-        (offsets, values.double() - box_of(whole, offsets, values).double()) for offsets, values in part[1]
-    ]
+    return {rank: error_of(flat(part) - at(part, start), part, change, least) for rank, part in parts.items()}
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------
@@ -330,8 +313,8 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
     findings: list[Finding] = list(_at_start(found))
     errors: list[Error] = []
     begun = [expected.step(0)]  # a list, so that its values are freed after the first step
-    missing = _missing(found, begun[0])
-    notes, compared = list(_notes(found, begun[0], missing)), 0
+    missing = sorted(found.start.keys() - expected.names)
+    notes = list(_notes(begun[0], missing))
     undecided: list[str] = []
     incomparable: set[str] = set()
     unlike: dict[str, None] = {}
@@ -354,7 +337,6 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
             if row.kind == REDUCED and max(row.errors.values()) <= allowed(row):
                 right.add(row.name)
         for row in rows:
-            compared += 1
             limit = allowed(row)
             if limit >= _USELESS:
                 incomparable.add(f"{row.kind} {row.name}".strip())
@@ -367,17 +349,18 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
                     suspects.clear()
                 continue
             where, axis = place_of(bad, row.errors, found)
-            finding = Finding(number, row.kind, row.name, max(row.errors.values()), limit, bad, where, axis, ())
+            worst = max(row.errors.values())
+            finding = Finding(number, row.kind, row.name, bad, where, axis, error=worst, allowed=limit)
             if row.is_partial_sum and row.kind == OUTPUT:
                 suspects.append(finding)
                 continue
             findings += suspects
             suspects.clear()
             findings.append(finding)
-        findings += _replicas(mine, number)
+        findings += _unequal(found, [record["replicas"] for record in mine.ranks], number)
         undecided += _undecided(mine, theirs, bool(findings))
         if findings:
-            findings = _explained(findings, mine, theirs, number)
+            findings[0] = _explained(findings, mine, theirs)
             break
     if unlike:
         first = next(iter(unlike))
@@ -390,7 +373,7 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
         expected.about[0]["spec"],
         found.steps,
         len(found.about),
-        compared,
+        len(errors),
         tuple(findings),
         tuple(notes),
         tuple(dict.fromkeys(undecided)),
@@ -404,11 +387,10 @@ class Allowed:
     def __init__(self, rows: Iterable[Row], dtype: str, of_norm: float = 0.0) -> None:
         self.of_norm, self.growth = of_norm, 1.0
         self.least = _LEAST.get(dtype, max(_LEAST.values()))
-        found = ((row.kind, row.name, row.errors) for row in rows if row.kind != REDUCED)
-        self.measured = {(kind, name): max(errors.values()) for kind, name, errors in found if errors}
-        for kind, name in list(self.measured):  # that of gradients alone: reductions of the reference prove nothing
-            if kind == GRADIENT:
-                self.measured[REDUCED, name] = self.measured[kind, name]
+        measured = {(row.kind, row.name): max(row.errors.values()) for row in rows if row.errors}
+        # that of gradients alone: reductions of the reference prove nothing
+        reduced = {(REDUCED, name): error for (kind, name), error in measured.items() if kind == GRADIENT}
+        self.measured = {key: error for key, error in measured.items() if key[0] != REDUCED} | reduced
         kinds = defaultdict(list)
         for (kind, _), error in self.measured.items():
             kinds[kind].append(error)
@@ -428,9 +410,9 @@ def error_of_norm(gradients: Mapping[str, torch.Tensor]) -> float:
 
     Both runs clip by such a norm, over vectors of other sizes.
     """
-    flat = torch.cat([torch.zeros(1), *(one.reshape(-1).float() for one in gradients.values())])
-    exact = math.sqrt(sum(float(one.double().square().sum()) for one in flat.split(1 << 20)))
-    return abs(float(flat.norm()) / exact - 1) if 0 < exact < math.inf else 0.0
+    vector = torch.cat([torch.zeros(1), *(one.reshape(-1).float() for one in gradients.values())])
+    exact = math.sqrt(sum(map(square, vector.split(1 << 20))))
+    return abs(float(vector.norm()) / exact - 1) if 0 < exact < math.inf else 0.0
 
 
 def place_of(bad: Iterable[int], holders: Iterable[int], run: Run) -> tuple[str, str | None]:
@@ -438,56 +420,43 @@ def place_of(bad: Iterable[int], holders: Iterable[int], run: Run) -> tuple[str,
     wrong, everyone = set(bad), set(holders)
     if wrong == everyone:
         return "all ranks" if len(everyone) == len(run.about) else f"all ranks that have it, {sorted(everyone)}", None
-    for axis in run.coordinate(0):
-        values = {run.coordinate(rank)[axis] for rank in wrong}
-        if {rank for rank in everyone if run.coordinate(rank)[axis] in values} == wrong:
+    for axis in run.coordinates[0]:
+        values = {run.coordinates[rank][axis] for rank in wrong}
+        if {rank for rank in everyone if run.coordinates[rank][axis] in values} == wrong:
             return f"ranks with {axis}={','.join(map(str, sorted(values)))}", axis
     return f"ranks {sorted(wrong)}", None
 
 
 def _at_start(found: Run) -> Iterator[Finding]:
     """Yield weights that no rank has, replicas that start differently, and slices that start with equal values."""
-    places: dict[str, dict[tuple[Any, ...], int]] = defaultdict(dict)
+    held: dict[str, dict[tuple[Any, ...], int]] = defaultdict(dict)
     sizes = {}
     for weights in found.starts:
         for name, (shape, boxes) in weights.items():
             sizes[name] = math.prod(shape)
-            places[name] |= {(offsets, tuple(values.shape)): values.numel() for offsets, values in boxes}
-    for name, boxes_of in places.items():
+            held[name] |= {(offsets, tuple(values.shape)): values.numel() for offsets, values in boxes}
+    for name, boxes_of in held.items():
         if sum(boxes_of.values()) < sizes[name]:
             share = sum(boxes_of.values()) / sizes[name]
             cause = "the ranks have the same slice or experts twice, and others not at all: a wrong group"
             holders = tuple(rank for rank, weights in enumerate(found.starts) if name in weights)
             where = f"all ranks together have {share:.3g} of it"
-            yield Finding(-1, START, name, math.inf, 0.0, holders, where, None, (cause,))
+            yield Finding(-1, START, name, holders, where, None, (cause,))
             return
     yield from _unequal(found, found.replicas, -1)
     by_place: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank, weights in enumerate(found.starts):
-        place = {axis: index for axis, index in found.coordinate(rank).items() if axis != MODEL}
+        place = {axis: index for axis, index in found.coordinates[rank].items() if axis != MODEL}
         for name in weights:
             by_place[name, tuple(place.items())].append(rank)
     for (name, _), ranks in by_place.items():
         parts = [found.starts[rank][name] for rank in ranks]
-        values = [torch.cat([one.reshape(-1) for _, one in boxes]) for _, boxes in parts if boxes]
-        is_sliced = len(ranks) > 1 and len({tuple(offsets for offsets, _ in boxes) for _, boxes in parts}) == len(parts)
+        values = [flat(part) for part in parts if part[1]]
+        is_sliced = len(ranks) > 1 and len(set(map(places, parts))) == len(parts)
         if is_sliced and all(torch.equal(values[0], one) for one in values) and values[0].unique().numel() > 1:
-            yield Finding(
-                -1,
-                START,
-                name,
-                math.inf,
-                0.0,
-                tuple(ranks),
-                "all slices are equal",
-                MODEL,
-                ("different random state: ranks along 'model' drew equal values for different slices",),
-            )
+            cause = "different random state: ranks along 'model' drew equal values for different slices"
+            yield Finding(-1, START, name, tuple(ranks), "all slices are equal", MODEL, (cause,))
             return
-
-
-def _replicas(found: Step, number: int) -> Iterator[Finding]:
-    yield from _unequal(found.run, [record["replicas"] for record in found.ranks], number)
 
 
 def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
@@ -504,32 +473,23 @@ def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
             usual = max(digests, key=digests.count)
             bad = tuple(rank for rank, (_, digest) in found.items() if digest != usual)
             parts = [run.starts[rank].get(name) for rank in found]
-            if all(parts) and len({tuple(offsets for offsets, _ in part[1]) for part in parts}) > 1:
+            if all(parts) and len(set(map(places, parts))) > 1:
                 cause = "it is split, as its partition_dim says, but lacks the mark tensor_model_parallel = True"
             elif number < 0:
                 cause = "different random state, as by other seeds, or a weight loaded or changed on some ranks only"
             else:
                 cause = "a rank skipped or repeated a step, or changed or lost an update"
-            yield Finding(
-                number, REPLICAS, name, math.inf, 0.0, bad, f"ranks {list(ranks)} along {axes} differ", axes, (cause,)
-            )
+            yield Finding(number, REPLICAS, name, bad, f"ranks {list(ranks)} along {axes} differ", axes, (cause,))
             return
 
 
-def _missing(found: Run, first: Step) -> list[str]:
-    """Return the names of the parameters that the reference has not."""
-    known = {name for record in first.ranks for name in record["before"]}
-    return sorted(found.start.keys() - known - first.run.digests.keys())
-
-
-def _notes(found: Run, first: Step, missing: Sequence[str]) -> Iterator[str]:
+def _notes(first: Step, missing: Sequence[str]) -> Iterator[str]:
     """Yield what is unusual about the reference, of which ``first`` is the first step."""
-    expected = first.run
     if missing:
         yield f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"
-    elif any(name in found.start and digest_of(found.start[name]) != own for name, own in expected.digests.items()):
+    elif first.run.had_others:
         yield "the program initialises other weights in the reference, which was given those of the layout"
-    norm, right = first.ranks[0]["norm"], math.sqrt(sum(float(one.square().sum()) for one in first.sums.values()))
+    norm, right = first.ranks[0]["norm"], first.norm
     if norm and right and abs(norm / right - 1) > _LEAST["bfloat16"]:
         yield f"the reference reports {norm / right:.3g} times its norm of gradients; others are compared with that"
 
@@ -542,18 +502,14 @@ def _undecided(mine: Step, theirs: Step, is_different: bool) -> Iterator[str]:
         yield "the last step was skipped because of an overflow: give a smaller initial loss scale, or more --steps"
 
 
-def _explained(findings: list[Finding], mine: Step, theirs: Step, number: int) -> list[Finding]:
-    """Add causes to the first finding."""
-    first, *others = findings
+def _explained(findings: Sequence[Finding], mine: Step, theirs: Step) -> Finding:
+    """Return the first finding with its causes."""
+    first = findings[0]
     if first.causes:
-        return findings
+        return first
     wrong: dict[str, set[str]] = defaultdict(set)
     for one in findings:
         wrong[one.kind].add(one.name)
-    causes: list[Cause] = explain(first.kind, first.name, first.ranks, mine, theirs, wrong)
+    causes = explain(first.kind, first.name, first.ranks, mine, theirs, wrong)
     axis = first.axis or next((cause.axis for cause in causes if cause.axis), None)
-    texts = tuple(cause.text for cause in causes)
-    explained = Finding(
-        first.step, first.kind, first.name, first.error, first.allowed, first.ranks, first.where, axis, texts
-    )
-    return [explained, *others]
+    return replace(first, axis=axis, causes=tuple(cause.text for cause in causes))

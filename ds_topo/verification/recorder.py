@@ -1,26 +1,30 @@
-"""Record on each rank what an engine computes in its first steps, as files of plain tensors.
+"""Record on each rank what an engine computes in its first steps, as files of plain tensors, and read them again.
 
 The first engine that trains is recorded, from its first forward pass on::
 
-    start.pt     whole-model places and values of this rank's weights; of a reference their digests
+    start.pt     whole-model places and values of this rank's weights; of a reference their names
     step_0.pt    activations, losses, gradients before and after reduction, norm, weights and optimizer states
     step_1.pt    ...
 
 A gradient *before reduction* is summed here, by hooks on parameters, and so does not depend on the reduction. One
 *after reduction* is what the optimizer gets: every part of it that this rank has, at its place in the whole parameter.
-Places are those of checkpoints (:mod:`ds_topo.checkpoint.engine_state`).
+Places are those of checkpoints (:mod:`ds_topo.checkpoint.engine_state`). :class:`Run` reads the files of all ranks, and
+assembles whole tensors from their parts.
 """
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -37,7 +41,7 @@ from ds_topo.engine.replicas import replicated
 from ds_topo.ledger import ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.topology.axes import MODEL
+from ds_topo.topology.axes import MODEL, SEQ
 
 Part = tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]
 """The shape of a whole tensor, and this rank's boxes of it: offsets and values."""
@@ -68,10 +72,6 @@ class Recording:
         """True if this run is compared with another one: what DeepSpeed reduces in it is not recorded."""
         return self.weights_from is not None
 
-    def is_last(self, done: int, is_skipped: bool) -> bool:
-        """Tell whether the recording ends after a step; ``done`` counts it."""
-        return done == self.steps or (self.until_update and not is_skipped)
-
     def folder_of(self, rank: int) -> Path:
         """Return the folder of one rank."""
         return self.folder / f"rank_{rank}"
@@ -85,31 +85,28 @@ class Finished(BaseException):
 def recording(what: Recording, engine: DeepSpeedEngine | None = None) -> Iterator[Recorder]:
     """Record an engine, or the first one that trains inside the ``with`` statement, until :class:`Finished`."""
     recorder = Recorder(what)
-    with ExitStack() as undo:
-        undo.callback(recorder.detach)
+    with recorder.hooks as undo:
         for row, method in (
             (patches.RECORDED_FORWARD, recorder.forward),
             (patches.RECORDED_BACKWARD, recorder.backward),
             (patches.RECORDED_STEP, recorder.step),
             (patches.RECORDED_BATCH, recorder.train_batch),
         ):
-            if engine is None:
-                undo.callback(ledger.bind(row, partial(_around, method)))
-            elif isinstance(engine, row.owner):  # type: ignore[arg-type]
-                undo.callback(ledger.bind(row, partial(_around_bound, method, engine), engine))
+            if engine is None or isinstance(engine, row.owner):  # type: ignore[arg-type]
+                undo.callback(ledger.bind(row, partial(_around, method, engine), engine))
         yield recorder
 
 
-def _around(method: Callable[..., Any], original: Any) -> Any:
+def _around(method: Callable[..., Any], engine: DeepSpeedEngine | None, original: Any) -> Any:
+    """Build the replacement of a method of one engine, or of the class if it is None."""
+    if engine is not None:
+        return wraps(original)(partial(method, original, engine))
+
     @wraps(original)
     def call(engine: Any, *arguments: Any, **named: Any) -> Any:
         return method(partial(original, engine), engine, *arguments, **named)
 
     return call
-
-
-def _around_bound(method: Callable[..., Any], engine: DeepSpeedEngine, original: Any) -> Any:
-    return wraps(original)(partial(method, original, engine))
 
 
 class Recorder:
@@ -118,12 +115,14 @@ class Recorder:
     def __init__(self, what: Recording) -> None:
         self.what = what
         self.engine: DeepSpeedEngine | None = None
-        self.step_number = 0
-        self._hooks = ExitStack()
+        self._number = 0
+        """The number of the present step."""
+        self.hooks = ExitStack()
+        """Removes all hooks at its end."""
         self._named: list[Named] = []
+        self._slices: dict[str, Slice] = {}
+        """The places of all parameters in whole ones."""
         self._is_in_forward = False
-        self._micro_batch = 0
-        """The number of forward passes of this step so far."""
         self._of_others: set[int] = set()
         """The ids of parameters of a reference, of which another rank records the same weights."""
         self._begin_step()
@@ -141,24 +140,22 @@ class Recorder:
         finally:
             # a pipeline with seed_layers seeds before each layer
             reseeds = bool(getattr(engine.module, "seed_layers", False))
-            self._is_random |= not (reseeds or torch.equal(state, torch.get_rng_state()))
+            self._record["is_random"] |= not (reseeds or torch.equal(state, torch.get_rng_state()))
             self._micro_batch += 1
             self._is_in_forward = False
 
     def backward(self, original: Any, engine: DeepSpeedEngine, loss: Any, *arguments: Any, **named: Any) -> Any:
         """Record the loss of a plain engine."""
         if engine is self.engine and not isinstance(engine, PipelineEngine) and torch.is_tensor(loss):
-            self._losses.append(float(loss.detach().float().mean()))
+            self._record["losses"].append(float(loss.detach().float().mean()))
         return original(loss, *arguments, **named)
 
     def step(self, original: Any, engine: DeepSpeedEngine, *arguments: Any, **named: Any) -> Any:
         """Record a step of a plain engine at its end."""
-        if self.engine is None or engine is not self.engine or isinstance(engine, PipelineEngine):
-            return original(*arguments, **named)
         before = engine.global_steps
         result = original(*arguments, **named)
-        if engine.global_steps > before:
-            self._end_step()
+        if engine.global_steps > before and engine is self.engine and not isinstance(engine, PipelineEngine):
+            self._end_step(engine)
         return result
 
     def train_batch(self, original: Any, engine: PipelineEngine, *arguments: Any, **named: Any) -> Any:
@@ -166,8 +163,8 @@ class Recorder:
         if not self._attach(engine):
             return original(*arguments, **named)
         result = original(*arguments, **named)
-        self._losses.append(float(result))
-        self._end_step()
+        self._record["losses"].append(float(result))
+        self._end_step(engine)
         return result
 
     # -- attaching ---------------------------------------------------------------------------------------------------
@@ -179,35 +176,33 @@ class Recorder:
         self.engine, began = engine, time.time()
         unused = _unused_copies(engine)
         self._named = [one for one in named_parameters(engine) if id(one.parameter) not in unused]
-        self._watch(engine.module, {one.names[0]: one.parameter for one in self._named})
+        self._watch(engine.module, {one.names[0]: (one.parameter, one.slice) for one in self._named})
         inner = facts.inner_optimizer(engine)
         if inner is not None and not self.what.is_reference:
-            self._hooks.callback(inner.register_step_pre_hook(self._before_update).remove)
+            self.hooks.callback(inner.register_step_pre_hook(self._before_update).remove)
         self._skipped, self._scale = int(engine.skipped_steps), scale_of(engine)
         folder = self.what.folder_of(dist.get_rank())
         folder.mkdir(parents=True, exist_ok=True)
-        described = {"about": {**about(engine), "began": began}, "replicas": self._replicas()}
-        if self.what.is_reference:
-            whole = [one for one in self._named if not hasattr(one.parameter, "ds_tensor")]
-            copies = [id(one.parameter) for one in whole if not one.is_expert]
-            self._of_others = set(copies) - set(copies[dist.get_rank() :: dist.get_world_size()])
-            digests = {one.names[0]: digest_of(one.parameter) for one in whole}
-            _save({**described, "digests": digests}, folder / "start.pt")
+        start: dict[str, Any] = {"about": {**about(engine), "began": began}, "replicas": self._replicas(engine)}
+        if self.what.weights_from is None:
+            start |= {"weights": self._weights(), "masters": self._states(inner).get(MASTER, {})}
         else:
-            weights = {"weights": self._weights(), "masters": self._states().get(MASTER, {})}
-            _save({**described, **weights}, folder / "start.pt")
-        if self.what.weights_from is not None:
-            self._load(self.what.weights_from)
+            named = [one for one in self._named if not one.is_expert and not hasattr(one.parameter, "ds_tensor")]
+            copies = [id(one.parameter) for one in named]
+            self._of_others = set(copies) - set(copies[dist.get_rank() :: dist.get_world_size()])
+            start |= {"names": list(self._slices), "had_others": self._load(self.what.weights_from)}
+        _save(start, folder / "start.pt")
         return True
 
-    def _watch(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Record outputs and gradients of a module."""
+    def _watch(self, model: nn.Module, parameters: Mapping[str, tuple[nn.Parameter, Slice]]) -> None:
+        """Record outputs and gradients of a module, whose parameters are slices of whole ones."""
         for name, module in model.named_modules():
             if name:
-                self._hooks.callback(module.register_forward_hook(partial(self._output, name)).remove)
-        for name, parameter in parameters.items():
+                self.hooks.callback(module.register_forward_hook(partial(self._output, name)).remove)
+        for name, (parameter, of_whole) in parameters.items():
+            self._slices[name] = of_whole
             if parameter.requires_grad:
-                self._hooks.callback(parameter.register_hook(partial(self._gradient, name)).remove)
+                self.hooks.callback(parameter.register_hook(partial(self._gradient, name)).remove)
         if self.what.noise is not None:
             device = next(model.parameters()).device
             self._generator = torch.Generator(device=device).manual_seed(self.what.noise + dist.get_rank())
@@ -228,86 +223,68 @@ class Recorder:
             described: what :func:`about` says of the rank whose samples these are.
         """
         parameters = dict(model.named_parameters())
-        self._watch(model, parameters)
+        self._watch(model, {name: (one, Slice(tuple(one.shape))) for name, one in parameters.items()})
         folder = self.what.folder_of(int(described["share"]))
         folder.mkdir(parents=True)
-        for number, (weights, micro_batches) in enumerate(steps):
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(weights[name])
-            if number == 0:
-                digests = {name: digest_of(parameter) for name, parameter in parameters.items()}
-                _save({"about": dict(described), "digests": digests, "replicas": []}, folder / "start.pt")
-            model.zero_grad()
-            for micro_batch in micro_batches:
-                self._is_in_forward, state = micro_batch is micro_batches[0], torch.get_rng_state()
-                loss = loss_of(model, *micro_batch)
-                self._is_random |= not torch.equal(state, torch.get_rng_state())
-                self._losses.append(float(loss.detach()))
-                (loss / len(micro_batches)).backward()
-            _save(
-                {
-                    **{"outputs": self._outputs, "losses": self._losses, "order": list(self._before)},
-                    "before": {name: self._recorded(_whole(gradient)) for name, gradient in self._before.items()},
-                    **{"arrivals": self._arrivals, "after": {}, "norm": None, "clip": 0.0, "scale": 1.0},
-                    **{"is_skipped": False, "is_random": self._is_random, "rates": []},
-                    **{"weights": {}, "states": {}, "replicas": []},
-                },
-                folder / f"step_{number}.pt",
-            )
-            self._begin_step()
-            if self.what.is_last(number + 1, is_skipped=False):
-                return
+        _save({"about": dict(described), "names": list(parameters), "replicas": []}, folder / "start.pt")
+        with self.hooks, suppress(Finished):
+            for weights, micro_batches in steps:
+                with torch.no_grad():
+                    for name, parameter in parameters.items():
+                        parameter.copy_(weights[name])
+                model.zero_grad()
+                for micro_batch in micro_batches:
+                    self._is_in_forward, state = micro_batch is micro_batches[0], torch.get_rng_state()
+                    loss = loss_of(model, *micro_batch)
+                    self._record["is_random"] |= not torch.equal(state, torch.get_rng_state())
+                    self._record["losses"].append(float(loss.detach()))
+                    (loss / len(micro_batches)).backward()
+                self._write(folder)
 
-    def detach(self) -> None:
-        """Remove all hooks."""
-        self._hooks.close()
-
-    def _load(self, folder: Path) -> None:
-        """Start with the weights and master weights that another run has started with.
+    def _load(self, folder: Path) -> bool:
+        """Start with the weights and master weights that another run has started with; return whether weights differed.
 
         Some of DeepSpeed's optimizers step without gradients when they are built, so that master weights have decayed.
         """
         starts = [torch.load(path, mmap=True) for path in sorted(folder.glob("rank_*/start.pt"))]
         weights, masters = (whole_tensors(one[kind] for one in starts) for kind in ("weights", "masters"))
+        had_others = False
         with torch.no_grad():
             for one in self._named:
                 name, in_module = one.names[0], held_by_module(one.parameter)
                 if name not in weights:
                     warnings.warn(f"{name} is not in the wanted layout, and keeps its own values", stacklevel=2)
                     continue
-                for whole, held in ((masters.get(name), one.held), (weights[name], in_module)):
-                    if whole is not None:
-                        for offsets, memory in one.part_of(held.master, held).boxes.items():
-                            memory.copy_(_box(whole, offsets, memory.shape))
+                if name in masters:
+                    _overwrite(one.part_of(one.held.master, one.held), masters[name])
+                had_others |= _overwrite(one.part_of(in_module.master, in_module), weights[name])
+        return had_others
 
     # -- what is recorded --------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
         self._micro_batch = 0
-        self._losses: list[float] = []
-        self._outputs: dict[str, torch.Tensor] = {}
+        """The number of forward passes of this step so far."""
         self._before: dict[str, torch.Tensor] = {}
-        self._arrivals: dict[str, int] = {}
-        self._after: Parts = {}
-        self._is_random = False
+        """Gradients before reduction, in the order in which they arrive."""
+        self._record: dict[str, Any] = {
+            **{"outputs": {}, "losses": [], "after": {}, "weights": {}, "states": {}, "replicas": [], "rates": []},
+            **{"norm": None, "clip": 0.0, "scale": 1.0, "is_skipped": False, "is_random": False},
+        }
         self._noisy = torch.empty(0)
         """The last output with artificial rounding errors."""
 
     def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Record a module's output; with artificial rounding errors, return another one."""
-        if not self._is_in_forward and self.what.noise is None:
-            return None
-        tensors = output if isinstance(output, (tuple, list)) else [output]
-        for number, tensor in enumerate(tensors):
-            if self._is_in_forward and torch.is_tensor(tensor) and tensor.is_floating_point():
+        if self._is_in_forward:
+            for number, tensor in enumerate(output if isinstance(output, (tuple, list)) else [output]):
                 key = name if number == 0 else f"{name}[{number}]"
-                if key not in self._outputs:
-                    self._outputs[key] = _copied(tensor)
+                if torch.is_tensor(tensor) and tensor.is_floating_point() and key not in self._record["outputs"]:
+                    self._record["outputs"][key] = _copied(tensor)
         if self.what.noise is None:
             return None
-        if isinstance(output, (tuple, list)):
-            return type(output)([self._rounded(one) for one in output]) if type(output) in (tuple, list) else None
+        if type(output) in (tuple, list):
+            return type(output)(map(self._rounded, output))
         return self._rounded(output)
 
     def _rounded(self, tensor: Any) -> Any:
@@ -325,7 +302,6 @@ class Recorder:
         own = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
         if not own.numel():
             return
-        self._arrivals[name] = self._arrivals.get(name, 0) + 1
         if name in self._before:
             self._before[name] += own.float()
         else:
@@ -337,42 +313,40 @@ class Recorder:
             if one.held.group is not None and one.held.numel and one.held.master.grad is not None:
                 gradient = one.held.master.grad
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
-                self._after[one.names[0]] = _plain(one.part_of(dense, one.held), _copied)
+                self._record["after"][one.names[0]] = _plain(one.part_of(dense, one.held), _copied)
 
-    def _end_step(self) -> None:
-        engine = self.engine
-        assert engine is not None
+    def _end_step(self, engine: DeepSpeedEngine) -> None:
         scale, skipped, norm = scale_of(engine), int(engine.skipped_steps), engine.get_global_grad_norm()
-        inner, is_skipped = facts.inner_optimizer(engine), skipped > self._skipped
-        record = {
-            "outputs": self._outputs,
-            "losses": self._losses,
-            "before": {
-                one.names[0]: self._recorded(
-                    part_of(self._before[one.names[0]], one.slice, 0, self._before[one.names[0]].numel())
-                )
-                for one in self._named
-                if one.names[0] in self._before
-            },
-            "order": list(self._before),
-            "arrivals": self._arrivals,
-            "after": self._after,
+        inner = facts.inner_optimizer(engine)
+        self._record |= {
             "norm": None if norm is None else float(norm),
             "clip": float(engine.gradient_clipping() or 0.0),
             "scale": self._scale,
-            "is_skipped": is_skipped,
-            "is_random": self._is_random,
+            "is_skipped": skipped > self._skipped,
             "rates": [] if inner is None else [float(group["lr"]) for group in inner.param_groups],
             "weights": self._weights(),
-            "states": self._states(),
-            "replicas": self._replicas(),
+            "states": self._states(inner),
+            "replicas": self._replicas(engine),
             "memory": memory_of("/proc/self/status", "VmHWM"),
         }
-        _save(record, self.what.folder_of(dist.get_rank()) / f"step_{self.step_number}.pt")
         self._skipped, self._scale = skipped, scale
-        self.step_number += 1
+        self._write(self.what.folder_of(dist.get_rank()))
+
+    def _write(self, folder: Path) -> None:
+        """Write the record of a step, and begin the next one.
+
+        Raises:
+            Finished: it was the last step.
+        """
+        record = self._record
+        record["before"] = {
+            name: self._recorded(part_of(gradient, self._slices[name], 0, gradient.numel()))
+            for name, gradient in self._before.items()
+        }
+        _save(record, folder / f"step_{self._number}.pt")
+        self._number += 1
         self._begin_step()
-        if self.what.is_last(self.step_number, is_skipped):
+        if self._number == self.what.steps or (self.what.until_update and not record["is_skipped"]):
             raise Finished
 
     def _recorded(self, part: Any) -> Part:
@@ -385,10 +359,9 @@ class Recorder:
         held = ((one, held_by_module(one.parameter)) for one in named)
         return {one.names[0]: self._recorded(one.part_of(place.master, place)) for one, place in held}
 
-    def _states(self) -> dict[str, Parts]:
+    def _states(self, inner: Any) -> dict[str, Parts]:
         """Return master weights and optimizer states with a value for each element, by key and parameter."""
-        assert self.engine is not None
-        inner, found = facts.inner_optimizer(self.engine), dict[str, Parts]()
+        found: dict[str, Parts] = {}
         for one in self._named:
             master = one.held.master
             if one.held.group is None or inner is None or not one.held.numel:
@@ -401,15 +374,13 @@ class Recorder:
                     found.setdefault(key, {})[one.names[0]] = self._recorded(one.part_of(value, one.held))
         return found
 
-    def _replicas(self) -> list[tuple[str, str, list[int], bool, int]]:
+    def _replicas(self, engine: DeepSpeedEngine) -> list[tuple[str, str, list[int], bool, int]]:
         """Return a digest of each tensor that must be equal on several ranks: name, axes, ranks, is slice, digest."""
-        engine = self.engine
-        assert engine is not None
         if self.what.is_reference or int(engine.zero_optimization_stage()) == 3:
             return []
         slices = isinstance(engine.mpu, MpuGrid) and engine.mpu.get_axis_size(MODEL) > 1
         rows = [row for row in replicated(engine, slices) if not row.name.startswith("random state")]
-        digests = {number: digest_of(one) for number, one in {id(row.tensor): row.tensor for row in rows}.items()}
+        digests = {number: _digest_of(one) for number, one in {id(row.tensor): row.tensor for row in rows}.items()}
         return [
             (row.name, row.axes, dist.get_process_group_ranks(row.group), row.is_slice, digests[id(row.tensor)])
             for row in rows
@@ -446,7 +417,6 @@ def about(engine: DeepSpeedEngine) -> Mapping[str, Any]:
         coordinate = dict(topology.get_coord(place)._asdict())
         share, shares, spec = engine.mpu.get_sample_rank(), engine.mpu.get_sample_world_size(), topology.spec
     return {
-        "rank": rank,
         "coordinate": coordinate,
         "share": share,
         "shares": shares,
@@ -482,7 +452,7 @@ def _save(record: Mapping[str, Any], path: Path) -> None:
         torch.save(record, path)
 
 
-def digest_of(tensor: torch.Tensor) -> int:
+def _digest_of(tensor: torch.Tensor) -> int:
     dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
     flat = dense.cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data)
@@ -490,6 +460,16 @@ def digest_of(tensor: torch.Tensor) -> int:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _overwrite(part: Any, whole: torch.Tensor) -> bool:
+    """Copy a whole tensor into this rank's part of it; return whether the part had other values."""
+    had_others = False
+    for offsets, memory in part.boxes.items():
+        given = box_of(whole, offsets, memory).to(memory)
+        had_others |= not torch.equal(memory, given)
+        memory.copy_(given)
+    return had_others
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -514,19 +494,16 @@ def _sampled(offsets: tuple[int, ...], values: torch.Tensor) -> Iterator[tuple[t
         yield (offsets[0] + start, *offsets[1:]), block.clone()
 
 
-def _whole(tensor: torch.Tensor) -> Any:
-    return part_of(tensor.detach(), Slice(tuple(tensor.shape)), 0, tensor.numel())
-
-
 def _plain(part: Any, values_of: Callable[[torch.Tensor], torch.Tensor] = _alone) -> Part:
     return tuple(part.shape), [(offsets, values_of(memory)) for offsets, memory in part.boxes.items()]
 
 
-def _box(whole: torch.Tensor, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    return whole[tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))]
+def box_of(whole: torch.Tensor, offsets: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
+    """Return the part of a whole tensor that lies where a rank's values do."""
+    return whole[tuple(slice(start, start + size) for start, size in zip(offsets, values.shape, strict=True))]
 
 
-def whole_tensors(ranks: Any) -> dict[str, torch.Tensor]:
+def whole_tensors(ranks: Iterable[Parts]) -> dict[str, torch.Tensor]:
     """Assemble whole tensors from the parts of all ranks; of equal places the last one stays."""
     result: dict[str, torch.Tensor] = {}
     for parts in ranks:
@@ -534,10 +511,168 @@ def whole_tensors(ranks: Any) -> dict[str, torch.Tensor]:
             for offsets, values in boxes:
                 if name not in result:
                     result[name] = torch.zeros(shape, dtype=values.dtype)
-                _box(result[name], offsets, values.shape).copy_(values)
+                box_of(result[name], offsets, values).copy_(values)
     return result
 
 
-def box_of(whole: torch.Tensor, offsets: tuple[int, ...], values: torch.Tensor) -> torch.Tensor:
-    """Return the part of a whole tensor that lies where a rank's values do."""
-    return _box(whole, offsets, tuple(values.shape))
+def places(part: Part) -> tuple[tuple[int, ...], ...]:
+    """Return where in the whole tensor a part is."""
+    return tuple(offsets for offsets, _ in part[1])
+
+
+def flat(part: Part) -> torch.Tensor:
+    """Return the values of a part as one vector."""
+    return torch.cat([torch.empty(0, dtype=torch.float64), *(values.double().reshape(-1) for _, values in part[1])])
+
+
+def at(part: Part, whole: torch.Tensor) -> torch.Tensor:
+    """Return the values of a whole tensor at the places of a part, as one vector."""
+    return flat((part[0], [(offsets, box_of(whole, offsets, values)) for offsets, values in part[1]]))
+
+
+def square(tensor: torch.Tensor) -> float:
+    return float(tensor.double().square().sum())
+
+
+# -- recorded runs -----------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """A recorded run of all ranks; a reference has started with the weights of the ``wanted`` run."""
+
+    def __init__(self, folder: Path, wanted: Run | None = None) -> None:
+        self._wanted = wanted
+        count = len(list(folder.glob("rank_*/start.pt")))
+        self.folders = [folder / f"rank_{rank}" for rank in range(count)]
+        starts = [torch.load(one / "start.pt", mmap=True) for one in self.folders]
+        self.about: list[Mapping[str, Any]] = [one["about"] for one in starts]
+        self.coordinates: list[Mapping[str, int]] = [one["coordinate"] for one in self.about]
+        self.share_of: list[int] = [one["share"] for one in self.about]
+        self.shares = int(self.about[0]["shares"])
+        self.starts = [one.get("weights", {}) for one in starts]
+        self.names = {name for one in starts for name in one.get("names", ())}
+        """Of the parameters of a reference."""
+        self.had_others = any(one.get("had_others") for one in starts)
+        """True if the program would have started a reference with other weights."""
+        self.replicas = [one["replicas"] for one in starts]
+        self.steps = min(len(list(one.glob("step_*.pt"))) for one in self.folders)
+
+    @cached_property
+    def start(self) -> dict[str, torch.Tensor]:
+        """The whole first weights."""
+        return whole_tensors(self.starts) if self._wanted is None else self._wanted.start
+
+    def step(self, number: int) -> Step:
+        """Return the records of one step."""
+        return Step(self, number, [torch.load(one / f"step_{number}.pt", mmap=True) for one in self.folders])
+
+    def degree(self, axis: str) -> int:
+        """Return the degree of an axis."""
+        return 1 + max(coordinate.get(axis, 0) for coordinate in self.coordinates)
+
+    def axes_between(self, rank: int, other: int) -> set[str]:
+        """Return the axes along which two ranks have different coordinates."""
+        here, there = self.coordinates[rank], self.coordinates[other]
+        return {axis for axis in here if here[axis] != there[axis]}
+
+
+class Step:
+    """The records of all ranks in one step."""
+
+    def __init__(self, run: Run, number: int, ranks: list[dict[str, Any]]) -> None:
+        self.run, self.number, self.ranks = run, number, ranks
+
+    def holders(self, kind: str, name: str) -> list[int]:
+        """Return the ranks that have recorded a tensor."""
+        return [rank for rank, record in enumerate(self.ranks) if name in record[kind]]
+
+    @cached_property
+    def sums(self) -> dict[str, torch.Tensor]:
+        """The mean, over the shares of the samples, of whole gradients before reduction."""
+        found: dict[str, torch.Tensor] = {}
+        for record in self.ranks:
+            for name, (shape, boxes) in record["before"].items():
+                total = found.setdefault(name, torch.zeros(shape))
+                for offsets, values in boxes:
+                    box_of(total, offsets, values).add_(values, alpha=1 / record["scale"] / self.run.shares)
+        return found
+
+    @cached_property
+    def norm(self) -> float:
+        """The norm of ``sums``."""
+        return math.sqrt(sum(map(square, self.sums.values())))
+
+    @cached_property
+    def whole_weights(self) -> dict[str, torch.Tensor]:
+        """The whole weights after the step."""
+        return whole_tensors(record["weights"] for record in self.ranks)
+
+    @cached_property
+    def previous(self) -> dict[str, torch.Tensor]:
+        """The whole weights before the step."""
+        return self.run.start if self.number == 0 else self.run.step(self.number - 1).whole_weights
+
+    def before(self, ranks: Iterable[int], name: str) -> torch.Tensor:
+        """Return the gradient of some ranks before reduction: the sum over stages, and the mean over ``seq``.
+
+        It is at its place in the whole, with zeros elsewhere.
+        """
+        total, pieces = torch.zeros(()), set()
+        for rank in ranks:
+            record = self.ranks[rank]
+            total = total + whole_tensors([{name: record["before"][name]}])[name].float() / float(record["scale"])
+            pieces.add(self.run.coordinates[rank].get(SEQ, 0))
+        return total / len(pieces)
+
+    def peers(self, name: str) -> list[list[int]]:
+        """Return the ranks whose gradients before reduction are parts of one: stages that share it, and ``seq``."""
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for rank in self.holders("before", name):
+            groups[self.run.share_of[rank], self.run.coordinates[rank].get(MODEL, 0)].append(rank)
+        return list(groups.values())
+
+    def clipping(self, rank: int, reference: Step) -> tuple[float, float | None]:
+        """Return the factor by which a rank's gradients were clipped, and the norm that it reports or clips by.
+
+        DeepSpeed clips by the norm of scaled or of unscaled gradients, and does not report every norm. The factor is
+        the median over all parameters, so that one wrong gradient does not change it.
+        """
+        record, expected = self.ranks[rank], reference.sums
+        factors = []
+        for name, part in record["after"].items():
+            own, there = square(flat(part)), square(at(part, expected[name])) if name in expected else 0.0
+            if own > 0 and there > 0 and math.isfinite(own):
+                factors.append(math.sqrt(own / there))
+        found = median(factors) if factors else 1.0
+        clip, scale, norm = record["clip"], record["scale"], record["norm"]
+        if not norm and 0 < clip < reference.norm and factors:
+            return found, clip / found
+        right = norm or reference.norm
+        reasons = [1.0, *(clip / (each + 1e-6) for each in {right, right / scale} if 0 < clip < each < math.inf)]
+        return min(reasons, key=lambda reason: abs(math.log(found / reason))), norm
+
+
+def error_of(own: torch.Tensor, part: Part, whole: torch.Tensor, least: float = 0.0) -> float:
+    """Return the relative error of a rank's values of a part of a tensor.
+
+    Args:
+        own: the values, as one vector.
+        part: their places.
+        whole: the right tensor.
+        least: the smallest norm of an element.
+    """
+    there = at(part, whole)
+    typical = float(whole.double().square().mean()) if whole.numel() else 0.0
+    return ratio(square(own - there), max(square(there), there.numel() * typical, there.numel() * least**2))
+
+
+def ratio(own: float, reference: float) -> float:
+    if math.isnan(own) or math.isinf(own):
+        return math.inf
+    return math.sqrt(own / reference) if reference > 0 else math.inf if own > 0 else 0.0
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative error of a whole tensor."""
+    found, expected = found.double(), expected.double()
+    return ratio(square(found - expected), square(expected))

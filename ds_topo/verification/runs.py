@@ -37,8 +37,7 @@ from ds_topo.topology import ProcessTopology
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SHARD, check_meanings
 from ds_topo.topology.rank_tables import degree, sample_axes
 from ds_topo.verification.comparison import Report, compare
-from ds_topo.verification.recorder import Finished, Recorder, Recording, about, memory_of, recording
-from ds_topo.verification.records import Run
+from ds_topo.verification.recorder import Finished, Recorder, Recording, Run, about, memory_of, recording
 
 _LINES = 12
 """The lines of a failed rank's output in an error."""
@@ -362,53 +361,36 @@ def verify(
     whole = copy.deepcopy(engine.module) if reference is None else reference
     loss_of = loss or (lambda model, *micro_batch: model(*micro_batch))
     with ExitStack() as stack:
-        folders: list[Any] = [None]
+        own = ""
         if dist.get_rank() == 0:
-            folders = [stack.enter_context(tempfile.TemporaryDirectory(prefix="ds_topo_verify_"))]
-        dist.broadcast_object_list(folders)
-        folder = Path(folders[0])
+            own = stack.enter_context(tempfile.TemporaryDirectory(prefix="ds_topo_verify_"))
+        folder = Path(gathered(own)[0])
         _meet("" if folder.is_dir() else f"{folder} is not there: set TMPDIR to a folder that all ranks share")
-        with recording(Recording(folder / "wanted", len(steps)), engine):
-            try:
-                for step in steps:
-                    _take(engine, step, loss_of)
-            except Finished:
-                pass
+        with recording(Recording(folder / "wanted", len(steps)), engine), suppress(Finished):
+            for step in steps:
+                if is_pipeline:
+                    engine.train_batch(iter(step))
+                    continue
+                for micro_batch in step:
+                    engine.backward(loss_of(engine, *micro_batch))
+                    engine.step()
         dist.barrier()
         run, mine = Run(folder / "wanted"), about(engine)
         problem = ""
-        if run.about[dist.get_rank()] == next(one for one in run.about if one["share"] == mine["share"]):
+        if dist.get_rank() == run.share_of.index(mine["share"]):
             try:
                 whole.to(getattr(torch, mine["dtype"])).train()
                 for name, noise in (("reference", None), ("rounding", 1)):
+                    weights = (run.step(number).previous for number in range(len(steps)))
                     recorder = Recorder(Recording(folder / name, len(steps), noise=noise))
-                    try:
-                        recorder.record_whole(whole, _with_weights(run, steps), loss_of, mine)
-                    finally:
-                        recorder.detach()
+                    recorder.record_whole(whole, zip(weights, steps, strict=True), loss_of, mine)
             except Exception as error:  # any exception: the other ranks must raise, too
                 problem = f"the reference failed on rank {dist.get_rank()}: {type(error).__name__}: {error}"
         _meet(problem)
-        reports: list[Any] = [None]
-        if dist.get_rank() == 0:
-            reports = [compare(folder / "wanted", folder / "reference", folder / "rounding")]
-        dist.broadcast_object_list(reports)
-    report: Report = reports[0]
+        folders = (folder / name for name in ("wanted", "reference", "rounding"))
+        report = gathered(compare(*folders) if dist.get_rank() == 0 else None)[0]
+    assert report is not None
     return report
-
-
-def _take(engine: DeepSpeedEngine, micro_batches: Sequence[Any], loss_of: Callable[..., torch.Tensor]) -> None:
-    if isinstance(engine, PipelineEngine):
-        engine.train_batch(iter(micro_batches))
-        return
-    for micro_batch in micro_batches:
-        engine.backward(loss_of(engine, *micro_batch))
-        engine.step()
-
-
-def _with_weights(run: Run, steps: Sequence[Any]) -> Iterator[tuple[Mapping[str, torch.Tensor], Any]]:
-    for number, micro_batches in enumerate(steps):
-        yield run.start if number == 0 else run.step(number - 1).whole_weights, micro_batches
 
 
 def _meet(problem: str) -> None:

@@ -153,6 +153,20 @@ class Activity:
         return cls(wait=Wait(**{**wait, "ranks": tuple(wait["ranks"])}) if wait else None, **fields)
 
 
+class _Duration:
+    """Measures for how long a value has been the same."""
+
+    def __init__(self) -> None:
+        self._value: object = None
+        self._since = 0.0
+
+    def of(self, value: object, now: float) -> float:
+        """Return the seconds since the value became this one; 0 for None."""
+        if value is None or value != self._value:
+            self._value, self._since = value, now
+        return now - self._since
+
+
 class Observer:
     """Observes the main thread from other threads."""
 
@@ -162,14 +176,9 @@ class Observer:
         """The engine or reducer that counts steps."""
         self._roles: dict[CodeType, tuple[str, str]] = {}
         self._calls: dict[tuple[CodeType, int], str] = {}
-        self._wait: tuple[FrameType | None, Wait] | None = None
-        self._waits_since = self._quiet_since = 0.0
-        self._bytes: int | None = None
-        """The number of bytes moved when it last changed during the wait."""
-        self._place: tuple[FrameType, int] | None = None
-        self._still_since = self._used = 0.0
-        self._handled: object = None
-        self._handles_since = 0.0
+        self._seconds, self._quiet, self._still, self._handled = (_Duration() for _ in range(4))
+        self._used = 0.0
+        """The processor time of the main thread when it was last found to use the processor."""
 
     def look(self, count: Callable[[], int | None] = lambda: None) -> Activity:
         """Return the current activity.
@@ -183,29 +192,24 @@ class Observer:
             frames.append(frame)
             frame = frame.f_back
         activity, waiting_frame = self._read(frames)
-        now = time.monotonic()
-        if activity.wait is None:
-            self._wait = None
-        else:
-            moved = count()
-            if self._wait is None or self._wait[0] is not waiting_frame or self._wait[1] != activity.wait:
-                self._wait = waiting_frame, activity.wait
-                self._bytes, self._waits_since, self._quiet_since = moved, now, now
-            elif moved is None or moved != self._bytes:
-                self._bytes, self._quiet_since = moved, now
-            activity = replace(activity, seconds=now - self._waits_since, quiet=now - self._quiet_since)
+        wait = moved = None
+        if activity.wait is not None:
+            wait, bytes_moved = (waiting_frame, activity.wait), count()
+            moved = wait, object() if bytes_moved is None else bytes_moved
         used = time.clock_gettime(time.pthread_getcpuclockid(self._thread)) if self._thread else 0.0
-        place = (frames[0], frames[0].f_lasti) if frames else None
-        if place != self._place or used - self._used > _IDLE_SECONDS:
-            self._place, self._used, self._still_since = place, used, now
-        activity = replace(activity, still=now - self._still_since)
+        if used - self._used > _IDLE_SECONDS:
+            self._used = used
         handled = sys._current_exceptions().get(self._thread)
         error = handled[1] if isinstance(handled, tuple) else handled  # before Python 3.12 as sys.exc_info()
-        if error is not self._handled:
-            self._handled, self._handles_since = error, now
-        if error is None:
-            return activity
-        return replace(activity, handling=first_line(error), handled=now - self._handles_since)
+        now = time.monotonic()
+        return replace(
+            activity,
+            seconds=self._seconds.of(wait, now),
+            quiet=self._quiet.of(moved, now),
+            still=self._still.of((frames[0], frames[0].f_lasti, self._used) if frames else None, now),
+            handling="" if error is None else first_line(error),
+            handled=self._handled.of(error, now),
+        )
 
     def read_traceback(self, trace: TracebackType | None) -> Activity:
         """Return the activity when an exception was raised."""

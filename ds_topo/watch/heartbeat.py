@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import NamedTuple
 
 from ds_topo.errors import listed
 from ds_topo.launch.launchers import COORDINATE
@@ -62,55 +63,21 @@ _KEPT = 64
 """The number of step comparisons that stay in the store, since ranks come to them at different beats."""
 
 
-@dataclass(frozen=True)
-class Who:
-    """A rank with its host and coordinate."""
-
-    rank: int
-    host: str
-    coordinate: str = ""
-
-    def __str__(self) -> str:
-        """Describe the rank.
-
-        >>> str(Who(3, "node1", "data=1 model=1"))
-        'rank 3 (data=1 model=1) on node1'
-        """
-        coordinate = f" ({self.coordinate})" if self.coordinate else ""
-        return f"rank {self.rank}{coordinate} on {self.host}"
-
-
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A fault of one rank, as a rank found it."""
 
     kind: int
-    who: Who
-    what: str
-    """The fault, as a predicate of the rank."""
-    doing: str
-    """The rank's last known activity, as a predicate of the rank."""
-    seen_by: Who
-    meanwhile: str
-    """The activity of the rank that found it."""
-
-    def to_line(self) -> str:
-        """Return a line for :func:`read`."""
-        return json.dumps(asdict(self)) + "\n"
-
-    def __str__(self) -> str:
-        if self.kind == BLOCKED:
-            return f"{self.who} {self.what}"
-        lines = [f"{self.who} {self.what}.", f"  It {self.doing}."]
-        if self.seen_by != self.who:
-            lines.append(f"  Noticed by {self.seen_by}, {self.meanwhile}.")
-        return "\n".join(lines)
+    rank: int
+    text: str
 
 
-def read(text: str) -> list[Finding]:
-    """Read findings, one per line."""
-    entries = [json.loads(line) for line in text.splitlines() if line]
-    return [Finding(**{**entry, "who": Who(**entry["who"]), "seen_by": Who(**entry["seen_by"])}) for entry in entries]
+def named(rank: int, host: str, coordinate: str = "") -> str:
+    """Describe a rank.
+
+    >>> named(3, "node1", "data=1 model=1")
+    'rank 3 (data=1 model=1) on node1'
+    """
+    return f"rank {rank} ({coordinate}) on {host}" if coordinate else f"rank {rank} on {host}"
 
 
 def headline(world_size: int) -> str:
@@ -121,14 +88,14 @@ def headline(world_size: int) -> str:
 def message(findings: Iterable[Finding], world_size: int) -> str:
     """Describe the cause: the findings of the most telling kind, each rank once, and the first few in full."""
     by_rank: dict[int, Finding] = {}
-    for finding in sorted(findings, key=lambda finding: (finding.kind, finding.who.rank)):
-        by_rank.setdefault(finding.who.rank, finding)
+    for finding in sorted(findings, key=lambda finding: finding[:2]):
+        by_rank.setdefault(finding.rank, finding)
     first = min(finding.kind for finding in by_rank.values())
     of_kind = [finding for finding in by_rank.values() if finding.kind == first]
     shown = 1 if first == BLOCKED else _SHOWN
-    lines = [headline(world_size), *map(str, of_kind[:shown])]
+    lines = [headline(world_size), *(finding.text for finding in of_kind[:shown])]
     if len(of_kind) > shown and first != BLOCKED:
-        lines.append(f"The same: ranks {listed([finding.who.rank for finding in of_kind[shown:]], 32)}.")
+        lines.append(f"The same: ranks {listed([finding.rank for finding in of_kind[shown:]], 32)}.")
     return "\n".join([*lines, _REMEDIES[first]])
 
 
@@ -139,24 +106,23 @@ def blocked(waits: Sequence[tuple[int, str]]) -> str:
     return "\n".join(["and others wait for each other, and no byte moves:", *lines])
 
 
-def different_steps(here: Who, other: Who, own: Steps, taken: int, calls: int) -> str:
+def different_steps(here: str, other: str, own: Steps, taken: int, calls: int) -> str:
     """Warn that ranks called different numbers of collectives by the same step. This ends no job.
 
-    >>> print(different_steps(Who(1, "a"), Who(0, "a"), Steps("g/0/1", "data", 100, 203), 100, 201))
+    >>> print(different_steps("rank 1 on a", "rank 0 on a", Steps("g/0/1", "data", 100, 203), 100, 201))
     ds_topo watch: ranks are at different steps:
       rank 1 on a has called 203 collectives of data by its step 100,
       rank 0 on a has called 201 by its step 100.
     The rank with more calls has left out engine.step(), or its program calls other collectives besides.
     Replicas may differ: ds_topo.check_replicas(engine) compares them.
     """
-    lines = [
-        "ds_topo watch: ranks are at different steps:",
-        f"  {here} has called {own.calls} collectives of {own.over} by its step {own.taken},",
-        f"  {other} has called {calls} by its step {taken}.",
-        "The rank with more calls has left out engine.step(), or its program calls other collectives besides.",
-        "Replicas may differ: ds_topo.check_replicas(engine) compares them.",
-    ]
-    return "\n".join(lines)
+    return (
+        "ds_topo watch: ranks are at different steps:\n"
+        f"  {here} has called {own.calls} collectives of {own.over} by its step {own.taken},\n"
+        f"  {other} has called {calls} by its step {taken}.\n"
+        "The rank with more calls has left out engine.step(), or its program calls other collectives besides.\n"
+        "Replicas may differ: ds_topo.check_replicas(engine) compares them."
+    )
 
 
 @dataclass(frozen=True)
@@ -179,8 +145,7 @@ class Beat:
         return json.dumps(asdict(self))
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The one message of all ranks about a fault."""
 
     text: str
@@ -333,7 +298,7 @@ class Heartbeat:
         neighbor, first, alarm, verdict = get_several(self._store, keys)
         self.first_rank = Beat.read(first)
         if verdict and self.verdict is None:
-            self.verdict = Verdict(**json.loads(verdict))
+            self.verdict = Verdict(*json.loads(verdict))
         if self.verdict is None:
             self._consider_neighbor(Beat.read(neighbor), awake, is_alarm=bool(alarm))
             self._consider_own_wait(doing)
@@ -357,7 +322,7 @@ class Heartbeat:
                 self._store.delete_key(self._first_keys.popleft())
         elif (taken, calls) != (own.taken, own.calls) and own.over not in self._warned:
             self._warned.add(own.over)
-            here, other = (self._who(each, beat) for each, beat in self._beats([self._ring.rank, rank]).items())
+            here, other = (self._named(each, beat) for each, beat in self._beats([self._ring.rank, rank]).items())
             print(different_steps(here, other, own, taken, calls), file=sys.stderr, flush=True)
 
     def _linger(self) -> None:
@@ -452,15 +417,14 @@ class Heartbeat:
                     found.append(self._finding(HANDLES, rank, what, beat))
                 else:
                     may_come |= beat.doing.wait is None or beat.doing.quiet < _ABOUT * self._ring.limit
-            waits = [beat.doing.wait for beat in new.values() if beat.doing.wait]
-            may_come |= any(not self._awaited(wait) for wait in waits)
-            ahead = sorted({other for wait in waits for other in self._awaited(wait)} - asked.keys())
-        if found:
+            further = [self._awaited(beat.doing.wait) for beat in new.values() if beat.doing.wait]
+            may_come |= not all(further)
+            ahead = sorted({other for awaited in further for other in awaited} - asked.keys())
+        if found or may_come:
             return found if are_waited_for or not may_come else []
-        if may_come:
-            return []
-        what = blocked([(rank, str(beat.doing)) for rank, beat in sorted(asked.items())])
-        return [self._finding(BLOCKED, self._ring.rank, what, self._own(doing))]
+        here = self._named(self._ring.rank, self._own(doing))
+        waits = blocked([(rank, str(beat.doing)) for rank, beat in sorted(asked.items())])
+        return [Finding(BLOCKED, self._ring.rank, f"{here} {waits}")]
 
     # -- findings and the verdict --------------------------------------------------------------------------------------
 
@@ -473,21 +437,21 @@ class Heartbeat:
             self._tell(self._has_ended(rank, self._beats([rank])[rank], "has ended before the others"))
         if not self._has_reported and self._alarmed < ring.limit + 2:
             return
-        findings = read(self._store.get(ring.key("found")).decode())
+        findings = [Finding(*json.loads(line)) for line in self._store.get(ring.key("found")).splitlines()]
         is_conclusive = any(finding.kind <= CONCLUSIVE for finding in findings)
         if self._alarmed >= (ring.interval if is_conclusive else ring.limit):
-            named = {finding.who.rank for finding in findings if finding.kind <= CONCLUSIVE}
-            speaker = next((rank for rank in range(ring.world_size) if rank not in named), -1)
-            absent = len({finding.who.rank for finding in findings if finding.kind in _ABSENT})
-            text = json.dumps(vars(Verdict(message(findings, ring.world_size), speaker, absent)))
-            self.verdict = Verdict(**json.loads(self._store.compare_set(ring.key("verdict"), "", text)))
+            blamed = {finding.rank for finding in findings if finding.kind <= CONCLUSIVE}
+            speaker = next((rank for rank in range(ring.world_size) if rank not in blamed), -1)
+            absent = len({finding.rank for finding in findings if finding.kind in _ABSENT})
+            text = json.dumps(Verdict(message(findings, ring.world_size), speaker, absent))
+            self.verdict = Verdict(*json.loads(self._store.compare_set(ring.key("verdict"), "", text)))
 
     def _tell(self, finding: Finding, suspects: Sequence[int] = ()) -> None:
         """Add a finding to the store and raise the alarm."""
         self._has_reported = True
         ring = self._ring
         if self._store.add(ring.key("reports", finding.kind), 1) <= _REPORTS:
-            append(self._store, ring.key("found"), finding.to_line())
+            append(self._store, ring.key("found"), f"{json.dumps(finding)}\n")
             self._store.set(ring.key("alarm"), "!")
         for rank, beat in self._beats(suspects).items():
             if beat.state == HAS_ENDED:
@@ -497,12 +461,13 @@ class Heartbeat:
         return self._finding(ENDED, rank, what, beat)
 
     def _finding(self, kind: int, rank: int, what: str, beat: Beat) -> Finding:
-        own = self._own(self._look())
-        seen_by = self._who(self._ring.rank, own)
-        return Finding(kind, self._who(rank, beat), what, f"was last seen {beat.doing}", seen_by, str(own.doing))
+        doing = self._look()
+        here = self._named(self._ring.rank, self._own(doing))
+        seen = f"It was last seen {beat.doing}.\n  Noticed by {here}, {doing}."
+        return Finding(kind, rank, f"{self._named(rank, beat)} {what}.\n  {seen}")
 
-    def _who(self, rank: int, beat: Beat) -> Who:
-        return Who(rank, json.loads(self._store.get(self._ring.key("who", rank)))["host"], beat.coordinate)
+    def _named(self, rank: int, beat: Beat) -> str:
+        return named(rank, json.loads(self._store.get(self._ring.key("who", rank)))["host"], beat.coordinate)
 
     def _own(self, doing: Activity) -> Beat:
         return Beat(self._number, self.state, os.environ.get(COORDINATE, ""), doing)

@@ -39,7 +39,7 @@ from ds_topo.process_groups.creation import require_initialized
 from ds_topo.torch_names import abort_nccl, clone, default_store, flight_record, gloo_threads, job_timeout, served_at
 from ds_topo.watch import heartbeat
 from ds_topo.watch.activity import GRACE, OTHERWISE, SAVES, STILL, Activity, Observer, Progress, StepCounts, first_line
-from ds_topo.watch.heartbeat import Finding, Heartbeat, Ring, Verdict, Who
+from ds_topo.watch.heartbeat import Finding, Heartbeat, Ring, Verdict, named
 from ds_topo.watch.witness import State, Witness, address_towards, ask
 
 DEFAULT_LIMIT = 30.0
@@ -200,10 +200,6 @@ class Watch:
         except ValueError:  # torch.distributed was destroyed
             return False
 
-    def compare_steps(self, owner: object, group: dist.ProcessGroup, taken: int) -> None:
-        """Compare steps, see :meth:`JobWatch.compare_steps`."""
-        self._heart.note(self._steps.next(owner, group, taken))
-
     def stop(self) -> None:
         """Stop the watch on this rank; other ranks then know that this one has ended. Idempotent."""
         if self._stopped.is_set() or os.getpid() != self._pid:
@@ -229,8 +225,8 @@ class Watch:
         return bytes_moved(self._ports)
 
     @property
-    def _who(self) -> Who:
-        return Who(self._rank, self._host, os.environ.get(COORDINATE, ""))
+    def _here(self) -> str:
+        return named(self._rank, self._host, os.environ.get(COORDINATE, ""))
 
     # -- the judging thread --------------------------------------------------------------------------------------------
 
@@ -281,7 +277,7 @@ class Watch:
             state, last = ask(self._first_witness, heartbeat.WITNESS_SECONDS), self._heart.first_rank
             if state is State.ALIVE and self._heart.lost is None:
                 return
-            first = Who(0, self._heart.first_host, last.coordinate if last else "")
+            first = named(0, self._heart.first_host, last.coordinate if last else "")
             lines.append(f"{first}, which serves it, {state.value}.")
             lines += [f"  It was last seen {last.doing}."] if last else []
         else:
@@ -326,13 +322,13 @@ class Watch:
 
     def _tell(self) -> None:
         """Print the verdict and the activity of this rank, once."""
-        if not self._is_told:
-            self._is_told = True
-            self._speak()
-            record = save_flight_record(self._rank)
-            collectives = f" Its last collectives, for torchfrtrace: {record}" if record else ""
-            text = f"Here: {self._who}, {self._last_doing or self._look()}.{collectives}"
-            print(text, file=sys.stderr, flush=True)
+        if self._is_told:
+            return
+        self._is_told = True
+        self._speak()
+        record = save_flight_record(self._rank)
+        collectives = f" Its last collectives, for torchfrtrace: {record}" if record else ""
+        print(f"Here: {self._here}, {self._last_doing or self._look()}.{collectives}", file=sys.stderr, flush=True)
 
     # -- the end of the program ----------------------------------------------------------------------------------------
 
@@ -354,7 +350,7 @@ class Watch:
             kind = heartbeat.TRANSPORT if is_consequence else heartbeat.FAILED
             what = f"{'could not reach others' if is_consequence else 'has failed'}: {first_line(error)}"
             suspects = doing.wait.ranks if doing.wait and is_consequence else ()
-            self._heart.report(Finding(kind, self._who, what, f"was {doing}", self._who, str(doing)), suspects)
+            self._heart.report(Finding(kind, self._rank, f"{self._here} {what}.\n  It was {doing}."), suspects)
         if not isinstance(error, KeyboardInterrupt):
             self._await_verdict(self.limit + 3 if is_consequence else 3 * self._ring.interval + 1)
         if self.verdict is not None and is_consequence:
@@ -407,7 +403,7 @@ class JobWatch:
             taken: the number of steps taken.
         """
         if self.watch is not None and self.watch.is_of_this_job:
-            self.watch.compare_steps(owner, group, taken)
+            self.watch._heart.note(self.watch._steps.next(owner, group, taken))
 
 
 job_watch = JobWatch()

@@ -22,10 +22,8 @@ Records = list[dict[str, Any]]
 
 def _wholes(share: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(share)
-    return {
-        "split": torch.randn(4, 3, generator=generator) + 1,
-        "whole": torch.randn(5, generator=generator) + 1,
-    }
+    split, whole = torch.randn(4, 3, generator=generator) + 1, torch.randn(5, generator=generator) + 1
+    return {"whole": whole, "split": split}  # in the order of their gradients
 
 
 def _part(name: str, whole: torch.Tensor, model: int | None) -> Any:
@@ -53,8 +51,6 @@ def _records(coordinates: list[dict[str, int]]) -> Records:
                 "outputs": {"layer": own["whole"].clone()},
                 "losses": [1.0 + share, 2.0 + share],
                 "before": {name: _part(name, one, model) for name, one in own.items()},
-                "order": ["whole", "split"],
-                "arrivals": {"whole": 1, "split": 1},
                 "after": {name: _part(name, one, model) for name, one in mean.items()},
                 "norm": norm,
                 "clip": 0.0,
@@ -74,6 +70,7 @@ def _write(records: Records, folder: Path) -> Path:
         own = folder / f"rank_{rank}"
         own.mkdir(parents=True)
         start = {"about": record["about"], "weights": record["start"], "replicas": record["replicas"]}
+        start["names"] = list(record["start"])
         torch.save(start, own / "start.pt")
         torch.save(record, own / "step_0.pt")
     return folder
