@@ -109,8 +109,6 @@ class Hosts:
     @classmethod
     def named(cls, names: Iterable[str], slots: int) -> Hosts:
         """Return hosts by name, with the same number of slots."""
-        if slots < 1:
-            raise HostError(f"slots={slots}: every host needs at least one")
         names = list(names)
         check_size(len(names) * slots)
         return cls(tuple(Host.of(name, slots) for name in names))
@@ -318,10 +316,6 @@ def _parse_entry(entry: str, where: str) -> Host:
         raise HostError(f'{where}: {unknown[0]!r} is unknown; expected "{name} slots=N"')
     if not re.fullmatch(r"[0-9]{1,9}", slots):
         raise HostError(f"{where}: slots={slots!r} is not a whole number")
-    if not 1 <= int(slots) <= MAX_SLOTS:
-        raise HostError(
-            f"{where}: slots={int(slots)} must be 1 to {MAX_SLOTS}; leave out a host that is not to be used"
-        )
     try:
         return Host.of(name, int(slots))
     except HostError as error:
@@ -375,7 +369,9 @@ MAX_NAMES = 1_000_000
 """The most names or counts that a list may expand to."""
 _ADVICE = "give the number of tasks in the request, such as `salloc -N 2 --ntasks-per-node 4`"
 
-_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]\s,]+)")
+_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_ITEM = re.compile(r"([^\[\]\s]|\[[^\[\]]*\])+")
+_PIECE = re.compile(rf"{_BRACKETS.pattern}|[^\[]+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})")
@@ -393,8 +389,13 @@ def expand_node_list(text: str) -> list[str]:
         HostError: the list is malformed, or has more than a million names.
     """
     names: list[str] = []
-    for item in _items(text):
-        pieces = _pieces(item, text)
+    # a comma in brackets does not end an item
+    for item in map(str.strip, _BRACKETS.sub(lambda brackets: brackets[0].replace(",", ";"), text).split(",")):
+        if not _ITEM.fullmatch(item):
+            raise HostError(
+                f'node list {text[:80]!r} at {item[:40]!r}: expected names and bracketed ranges, "n[01-03,7],gpu-a"'
+            )
+        pieces = [[part[0]] if part[1] is None else _numbers(part[1], text) for part in _PIECE.finditer(item)]
         if len(names) + prod(map(len, pieces)) > MAX_NAMES:
             raise HostError(f"node list {text[:80]!r} has more than {MAX_NAMES} names")
         names += map("".join, product(*pieces))
@@ -440,48 +441,16 @@ def expand_counts(text: str) -> list[int]:
     return counts
 
 
-def _items(text: str) -> Iterator[str]:
-    """Yield the items of a list, which are separated by commas outside brackets."""
-    depth, start = 0, 0
-    for position, character in enumerate(text):
-        depth += (character == "[") - (character == "]")
-        if not 0 <= depth <= 1:
-            raise HostError(f"node list {text[:80]!r}: brackets do not match at {text[position : position + 10]!r}")
-        if character == "," and depth == 0:
-            yield text[start:position].strip()
-            start = position + 1
-    if depth:
-        raise HostError(f"node list {text[:80]!r}: a bracket is not closed")
-    yield text[start:].strip()
-
-
-def _pieces(item: str, text: str) -> list[list[str]]:
-    """Return the alternatives of each part of an item: ``n[1-2]`` is ``[["n"], ["1", "2"]]``."""
-    pieces: list[list[str]] = []
-    position = 0
-    for match in _PIECE.finditer(item):
-        if match.start() != position:
-            break
-        position = match.end()
-        pieces.append([match[2]] if match[1] is None else _numbers(match[1], text))
-    if position != len(item) or not pieces:
-        raise HostError(
-            f'node list {text[:80]!r} at {item[:40]!r}: expected names and bracketed ranges, "n[01-03,7],gpu-a"'
-        )
-    return pieces
-
-
 def _numbers(ranges: str, text: str) -> list[str]:
     numbers: list[str] = []
-    for part in ranges.split(","):
+    for part in ranges.split(";"):
         match = _RANGE.fullmatch(part.strip())
-        if match is None:
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if match is None or last < first:
             raise HostError(
-                f'node list {text[:80]!r} at "[{ranges[:40]}]": expected numbers and ranges such as "01-03,7"'
+                f"node list {text[:80]!r} at [{ranges[:40].replace(';', ',')}]: expected numbers and rising ranges, "
+                '"01-03,7"'
             )
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise HostError(f"node list {text[:80]!r}: range {part!r} goes down")
         if len(numbers) + last - first >= MAX_NAMES:
             raise HostError(f"node list {text[:80]!r} has more than {MAX_NAMES} names")
         numbers += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]

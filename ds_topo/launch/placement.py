@@ -238,13 +238,7 @@ def fold_numbers(numbers: Sequence[int]) -> str:
     >>> fold_numbers([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'
     """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ",".join("-".join(map(str, run)) for run in runs)
+    return fold_node_list([str(number) for number in numbers]).translate({ord("["): "", ord("]"): ""})
 
 
 def few_ranks(ranks: Sequence[int], most: int = 16) -> str:

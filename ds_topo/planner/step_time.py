@@ -17,9 +17,8 @@ from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
 from ds_topo.planner.stages import Costs, Messages, PieceCost, StageKind, Sum
 from ds_topo.planner.work import Cover, Transfer
-from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD
-from ds_topo.topology.layout import Factors, offsets_of
-from ds_topo.topology.process_topology import ProcessTopology
+from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ, SHARD, Factors
+from ds_topo.topology.process_topology import ProcessTopology, offsets_of
 
 EXPERT, EXPERT_DATA, GRADIENTS, ENDS, COPIES = "expert", "expert data", "gradients", "ends", "copies"
 """Groups that are no axis: the ranks over which a layer's experts are distributed, the replicas of an expert, the

@@ -184,7 +184,7 @@ class GradientBucket:
         if self.is_sparse:
             return torch.empty(0, dtype=first.dtype, device=first.parameter.device)
         two_level = self.route.two_level
-        multiple = 1 if two_level is None else two_level.multiple
+        multiple = 1 if two_level is None else two_level.slices
         return torch.empty(-(-self.numel // multiple) * multiple, dtype=first.dtype, device=first.parameter.device)
 
     def install(self) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -14,102 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ds_topo.backends import BackendTraits, SideStream, traits_of
+from ds_topo.backends import BackendTraits
 from ds_topo.errors import abridged, listed
 from ds_topo.process_groups.agreement import agree
-from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups
+from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.options import ReductionArguments, ReductionOptions
-from ds_topo.topology.rank_tables import RankGroup, two_level_ranks
 from ds_topo.torch_names import ReduceOp, broadcast_coalesced, job_timeout
-from ds_topo.zero.exchange import Pending, Queued, exchange_between, hosts_in_order
+from ds_topo.zero.exchange import Exchange
 from ds_topo.zero.partitions import RegionOfGradients
 
 # -- routes ------------------------------------------------------------------------------------------------------------
-# A group that spans hosts with several ranks each can be reduced in two levels. Inside a host each rank reduces its
-# share of the bucket. The ranks with the same share all-reduce it across hosts. Inside the host the shares are then
-# gathered. With n ranks on each of h hosts, a ring over all ranks sends nearly 2 B through every host's link; two
-# levels send 2 B (h - 1) / h in total, which is half of it for two hosts. On gloo, ranks exchange slices as at ZeRO
-# stages 1 and 2, there and back (:mod:`ds_topo.zero.exchange`).
-
-
-class TwoLevelReduction(ABC):
-    """Sums contiguous tensors over a group in two levels; all ranks submit the same tensors in the same order."""
-
-    multiple: int
-    """The number of elements of a tensor must be a multiple of this."""
-
-    def padded(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or a longer copy if it cannot be split evenly."""
-        missing = -len(tensor) % self.multiple
-        return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
-
-    @abstractmethod
-    def submit(self, tensor: torch.Tensor) -> Pending:
-        """Start summing ``tensor`` in place."""
-
-    @abstractmethod
-    def destroy(self) -> None:
-        """Stop background work and destroy groups. Nothing may be in flight. Idempotent."""
-
-
-class _ByMessages(TwoLevelReduction):
-    """The reduction by point-to-point messages of slices."""
-
-    def __init__(self, group: ProcessGroup, hosts: Mapping[int, str]) -> None:
-        self.multiple = len(hosts)
-        self._exchange = exchange_between(group, tuple(hosts.values()))
-
-    def submit(self, tensor: torch.Tensor) -> Pending:
-        return self._exchange.all_reduce(tensor)
-
-    def destroy(self) -> None:
-        self._exchange.rest()
-
-
-class _ByCollectives(TwoLevelReduction):
-    """The reduction by three collectives, which are queued on a side stream."""
-
-    def __init__(self, hosts: Mapping[int, str], device: torch.device) -> None:
-        inner, outer = two_level_ranks(list(hosts), hosts, dist.get_rank())
-        groups = [RankGroup(("inside host",), tuple(inner)), RankGroup(("across hosts",), tuple(outer))]
-        table = hashlib.sha256(repr(sorted(hosts.items())).encode()).hexdigest()[:16]
-        self._groups = ProcessGroups(f"two levels over hosts of digest {table}", groups, sorted(hosts))
-        inside, across = (self._groups.get(group.axes) for group in groups)
-        assert inside is not None
-        assert across is not None
-        self._inner, self._outer = inside, across
-        self.multiple = len(inner)
-        self._stream, self._device = SideStream(device), device
-
-    def submit(self, tensor: torch.Tensor) -> Pending:
-        with self._stream.after_current(tensor):
-            share = torch.empty(tensor.numel() // self.multiple, dtype=tensor.dtype, device=tensor.device)
-            dist.reduce_scatter_tensor(share, tensor, group=self._inner)
-            dist.all_reduce(share, group=self._outer)
-            dist.all_gather_into_tensor(tensor, share, group=self._inner)
-        return Queued(self._stream.mark(), self._device)
-
-    def destroy(self) -> None:
-        self._groups.destroy()
-
-
-def two_level_reduction(group: ProcessGroup, hosts: Mapping[int, str], device: torch.device) -> TwoLevelReduction:
-    """Return the reduction for the backend of a group; collective over it.
-
-    Args:
-        group: the ranks.
-        hosts: their hosts by global rank, in the order of the group, which have two levels
-            (:func:`~ds_topo.topology.rank_tables.has_two_levels`).
-        device: the device of the tensors.
-    """
-    return _ByMessages(group, hosts) if traits_of(group, device).tagged_messages else _ByCollectives(hosts, device)
-
-
-def hosts_of(group: ProcessGroup) -> dict[int, str]:
-    """Return host names by global rank, in the order of the group; collective."""
-    return dict(zip(dist.get_process_group_ranks(group), hosts_in_order(group), strict=True))
-
-
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
 """A communication hook of torch's DDP, ``(state, bucket) -> future``; its state may be anything."""
 
@@ -131,7 +43,8 @@ class Route:
     communication_dtype: torch.dtype | None
     bucket_bytes: int
     """The capacity of its buckets; equal on all ranks of the group."""
-    two_level: TwoLevelReduction | None = None
+    two_level: Exchange | None = None
+    """The exchange that sums inside hosts first, then across hosts."""
     hook: CommHook | None = None
     hook_state: object = None
     last_hook: torch.futures.Future[Any] | None = None

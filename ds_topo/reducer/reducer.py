@@ -72,7 +72,7 @@ from ds_topo.reducer.parameters import (
     make_equal,
     owners,
 )
-from ds_topo.reducer.reductions import Counts, Reduction, StepNotes, assign_routes, launch
+from ds_topo.reducer.reductions import Reduction, StepNotes, assign_routes, launch
 from ds_topo.reducer.report import BucketTiming, GradientReport, StepTiming
 from ds_topo.zero.partitions import PartitionedGradients
 
@@ -415,7 +415,7 @@ class BucketReducer:
             bucket.release()
         self.driver.on_detach()
         if self._dense.two_level is not None:
-            self._dense.two_level.destroy()
+            self._dense.two_level.rest()
 
     @property
     def state(self) -> ReducerState:
@@ -645,26 +645,27 @@ class BucketReducer:
         if all_read or any(note.are_unusual for note in notes):
             due, self._unread = due + notes, []
         # All notes are read before any is refused: reading unusual ones is collective.
-        read = [note.counts(all_read=all_read and note in notes) for note in due]
+        for note in due:
+            note.read(all_read=all_read and note in notes)
         if self._step.absent and not self._may_miss:
             raise missing_gradients([state.name for state in self._step.absent], "this rank")
         unused: list[ParameterState] = []
         late: list[ParameterState] = []
-        for counts in read:
-            self._raise_for(counts)
-            unused += counts.unused_everywhere if self.options.find_unused_parameters else []
-            late += counts.late
+        for note in due:
+            self._raise_for(note)
+            unused += note.unused_everywhere if self.options.find_unused_parameters else []
+            late += note.late
         return unused, late
 
-    def _raise_for(self, counts: Counts) -> None:
-        size = counts.route.size
-        if counts.route is self._dense:
-            self._all_prefer_to_defer = counts.prefer_to_defer == size
-        if counts.failed:
-            raise RuntimeError(f"{counts.failed} of {size} ranks failed in finish(); their own errors say why")
-        if not counts.are_named:
-            raise unequal_use([state.name for state in self._step.late.values()], counts.unusual, size)
-        if counts.unused_anywhere and not self._may_miss:
-            raise missing_gradients([state.name for state in counts.unused_anywhere], "some other ranks")
-        if counts.steps_differ:  # this comes last, because the error needs a collective that all ranks reach
-            raise different_steps(self.driver.steps_taken(), counts.route.group)
+    def _raise_for(self, note: StepNotes) -> None:
+        size = note.route.size
+        if note.route is self._dense:
+            self._all_prefer_to_defer = note.prefer_to_defer == size
+        if note.failed:
+            raise RuntimeError(f"{note.failed} of {size} ranks failed in finish(); their own errors say why")
+        if not note.are_named:
+            raise unequal_use([state.name for state in self._step.late.values()], note.unusual, size)
+        if note.unused_anywhere and not self._may_miss:
+            raise missing_gradients([state.name for state in note.unused_anywhere], "some other ranks")
+        if note.steps_differ:  # this comes last, because the error needs a collective that all ranks reach
+            raise different_steps(self.driver.steps_taken(), note.route.group)

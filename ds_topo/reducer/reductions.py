@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ds_topo.backends import synchronize, traits_of
 from ds_topo.process_groups.creation import ProcessGroup
@@ -22,15 +22,12 @@ from ds_topo.reducer.parameters import (
     CommHook,
     ParameterState,
     Route,
-    TwoLevelReduction,
     expert_group_name,
-    hosts_of,
-    two_level_reduction,
 )
 from ds_topo.reducer.report import BucketTiming
 from ds_topo.topology.rank_tables import has_two_levels
 from ds_topo.torch_names import ReduceOp, premultiplied_sum
-from ds_topo.zero.exchange import Pending
+from ds_topo.zero.exchange import Exchange, Pending, hosts_in_order, two_level_exchange
 from ds_topo.zero.partitions import RegionOfGradients
 
 
@@ -100,9 +97,9 @@ def _chosen_two_level(
     group: ProcessGroup,
     device: torch.device,
     bucket_bytes: int,
-) -> TwoLevelReduction | None:
+) -> Exchange | None:
     """Return two levels if asked for, or if the placement has them and they measure faster than a flat reduction."""
-    hosts = hosts_of(group)
+    hosts = dict(zip(dist.get_process_group_ranks(group), hosts_in_order(group), strict=True))
     if not has_two_levels(hosts):
         if options.two_level:
             raise ValueError(
@@ -110,14 +107,14 @@ def _chosen_two_level(
                 "it out to choose by placement"
             )
         return None
-    two_level = two_level_reduction(group, hosts, device)
+    two_level = two_level_exchange(group, hosts, device)
     if options.two_level:
         return two_level
     dtype = states[0].dtype
-    numel = max(1, bucket_bytes // dtype.itemsize // two_level.multiple) * two_level.multiple
+    numel = max(1, bucket_bytes // dtype.itemsize // two_level.slices) * two_level.slices
     if is_two_level_faster(two_level, group, torch.zeros(numel, dtype=dtype, device=device)):
         return two_level
-    two_level.destroy()
+    two_level.rest()
     return None
 
 
@@ -141,11 +138,11 @@ def suitable_bucket_bytes(group: ProcessGroup, device: torch.device) -> int:
     return _SMALL_BUCKET_BYTES if seconds > _SLOW_LINK_SECONDS else _LARGE_BUCKET_BYTES
 
 
-def is_two_level_faster(two_level: TwoLevelReduction, group: ProcessGroup, probe: torch.Tensor) -> bool:
+def is_two_level_faster(two_level: Exchange, group: ProcessGroup, probe: torch.Tensor) -> bool:
     """Reduce ``probe`` in two levels and flat, alternating, and compare; collective over ``group``."""
 
     probe.zero_()
-    ways = [lambda: dist.all_reduce(probe, group=group), lambda: two_level.submit(probe).wait()]
+    ways = [lambda: dist.all_reduce(probe, group=group), lambda: two_level.all_reduce(probe).wait()]
     flat, levels = _best_seconds(ways, group, probe.device)
     return levels < flat
 
@@ -176,13 +173,14 @@ def launch(bucket: GradientBucket, is_last: bool) -> Reduction:
         return _HookReduction(bucket, route.hook, is_last)
     if bucket.region is not None and not bucket.region.is_whole:
         return _ReduceScatter(bucket, bucket.region)
-    if route.size == 1:
-        return Reduction(bucket)
-    return _AllReduce(bucket) if route.two_level is None else _TwoLevelAllReduce(bucket, route.two_level)
+    return Reduction(bucket) if route.size == 1 else _AllReduce(bucket)
 
 
 class Reduction:
     """One bucket in flight; this base class serves groups of a single rank."""
+
+    _version: int | None = None
+    """The version of the bucket's memory at the launch, if only the program writes to it until the wait."""
 
     def __init__(self, bucket: GradientBucket) -> None:
         self.bucket, self.route = bucket, bucket.route
@@ -193,7 +191,7 @@ class Reduction:
     @property
     def was_overwritten(self) -> bool:
         """True if the program is known to have written to the bucket since it was launched."""
-        return False
+        return self._version is not None and self._version != self.bucket.flat._version
 
     def wait(self) -> None:
         """Wait until the gradients in the bucket are final."""
@@ -229,52 +227,28 @@ def _payload(bucket: GradientBucket) -> torch.Tensor:
 
 
 class _AllReduce(Reduction):
-    """An all-reduce over the whole group, in the communication data type."""
+    """An all-reduce over the whole group, or inside hosts and across hosts, in the communication data type."""
 
     def __init__(self, bucket: GradientBucket) -> None:
         super().__init__(bucket)
-        self._payload = _payload(bucket)
-        self._start()
+        self._payload, route = _payload(bucket), self.route
+        if route.two_level is not None:
+            missing = -len(self._payload) % route.two_level.slices
+            if missing:
+                self._payload = nn.functional.pad(self._payload, (0, missing))
+            self._pending: Pending | dist.Work = route.two_level.all_reduce(self._payload)
+            return
+        work = self._pending = dist.all_reduce(self._payload, route.op, group=route.group, async_op=True)
         self._version = bucket.flat._version
-
-    @property
-    def was_overwritten(self) -> bool:
-        """True if the bucket was written to since it was launched."""
-        return self._version != self.bucket.flat._version
-
-    def _start(self) -> None:
-        self._work = dist.all_reduce(self._payload, self.route.op, group=self.route.group, async_op=True)
-        if not self.route.traits.ordered_by_stream:
-            self._work.get_future().add_done_callback(self._note_done)
+        if not route.traits.ordered_by_stream:
+            work.get_future().add_done_callback(self._note_done)
 
     def _complete(self) -> None:
-        self._work.wait()
-        self._copy_out()
-
-    def _copy_out(self) -> None:
+        done_ns = self._pending.wait()
+        if self.route.two_level is not None:
+            self.timing.done_ns = done_ns
         if self._payload is not self.bucket.flat:
             self.bucket.flat.copy_(self._payload[: len(self.bucket.flat)])
-
-
-class _TwoLevelAllReduce(_AllReduce):
-    """An all-reduce inside hosts and across hosts."""
-
-    def __init__(self, bucket: GradientBucket, two_level: TwoLevelReduction) -> None:
-        self._two_level = two_level
-        super().__init__(bucket)
-
-    @property
-    def was_overwritten(self) -> bool:
-        """False: the reduction itself writes to the bucket at any time."""
-        return False
-
-    def _start(self) -> None:
-        self._payload = self._two_level.padded(self._payload)
-        self._pending = self._two_level.submit(self._payload)
-
-    def _complete(self) -> None:
-        self.timing.done_ns = self._pending.wait()
-        self._copy_out()
 
 
 class _ReduceScatter(Reduction):
@@ -346,29 +320,6 @@ _STEPS = 256
 """Step numbers are sent modulo this, so that their squares fit; ranks exactly so many steps apart go unnoticed."""
 
 
-@dataclass(frozen=True)
-class Counts:
-    """The sums of the notes of all ranks of one route's group."""
-
-    route: Route
-    unusual: int
-    """The number of ranks with unused parameters or late gradients."""
-    failed: int
-    """The number of ranks that failed in ``finish()``."""
-    prefer_to_defer: int
-    """The number of ranks that prefer to launch the next step's reductions after its backward."""
-    steps_differ: bool
-    """True if ranks are at different steps."""
-    unused_anywhere: Sequence[ParameterState] = ()
-    """Parameters for which at least one rank has no gradient."""
-    unused_everywhere: Sequence[ParameterState] = ()
-    """Parameters for which no rank has a gradient."""
-    late: Sequence[ParameterState] = ()
-    """Parameters that got a gradient after they were copied in, on at least one rank."""
-    are_named: bool = True
-    """False if single parameters were not summed, because not all ranks read these notes in the same step."""
-
-
 class StepNotes:
     """The notes that the ranks of one route's group exchange at the end of a step.
 
@@ -397,7 +348,7 @@ class StepNotes:
         step: int,
     ) -> None:
         route.wait_for_hook()
-        self._members, self._route = members, route
+        self.route, self._members = route, members
         self._unused, self._late = unused, late
         unusual = {*unused, *late}
         self.are_unusual = bool(unusual) and any(state.index in unusual for state in members)
@@ -408,6 +359,19 @@ class StepNotes:
         self._work = None if alone else dist.all_reduce(self._sums, group=route.group, async_op=True)
         self._event: torch.Event | None = None
 
+        # -- the sums over all ranks of the group, set by read()
+        self.unusual = self.failed = self.prefer_to_defer = 0
+        """The numbers of ranks with unused parameters or late gradients, that failed, and that prefer to defer."""
+        self.steps_differ = False
+        self.are_named = True
+        """False if single parameters were not summed, because not all ranks read these notes in the same step."""
+        self.unused_anywhere: list[ParameterState] = []
+        """Parameters for which at least one rank has no gradient."""
+        self.unused_everywhere: list[ParameterState] = []
+        """Parameters for which no rank has a gradient."""
+        self.late: list[ParameterState] = []
+        """Parameters that got a gradient after they were copied in, on at least one rank."""
+
     def settle(self) -> None:
         """Wait for the sum; on an accelerator queue its copy to the host and return."""
         if self._work is not None:
@@ -416,7 +380,7 @@ class StepNotes:
             self._sums = self._sums.to("cpu", non_blocking=True)
             self._event = torch.accelerator.current_stream().record_event()
 
-    def counts(self, *, all_read: bool) -> Counts:
+    def read(self, *, all_read: bool) -> None:
         """Read the sums; collective if they are unusual.
 
         Args:
@@ -424,24 +388,19 @@ class StepNotes:
         """
         if self._event is not None:
             self._event.synchronize()
-        unusual, failed, prefer_to_defer, steps, squares = self._sums.tolist()
-        size = self._route.size
-        differ = steps * steps != size * squares  # the step numbers have a variance
-        counts = Counts(self._route, unusual, failed, prefer_to_defer, differ)
-        if not unusual or failed:
-            return counts
-        if not all_read and unusual < size:
-            return replace(counts, are_named=False)
+        self.unusual, self.failed, self.prefer_to_defer, steps, squares = self._sums.tolist()
+        size = self.route.size
+        self.steps_differ = steps * steps != size * squares  # the step numbers have a variance
+        self.are_named = not self.unusual or bool(self.failed) or all_read or self.unusual == size
+        if not self.unusual or self.failed or not self.are_named:
+            return
         notes = [(state.index not in self._unused) + _LATE * (state.index in self._late) for state in self._members]
         sums = self._on_device(notes)
-        dist.all_reduce(sums, group=self._route.group)
+        dist.all_reduce(sums, group=self.route.group)
         ranks = [(state, each % _LATE, each // _LATE) for state, each in zip(self._members, sums.tolist(), strict=True)]
-        return replace(
-            counts,
-            unused_anywhere=[state for state, used, _ in ranks if used < size],
-            unused_everywhere=[state for state, used, _ in ranks if not used],
-            late=[state for state, _, late in ranks if late],
-        )
+        self.unused_anywhere = [state for state, used, _ in ranks if used < size]
+        self.unused_everywhere = [state for state, used, _ in ranks if not used]
+        self.late = [state for state, _, late in ranks if late]
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         device = self._members[0].parameter.device

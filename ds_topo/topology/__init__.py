@@ -1,7 +1,7 @@
 """Map ranks to coordinates along named axes in any order, in closed form. Standard library only.
 
-Start with ``process_topology``, the public class. ``axes`` parses and checks specs, ``layout`` has the arithmetic, and
-``rank_tables`` derives groups, those of experts too.
+Start with ``process_topology``: ``ProcessTopology`` is the public class, and ``Layout`` its arithmetic. ``axes`` parses
+and checks specs, and ``rank_tables`` derives groups, those of experts too.
 """
 
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology

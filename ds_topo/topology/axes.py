@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from ds_topo.errors import TopologyError, UnknownAxisError, WorldSizeError, abridged
-from ds_topo.topology.layout import Factors
 
 PIPE, DATA, MODEL, SEQ, EXPERT, SHARD = "pipe", "data", "model", "seq", "expert", "shard"
 DEEPSPEED_AXES = (PIPE, DATA, MODEL)
@@ -135,6 +134,8 @@ def warn_of_misspelling(axis: object, axes: Iterable[str]) -> None:
 # -- specs -------------------------------------------------------------------------------------------------------------
 
 
+Factors: TypeAlias = tuple[tuple[int, int], ...]
+"""``((size, stride), ...)`` of one axis, outermost first."""
 Spec: TypeAlias = "str | Mapping[str, int] | Iterable[tuple[str, int]]"
 """``"pipe=2,data=4"``, ``{"pipe": 2, "data": 4}`` or ``[("pipe", 2), ("data", 4)]``."""
 
@@ -225,7 +226,7 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
     given, degrees = _split_spec(spec)
     left_out = [position for position, degree in enumerate(degrees) if degree == -1]
     known_degrees = [1 if degree == -1 else degree for degree in degrees]
-    names, _ = check_axes([_unmarked(axis) for axis in given], known_degrees, given)
+    names, extra_axes = _checked_axes(given, known_degrees)
     if len(left_out) > 1:
         raise TopologyError(
             f"degrees of {abridged([given[i] for i in left_out])} are all left out (-1): at most one can be computed"
@@ -246,22 +247,17 @@ def parse_spec(spec: Spec, world_size: int | None = None) -> ParsedSpec:
         degrees[left_out[0]] = world_size // prod(known)
     elif world_size is not None:
         check_world_size(names, degrees, world_size)
-    return ParsedSpec(list(names), degrees, _marked(given, names))
+    return ParsedSpec(names, degrees, extra_axes)
 
 
-def _is_marked(axis: object) -> bool:
-    return isinstance(axis, str) and axis.startswith(EXTRA_MARK)
-
-
-def _unmarked(axis: str) -> str:
-    """Return the canonical name of an axis in a spec."""
-    return axis_in_spec(axis.removeprefix(EXTRA_MARK).strip() if _is_marked(axis) else axis)
-
-
-def _marked(given: Sequence[str], names: Sequence[str]) -> frozenset[str]:
-    extra = frozenset(name for axis, name in zip(given, names, strict=True) if _is_marked(axis))
+def _checked_axes(given: Sequence[str], degrees: Sequence[int]) -> tuple[list[str], frozenset[str]]:
+    """Return the canonical names of the axes of a spec, and those marked with ``+``."""
+    marks = [isinstance(axis, str) and axis.startswith(EXTRA_MARK) for axis in given]
+    plain = [axis.removeprefix(EXTRA_MARK).strip() if mark else axis for axis, mark in zip(given, marks, strict=True)]
+    names, _ = check_axes([axis_in_spec(axis) for axis in plain], degrees, given)
+    extra = frozenset(name for name, mark in zip(names, marks, strict=True) if mark)
     check_declared(names, extra)
-    return extra
+    return list(names), extra
 
 
 def is_strided(spec: Spec) -> bool:
@@ -301,8 +297,8 @@ def parse_strided_spec(spec: str) -> tuple[list[str], tuple[Factors, ...], froze
     degrees = [
         prod(_checked_degree(axis, size) for size, _ in factors) for axis, factors in zip(given, layouts, strict=True)
     ]
-    names, _ = check_axes([_unmarked(axis) for axis in given], degrees, given)
-    return list(names), tuple(layouts), _marked(given, names)
+    names, extra_axes = _checked_axes(given, degrees)
+    return names, tuple(layouts), extra_axes
 
 
 def spec_text(axes: Sequence[str], degrees: Iterable[object], extra_axes: Collection[str] = ()) -> str:

@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather of slices, in the background, for ZeRO stages 1 and 2; on gloo also an all-reduce.
+"""Reduce-scatter and all-gather slices in the background, for ZeRO stages 1 and 2; also all-reduce in two levels.
 
 On gloo the ranks exchange slices point to point, in place and without a copy: gloo's own reduce_scatter is an
 all_reduce and a copy, and its all_gather sends in one direction at a time. Other backends use torch's collectives,
@@ -10,27 +10,27 @@ With an axis ``shard``, several ranks hold copies of one partition (:class:`Copi
 
 from __future__ import annotations
 
+import hashlib
 import os
 import queue
 import socket
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from ds_topo.backends import SideStream, order_after, traits_of
-from ds_topo.process_groups.creation import ProcessGroup, gathered
-from ds_topo.topology.rank_tables import has_two_levels, two_level_ranks
+from ds_topo.process_groups.creation import ProcessGroup, ProcessGroups, gathered
+from ds_topo.topology.rank_tables import RankGroup, has_two_levels, two_level_ranks
 from ds_topo.torch_names import ReduceOp, gloo_threads
 
 _MESSAGE_BYTES = 1 << 20
@@ -62,14 +62,47 @@ class Pending(Protocol):
         ...
 
 
-class Exchange(ABC):
-    """Reduce-scatter and gather over one process group of ``n`` ranks.
+@dataclass(frozen=True)
+class _Collective:
+    work: dist.Work
 
-    All ranks start the same exchanges in the same order. Tensors are contiguous, ``[n * numel]``: slice ``i``,
+    def is_done(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> int:
+        """Wait for the collective; on a GPU the current stream waits, not the caller."""
+        self.work.wait()
+        return time.perf_counter_ns()
+
+
+@dataclass(frozen=True)
+class _Queued:
+    """An exchange that was queued on a side stream."""
+
+    end: torch.Event | None
+    """The end of the exchange; None on a CPU, where it has ended already."""
+    device: torch.device
+
+    def is_done(self) -> bool:
+        """Return True if the device has reached the end."""
+        return self.end is None or self.end.query()
+
+    def wait(self) -> int:
+        """Order the current stream after the end."""
+        order_after(self.end, self.device)
+        return time.perf_counter_ns()
+
+
+class Exchange:
+    """Exchanges of slices over one process group; this base class serves groups of one rank, which holds every slice.
+
+    All ranks start the same exchanges in the same order. Tensors are contiguous, ``[slices * numel]``: slice ``i``,
     ``[numel]``, belongs to rank ``i``.
     """
 
-    @abstractmethod
+    slices = 1
+    """The number of slices of a tensor."""
+
     def reduce_scatter(
         self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM, *, over_copies: bool = True
     ) -> Pending:
@@ -80,17 +113,22 @@ class Exchange(ABC):
             op: the operation; with copies, a sum.
             over_copies: also sum the slice over the ranks that hold copies of it; no-op without such ranks.
         """
+        return _Queued(None, flat.device)
 
-    @abstractmethod
     def gather(self, flat: torch.Tensor) -> Pending:
         """Receive the slices of all other ranks, in place."""
+        return _Queued(None, flat.device)
+
+    def all_reduce(self, flat: torch.Tensor) -> Pending:
+        """Sum all slices over all ranks, in place, inside hosts first and then across them."""
+        return _Queued(None, flat.device)
 
     def gather_now(self, flat: torch.Tensor) -> None:
         """Gather and block until the slices have arrived; starts no background thread."""
         self.gather(flat).wait()
 
-    def rest(self) -> None:  # noqa: B027 - a subclass without background work need not define it
-        """Stop background work until the next exchange begins. Idempotent."""
+    def rest(self) -> None:
+        """Stop background work until the next exchange begins, and destroy groups of its own. Idempotent."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +156,7 @@ def exchange_of(group: ProcessGroup, device: torch.device, copies: Copies | None
     """
     everyone = group if copies is None else copies.whole
     if dist.get_world_size(everyone) == 1:
-        return SingleRankExchange()
+        return Exchange()
     if not traits_of(everyone, device).tagged_messages:
         return CollectiveExchange(group, None if copies is None else copies.group, device)
     place = Place(socket.gethostname(), dist.get_rank(group), 0 if copies is None else dist.get_rank(copies.group))
@@ -126,9 +164,29 @@ def exchange_of(group: ProcessGroup, device: torch.device, copies: Copies | None
     return _peer_exchange(everyone, key, lambda: gathered(place, everyone))
 
 
-def exchange_between(group: ProcessGroup, hosts: tuple[str, ...]) -> PeerExchange:
-    """Return the exchange of a gloo group whose ranks are on these hosts, in the order of its ranks."""
-    return _peer_exchange(group, hosts, lambda: [Place(host, rank) for rank, host in enumerate(hosts)])
+def two_level_exchange(group: ProcessGroup, hosts: Mapping[int, str], device: torch.device) -> Exchange:
+    """Return an exchange for all-reduces in two levels, which a group over several hosts can use; collective over it.
+
+    Inside a host each rank reduces its slice. The ranks with the same slice sum it across hosts. Inside the host the
+    slices are then gathered. With ``n`` ranks on each of ``h`` hosts, a ring over all ranks sends nearly ``2 B``
+    through every host's link; two levels send ``2 B (h - 1) / h`` in total, which is half of it for two hosts.
+
+    Args:
+        group: the ranks.
+        hosts: their hosts by global rank, in the order of the group, which have two levels
+            (:func:`~ds_topo.topology.rank_tables.has_two_levels`).
+        device: the device of the tensors.
+    """
+    if traits_of(group, device).tagged_messages:
+        names = tuple(hosts.values())
+        return _peer_exchange(group, names, lambda: [Place(host, rank) for rank, host in enumerate(names)])
+    inner, outer = two_level_ranks(list(hosts), hosts, dist.get_rank())
+    groups = [RankGroup(("inside host",), tuple(inner)), RankGroup(("across hosts",), tuple(outer))]
+    table = hashlib.sha256(repr(sorted(hosts.items())).encode()).hexdigest()[:16]
+    created = ProcessGroups(f"two levels over hosts of digest {table}", groups, sorted(hosts))
+    inside, across = (created.get(group.axes) for group in groups)
+    assert inside is not None
+    return CollectiveExchange(inside, across, device, created)
 
 
 def _peer_exchange(group: ProcessGroup, key: tuple[object, ...], places: Callable[[], Sequence[Place]]) -> PeerExchange:
@@ -143,57 +201,6 @@ def hosts_in_order(group: ProcessGroup) -> list[str]:
     return gathered(socket.gethostname(), group)
 
 
-class _Done:
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> int:
-        return time.perf_counter_ns()
-
-
-class SingleRankExchange(Exchange):
-    """The exchange of a group with a single rank, which already holds every slice."""
-
-    def reduce_scatter(
-        self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM, *, over_copies: bool = True
-    ) -> Pending:
-        return _Done()
-
-    def gather(self, flat: torch.Tensor) -> Pending:
-        return _Done()
-
-
-@dataclass(frozen=True)
-class _Collective:
-    work: dist.Work
-
-    def is_done(self) -> bool:
-        return bool(self.work.is_completed())
-
-    def wait(self) -> int:
-        """Wait for the collective; on a GPU the current stream waits, not the caller."""
-        self.work.wait()
-        return time.perf_counter_ns()
-
-
-@dataclass(frozen=True)
-class Queued:
-    """An exchange that was queued on a side stream."""
-
-    end: torch.Event | None
-    """The end of the exchange; None on a CPU, where it has ended already."""
-    device: torch.device
-
-    def is_done(self) -> bool:
-        """Return True if the device has reached the end."""
-        return self.end is None or self.end.query()
-
-    def wait(self) -> int:
-        """Order the current stream after the end."""
-        order_after(self.end, self.device)
-        return time.perf_counter_ns()
-
-
 class CollectiveExchange(Exchange):
     """The exchange by torch's collectives, which on NCCL work in place and know the machine's links.
 
@@ -201,34 +208,56 @@ class CollectiveExchange(Exchange):
         group: the ranks that share the partitions.
         copies: the ranks that hold this rank's partition, if there are others.
         device: the device of the tensors.
+        created: groups to destroy with the exchange.
     """
 
-    def __init__(self, group: ProcessGroup, copies: ProcessGroup | None, device: torch.device) -> None:
-        self._group, self._rank, self._size = group, dist.get_rank(group), dist.get_world_size(group)
-        self._copies, self._device = copies, device
+    def __init__(
+        self,
+        group: ProcessGroup,
+        copies: ProcessGroup | None,
+        device: torch.device,
+        created: ProcessGroups | None = None,
+    ) -> None:
+        self._group, self._rank, self.slices = group, dist.get_rank(group), dist.get_world_size(group)
+        self._copies, self._device, self._created = copies, device, created
         self._stream = SideStream(device)
-        """The stream of the two collectives of a sum over copies."""
+        """The stream of several collectives that follow each other."""
 
     def reduce_scatter(
         self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM, *, over_copies: bool = True
     ) -> Pending:
-        flat = torch.view_as_real(flat) if flat.is_complex() else flat
-        own = self._own(flat)
+        flat, own = self._with_own(flat)
         if self._copies is None or not over_copies:
             return _Collective(dist.reduce_scatter_tensor(own, flat, op, group=self._group, async_op=True))
         with self._stream.after_current(flat):
             dist.reduce_scatter_tensor(own, flat, op, group=self._group)
             dist.all_reduce(own, group=self._copies)
-        return Queued(self._stream.mark(), self._device)
+        return _Queued(self._stream.mark(), self._device)
 
     def gather(self, flat: torch.Tensor) -> Pending:
-        flat = torch.view_as_real(flat) if flat.is_complex() else flat
-        in_place = traits_of(self._group, flat.device).gathers_in_place
-        own = self._own(flat) if in_place else self._own(flat).clone()
-        return _Collective(dist.all_gather_into_tensor(flat, own, group=self._group, async_op=True))
+        flat, own = self._with_own(flat)
+        return _Collective(self._gather(flat, own, async_op=True))
 
-    def _own(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self._size, -1, *flat.shape[1:])[self._rank]
+    def all_reduce(self, flat: torch.Tensor) -> Pending:
+        flat, own = self._with_own(flat)
+        with self._stream.after_current(flat):
+            dist.reduce_scatter_tensor(own, flat, group=self._group)
+            dist.all_reduce(own, group=self._copies)
+            self._gather(flat, own)
+        return _Queued(self._stream.mark(), self._device)
+
+    def rest(self) -> None:
+        if self._created is not None:
+            self._created.destroy()
+
+    def _gather(self, flat: torch.Tensor, own: torch.Tensor, async_op: bool = False) -> Any:
+        own = own if traits_of(self._group, flat.device).gathers_in_place else own.clone()
+        return dist.all_gather_into_tensor(flat, own, group=self._group, async_op=async_op)
+
+    def _with_own(self, flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a tensor with real elements, and this rank's slice of it."""
+        flat = torch.view_as_real(flat) if flat.is_complex() else flat
+        return flat, flat.view(self.slices, -1, *flat.shape[1:])[self._rank]
 
 
 @dataclass(frozen=True)
@@ -254,7 +283,11 @@ class Peer:
     """Slices that this rank is responsible for: a reduce-scatter receives them from the other rank."""
 
 
-def rounds_of(rank: int, hosts: Sequence[str]) -> list[list[Peer]]:
+Rounds: TypeAlias = list[list[Peer]]
+"""The peers of each round, whose messages can be in flight together."""
+
+
+def rounds_of(rank: int, hosts: Sequence[str], slices: Mapping[int, tuple[int, ...]] | None = None) -> Rounds:
     """Return the rounds of a reduce-scatter for one rank of a group.
 
     There are two rounds if the group spans several hosts with equally many ranks, several each; otherwise there is one.
@@ -266,6 +299,8 @@ def rounds_of(rank: int, hosts: Sequence[str]) -> list[list[Peer]]:
     Args:
         rank: the rank within the group.
         hosts: the host of every rank of the group.
+        slices: the slices that each rank that takes part is responsible for at the end, by rank; by default all ranks
+            take part, with one slice each.
 
     >>> rounds_of(0, ["a", "a"])
     [[Peer(rank=1, theirs=(1,), mine=(0,))]]
@@ -274,19 +309,28 @@ def rounds_of(rank: int, hosts: Sequence[str]) -> list[list[Peer]]:
     [Peer(rank=1, theirs=(1, 3), mine=(0, 2))]
     [Peer(rank=2, theirs=(2,), mine=(0,))]
     """
-    ranks, of_rank = range(len(hosts)), dict(enumerate(hosts))
+    slices = slices or {each: (each,) for each in range(len(hosts))}
+    of_rank = {each: hosts[each] for each in slices}
+
+    def others(ranks: Sequence[int]) -> list[int]:
+        """Return the other ranks, starting with the next one, so that not all ranks begin with the same peer."""
+        place = ranks.index(rank)
+        return [*ranks[place + 1 :], *ranks[:place]]
+
+    if len(slices) == 1:
+        return []
     if not has_two_levels(of_rank):
-        return [[Peer(other, (other,), (rank,)) for other in _others_from_next(ranks, rank)]]
-    local, counterparts = two_level_ranks(ranks, of_rank, rank)
-    inside = [
-        Peer(other, tuple(two_level_ranks(ranks, of_rank, other)[1]), tuple(counterparts))
-        for other in _others_from_next(local, rank)
+        return [[Peer(other, slices[other], slices[rank]) for other in others(list(slices))]]
+    levels = {each: two_level_ranks(list(slices), of_rank, each) for each in slices}
+    inside = {each: tuple(part for one in across for part in slices[one]) for each, (_, across) in levels.items()}
+    local, counterparts = levels[rank]
+    return [
+        [Peer(other, inside[other], inside[rank]) for other in others(local)],
+        [Peer(other, slices[other], slices[rank]) for other in others(counterparts)],
     ]
-    across = [Peer(other, (other,), (rank,)) for other in _others_from_next(counterparts, rank)]
-    return [inside, across]
 
 
-def rounds_over_copies(rank: int, places: Sequence[Place]) -> tuple[list[list[Peer]], list[list[Peer]]]:
+def rounds_over_copies(rank: int, places: Sequence[Place]) -> tuple[Rounds, Rounds]:
     """Return the rounds of a reduce-scatter for one rank, among the partitions and among the copies of its own.
 
     A partition is cut into one slice per copy, and slice ``partition * copies + copy`` belongs to one rank. After the
@@ -305,37 +349,20 @@ def rounds_over_copies(rank: int, places: Sequence[Place]) -> tuple[list[list[Pe
     >>> rounds_over_copies(0, [Place("a", 0), Place("a", 1)])
     ([[Peer(rank=1, theirs=(1,), mine=(0,))]], [])
     """
-    own, copies = places[rank], 1 + max(place.copy for place in places)
-
-    def among(ranks: Sequence[int], slices: Sequence[Sequence[int]]) -> list[list[Peer]]:
-        if len(ranks) == 1:
-            return []
-
-        def of(indices: Sequence[int]) -> tuple[int, ...]:
-            return tuple(part for index in indices for part in slices[index])
-
-        rounds = rounds_of(ranks.index(rank), [places[other].host for other in ranks])
-        return [[Peer(ranks[peer.rank], of(peer.theirs), of(peer.mine)) for peer in peers] for peers in rounds]
-
-    ranks = range(len(places))
-    partners = sorted((r for r in ranks if places[r].copy == own.copy), key=lambda r: places[r].partition)
-    twins = sorted((r for r in ranks if places[r].partition == own.partition), key=lambda r: places[r].copy)
-    partitions = [range(index * copies, (index + 1) * copies) for index in range(len(partners))]
-    return among(partners, partitions), among(twins, [(part,) for part in partitions[own.partition]])
-
-
-def _others_from_next(ranks: Sequence[int], rank: int) -> list[int]:
-    """Return the other ranks, starting with the next one, so that the ranks do not all begin with the same peer."""
-    place = list(ranks).index(rank)
-    return [*ranks[place + 1 :], *ranks[:place]]
+    own, hosts = places[rank], [place.host for place in places]
+    copies = range(1 + max(place.copy for place in places))
+    slices = [tuple(place.partition * len(copies) + copy for copy in copies) for place in places]
+    partners = {other: slices[other] for other, place in enumerate(places) if place.copy == own.copy}
+    twins = {
+        other: (slices[other][place.copy],) for other, place in enumerate(places) if place.partition == own.partition
+    }
+    return rounds_of(rank, hosts, partners), rounds_of(rank, hosts, twins)
 
 
 _by_group: WeakKeyDictionary[ProcessGroup, dict[tuple[object, ...], PeerExchange]] = WeakKeyDictionary()
 """The exchanges of each group, because its ranks number the messages alike: one for each set of copies, ``()`` if none,
 and one for each list of hosts. They are freed with the group.
 """
-_Messages: TypeAlias = Generator[list[dist.Work], None, None]
-"""The messages of one piece, round by round; advance it when those of the last round have arrived."""
 
 
 class PeerExchange(Exchange):
@@ -350,14 +377,9 @@ class PeerExchange(Exchange):
     """
 
     def __init__(self, group: ProcessGroup, places: Sequence[Place], lane: int = 0) -> None:
-        inside, across = rounds_over_copies(dist.get_rank(group), places)
-        self._inside = [_Round(peers, sums=True) for peers in inside]
-        """The rounds of a reduce-scatter among the partitions."""
-        self._across = [_Round(peers, sums=True) for peers in across]
-        """Those among the copies of this rank's partition."""
-        self._peers = _Peers(group, lane)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._worker = _Worker(self._jobs, self._peers)
+        self.slices = dist.get_world_size(group)
+        self._inside, self._across = rounds_over_copies(dist.get_rank(group), places)
+        self._worker = _Worker(group, lane)
         self._end_thread: Callable[[], object] | None = None
         """Set while the thread exists."""
 
@@ -365,19 +387,20 @@ class PeerExchange(Exchange):
         self, flat: torch.Tensor, op: ReduceOp = dist.ReduceOp.SUM, *, over_copies: bool = True
     ) -> Pending:
         assert op == dist.ReduceOp.SUM, "a backend with tagged messages does not average by itself"
-        return self._submit(flat, [*self._inside, *self._across, *_back(self._across)] if over_copies else self._inside)
+        across = self._across if over_copies else []
+        return self._submit(_Job(flat, self._inside + across, across))
 
     def all_reduce(self, flat: torch.Tensor) -> Pending:
-        """Sum the slices of all ranks, in place; for exchanges without copies."""
-        return self._submit(flat, [*self._inside, *_back(self._inside)])
+        return self._submit(_Job(flat, self._inside, self._inside))
 
     def gather(self, flat: torch.Tensor) -> Pending:
-        return self._submit(flat, _back(self._inside))
+        return self._submit(_Job(flat, [], self._inside))
 
     def gather_now(self, flat: torch.Tensor) -> None:
         if self._end_thread is None:
-            job = _Job(flat.detach(), _back(self._inside))
-            self._worker.do(job)
+            job = _Job(flat, [], self._inside)
+            self._worker.begin(job)
+            self._worker.finish()
             job.wait()
         else:
             self.gather(flat).wait()
@@ -387,14 +410,13 @@ class PeerExchange(Exchange):
             self._end_thread()
             self._end_thread = None
 
-    def _submit(self, flat: torch.Tensor, rounds: Sequence[_Round]) -> Pending:
-        job = _Job(flat.detach(), rounds)
+    def _submit(self, job: _Job) -> Pending:
         if self._end_thread is None:
             thread = threading.Thread(target=self._worker.run, name="ds_topo exchange of slices", daemon=True)
             thread.start()
             _gloo_threads.begin_yielding()
-            self._end_thread = weakref.finalize(self, _end, thread, self._jobs)
-        self._jobs.put(job)
+            self._end_thread = weakref.finalize(self, _end, thread, self._worker.jobs)
+        self._worker.jobs.put(job)
         return job
 
 
@@ -406,25 +428,17 @@ def _end(thread: threading.Thread, jobs: queue.SimpleQueue[_Job | None]) -> None
     _gloo_threads.end_yielding()
 
 
-@dataclass(frozen=True)
-class _Round:
-    """Messages that can be in flight together."""
-
-    peers: list[Peer]
-    sums: bool
-    """True if slices are summed by those who are responsible for them, False if these send the sums back."""
-
-
-def _back(rounds: Sequence[_Round]) -> list[_Round]:
-    """Return the rounds of a gather: those of a reduce-scatter backwards."""
-    return [_Round(one.peers, sums=False) for one in reversed(rounds)]
-
-
 class _Job:
-    """One tensor to exchange."""
+    """One tensor to exchange.
 
-    def __init__(self, flat: torch.Tensor, rounds: Sequence[_Round]) -> None:
-        self.flat, self.rounds = flat, rounds
+    Args:
+        flat: the tensor.
+        sums: the rounds in which those who are responsible for slices sum them.
+        back: the rounds that then go backwards, in which these ranks send the sums.
+    """
+
+    def __init__(self, flat: torch.Tensor, sums: Rounds, back: Rounds) -> None:
+        self.flat, self.sums, self.back = flat.detach(), sums, back[::-1]
         self.pieces_left = 0
         self.done: Future[int] = Future()
 
@@ -435,10 +449,23 @@ class _Job:
         return self.done.result()
 
 
-class _Peers:
-    """Sends and receives pieces of slices."""
+_Messages: TypeAlias = Iterator[list[dist.Work]]
+"""The messages of one piece, round by round; advance it when those of the last round have arrived."""
+
+
+class _Worker:
+    """Sends and receives slices, in pieces; it does not keep the exchange or the group alive.
+
+    A few pieces are in flight at a time. They take turns, so that one travels inside hosts while another crosses them.
+    Every rank posts the rounds in the order of the pieces, so the ranks cannot deadlock. That holds for two rounds, of
+    which the last one is posted before a rank waits for another piece. With more rounds, a rank that already knows the
+    next piece would wait for its first round, and a rank that does not know it yet for the third round of this one. A
+    piece with more rounds therefore ends before a rank waits for the next one, whose first round is in flight.
+    """
 
     def __init__(self, group: ProcessGroup, lane: int) -> None:
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        """The tensors to exchange; None ends the thread."""
         self._group, self._size = weakref.ref(group), dist.get_world_size(group)
         self._first_tag = _FIRST_TAG + lane % _LANES * _TAGS
         self._spare: list[torch.Tensor] = []
@@ -447,21 +474,86 @@ class _Peers:
         self._message_bytes = min(_MESSAGE_BYTES, _RECEIVED_BYTES // under_way)
         self._pieces = 0
         """The number of pieces exchanged so far. It is the same on all ranks, and so are the tags made from it."""
+        self._under_way: deque[tuple[_Job, _Messages, list[dist.Work]]] = deque()
+        """Each piece in flight: its job, the messages of the remaining rounds, and those of this one."""
+        self._failure: BaseException | None = None
+        """The first error. Ranks may get it at different pieces, so every later job fails with it, too."""
 
-    def pieces(self, job: _Job) -> Generator[_Messages, None, None]:
+    def run(self) -> None:
+        """Do jobs until None arrives."""
+        while True:
+            while self._under_way and self.jobs.empty():
+                self._advance()
+            job = self.jobs.get()
+            if job is None:
+                self.finish()
+                return
+            self.begin(job)
+            del job  # it would keep its tensor alive until the next job
+
+    def begin(self, job: _Job) -> None:
+        """Send the pieces of a job, and wait for earlier ones if too many are in flight."""
+        try:
+            pieces = list(self._pieces_of(job))
+            job.pieces_left = len(pieces)
+            for messages in pieces:
+                while len(self._under_way) >= _PIECES_UNDER_WAY:
+                    self._advance()
+                if self._failure is not None:
+                    raise self._failure
+                self._under_way.append((job, messages, next(messages)))
+            if not pieces:
+                job.done.set_result(time.perf_counter_ns())
+        except BaseException as error:  # passed to the callers of wait()
+            self._fail(error, job)
+
+    def finish(self) -> None:
+        """Wait for all pieces in flight."""
+        while self._under_way:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Wait for the messages of the oldest piece, and send those of its next round."""
+        job, messages, works = self._under_way.popleft()
+        try:
+            for work in works:
+                work.wait()
+            following = next(messages, None)
+        except BaseException as error:  # passed to the callers of wait()
+            self._fail(error, job)
+            return
+        if following is not None:
+            more_rounds = len(job.sums) + len(job.back) > 2
+            put_back = self._under_way.appendleft if more_rounds else self._under_way.append
+            put_back((job, messages, following))
+            return
+        job.pieces_left -= 1
+        if not job.pieces_left:
+            job.done.set_result(time.perf_counter_ns())
+
+    def _fail(self, error: BaseException, job: _Job) -> None:
+        self._failure = error
+        waiting = {job, *(other for other, _, _ in self._under_way)}
+        self._under_way.clear()
+        for each in waiting:
+            if not each.done.done():
+                each.done.set_exception(error)
+
+    def _pieces_of(self, job: _Job) -> Iterator[_Messages]:
         """Yield the pieces of a tensor, in order; none if no other rank shares it."""
-        if not job.rounds:
+        if not job.sums and not job.back:
             return
         slices = job.flat.view(self._size, -1)
         numel = max(1, self._message_bytes // slices.itemsize)
         for start in range(0, slices.shape[1], numel):
-            piece = slices[:, start : start + numel]
             self._pieces += 1
-            yield self._messages(piece, self._pieces, job.rounds)
+            yield self._messages(job, slices[:, start : start + numel], self._pieces)
 
-    def _messages(self, piece: torch.Tensor, number: int, rounds: Sequence[_Round]) -> _Messages:
-        for one in rounds:
-            yield from (self._sum if one.sums else self._gather)(piece, number, one.peers)
+    def _messages(self, job: _Job, piece: torch.Tensor, number: int) -> _Messages:
+        for peers in job.sums:
+            yield from self._sum(piece, number, peers)
+        for peers in job.back:
+            yield from self._gather(piece, number, peers)
 
     def _sum(self, piece: torch.Tensor, number: int, peers: Sequence[Peer]) -> _Messages:
         received = [(index, self._receive_buffer(piece[index]), peer.rank) for peer in peers for index in peer.mine]
@@ -485,17 +577,17 @@ class _Peers:
         return spare
 
     def _send(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
-        work = dist.isend(tensor, group=self.living_group, group_dst=rank, tag=self._tag(number, index))
+        work = dist.isend(tensor, group=self._living_group, group_dst=rank, tag=self._tag(number, index))
         assert work is not None
         return work
 
     def _receive(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self.living_group, group_src=rank, tag=self._tag(number, index))
+        work = dist.irecv(tensor, group=self._living_group, group_src=rank, tag=self._tag(number, index))
         assert work is not None
         return work
 
     @property
-    def living_group(self) -> ProcessGroup:
+    def _living_group(self) -> ProcessGroup:
         """The process group, if it still exists."""
         group = self._group()
         if group is None:  # torch reads None as the whole world
@@ -513,102 +605,6 @@ class _Peers:
 def _like(tensor: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     """Return the front of some memory as a tensor of this type and shape."""
     return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-
-class _Worker:
-    """The work of the thread; it does not keep the exchange alive.
-
-    A few pieces are in flight at a time. They take turns, so that one travels inside hosts while another crosses them.
-    Every rank posts the rounds in the order of the pieces, so the ranks cannot deadlock. That holds for two rounds, of
-    which the last one is posted before a rank waits for another piece. With more rounds, a rank that already knows the
-    next piece would wait for its first round, and a rank that does not know it yet for the third round of this one. A
-    piece with more rounds therefore ends before a rank waits for the next one, whose first round is in flight.
-
-    Args:
-        jobs: the tensors to exchange; None ends the thread.
-        peers: sends and receives.
-    """
-
-    def __init__(self, jobs: queue.SimpleQueue[_Job | None], peers: _Peers) -> None:
-        self._jobs, self._peers = jobs, peers
-        self._under_way: deque[_Piece] = deque()
-        self._failure: BaseException | None = None
-        """The first error. Ranks may get it at different pieces, so every later job fails with it, too."""
-
-    def run(self) -> None:
-        """Do jobs until None arrives."""
-        while True:
-            while self._under_way and self._jobs.empty():
-                self._advance_or_fail()
-            job = self._jobs.get()
-            if job is None:
-                self._finish()
-                return
-            self._begin(job)
-            del job  # it would keep its tensor alive until the next job
-
-    def do(self, job: _Job) -> None:
-        """Do one job in the calling thread."""
-        self._begin(job)
-        self._finish()
-
-    def _begin(self, job: _Job) -> None:
-        try:
-            if self._failure is not None:
-                raise self._failure
-            pieces = list(self._peers.pieces(job))
-            if not pieces:
-                job.done.set_result(time.perf_counter_ns())
-            job.pieces_left = len(pieces)
-            for messages in pieces:
-                while len(self._under_way) >= _PIECES_UNDER_WAY:
-                    self._advance()
-                self._under_way.append(_Piece(job, messages, next(messages)))
-        except BaseException as error:  # passed to the callers of wait()
-            self._fail(error, job)
-
-    def _finish(self) -> None:
-        while self._under_way:
-            self._advance_or_fail()
-
-    def _advance_or_fail(self) -> None:
-        try:
-            self._advance()
-        except BaseException as error:  # passed to the callers of wait()
-            self._fail(error)
-
-    def _advance(self) -> None:
-        piece = self._under_way.popleft()
-        try:
-            for work in piece.works:
-                work.wait()
-            works = next(piece.messages, None)
-        except BaseException:
-            self._under_way.append(piece)
-            raise
-        if works is not None:
-            put_back = self._under_way.appendleft if len(piece.job.rounds) > 2 else self._under_way.append
-            put_back(_Piece(piece.job, piece.messages, works))
-            return
-        piece.job.pieces_left -= 1
-        if not piece.job.pieces_left:
-            piece.job.done.set_result(time.perf_counter_ns())
-
-    def _fail(self, error: BaseException, *jobs: _Job) -> None:
-        self._failure = error
-        waiting = dict.fromkeys([*(piece.job for piece in self._under_way), *jobs])
-        self._under_way.clear()
-        for job in waiting:
-            job.done.set_exception(error)
-
-
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """A piece in flight: its current messages, and the remaining rounds."""
-
-    job: _Job
-    messages: _Messages
-    works: list[dist.Work]
 
 
 # -- the threads of gloo -----------------------------------------------------------------------------------------------

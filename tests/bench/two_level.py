@@ -14,7 +14,7 @@ import argparse
 import torch
 import torch.distributed as dist
 
-from ds_topo.reducer.parameters import TwoLevelReduction, hosts_of, two_level_reduction
+from ds_topo.zero.exchange import Exchange, hosts_in_order, two_level_exchange
 from tests.bench.sides import Times, alternate, ratios, table
 from tests.cluster import Cluster
 
@@ -27,17 +27,18 @@ def _reduce_flat(buckets: list[torch.Tensor]) -> None:
         work.wait()
 
 
-def _reduce_in_two_levels(buckets: list[torch.Tensor], levels: TwoLevelReduction) -> None:
-    pending = [levels.submit(bucket) for bucket in buckets]
+def _reduce_in_two_levels(buckets: list[torch.Tensor], levels: Exchange) -> None:
+    pending = [levels.all_reduce(bucket) for bucket in buckets]
     for reduction in pending:
         reduction.wait()
 
 
-def _setting() -> tuple[list[torch.Tensor], TwoLevelReduction]:
+def _setting() -> tuple[list[torch.Tensor], Exchange]:
     group = dist.group.WORLD
     assert group is not None
     buckets = [torch.ones(BUCKET_BYTES // 4) for _ in range(BUCKETS)]
-    return buckets, two_level_reduction(group, hosts_of(group), buckets[0].device)
+    hosts = dict(enumerate(hosts_in_order(group)))
+    return buckets, two_level_exchange(group, hosts, buckets[0].device)
 
 
 def measure(rounds: int) -> Times:

@@ -351,7 +351,7 @@ def test_ranks_are_coloured_by_stage() -> None:
         (["data=2", "--slots", "2"], "--slots needs hosts"),
         (["data=2", "--include", "a"], "--include needs hosts"),
         (["data=2", "--hosts", "1", "--slots", "2", "--slurm"], "--hosts and --slurm both say"),
-        (["data=2", "--hosts", "n[1-", "--slots", "2"], "a bracket is not closed"),
+        (["data=2", "--hosts", "n[1-", "--slots", "2"], "expected names and bracketed ranges"),
         (["data=2", "--hosts", "n1,n1", "--slots", "1"], "host 'n1' is named twice"),
         (["data=2", "--hosts", "0", "--slots", "1"], "both must be >= 1"),
         (["data=2", "--hosts", "a.invalid,b.invalid", "--slots", "1", "--resolve"], "'a.invalid' cannot be resolved"),

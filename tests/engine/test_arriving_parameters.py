@@ -53,13 +53,13 @@ def _engine(grid: PipelineParallelGrid, model: nn.Module, *, overlap: bool = Tru
 @contextmanager
 def _held() -> Iterator[threading.Event]:
     """Hold every gather back until the event is set, or for 0.03 s; a reader that does not wait reads old values."""
-    gather, go_on = exchange._Peers._gather, threading.Event()
+    gather, go_on = exchange._Worker._gather, threading.Event()
 
     def late(self: Any, *arguments: Any) -> Any:
         go_on.wait(0.03)
         return gather(self, *arguments)
 
-    with mock.patch.object(exchange._Peers, "_gather", late):
+    with mock.patch.object(exchange._Worker, "_gather", late):
         yield go_on
 
 
@@ -455,7 +455,7 @@ def _after_an_error() -> None:
     with PipelineParallelGrid("data=2") as grid:
         engine = _engine(grid, _layers())
         weight = engine.module[2].weight
-        broken = mock.patch.object(exchange._Peers, "_gather", side_effect=RuntimeError("connection closed"))
+        broken = mock.patch.object(exchange._Worker, "_gather", side_effect=RuntimeError("connection closed"))
         with broken:
             engine.backward(engine(torch.ones(2, 8)).sum())
             engine.step()

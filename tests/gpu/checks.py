@@ -35,7 +35,6 @@ from torch.utils._triton import has_triton
 
 from ds_topo import GradientReducer, PipelineModule, PipelineParallelGrid, checkpoint, init_distributed, initialize
 from ds_topo.backends import TRAITS, SideStream, backend_of, order_after, synchronize, traits_of
-from ds_topo.reducer.parameters import two_level_reduction
 from ds_topo.reducer.reductions import StepNotes
 from ds_topo.zero import exchange
 from tests.checkpoint.jobs import Kind, job
@@ -408,9 +407,9 @@ def _notes(place: Place) -> None:
         each.settle()
         notes.append(each)
     for step, each in enumerate(notes):
-        counts = each.counts(all_read=True)
-        assert (counts.failed, counts.prefer_to_defer) == (size * (step % 3 == 0), size * (step % 2 == 0)), step
-        assert not counts.steps_differ
+        each.read(all_read=True)
+        assert (each.failed, each.prefer_to_defer) == (size * (step % 3 == 0), size * (step % 2 == 0)), step
+        assert not each.steps_differ
     for step in range(6):
         module.zero_grad()
         module(_tokens(place, step)).backward()
@@ -436,20 +435,20 @@ def two_level(place: Place) -> None:
     size, rank, device = dist.get_world_size(), dist.get_rank(), place.device
     hosts = {each: f"host{2 * each // size}" for each in range(size)}
     assert dist.group.WORLD is not None
-    levels = two_level_reduction(dist.group.WORLD, hosts, device)
+    levels = exchange.two_level_exchange(dist.group.WORLD, hosts, device)
     pending, sums = [], []
     for number in range(8):
         place.sleep(5)
-        tensor = levels.padded(torch.full((4099,), float(number + rank), device=device))
+        tensor = torch.full((-(-4099 // levels.slices) * levels.slices,), float(number + rank), device=device)
         sums.append(tensor)
-        pending.append(levels.submit(tensor))
+        pending.append(levels.all_reduce(tensor))
         del tensor
         torch.full((NUMEL,), -1.0, device=device)
     for number, (each, total) in enumerate(zip(pending, sums, strict=True)):
         each.wait()
         expected = float(sum(number + other for other in range(size)))
-        assert torch.equal(total[:4099], torch.full_like(total[:4099], expected)), number
-    levels.destroy()
+        assert torch.equal(total, torch.full_like(total, expected)), number
+    levels.rest()
     with mock.patch("socket.gethostname", return_value=hosts[rank]):
         module = _model(place)
         ours = GradientReducer(module, **reduced_model.SMALL | {"two_level": True})

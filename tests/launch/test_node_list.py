@@ -61,12 +61,12 @@ def test_a_range_folds_to_one_item(prefix: str, first: int, count: int, width: i
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("n[1-2", "a bracket is not closed"),
-        ("n1]", "brackets do not match"),
-        ("n[[1]]", "brackets do not match"),
-        ("n[]", "expected numbers and ranges"),
-        ("n[a-b]", "expected numbers and ranges"),
-        ("n[3-1]", "range '3-1' goes down"),
+        ("n[1-2", r"at 'n\[1-2': expected names"),
+        ("n1]", "expected names"),
+        ("n[[1]]", "expected names"),
+        ("n[]", "expected numbers and rising ranges"),
+        ("n[a-b,2]", r"at \[a-b,2\]: expected numbers and rising ranges"),
+        ("n[3-1]", "expected numbers and rising ranges"),
         ("n1,,n2", "expected names"),
         ("", "expected names"),
         ("n 1", "expected names"),

@@ -205,7 +205,10 @@ def test_tasks_are_numbered_as_slurm_does(environ: dict[str, str], order: list[i
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2"}, "is for 1 nodes, but the job has 2"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,0"}, "node 'host1' has no task"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "counts 'two'"),
-        (STEP | {"SLURM_STEP_NODELIST": "host[0-", "SLURM_STEP_TASKS_PER_NODE": "2"}, "bracket is not closed"),
+        (
+            STEP | {"SLURM_STEP_NODELIST": "host[0-", "SLURM_STEP_TASKS_PER_NODE": "2"},
+            "expected names and bracketed ranges",
+        ),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,1", "SLURM_DISTRIBUTION": "spiral"}, "not one of block, cyclic"),
         (STEP | {"SLURM_STEP_TASKS_PER_NODE": "1,1", "SLURM_DISTRIBUTION": "plane"}, "needs SLURM_DIST_PLANESIZE"),
         (

@@ -171,7 +171,7 @@ def test_buckets_over_grad_buffers_have_no_gaps() -> None:
 
 
 def _bucket(*states: ParameterState, multiple: int = 1) -> GradientBucket:
-    route = _route(two_level=SimpleNamespace(multiple=multiple))
+    route = _route(two_level=SimpleNamespace(slices=multiple))
     for state in states:
         state.route = route
     bucket = GradientBucket(7, states)
@@ -332,7 +332,7 @@ def test_layout_follows_the_order_of_the_first_rank_and_stays_if_it_is_equal() -
 
 
 def test_two_level_buckets_are_padded() -> None:
-    assert [len(bucket.flat) for bucket in _layout(two_level=SimpleNamespace(multiple=3)).buckets] == [6] * 4
+    assert [len(bucket.flat) for bucket in _layout(two_level=SimpleNamespace(slices=3)).buckets] == [6] * 4
     assert [len(bucket.flat) for bucket in _layout().buckets] == [4] * 4
 
 

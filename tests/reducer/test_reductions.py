@@ -20,10 +20,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo import GradientReducer, backends
-from ds_topo.reducer import ReductionOptions, parameters, reductions
+from ds_topo.reducer import ReductionOptions, reductions
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket
-from ds_topo.reducer.parameters import ParameterState, Route, two_level_reduction
-from ds_topo.reducer.reductions import Counts, Reduction, StepNotes, assign_routes, launch, scaling
+from ds_topo.reducer.parameters import ParameterState, Route
+from ds_topo.reducer.reductions import Reduction, StepNotes, assign_routes, launch, scaling
 from ds_topo.topology.rank_tables import RankGroup
 from ds_topo.zero import exchange
 from tests.support.fake_world import fake_world
@@ -180,6 +180,7 @@ def _two_level() -> None:
         choices: list[bool] = [False] * 4
         dist.all_gather_object(choices, chosen.uses_two_levels)
         assert len(set(choices)) == 1
+        chosen.detach()
         assert len([event for event in trace["traceEvents"] if event["name"] == "bucket 0"]) == 3
     with pytest.raises(ValueError, match="two_level=True: the group must span at least two hosts"):
         GradientReducer(model(), two_level=True)
@@ -318,22 +319,24 @@ def test_bucket_is_timed_from_launch_to_end_of_sum() -> None:
 
 
 def test_two_level_padding_is_sent_but_not_copied_back() -> None:
-    def submit(tensor: torch.Tensor) -> Any:
+    def all_reduce(tensor: torch.Tensor) -> Any:
         sent.append(tensor)
         tensor.mul_(2)
         return mock.Mock(**{"wait.return_value": 1234})
 
     sent: list[torch.Tensor] = []
-    levels: Any = SimpleNamespace(padded=lambda tensor: torch.cat([tensor, torch.zeros(2)]), submit=submit, multiple=1)
-    for padded in (levels.padded, lambda tensor: tensor):
-        levels.padded = padded
+    levels: Any = SimpleNamespace(all_reduce=all_reduce, slices=1)
+    for slices in (3, 4):
         with fake_world(0, 2):
             bucket = _bucket(VALUES, _route(two_level=levels))
+            levels.slices = slices
             reduction = launch(bucket, True)
             reduction.wait()
         assert torch.equal(bucket.flat, VALUES * 2)
         assert reduction.timing.done_ns == 1234
-    assert [len(tensor) for tensor in sent] == [6, 4]
+        assert not reduction.was_overwritten
+        levels.slices = 1
+    assert torch.equal(sent[0], torch.cat([VALUES * 2, torch.zeros(2)]))
     assert sent[1] is bucket.flat
 
 
@@ -354,7 +357,7 @@ def test_result_of_comm_hook_becomes_the_gradient(kind: str) -> None:
         return futures[-1]
 
     with fake_world(0, 2), mock.patch.object(dist, "all_reduce", side_effect=AssertionError("the hook sums")):
-        route = _route(hook=hook, hook_state="state", two_level=SimpleNamespace(multiple=3))
+        route = _route(hook=hook, hook_state="state", two_level=SimpleNamespace(slices=3))
         buckets = [_bucket(VALUES, route), _bucket(VALUES, route)]
         in_flight: list[Reduction] = [launch(bucket, bucket is buckets[1]) for bucket in buckets]
         route.wait_for_hook()
@@ -424,13 +427,13 @@ def test_experts_are_averaged_over_all_replicas_and_only_used_links_are_measured
 def test_two_levels_are_used_if_wanted_or_faster(
     wish: bool | None, is_faster: bool, uses: bool, measures: bool
 ) -> None:
-    made = mock.Mock(multiple=3)
+    made = mock.Mock(slices=3)
     probed = mock.Mock(return_value=is_faster)
-    hosts = dict.fromkeys(range(3), "a") | dict.fromkeys(range(3, 6), "b")
+    hosts = ["a", "a", "a", "b", "b", "b"]
     with (
         fake_world(0, 6),
-        mock.patch.object(reductions, "hosts_of", return_value=hosts) as asked,
-        mock.patch.object(reductions, "two_level_reduction", return_value=made),
+        mock.patch.object(reductions, "hosts_in_order", return_value=hosts) as asked,
+        mock.patch.object(reductions, "two_level_exchange", return_value=made),
         mock.patch.object(reductions, "is_two_level_faster", probed),
     ):
         for bucket_bytes, numel in ((1000, 249), (1, 3)):
@@ -440,11 +443,11 @@ def test_two_levels_are_used_if_wanted_or_faster(
             assert probed.called is measures
             assert not measures or len(probed.call_args.args[2]) == numel, "what fits a bucket and splits evenly"
     assert asked.called is (wish is not False)
-    assert made.destroy.called is (measures and not is_faster)
+    assert made.rest.called is (measures and not is_faster)
 
 
 def test_two_levels_are_refused_if_the_placement_has_none() -> None:
-    with fake_world(0, 4), mock.patch.object(reductions, "hosts_of", return_value=dict.fromkeys(range(4), "a")):
+    with fake_world(0, 4), mock.patch.object(reductions, "hosts_in_order", return_value=["a"] * 4):
         options = ReductionOptions(bucket_bytes=10)
         dense = assign_routes([_state()], options, dist.group.WORLD, CPU)
         assert dense.two_level is None
@@ -460,9 +463,13 @@ HOSTS = {0: "a", 1: "b", 2: "a", 3: "b"}
 
 
 def test_two_level_groups_do_not_depend_on_the_order_of_hosts() -> None:
-    with fake_world(2, 4), mock.patch.object(parameters, "ProcessGroups") as made:
+    with (
+        fake_world(2, 4),
+        mock.patch.object(exchange, "ProcessGroups") as made,
+        mock.patch.object(exchange, "CollectiveExchange"),
+    ):
         for hosts in (HOSTS, dict(reversed(HOSTS.items()))):
-            two_level_reduction(dist.group.WORLD, hosts, CPU)
+            exchange.two_level_exchange(dist.group.WORLD, hosts, CPU)
     first, second = made.call_args_list
     assert first == second
     assert first.args[1:3] == (
@@ -471,31 +478,22 @@ def test_two_level_groups_do_not_depend_on_the_order_of_hosts() -> None:
     )
 
 
-def test_padded_tensor_splits_evenly_inside_a_host() -> None:
-    with fake_world(0, 4):
-        levels = two_level_reduction(dist.group.WORLD, HOSTS, CPU)
-        assert levels.multiple == 2
-        even = torch.ones(4)
-        assert levels.padded(even) is even
-        assert torch.equal(levels.padded(torch.ones(3)), torch.tensor([1.0, 1.0, 1.0, 0.0]))
-
-
 def test_two_levels_on_an_accelerator_use_a_side_stream() -> None:
     events = mock.Mock(spec=["query"])
     stream = mock.Mock(**{"after_current.return_value": nullcontext(), "mark.return_value": events})
     with (
         fake_world(0, 4),
         mock.patch.dict(backends.TRAITS, fake=replace(backends.TRAITS["nccl"], communicates=False)),
-        mock.patch.object(parameters, "SideStream", return_value=stream) as made,
+        mock.patch.object(exchange, "SideStream", return_value=stream) as made,
         mock.patch.object(exchange, "order_after") as ordered,
         mock.patch.object(dist, "reduce_scatter_tensor", lambda *_, group: order.append(("scatter", group))),
         mock.patch.object(dist, "all_reduce", lambda *_, group: order.append(("cross", group))),
-        mock.patch.object(dist, "all_gather_into_tensor", lambda *_, group: order.append(("gather", group))),
+        mock.patch.object(dist, "all_gather_into_tensor", lambda *_, group, **__: order.append(("gather", group))),
     ):
         order: list[tuple[str, dist.ProcessGroup]] = []
-        levels = two_level_reduction(dist.group.WORLD, HOSTS, CPU)
+        levels = exchange.two_level_exchange(dist.group.WORLD, HOSTS, CPU)
         tensor = torch.ones(4)
-        pending = levels.submit(tensor)
+        pending = levels.all_reduce(tensor)
         assert [name for name, _ in order] == ["scatter", "cross", "gather"]
         assert [dist.get_process_group_ranks(group) for _, group in order] == [[0, 2], [0, 1], [0, 2]]
         made.assert_called_once_with(CPU)
@@ -505,7 +503,7 @@ def test_two_levels_on_an_accelerator_use_a_side_stream() -> None:
         assert not ordered.called
         pending.wait()
         ordered.assert_called_once_with(events, CPU), "the stream that reads the sum waits for it"
-        levels.destroy()
+        levels.rest()
         assert len(dist.distributed_c10d._world.pg_map) == 1, "its groups are destroyed"
 
 
@@ -559,7 +557,7 @@ UNUSED = [{"some", "nowhere"}, {"nowhere"}, {"nowhere"}]
 LATE = [{"late", "all late"}, {"all late"}, {"all late", "nowhere"}]
 
 
-def _read(notes: Sequence[StepNotes], *, all_read: bool = True) -> list[Counts]:
+def _read(notes: Sequence[StepNotes], *, all_read: bool = True) -> Sequence[StepNotes]:
     """Read the notes of all ranks at once, each in a thread, because a sum ends when all have joined."""
     for note in notes:
         note.settle()
@@ -574,7 +572,8 @@ def _read(notes: Sequence[StepNotes], *, all_read: bool = True) -> list[Counts]:
 
     vectors: list[torch.Tensor] = []
     with mock.patch.object(dist, "all_reduce", all_reduce), ThreadPoolExecutor(len(notes)) as threads:
-        return list(threads.map(lambda note: note.counts(all_read=all_read), notes))
+        list(threads.map(lambda note: note.read(all_read=all_read), notes))
+    return notes
 
 
 @pytest.mark.parametrize("ahead", [None, 0, 2], ids=["alike", "the first rank is ahead", "the last rank is ahead"])
@@ -618,8 +617,8 @@ def test_notes_of_30000_ranks_do_not_overflow() -> None:
     ranks, state = 30_000, _state()
     for late, unused in (((), ()), ((0,), ()), ((), (0,)), ((0,), (0,))):
         with fake_world(0, ranks), mock.patch.object(dist, "all_reduce", lambda counts, **_: counts.mul_(ranks)):
-            notes = StepNotes([state], _route(), unused, late, failed=False, prefers_to_defer=False, step=255)
-            counts = notes.counts(all_read=True)
+            counts = StepNotes([state], _route(), unused, late, failed=False, prefers_to_defer=False, step=255)
+            counts.read(all_read=True)
         assert [*counts.late] == ([state] if late else [])
         assert [*counts.unused_everywhere] == [*counts.unused_anywhere] == ([state] if unused else [])
         assert (counts.failed, counts.prefer_to_defer, counts.steps_differ) == (0, 0, False)

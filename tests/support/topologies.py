@@ -9,7 +9,7 @@ from math import prod
 from hypothesis import strategies as st
 
 from ds_topo import ProcessTopology
-from ds_topo.topology.layout import Layout
+from ds_topo.topology.process_topology import Layout
 
 AXES = ("pipe", "data", "model", "seq")
 ORDERS = [order for count in range(1, 5) for order in permutations(AXES, count)]

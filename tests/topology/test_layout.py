@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_topo.topology.layout import Layout
+from ds_topo.topology.process_topology import Layout
 from tests.support.topologies import foldings, layouts, sizes
 
 without_deadline = settings(deadline=None)
