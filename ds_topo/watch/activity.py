@@ -74,7 +74,6 @@ _BETWEEN = ("torch/distributed/c10d_logger.py", "/threading.py", "/concurrent/fu
 _ANY = ""
 _WAITS = {
     ("ds_topo/reducer/reductions.py", _ANY): "the reduction of gradients",
-    ("ds_topo/reducer/parameters.py", "submit"): "the reduction of gradients",
     ("ds_topo/zero/arrivals.py", "wait"): "parameters from their owners",
     ("ds_topo/zero/exchange.py", _ANY): "slices from other ranks",
     ("ds_topo/process_groups/agreement.py", "within"): "the store of the job",
@@ -83,7 +82,7 @@ _WAITS = {
     ("torch/distributed/rendezvous.py", "rendezvous"): "the other ranks of the job",
 }
 """Functions that wait for other ranks, besides torch's collectives."""
-_GROUPS = (("route", "group"), ("_route", "group"), ("_peers", "living_group"), ("peers", "living_group"))
+_GROUPS = (("route", "group"), ("_route", "group"), ("_worker", "living_group"), ("living_group",))
 """Attribute paths by which objects with such functions hold their process group."""
 _IDLE_SECONDS = 0.01
 """The processor time that a waiting thread may use."""

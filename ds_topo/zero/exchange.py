@@ -577,17 +577,17 @@ class _Worker:
         return spare
 
     def _send(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
-        work = dist.isend(tensor, group=self._living_group, group_dst=rank, tag=self._tag(number, index))
+        work = dist.isend(tensor, group=self.living_group, group_dst=rank, tag=self._tag(number, index))
         assert work is not None
         return work
 
     def _receive(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self._living_group, group_src=rank, tag=self._tag(number, index))
+        work = dist.irecv(tensor, group=self.living_group, group_src=rank, tag=self._tag(number, index))
         assert work is not None
         return work
 
     @property
-    def _living_group(self) -> ProcessGroup:
+    def living_group(self) -> ProcessGroup:
         """The process group, if it still exists."""
         group = self._group()
         if group is None:  # torch reads None as the whole world

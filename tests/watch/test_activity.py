@@ -8,6 +8,8 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from torch import nn
 
 import ds_topo
 from ds_topo import GradientReducer, PipelineParallelGrid
-from ds_topo.watch.activity import _PHASES, _WAITS, Activity, Observer
+from ds_topo.watch.activity import _PHASES, _WAITS, Activity, Observer, _known_wait
+from ds_topo.zero.exchange import exchange_of
 from tests.support.world import Worlds
 
 SECONDS = 2.0
@@ -98,6 +101,19 @@ def test_observing_wraps_no_function() -> None:
     before = sys.excepthook, dist.all_reduce, nn.Module.__call__
     Observer().look()
     assert (sys.excepthook, dist.all_reduce, nn.Module.__call__) == before
+
+
+def _waits_for_slices() -> tuple[int, ...]:
+    exchange: Any = exchange_of(dist.group.WORLD, torch.device("cpu"))
+    frames: list[Any] = [SimpleNamespace(f_locals={"self": one}) for one in (exchange, exchange._worker)]
+    waits = {_known_wait("slices", frame) for frame in frames}
+    exchange.rest()
+    assert len(waits) == 1
+    return waits.pop().ranks
+
+
+def test_a_wait_for_slices_names_its_group(world: Worlds) -> None:
+    assert world(2).run(_waits_for_slices) == [(0, 1)] * 2
 
 
 @pytest.mark.parametrize(("file", "function"), [key for key in (*_PHASES, *_WAITS) if key[0].startswith("ds_topo/")])
