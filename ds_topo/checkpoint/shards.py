@@ -148,17 +148,11 @@ def elements_of_slice(
 def resliced(values: Sequence[torch.Tensor], dim: int, stride: int, slices: int, place: int) -> torch.Tensor:
     """Return a slice of a tensor, one of ``slices``, from all of its slices of another degree.
 
-    >>> resliced([torch.tensor([0, 1]), torch.tensor([2, 3])], 0, 1, 4, 2)
-    tensor([2])
+    >>> resliced([torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])], 0, 2, 4, 2)
+    tensor([2, 6])
     """
-    sizes = list(values[0].shape)
-    sizes[dim] = sizes[dim] * len(values) // slices
-    wanted = Slice(tuple(sizes), dim, slices, place, stride)
-
-    def read(number: int, start: int, stop: int) -> torch.Tensor:
-        return values[number].reshape(-1)[start:stop]
-
-    return elements_of_slice(read, wanted, len(values), 0, math.prod(sizes)).view(sizes)
+    together = torch.cat([one.unflatten(dim, (stride, -1)) for one in values], dim + 1)
+    return together.unflatten(dim + 1, (slices, -1)).select(dim + 1, place).flatten(dim, dim + 1)
 
 
 def _runs(wanted: Slice, slices: int, length: int) -> Iterator[tuple[int, int, int]]:
