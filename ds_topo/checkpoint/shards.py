@@ -152,7 +152,8 @@ def resliced(values: Sequence[torch.Tensor], dim: int, stride: int, slices: int,
     tensor([2, 6])
     """
     together = torch.cat([one.unflatten(dim, (stride, -1)) for one in values], dim + 1)
-    return together.unflatten(dim + 1, (slices, -1)).select(dim + 1, place).flatten(dim, dim + 1)
+    pieces: torch.Tensor = together.unflatten(dim + 1, (slices, -1))
+    return pieces.select(dim + 1, place).flatten(dim, dim + 1)
 
 
 def _runs(wanted: Slice, slices: int, length: int) -> Iterator[tuple[int, int, int]]:
