@@ -156,13 +156,13 @@ def convert(
     source.require_equal_copies(target.slices, has_states=True)
     writer, files = Writer(source, target), draft / new_tag
     with _begun(draft, new_tag, manifest, target, writer.bytes()):
-        with _naming(files):
+        with _naming(files):  # make room, and fill
             make_room(writer.files(), files)
             fillings = [Filling(source, files / name, make()) for name, make in writer.files()]
             digests = fill_all(fillings, draft / "done.txt", progress)
         rows = zip(fillings, digests, strict=True)
         saved = [SavedFile(one.path.name, one.bytes, digest, 0) for one, digest in rows]
-        new = Manifest(
+        new = Manifest(  # commit
             new_tag,
             manifest.step,
             datetime.now(timezone.utc).isoformat(timespec="milliseconds"),

@@ -2,7 +2,8 @@
 
 :func:`model_of` returns every parameter once, whatever the layout that saved it, from the manifest alone. In names of
 the whole model an expert has its number among all experts of its layer. In optimizer files and in the groups of a
-structure names are *local*: an expert has its number among those of one rank. :class:`RankTable` translates.
+structure names are *local*: an expert has its number among those of one rank. :class:`RankTable` translates, and says
+which part of each parameter a rank of a layout holds, whether it is the saved layout or a new one.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A *slice* is the part of a parameter that one tensor-parallel rank holds. A *spa
 slice; ZeRO cuts vectors into spans. A *box* is a range along every dimension of the whole parameter.
 
 :func:`boxes_of_span` and :class:`Slice` translate spans into boxes. :func:`vectors_of` lays out parameters as a
-:class:`FlatGroup` (ZeRO 1 and 2) or :class:`PartitionedGroup` (ZeRO 3), which compute the spans of each partition as
-DeepSpeed does.
+:class:`FlatGroup` (ZeRO 1 and 2) or :class:`PartitionedGroup` (ZeRO 3, and without ZeRO), which compute the spans of
+each partition as DeepSpeed does.
 :func:`elements_of_slice` reads a slice out of slices of another degree. :class:`PartOfTensor` presents the boxes of
 this process to ``torch.distributed.checkpoint``.
 """
@@ -247,6 +247,8 @@ class FlatGroup:
 @dataclass(frozen=True)
 class PartitionedGroup:
     """Parameters that are each cut into as many parts as there are replicas: a sub-group of ZeRO 3.
+
+    With one replica they are whole, one after the other, as in an optimizer without ZeRO.
 
     >>> group = PartitionedGroup({"weight": 5, "bias": 2}, replicas=2)
     >>> group.partition_numel, group.spans(1)
