@@ -157,13 +157,13 @@ def convert(
     source.require_equal_copies(target.slices, has_states=True)
     writer, files = Writer(source, target), draft / new_tag
     with _begun(draft, new_tag, manifest, target, writer.bytes()):
-        with _naming(files):
+        with _naming(files):  # make room, and fill
             make_room(writer.files(), files)
             fillings = [Filling(source, files / name, make()) for name, make in writer.files()]
             digests = fill_all(fillings, draft / "done.txt", progress)
         rows = zip(fillings, digests, strict=True)
         saved = [SavedFile(one.path.name, one.bytes, digest, 0) for one, digest in rows]
-        new = Manifest(
+        new = Manifest(  # commit
             new_tag,
             manifest.step,
             datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -208,27 +208,19 @@ def _check_wanted(
         TypeError: the message names the argument.
     """
     are_numbers = isinstance(bounds, Sequence) and all(isinstance(bound, int) for bound in bounds)
+    are_options = zero_options is None or isinstance(zero_options, Mapping)
     rows = [*padding.values()] if isinstance(padding, Mapping) else []
     numbers = [list(one) if isinstance(one, tuple) else [one, one] for one in rows]
     are_rows = all(len(pair) == 2 and all(type(number) is int and number >= 0 for number in pair) for pair in numbers)
+    are_rows = are_rows and (padding is None or isinstance(padding, Mapping))
     for name, value, is_right, wanted in (
         ("spec", spec, isinstance(spec, str), 'a topology with all degrees, such as "data=4"'),
         ("zero", zero, zero is None or type(zero) is int, "the stage 0, 1, 2 or 3"),
         ("method", method, method is None or isinstance(method, str), "a partition_method, such as 'parameters'"),
         ("bounds", bounds, are_numbers, "the first layer of every stage and the number of layers, such as (0, 3, 6)"),
         ("experts", experts, experts is None or type(experts) is int, "the expert parallel size of all layers"),
-        (
-            "zero_options",
-            zero_options,
-            zero_options is None or isinstance(zero_options, Mapping),
-            "options of zero_optimization, such as {'round_robin_gradients': True}",
-        ),
-        (
-            "padding",
-            padding,
-            padding is None or (isinstance(padding, Mapping) and are_rows),
-            "rows by name, such as {'embedding.weight': 50304}, or (50257, 50304) with those without padding",
-        ),
+        ("zero_options", zero_options, are_options, "options such as {'round_robin_gradients': True}"),
+        ("padding", padding, are_rows, "{'embedding.weight': 50304}, or (50257, 50304) with the rows without padding"),
     ):
         if not is_right:
             raise TypeError(f"{name}={abridged(value)}: give {wanted}")

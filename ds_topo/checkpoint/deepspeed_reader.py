@@ -294,15 +294,12 @@ class Source:
 
     def hyperparameters(self, stage: int) -> list[dict[str, Any]]:
         """Return the hyperparameters of every group of the optimizer of a stage."""
-        return self._of_stage(stage).groups
-
-    def _of_stage(self, stage: int) -> OptimizerStates:
-        return self._states_of(self.ranks.holders(stage * self.model.slices, ""))
+        return self._states_of(self.ranks.holders(stage * self.model.slices, "")).groups
 
     @cached_property
     def type_of_masters(self) -> torch.dtype:
         """The data type of master weights."""
-        masters = self._of_stage(0).masters
+        masters = self._states_of(self.ranks.holders(0, "")).masters
         return masters[0][0].dtype if masters else torch.float32
 
     def _states_of(self, holders: tuple[Place, ...]) -> OptimizerStates:

@@ -44,7 +44,7 @@ from ds_topo.checkpoint.deepspeed_reader import (
 )
 from ds_topo.checkpoint.file_filling import NewFile, Region, leaves
 from ds_topo.checkpoint.manifest import BF16_OPTIMIZER, Place
-from ds_topo.checkpoint.saved_model import Vectors, head_of, layer_of_experts, prefix_of_layer
+from ds_topo.checkpoint.saved_model import Vectors, head_of, layer_of_experts, prefix_of_layer, prefixes_of_stage
 from ds_topo.checkpoint.shards import FLAT_OPTIMIZER, FlatGroup, PartitionedGroup
 from ds_topo.checkpoint.target import NAME_BESIDE_EXPERTS, Target
 from ds_topo.errors import CheckpointLayoutError
@@ -111,17 +111,14 @@ class Writer:
 
     def _module(self, stage: int, place: int) -> OrderedDict[str, Any] | None:
         """Return the state dict that a stage keeps beside its progress; None if its layers have files of their own."""
+        whole = self.source.module(self._saved_slice(place))
         if not self.target.layout.is_pipeline:
-            return self._state_dict(self.source.module(self._saved_slice(place)), "", place)
+            return self._state_dict(whole, "", place)
         if stage not in self.target.experts_of_stages:
             return None
-        structure = self.target.structure
-        found: OrderedDict[str, Any] = OrderedDict()
-        own = structure.layers_of(stage, len(self.target.names))
-        for number in sorted(own, key=lambda number: not structure.layers[number].tied):
-            prefix = prefix_of_layer(structure, number)
-            found.update((f"{prefix}{key}", value) for key, value in self._layer(number, place).items())
-        return found
+        prefixes = prefixes_of_stage(self.target.structure, stage, len(self.target.names))
+        own = {name: one for prefix in prefixes for name, one in whole.items() if name.startswith(prefix)}
+        return self._state_dict(own, "", place)
 
     def _expert_files(self, model_rank: int) -> Iterator[NewFile]:
         """Yield the experts of a model rank and, without ZeRO, the optimizers of its ranks."""
@@ -258,8 +255,7 @@ class Writer:
         )
         if not structure.layers:
             return list(found)
-        own = structure.layers_of(stage, len(self.target.names))
-        return [name for name in found if name.startswith(tuple(prefix_of_layer(structure, number) for number in own))]
+        return [name for name in found if name.startswith(prefixes_of_stage(structure, stage, len(self.target.names)))]
 
     def _frozen(self, of: Place) -> tuple[OrderedDict[str, Any], OrderedDict[str, Any]]:
         """Return the shapes of parameters that are not trained, and a rank's parts of them."""

@@ -2,7 +2,8 @@
 
 :func:`model_of` returns every parameter once, whatever the layout that saved it, from the manifest alone. In names of
 the whole model an expert has its number among all experts of its layer. In optimizer files and in the groups of a
-structure names are *local*: an expert has its number among those of one rank. :class:`RankTable` translates.
+structure names are *local*: an expert has its number among those of one rank. :class:`RankTable` translates, and says
+which part of each parameter a rank of a layout holds, whether it is the saved layout or a new one.
 """
 
 from __future__ import annotations
@@ -301,14 +302,18 @@ def prefix_of_layer(structure: SavedStructure, number: int) -> str:
     return f"tied_modules.{tied}." if tied else f"{number}."
 
 
+def prefixes_of_stage(structure: SavedStructure, stage: int, stages: int) -> tuple[str, ...]:
+    """Return the prefixes of a stage's layers: those of tied layers come first, as DeepSpeed registers them."""
+    tied_first = sorted(structure.layers_of(stage, stages), key=lambda number: not structure.layers[number].tied)
+    return tuple(dict.fromkeys(prefix_of_layer(structure, number) for number in tied_first))
+
+
 def names_of_stage(structure: SavedStructure, names: Sequence[str], stage: int, stages: int) -> Iterator[str]:
-    """Yield a stage's parameters in its module's order: tied layers come first, as DeepSpeed registers them."""
+    """Yield a stage's parameters in its module's order."""
     if not structure.layers:
         yield from names
         return
-    own = structure.layers_of(stage, stages)
-    tied_first = sorted(own, key=lambda number: not structure.layers[number].tied)
-    for prefix in dict.fromkeys(prefix_of_layer(structure, number) for number in tied_first):
+    for prefix in prefixes_of_stage(structure, stage, stages):
         yield from (name for name in names if name.startswith(prefix))
 
 

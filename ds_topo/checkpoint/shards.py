@@ -4,8 +4,8 @@ A *slice* is the part of a parameter that one tensor-parallel rank holds. A *spa
 slice; ZeRO cuts vectors into spans. A *box* is a range along every dimension of the whole parameter.
 
 :func:`boxes_of_span` and :class:`Slice` translate spans into boxes. :func:`vectors_of` lays out parameters as a
-:class:`FlatGroup` (ZeRO 1 and 2) or :class:`PartitionedGroup` (ZeRO 3), which compute the spans of each partition as
-DeepSpeed does.
+:class:`FlatGroup` (ZeRO 1 and 2) or :class:`PartitionedGroup` (ZeRO 3, and without ZeRO), which compute the spans of
+each partition as DeepSpeed does.
 :func:`elements_of_slice` reads a slice out of slices of another degree. :class:`PartOfTensor` presents the boxes of
 this process to ``torch.distributed.checkpoint``.
 """
@@ -148,17 +148,12 @@ def elements_of_slice(
 def resliced(values: Sequence[torch.Tensor], dim: int, stride: int, slices: int, place: int) -> torch.Tensor:
     """Return a slice of a tensor, one of ``slices``, from all of its slices of another degree.
 
-    >>> resliced([torch.tensor([0, 1]), torch.tensor([2, 3])], 0, 1, 4, 2)
-    tensor([2])
+    >>> resliced([torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7])], 0, 2, 4, 2)
+    tensor([2, 6])
     """
-    sizes = list(values[0].shape)
-    sizes[dim] = sizes[dim] * len(values) // slices
-    wanted = Slice(tuple(sizes), dim, slices, place, stride)
-
-    def read(number: int, start: int, stop: int) -> torch.Tensor:
-        return values[number].reshape(-1)[start:stop]
-
-    return elements_of_slice(read, wanted, len(values), 0, math.prod(sizes)).view(sizes)
+    together = torch.cat([one.unflatten(dim, (stride, -1)) for one in values], dim + 1)
+    pieces: torch.Tensor = together.unflatten(dim + 1, (slices, -1))
+    return pieces.select(dim + 1, place).flatten(dim, dim + 1)
 
 
 def _runs(wanted: Slice, slices: int, length: int) -> Iterator[tuple[int, int, int]]:
@@ -252,6 +247,8 @@ class FlatGroup:
 @dataclass(frozen=True)
 class PartitionedGroup:
     """Parameters that are each cut into as many parts as there are replicas: a sub-group of ZeRO 3.
+
+    With one replica they are whole, one after the other, as in an optimizer without ZeRO.
 
     >>> group = PartitionedGroup({"weight": 5, "bias": 2}, replicas=2)
     >>> group.partition_numel, group.spans(1)

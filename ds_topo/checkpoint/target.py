@@ -388,7 +388,7 @@ def planned_groups(
         if is_same:
             own_groups = [tuple(_with_experts(group.names, was, now)) for group in before[stage]]
         else:
-            local = [name for name in names if _number(name) < now.get(head_of(name), 1)]
+            local = [name for name in names if (one := expert_of(name)) is None or one.number < now.get(one.head, 1)]
             present = {kind_of[_starred(name)] for name in local if _starred(name) in kind_of}
             own_groups = [
                 tuple(name for name in local if kind_of.get(_starred(name)) == kind)
@@ -426,7 +426,9 @@ def _kinds(stages: Sequence[Sequence[_Group]], hyperparameters: Hyperparameters)
         saved = hyperparameters(stage)
         counts.append({})
         for place, group in enumerate(groups):
-            own = _distinguishing(saved[group.number])
+            own = dict(saved[group.number])
+            if own.get("name") == NAME_BESIDE_EXPERTS:  # DeepSpeed names dense groups beside experts only
+                del own["name"]
             alike = next((number for number, one in enumerate(known) if not differing(one, own)), len(known))
             known += [own] if alike == len(known) else []
             groups[place] = group._replace(kind=(alike, counts[stage].get(alike, 0)))
@@ -440,11 +442,6 @@ def _kinds(stages: Sequence[Sequence[_Group]], hyperparameters: Hyperparameters)
                         f"group of the optimizer a name of its own ('name'), or {_REMEDY}"
                     )
     return found
-
-
-def _distinguishing(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters that distinguish groups: DeepSpeed names dense ones beside experts only."""
-    return {key: value for key, value in group.items() if (key, value) != ("name", NAME_BESIDE_EXPERTS)}
 
 
 def _in_order(present: set[tuple[int, int]], stages: Sequence[Sequence[_Group]]) -> list[tuple[int, int]]:
@@ -531,11 +528,6 @@ def _starred(name: str) -> str:
     """Return a name that all experts of a layer have in common."""
     expert = expert_of(name)
     return name if expert is None else expert.numbered("*")
-
-
-def _number(name: str) -> int:
-    expert = expert_of(name)
-    return 0 if expert is None else expert.number
 
 
 def _are_experts(names: Sequence[str], stacked: Container[str]) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from ds_topo import PipelineParallelGrid, checkpoint, cli, initialize
 from ds_topo.checkpoint.conversion import convert, to_single_file
 from ds_topo.checkpoint.engine_facts import is_element_by_element
+from ds_topo.checkpoint.manifest import NAME, Manifest, SavedLayout, SavedParameter, SavedStructure, to_text
 from ds_topo.errors import CheckpointError, CheckpointLayoutError, MissingCheckpointError
 from tests.support.small_engines import start
 from tests.support.training import destroy_engine, engine_config
@@ -354,6 +355,30 @@ def test_checkpoint_without_frozen_parameters_is_converted(world: Worlds, tmp_pa
     assert "it has no parameter 'layers.0.weight' [7, 4]" in strict
     for said in (late, offline):
         assert "'layers.0.bias'] are in the optimizer and were left out of the checkpoint" in said
+
+
+def test_parameters_without_zero_keep_states_of_their_own(tmp_path: Path) -> None:
+    names, path = ("first", "second", "third"), tmp_path / "from" / "saved"
+    states = {
+        0: {"step": torch.tensor(5.0), "exp_avg": torch.ones(2)},
+        1: {"step": torch.tensor(3.0), "exp_avg": torch.arange(2.0)},
+    }  # the third had no gradient
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
+    path.mkdir(parents=True)
+    content = {"module": {name: torch.zeros(2) for name in names}, "optimizer": optimizer, "buffer_names": []}
+    torch.save(content, path / "mp_rank_00_model_states.pt")
+    rows = tuple(SavedParameter(name, (2,), "float32", (0,)) for name in names)
+    layout = SavedLayout("data=1", 1, 1, 1, 0, "AdamW", "fp32")
+    manifest = Manifest("saved", 5, "", layout, (), rows, structure=SavedStructure("AdamW", ((names,),)))
+    (path / NAME).write_text(to_text(manifest))
+    found = checkpoint.look_at(path.parent, "saved")
+    new = convert(found, tmp_path / "to", "data=2")
+    kept = torch.load(new / "mp_rank_00_model_states.pt", weights_only=True)["optimizer"]["state"]
+    assert kept.keys() == states.keys()
+    for number, own in states.items():
+        assert all(torch.equal(kept[number][key], own[key]) for key in own)
+    with pytest.raises(CheckpointLayoutError, match="'first' and 'second' have different values or types of 'step'"):
+        convert(found, tmp_path / "no", "data=2", zero=1)
 
 
 def _load_others(folder: Path) -> list[str]:
