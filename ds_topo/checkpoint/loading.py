@@ -42,7 +42,6 @@ from ds_topo.checkpoint.safe_reading import (
     how_to_verify,
     reading_checkpoint,
     refused_types,
-    removed_meanwhile,
 )
 from ds_topo.checkpoint.saved_model import model_of
 from ds_topo.checkpoint.saving import deepspeeds_part, finish_what_is_unfinished, is_ours, options_of
@@ -242,8 +241,6 @@ def _load_files(engine: DeepSpeedEngine, path: Path, options: LoadOptions, custo
         raise CheckpointError(
             f"DeepSpeed could not load {path}: {type(raised).__name__}: {raised}. If its files may have been "
             f"changed, find out by {how_to_verify(path)}"
-            if path.exists()
-            else removed_meanwhile(path)
         ) from raised
     return dict(state)
 

@@ -479,7 +479,7 @@ def built_from(kind: Any, value: Any, place: str = "") -> Any:
         raise ValueError(f"{at}{error}") from None
     except TypeError:
         needed = [one.name for one in fields(form) if one.default is MISSING and one.default_factory is MISSING]
-        raise ValueError(f"{at}{listed([name for name in needed if name not in found])} are missing") from None
+        raise ValueError(f"{at}entries {listed([one for one in needed if one not in found])} are missing") from None
 
 
 @cache

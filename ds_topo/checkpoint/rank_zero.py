@@ -60,29 +60,49 @@ class Meeting:
         token = agree(plan, range(dist.get_world_size()), timeout, failure=failure, subject=subject)
         return cls(subject, f"{token}/checkpoint", timeout)
 
-    def step(self, name: str, work: Callable[[], T], *, is_alone: bool = True) -> T:
+    def step(
+        self,
+        name: str,
+        work: Callable[[], T],
+        *,
+        decide: Callable[[list[Any]], Any] | None = None,
+        is_alone: bool = True,
+    ) -> T:
         """Do this rank's part of the work, and return its result if no rank has failed.
 
         Args:
             name: the step, different from all others of this operation.
             work: the work.
+            decide: called on rank 0 with the results of all ranks, as JSON, if none has failed.
             is_alone: a rank that fails leaves a function in which others may be blocked, and waits a short time only.
 
         Raises:
             CheckpointError: ranks failed or did not take part. The message has ranks, hosts and errors. It is of the
                 class that the first of them raised, if that is a checkpoint error, with its message alone.
         """
-        meeting, result, failure, content = self, None, None, None
+        meeting, result, failure = self, None, None
+        content: dict[str, Any] = {}
         try:
             result = work()
+            content["result"] = result if decide is not None else None
         except Exception as error:  # of any class: the other ranks must receive it
             failure, text = error, _one_line(error)
             said = f"ranks [{dist.get_rank()}] on {socket.gethostname()} -> {text}"
-            content = {"error": type(error).__name__, "text": text, "said": said}
+            content |= {"error": type(error).__name__, "text": text, "said": said}
             limit = min(self.timeout, _ALONE) if is_alone else self.timeout
             meeting = replace(self, subject=f"{self.subject}: {said}", timeout=limit)
+
+        def judge(posted: list[dict[str, Any]]) -> None:
+            failures = [one for one in posted if "error" in one]
+            if failures and (kind := _class_of(failures[0])) is not CheckpointError:
+                raise kind(failures[0]["text"])
+            if failures:
+                raise CheckpointError(f"{self.subject}: {told([one['said'] for one in failures])}")
+            if decide is not None:
+                decide([one["result"] for one in posted])
+
         try:
-            meeting.decided_from(name, content, self._require_none)
+            meeting.decided_from(name, content, judge)
         except CheckpointError as outcome:
             raise outcome from failure
         return cast(T, result)
@@ -140,14 +160,6 @@ class Meeting:
             return self._read(names)
 
         return [json.loads(text) for text in within(self.timeout, self.subject, read)]
-
-    def _require_none(self, posted: list[dict[str, str] | None]) -> None:
-        """Raise the error of the ranks whose step failed."""
-        failures = [one for one in posted if one is not None]
-        if failures and (kind := _class_of(failures[0])) is not CheckpointError:
-            raise kind(failures[0]["text"])
-        if failures:
-            raise CheckpointError(f"{self.subject}: {told([one['said'] for one in failures])}")
 
     def end(self) -> None:
         """Let rank 0, which may serve the store and end right afterwards, wait a moment until the others come here.

@@ -138,22 +138,12 @@ def _path_of(file: Any) -> str:
 
 def damaged(file: object, error: Exception, folder: Path | None) -> DamagedCheckpointError:
     """Return the error of a file of a checkpoint that torch cannot read."""
-    if isinstance(error, FileNotFoundError) and folder is not None:
-        return DamagedCheckpointError(removed_meanwhile(folder))
     reason = str(error).partition("\n")[0][:200]
     how_to_find = f", and find all such files by {how_to_verify(folder)}" if folder is not None else ""
     name = file if isinstance(file, (str, os.PathLike)) else f"a file of {folder or 'the checkpoint'}"
     return DamagedCheckpointError(
         f"{name} cannot be read ({type(error).__name__}: {reason}): it is damaged, or was changed after it was "
-        f"written. Load another checkpoint, by its tag{how_to_find}"
-    )
-
-
-def removed_meanwhile(checkpoint: Path) -> str:
-    """Return the message that files have gone while they were read."""
-    return (
-        f"files of {checkpoint} were removed while it was read: does another job save into the same folder with "
-        "keep_last? Load again, or give each job another folder"
+        f"written, or removed by another job with keep_last. Load another checkpoint, by its tag{how_to_find}"
     )
 
 

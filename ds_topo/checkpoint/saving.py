@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
 from threading import Event
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -63,60 +63,62 @@ _LARGE = 1 << 20
 # -- copies in host memory ---------------------------------------------------------------------------------------------
 
 
-_Memory: TypeAlias = dict[tuple[torch.dtype, int], list[torch.Tensor]]
-"""Flat tensors in host memory, by their type and number of elements."""
-_memories: WeakKeyDictionary[Any, _Memory] = WeakKeyDictionary()
-"""The copies of each engine's last save in the background, whose memory its next one reuses."""
+_memories: WeakKeyDictionary[DeepSpeedEngine, list[torch.Tensor]] = WeakKeyDictionary()
+"""The large copies of each engine's last save in the background, flat, whose memory its next one reuses."""
 
 
 class Copies:
-    """Copies of the content of one file, while training changes the originals.
+    """Copies in host memory of what an engine saves, while training changes the originals.
 
     >>> weight = torch.zeros(2)
-    >>> kept = Copies({}, {}).of({"weight": weight, "again": [weight], "step": 3})
+    >>> kept = Copies().of({"weight": weight, "again": [weight], "step": 3})
     >>> _ = weight.add_(1)
     >>> kept["weight"], kept["again"][0] is kept["weight"], kept["step"]
     (tensor([0., 0.]), True, 3)
 
     Args:
-        former: memory to reuse.
-        free: receives the memory of the copies after they were written.
+        former: flat tensors whose memory is reused.
     """
 
-    def __init__(self, former: _Memory, free: _Memory) -> None:
-        self._former, self._free = former, free
-        self._memo: dict[int, Any] = {}
-        self._large: list[torch.Tensor] = []
+    def __init__(self, former: Iterable[torch.Tensor] = ()) -> None:
+        self.large: list[torch.Tensor] = []
+        """The copies whose memory can be reused, flat."""
+        self._former = defaultdict[tuple[torch.dtype, int], list[torch.Tensor]](list)
+        for one in former:
+            self._former[one.dtype, one.numel()].append(one)
 
-    def of(self, value: Any) -> Any:
-        """Copy a value, with its tensors in host memory: one copy of each tensor, however often it occurs."""
-        if id(value) not in self._memo:
-            self._memo[id(value)] = self._copied(value)
-        return self._memo[id(value)]
+    def of(self, value: Any, known: dict[int, Any] | None = None) -> Any:
+        """Copy the content of a file: one copy of each object, however often it occurs.
 
-    def give_back(self) -> None:
-        """Release the copies after they were written."""
-        self._memo.clear()
-        for one in self._large:
-            self._free.setdefault((one.dtype, one.numel()), []).append(one.view(-1))
-        self._large.clear()
+        Args:
+            value: the content.
+            known: copies by the ids of their originals.
+        """
+        known = {} if known is None else known
+        if id(value) not in known:
+            known[id(value)] = self._copied(value, known)
+        return known[id(value)]
 
-    def _copied(self, value: Any) -> Any:
+    def free_the_rest(self) -> None:
+        """Free the memory that was not reused."""
+        self._former.clear()
+
+    def _copied(self, value: Any, known: dict[int, Any]) -> Any:
         if torch.is_tensor(value):
             held = value.detach()
-            if held.layout != torch.strided or math.prod(held.shape) * held.itemsize < _LARGE:
+            if held.layout != torch.strided or held.numel() * held.itemsize < _LARGE:
                 return held.to("cpu", copy=True)
-            known = self._former.get((held.dtype, held.numel()))
-            flat = known.pop() if known else torch.empty(held.numel(), dtype=held.dtype)
-            self._large.append(copied := flat.view(held.shape))
-            return copied.copy_(held)
+            former = self._former[held.dtype, held.numel()]
+            flat = former.pop() if former else torch.empty(held.numel(), dtype=held.dtype)
+            self.large.append(flat)
+            return flat.view(held.shape).copy_(held)
         if isinstance(value, MutableMapping):
             result = copy.copy(value)  # keeps the attributes of a state_dict
             for key, item in value.items():  # update() of a Counter would add the entries
-                result[key] = self.of(item)
+                result[key] = self.of(item, known)
             return result
         if type(value) in (list, tuple):
-            return type(value)(self.of(item) for item in value)
+            return type(value)(self.of(item, known) for item in value)
         return copy.deepcopy(value)
 
 
@@ -132,11 +134,11 @@ class WrittenFiles:
     """
 
     def __init__(self, root: Path, copied_for: DeepSpeedEngine | None = None) -> None:
-        self._root, self._is_copied = root, copied_for is not None
-        self._former: _Memory = {}
-        self._free: _Memory = {}
-        if copied_for is not None:
-            self._former, _memories[copied_for] = _memories.get(copied_for, {}), self._free
+        self._root = root
+        self._copies: Copies | None = None
+        if copied_for is not None:  # its last save is finished, so nothing reads the memory of that any more
+            self._copies = Copies(_memories.get(copied_for, ()))
+            _memories[copied_for] = self._copies.large
         self._pool = ThreadPoolExecutor(_THREADS, "ds_topo checkpoint")
         self._later: dict[Path, Callable[[], SavedFile]] = {}
         """The work on each file that starts after DeepSpeed's function."""
@@ -162,7 +164,8 @@ class WrittenFiles:
 
     def start(self) -> None:
         """Start the work that is left, after all copies were made: threads that write would slow copying down."""
-        self._former.clear()  # frees the memory that this save does not reuse
+        if self._copies is not None:
+            self._copies.free_the_rest()
         all_threads_run = Event()
 
         def do(work: Callable[[], SavedFile]) -> SavedFile:
@@ -206,10 +209,9 @@ class WrittenFiles:
             file = Path(path)
 
             def record() -> None:
-                if self._is_copied:
-                    copies = Copies(self._former, self._free)
-                    work = partial(save, copies.of(state_dict), path, *arguments, **options)
-                    self._later[file] = partial(self._write_copy, work, copies, file)
+                if self._copies is not None:
+                    work = partial(save, self._copies.of(state_dict), path, *arguments, **options)
+                    self._later[file] = partial(self._write_copy, work, file)
                 else:
                     save(state_dict, path, *arguments, **options)
                     self._later[file] = partial(self._finished, file)
@@ -227,9 +229,8 @@ class WrittenFiles:
 
         return work_without_failure
 
-    def _write_copy(self, work: Callable[[], Any], copies: Copies, path: Path) -> SavedFile:
+    def _write_copy(self, work: Callable[[], Any], path: Path) -> SavedFile:
         work()
-        copies.give_back()
         return self._finished(path)
 
     def _finished(self, path: Path) -> SavedFile:
@@ -428,8 +429,7 @@ class BackgroundSave:
     def _put_in_place(self) -> Path:
         """Put the checkpoint in place when all ranks have written their files."""
         try:
-            written = self._meeting.step("written", self._written, is_alone=self._left_early)
-            self._meeting.decided_from("in place", written, self._commit)
+            self._meeting.step("written", self._written, decide=self._commit, is_alone=self._left_early)
             self._meeting.end()
         except CheckpointError:
             if dist.get_rank() == 0:
