@@ -341,7 +341,7 @@ def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfi
                 f"the first rank to all ranks: pass mpu=grid ({grid.topology().spec!r}), or "
                 "mpu=PipelineParallelGrid('data=-1') for a model that all ranks replicate",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
     for name, parameter in model.named_parameters() if splitting else ():
         if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
