@@ -98,12 +98,15 @@ def after(before: Callable[[], object]) -> Make:
     2
     """
 
-    @around
-    def called_after(original: Any, *args: Any, **options: Any) -> Any:
-        before()
-        return original(*args, **options)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def called_after(*args: Any, **options: Any) -> Any:
+            before()
+            return original(*args, **options)
 
-    return called_after
+        return called_after
+
+    return make
 
 
 def name_of(owner: type | ModuleType) -> str:

@@ -574,7 +574,7 @@ def saved_as_a_whole(save_checkpoint: Any) -> Any:
                 f"{reason}, so ds_topo cannot save it atomically: a job that is killed while it saves may leave a "
                 "damaged checkpoint that 'latest' names",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
             return save_checkpoint(engine, save_dir, **given)
         save(engine, save_dir, keep_random_states=False, **given)

@@ -72,7 +72,8 @@ def comparison(rows: Sequence[Patch | Reliance] = ROWS) -> str:
     for release, now in releases.fingerprints(rows).items():
         library = release.partition(" ")[0]
         other = releases.release_to_compare(library, known)
-        names = releases.changed(now, known[other]) if other else list(now)
+        before = known[other] if other else {}
+        names = [name for name, value in now.items() if before.get(name) != value]
         parts += [f"\n{len(names)} of {len(now)} functions and classes of {release} differ from {other}"]
         parts += [f"    {name}" for name in names]
         if names and other:

@@ -190,7 +190,7 @@ def _check_batch(batch: Any, is_first_stage: bool) -> None:
                     f"a batch of this pipeline has {len(batch)} elements, but DeepSpeed uses the first two alone, as "
                     "inputs and labels: put further ones into a tuple of inputs or of labels",
                     RuntimeWarning,
-                    stacklevel=7,
+                    stacklevel=9,
                 )
             return
         problem = f"has inputs of type {listed(others)}"

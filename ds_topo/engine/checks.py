@@ -334,15 +334,14 @@ def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfi
         )
     splitting = [grid for grid in grids if grid.is_alive and _splits_models(grid)]
     for grid in splitting:
-        remedy = f"pass mpu=grid ({grid.topology().spec!r}), or mpu=PipelineParallelGrid('data=-1') for a model that"
-        remedy += " all ranks replicate"
         if grid not in _warned:
             _warned.add(grid)
             warnings.warn(
                 f"deepspeed.initialize without mpu= while {grid.topology().spec!r} exists broadcasts the parameters of "
-                f"the first rank to all ranks: {remedy}",
+                f"the first rank to all ranks: pass mpu=grid ({grid.topology().spec!r}), or "
+                "mpu=PipelineParallelGrid('data=-1') for a model that all ranks replicate",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
     for name, parameter in model.named_parameters() if splitting else ():
         if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):

@@ -49,35 +49,25 @@ def _gathered_into_a_list(gather: Any, tokens: torch.Tensor, dim: int = 0) -> to
 
 def check_engine_with_experts(engine: DeepSpeedEngine) -> None:
     """Refuse experts that DeepSpeed would train wrongly in this engine, and pad the capacity of its gates."""
-    _check_tensor_parallelism(engine)
-    _check_sequence_scale(engine)
-    check_norm(engine)
     slices = engine.mpu.get_slice_parallel_world_size()
-    if slices > 1:  # model parallel peers split the slots of an expert evenly; DeepSpeed asserts that this is possible
-        for gate in engine.gate_modules:
-            engine.mpu.on_destroy(gate.register_forward_hook(partial(_pad_capacity, slices)).remove)
-
-
-def _check_tensor_parallelism(engine: DeepSpeedEngine) -> None:
-    for name, module in engine.module.named_modules():
+    for name, module in engine.module.named_modules() if slices > 1 else ():
         groups = registry.find(module.expert_group_name) if isinstance(module, MoE) else None
-        if groups is None or engine.mpu.get_slice_parallel_world_size() == 1:
-            continue
-        if module.enable_expert_tensor_parallelism != groups.plan.expert_tensor_parallel:
+        if groups and module.enable_expert_tensor_parallelism != groups.plan.expert_tensor_parallel:
             raise ExpertGroupError(
                 f"MoE layer {name!r} has enable_expert_tensor_parallelism={module.enable_expert_tensor_parallelism}, "
                 f"but its groups were created with expert_tensor_parallel={groups.plan.expert_tensor_parallel}: "
                 "give both the same value"
             )
-
-
-def _check_sequence_scale(engine: DeepSpeedEngine) -> None:
-    """Refuse experts without ZeRO over ``seq``: DeepSpeed sums dense gradients there, but averages those of experts."""
+    # DeepSpeed sums dense gradients over ``seq`` there, but averages those of experts.
     if engine.sequence_parallel_size > 1 and engine.has_moe_layers and not engine.zero_optimization():
         raise ExpertGroupError(
             "experts with sequence parallelism and ZeRO stage 0: DeepSpeed would scale the gradients of experts by "
             f"1/{engine.sequence_parallel_size} relative to all others; use ZeRO stage 1 or 2"
         )
+    check_norm(engine)
+    if slices > 1:  # model parallel peers split the slots of an expert evenly; DeepSpeed asserts that this is possible
+        for gate in engine.gate_modules:
+            engine.mpu.on_destroy(gate.register_forward_hook(partial(_pad_capacity, slices)).remove)
 
 
 def _pad_capacity(slices: int, _gate: object, _inputs: object, routes: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -184,16 +174,12 @@ def create_expert_groups(
     except Exception as error:  # of any kind, because the other ranks must raise, too
         failure, plan = error, ExpertPlan(grid.topology(), 1)
     known = registry.find(plan.name)
-    names = ("experts", "expert data")
-    ranks = (plan.expert_ranks(grid.grid_rank), plan.expert_data_ranks(grid.grid_rank))
-    groups = grid.create_groups(
-        f"{plan}",
-        [
-            RankGroup((kind, plan.name, str(plan)), grid.to_global(members))
-            for kind, members in zip(names, ranks, strict=True)
-        ],
-        failure,
-    )
+    own = {
+        "experts": plan.expert_ranks(grid.grid_rank),
+        "expert data": plan.expert_data_ranks(grid.grid_rank),
+    }
+    wanted = [RankGroup((kind, plan.name, str(plan)), grid.to_global(ranks)) for kind, ranks in own.items()]
+    groups = grid.create_groups(f"{plan}", wanted, failure)
     if known is not None:
         return known
     created = ExpertGroups(grid, plan, *groups)

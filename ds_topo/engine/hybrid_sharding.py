@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -59,14 +59,14 @@ from ds_topo.topology.axes import SHARD
 from ds_topo.zero.exchange import Copies, hosts_in_order
 
 
-def has_shard(grid: object) -> bool:
+def has_shard(grid: object) -> TypeGuard[MpuGrid]:
     """Tell whether a grid partitions over the axis ``shard``."""
     return isinstance(grid, MpuGrid) and SHARD in grid.topology().axes
 
 
 def copies_of(grid: object) -> Copies | None:
     """Return the ranks with copies of this rank's partition; None if there are no others."""
-    if not isinstance(grid, MpuGrid) or not has_shard(grid):
+    if not has_shard(grid):
         return None
     group = grid.get_copy_group()
     return Copies(group, grid.get_data_parallel_group()) if dist.get_world_size(group) > 1 else None
@@ -115,7 +115,7 @@ class _OverPartitions(MpuGrid):
 def partitioned_over_shard(configure: Any, engine: DeepSpeedEngine, optimizer: Any) -> Any:
     """Use the group along ``shard`` in the methods with which an engine builds an optimizer that partitions."""
     grid = engine.mpu
-    if not isinstance(grid, MpuGrid) or not has_shard(grid):
+    if not has_shard(grid):
         return configure(engine, optimizer)
     _tell_of_links(grid)
     whole = engine.seq_data_parallel_group

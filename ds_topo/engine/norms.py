@@ -262,9 +262,7 @@ def zero_gradient_norm(optimizer: DeepSpeedZeroOptimizer, grid: MpuGrid) -> torc
             for gradient, parameter in zip(gradients, parameters, strict=False)
             if _counts_on_this_slice(parameter, grid)
         ]
-    device = get_accelerator().current_device_name()
-    own = torch.linalg.vector_norm(torch.stack(norms).to(device)) if norms else torch.zeros((), device=device)
-    norm, _ = _norm_over_grid(own, grid)
+    norm = _total_norm(norms, grid)
     return torch.where(norm.isfinite(), norm, -1.0).to(optimizer.device)
 
 
@@ -278,9 +276,7 @@ def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> to
         for parameter in chain.from_iterable(optimizer.fp16_groups)
         if parameter.grad is not None and _counts_on_this_slice(parameter, grid) and _replica(parameter, grid) == 0
     ]
-    device = get_accelerator().current_device_name()
-    own = torch.linalg.vector_norm(torch.stack(counted)) if counted else torch.zeros((), device=device)
-    return _norm_over_grid(own, grid)[0]
+    return _total_norm(counted, grid)
 
 
 def _clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
@@ -480,6 +476,13 @@ def _norm_of(gradient: torch.Tensor | None) -> torch.Tensor:
     assert gradient is not None
     norm: torch.Tensor = torch.linalg.vector_norm(gradient.detach().float())
     return norm
+
+
+def _total_norm(norms: list[torch.Tensor], grid: MpuGrid) -> torch.Tensor:
+    """Return the norm, ``[]``, of all gradients of the model, of which this rank counts some."""
+    device = get_accelerator().current_device_name()
+    own = torch.linalg.vector_norm(torch.stack(norms).to(device)) if norms else torch.zeros((), device=device)
+    return _norm_over_grid(own, grid)[0]
 
 
 def _norm_over_grid(

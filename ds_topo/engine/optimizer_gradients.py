@@ -13,7 +13,7 @@ moved back before they are saved, and moved again after they are loaded. So any 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import wraps
 from itertools import accumulate
@@ -57,7 +57,7 @@ class OptimizerGradients:
 
     partitions: Sequence[PartitionedGradients] = ()
     """The gradients of which each rank needs only its own part."""
-    parameters: PartitionedParameters | None = None
+    parameters = PartitionedParameters(())
     """The parameters that arrive from other ranks after a step."""
     reduces_always = False
     """True if the gradients of every micro-batch are reduced."""
@@ -162,10 +162,6 @@ class OwnSlices:
         """The object itself, in place of ``Tensor.data``."""
         return self
 
-    def numel(self) -> int:
-        """Return the length of the partition."""
-        return self._group.ours.partition_numel
-
     def copy_(self, partition: torch.Tensor) -> OwnSlices:
         """Write the updated partition of this rank to its places in the flat parameters."""
         self._parameters.wait()  # the previous values may not have been sent yet
@@ -187,9 +183,9 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
         super().__init__(engine)
         self._sizes, self._whole, self._copies = sizes, whole, copies_of(engine.mpu)
         self.reduces_always = int(engine.zero_optimization_stage()) == 2
-        self.groups = self._flat_groups()
+        self.groups = list(self._flat_groups())
         self.partitions = [group.gradients for group in self.groups]
-        self.parameters: PartitionedParameters = PartitionedParameters(self.groups)
+        self.parameters = PartitionedParameters(self.groups)
         self._bindings = ExitStack()
         """The patches of our layout, which end while DeepSpeed saves or loads."""
         self._engine_ends = False
@@ -197,8 +193,8 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
     # -- differences between the two optimizers
 
     @abstractmethod
-    def _flat_groups(self) -> list[FlatGroup]:
-        """Return the parameter groups as DeepSpeed has laid them out."""
+    def _flat_groups(self) -> Iterator[FlatGroup]:
+        """Yield the parameter groups as DeepSpeed has laid them out."""
 
     @abstractmethod
     def _addresses(self) -> dict[Patch, object]:
@@ -408,8 +404,8 @@ class PartitionedZero(PartitionedOptimizer):
         super().__init__(engine, sizes, whole)
         self.reduction = (self.optimizer, patches.ZERO_EPILOGUE if self.reduces_always else patches.REDUCE_ZERO)
 
-    def _flat_groups(self) -> list[FlatGroup]:
-        optimizer, groups = self.optimizer, []
+    def _flat_groups(self) -> Iterator[FlatGroup]:
+        optimizer = self.optimizer
         for index, parameters in enumerate(optimizer.bit16_groups):
             in_place = optimizer.round_robin_bit16_groups[index], optimizer.round_robin_bit16_offsets[index]
             offset_of = dict(zip(*in_place, strict=True))
@@ -417,8 +413,7 @@ class PartitionedZero(PartitionedOptimizer):
             flat, master = optimizer.bit16_groups_flat[index], optimizer.single_partition_of_fp32_groups[index]
             dtype = optimizer.gradient_accumulation_dtype if optimizer.use_separate_grad_accum else flat.dtype
             keeps = not optimizer.partition_gradients
-            groups.append(self._flat_group(index, parameters, flat, master, offsets, dtype, keeps))
-        return groups
+            yield self._flat_group(index, parameters, flat, master, offsets, dtype, keeps)
 
     def _addresses(self) -> dict[Patch, object]:
         offsets = [
@@ -463,14 +458,13 @@ class PartitionedBF16(PartitionedOptimizer):
 
     optimizer: BF16_Optimizer
 
-    def _flat_groups(self) -> list[FlatGroup]:
-        optimizer, groups = self.optimizer, []
+    def _flat_groups(self) -> Iterator[FlatGroup]:
+        optimizer = self.optimizer
         for index, parameters in enumerate(optimizer.bf16_groups):
             offsets = list(accumulate((parameter.numel() for parameter in parameters), initial=0))[:-1]
             flat, master = optimizer.bf16_groups_flat[index], optimizer.fp32_groups_flat_partition[index]
             gradients, dtype = optimizer.fp32_groups_gradients_flat[index], optimizer.grad_acc_dtype
-            groups.append(self._flat_group(index, parameters, flat, master, offsets, dtype, True, gradients))
-        return groups
+            yield self._flat_group(index, parameters, flat, master, offsets, dtype, True, gradients)
 
     def _addresses(self) -> dict[Patch, object]:
         return {

@@ -55,8 +55,12 @@ def _world_of_construction(create: Any) -> Any:
 
 
 @contextmanager
-def building_on(grid: PipelineEngineGrid) -> Iterator[None]:
-    """Make DeepSpeed's ``PipelineModule`` take this grid instead of creating one."""
+def building_on(module: DeepSpeedPipelineModule, grid: PipelineEngineGrid) -> Iterator[None]:
+    """Make the constructor of a module take this grid instead of creating one.
+
+    Raises:
+        RuntimeError: the module has another grid, because this release of DeepSpeed builds pipelines differently.
+    """
     _building.append(grid)
     try:
         with (
@@ -66,14 +70,6 @@ def building_on(grid: PipelineEngineGrid) -> Iterator[None]:
             yield
     finally:
         _building.pop()
-
-
-def check_built_on(module: DeepSpeedPipelineModule, grid: PipelineEngineGrid) -> None:
-    """Check that a module was built on the grid.
-
-    Raises:
-        RuntimeError: the module has another grid, because this release of DeepSpeed builds pipelines differently.
-    """
     if module._grid is not grid:
         raise RuntimeError(
             f"this release of DeepSpeed does not build pipelines on {patches.PIPELINE_GRID}, which ds_topo replaces: "
@@ -140,9 +136,8 @@ class PipelineModule(DeepSpeedPipelineModule):  # type: ignore[misc]
         else:
             engine_grid = PipelineEngineGrid(layout, timeout=timeout)
         try:
-            with building_on(engine_grid):
+            with building_on(self, engine_grid):
                 super().__init__(layers, None, engine_grid._topo, *args, **options)
-            check_built_on(self, engine_grid)
         except BaseException:
             if layout is not grid:
                 engine_grid.destroy()

@@ -68,16 +68,12 @@ class GradientReducer(BucketReducer):
     """
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
-        if isinstance(module, DeepSpeedEngine):
-            raise TypeError(
-                "GradientReducer(engine) would reduce beside the engine, which reduces its gradients itself: call "
-                "GradientReducer.attach(engine)"
-            )
+        is_engine = isinstance(module, DeepSpeedEngine)
         is_standalone = arguments.get("driver") is None and isinstance(module, nn.Module)
-        if is_standalone and is_held_by(module, DeepSpeedEngine, "micro_steps"):
+        if is_engine or (is_standalone and is_held_by(module, DeepSpeedEngine, "micro_steps")):
             raise TypeError(
-                "GradientReducer(engine.module) would reduce beside the engine, which reduces its gradients itself: "
-                "call GradientReducer.attach(engine)"
+                f"GradientReducer({'engine' if is_engine else 'engine.module'}) would reduce beside the engine, which "
+                "reduces its gradients itself: call GradientReducer.attach(engine)"
             )
         super().__init__(module, **arguments)
 
@@ -184,7 +180,7 @@ class EngineDriver(StepDriver):
                 if isinstance(row.owner, type) and isinstance(thrower, row.owner):
                     self._replace(row, after(reducer.forget_unreduced), thrower)
         self._watch_for_exceptions(reducer)
-        if options.overlap_parameters and self._gradients.parameters is not None:
+        if options.overlap_parameters and self._gradients.partitions:
             self._gradients.parameters.start_overlapping(self.engine.module)
             self._replace(patches.COMPILE, after(self._gather_in_step))
 
@@ -220,12 +216,11 @@ class EngineDriver(StepDriver):
 
     def wait_for_parameters(self) -> None:
         """Wait for the gather of the last step."""
-        if self._gradients.parameters is not None:
-            self._gradients.parameters.wait()
+        self._gradients.parameters.wait()
 
     def gathers(self) -> list[BucketTiming]:
         """Return the timings of the gather of the last step."""
-        return self._gradients.parameters.timings() if self._gradients.parameters is not None else []
+        return self._gradients.parameters.timings()
 
     def on_detach(self) -> None:
         """Restore the engine's own reduction of gradients."""
@@ -277,7 +272,6 @@ class EngineDriver(StepDriver):
             return ReductionOptions().bucket_sizes(suitable)
 
     def _gather_in_step(self) -> None:
-        assert self._gradients.parameters is not None
         warnings.warn(
             "overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on",
             RuntimeWarning,

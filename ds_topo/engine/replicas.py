@@ -208,8 +208,8 @@ def replicated(engine: DeepSpeedEngine, slices: bool) -> Iterator[Replicated]:
 
 def _along_model(named: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup) -> Iterator[Replicated]:
     for name, parameter in named:
-        # Copies of tied weights have no reliable marks, and experts differ between slices unless marked. A replicated
-        # parameter may be marked as a slice on one rank, so that it counts once in norms.
+        # Copies of tied weights have no reliable marks, and experts differ between slices unless marked. A program may
+        # mark a replicated parameter as a slice on one rank, so that it counts once in norms.
         if not getattr(parameter, "ds_pipe_replicated", False) and expert_group_name(parameter) is None:
             yield Replicated(name, parameter, group, "model", is_slice=bool(is_model_parallel_parameter(parameter)))
 

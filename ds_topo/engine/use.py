@@ -26,7 +26,7 @@ from typing_extensions import Self
 from ds_topo.engine import autoparallel
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
-from ds_topo.engine.pipeline import PipelineModule, building_on, check_built_on, index_tied_modules, with_plain_bounds
+from ds_topo.engine.pipeline import PipelineModule, building_on, index_tied_modules, with_plain_bounds
 from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import TopologyError
 from ds_topo.ledger import ONE_CALL, Make, Patch, always, around, ledger
@@ -156,9 +156,8 @@ def _constructed_on_grid(
         return
     require_topology_in_use(topology, num_stages, grid)
     engine_grid = PipelineEngineGrid.over(grid)
-    with building_on(engine_grid):
+    with building_on(module, engine_grid):
         construct(module, layers, None, engine_grid._topo, *args, **options)
-    check_built_on(module, engine_grid)
 
 
 class _PipeDataInUse(PipeDataParallelTopology):

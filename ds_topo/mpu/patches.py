@@ -574,23 +574,21 @@ DROPOUT, ATTENTION_DROPOUT = _patches(
     """,
     "Modules and programs call it by name.",
 )
-CONFIGURE, LOCAL_EXPERTS = (
-    Patch(
-        owner,
-        "__init__",
-        instead=instead,
-        why="A reference must not depend on the slices, partitions and groups that it checks.",
-        during="ds-topo verify runs a reference",
-        process_wide=process_wide,
-    )
-    for owner, instead, process_wide in (
-        (
-            DeepSpeedConfig,
-            "The same for a config without AutoTP, without ZeRO 1 and 2 in fp32, and with autoep_size 1.",
-            "DeepSpeed reads the config before the engine exists.",
-        ),
-        (MoE, "The same with ep_size 1, so that each process has all experts.", "Programs create layers by this name."),
-    )
+CONFIGURE = Patch(
+    DeepSpeedConfig,
+    "__init__",
+    instead="The same for a config without AutoTP, without ZeRO 1 and 2 in fp32, and with autoep_size 1.",
+    why="A reference must not depend on the slices, partitions and groups that it checks.",
+    during="ds-topo verify runs a reference",
+    process_wide="DeepSpeed reads the config before the engine exists.",
+)
+LOCAL_EXPERTS = Patch(
+    MoE,
+    "__init__",
+    instead="The same with ep_size 1, so that each process has all experts.",
+    why=CONFIGURE.why,
+    during=CONFIGURE.during,
+    process_wide="Programs create layers by this name.",
 )
 
 _OF_OPTIMIZERS = {

@@ -14,7 +14,7 @@ import hashlib
 import inspect
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -210,8 +210,3 @@ def release_to_compare(library: str, releases: Iterable[str]) -> str | None:
 
 def _version_of(release: str) -> Version:
     return Version(release.partition(" ")[2])
-
-
-def changed(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """Return the names that have another fingerprint than before, or had none."""
-    return [name for name, value in now.items() if before.get(name) != value]
