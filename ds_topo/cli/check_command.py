@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ds_topo.cli.shared import add_host_options, counted, host_map_of, progress_of, say, table_of, write_file
+from ds_topo.cli.shared import add_host_options, counted, host_map_of, progress_of, report, say, table_of
 from ds_topo.errors import DisagreementError, LaunchError, TopologyError
 from ds_topo.launch.placement import few_ranks
 
@@ -94,14 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 1
     if summary is None:  # rank 0 alone fails: launchers kill all ranks as soon as one fails
         return 0
-    if arguments.json == "-":
-        print(json.dumps(summary.as_json()))
-    else:
-        from rich.console import Console
-
-        print_summary(Console(), summary, arguments.slow)
-        if arguments.json is not None:
-            write_file("--json", arguments.json, json.dumps(summary.as_json()))
+    report(summary.as_json(), arguments.json, lambda console: print_summary(console, summary, arguments.slow))
     return 1 if summary.faults else 0
 
 

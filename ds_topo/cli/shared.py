@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -197,6 +198,22 @@ def write_file(option: str, path: str, text: str) -> None:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise TopologyError(f"{option} {path!r} cannot be written: {error}") from error
+
+
+def report(results: dict[str, Any], path: str | None, show: Callable[[Console], None]) -> None:
+    """Show results, and write them as JSON into the file of ``--json`` if given; ``-`` prints the JSON instead.
+
+    Raises:
+        TopologyError: the file cannot be written.
+    """
+    if path == "-":
+        print(json.dumps(results))
+        return
+    from rich.console import Console
+
+    show(Console())
+    if path is not None:
+        write_file("--json", path, json.dumps(results))
 
 
 def new_figure(**options: Any) -> Figure:
