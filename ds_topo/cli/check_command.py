@@ -127,7 +127,7 @@ def print_summary(console: Console, summary: Summary, slow: float) -> None:
         say(console, f"clocks    within {seconds(spread)} on all hosts")
     if summary.axes:
         console.print()
-        table = table_of("group", right=("ranks", "hosts", "latency", "bandwidth", "slowest group"))
+        table = table_of("group", ">ranks", ">hosts", ">latency", ">bandwidth", ">slowest group")
         for name, axis in summary.axes.items():
             fewest, most = axis.hosts
             table.add_row(
@@ -141,7 +141,7 @@ def print_summary(console: Console, summary: Summary, slow: float) -> None:
         console.print(table)
     if summary.inside or summary.across:
         console.print()
-        table = table_of("links", right=("latency", "bandwidth", "slowest"))
+        table = table_of("links", ">latency", ">bandwidth", ">slowest")
         for name, link in (
             ("inside hosts, rank to rank", summary.inside),
             ("between hosts, all ranks", summary.across),

@@ -176,15 +176,14 @@ def cells(*texts: str) -> list[Text]:
     return [Text(printable(text)) for text in texts]
 
 
-def table_of(*left: str, right: Iterable[str] = ()) -> Table:
-    """Return an empty table with left-aligned and then right-aligned columns."""
+def table_of(*columns: str) -> Table:
+    """Return an empty table. The names of columns that are aligned to the right begin with ``>``."""
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in columns:
+        is_right = name.startswith(">")
+        table.add_column(name.removeprefix(">"), justify="right" if is_right else "left", overflow="fold")
     return table
 
 

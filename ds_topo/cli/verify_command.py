@@ -133,7 +133,7 @@ def print_report(console: Console, found: Report) -> None:
             say(console, f"  {'likely cause' if not number else 'or'}: {cause}")
     if len(found.findings) > 1:
         console.print()
-        table = table_of("step", "what", "tensor", "where", right=("error", "allowed"))
+        table = table_of("step", "what", "tensor", "where", ">error", ">allowed")
         for one in found.findings[:_SHOWN]:
             table.add_row(
                 *cells("start" if one.step < 0 else str(one.step + 1), one.kind, one.name, one.where),
