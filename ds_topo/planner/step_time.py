@@ -585,10 +585,9 @@ def _replica_seconds(
             continue
         cover = one.backward * (1 - last_layer) if software.overlaps_gradients else 0.0
         held = costs.parameters(kind, layout)
-        size = held.total * software.reduced_bytes(job.precision)
         # the last bucket is ready when backward ends
-        after_each = max(reduce - cover, reduce * min(1.0, LAST_BUCKET_BYTES / max(1, size)))
-        last = max(reduce + of_copies - cover, (reduce + of_copies) * min(1.0, LAST_BUCKET_BYTES / max(1, size)))
+        last_bucket = min(1.0, LAST_BUCKET_BYTES / max(1, held.total * software.reduced_bytes(job.precision)))
+        after_each, last = (max(one - cover, one * last_bucket) for one in (reduce, reduce + of_copies))
         after_last = max(0.0, last - kind.first * one.backward / layout.virtual_stages)
         times = micro_batches if layout.zero == 2 else 1
         reduced = max(reduced, (times - 1) * after_each + after_last)
