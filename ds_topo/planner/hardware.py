@@ -20,8 +20,6 @@ CONTEXT_BYTES = 3e9
 """Device memory that no tensor can use: driver context, libraries' workspaces, communicators."""
 USABLE_SHARE = 0.96
 """The share of the rest that tensors can use: torch's allocator rounds blocks up and leaves gaps."""
-MAY_BE_ZERO = ("latency", "start_seconds", "depth", "kernel_seconds", "update_bytes")
-"""The measurements that may be zero; all others are positive."""
 
 
 @dataclass(frozen=True)
@@ -389,7 +387,7 @@ def machine_from_json(content: Mapping[str, Any]) -> Machine:
         raise TopologyError("it has no links and no speeds: measure them with more than one rank")
     start = content.get("start_seconds")
     if start is not None:
-        _check_numbers({"start_seconds": start})
+        _check_positive("start_seconds", start, or_zero=True)
     return Machine(len(hosts), ranks if isinstance(ranks, int) else len(ranks), speeds, inside, across, start)
 
 
@@ -397,7 +395,8 @@ def _link(name: str, content: Mapping[str, Any] | None) -> Link | None:
     if not content:
         return None
     link = Link(float(content["bandwidth"]), float(content["latency"]))
-    _check_numbers(vars(link), f" of {name!r}")
+    _check_positive(f"bandwidth of {name!r}", link.bandwidth)
+    _check_positive(f"latency of {name!r}", link.latency, or_zero=True)
     return link
 
 
@@ -405,18 +404,17 @@ def _speeds(content: Mapping[str, Any]) -> Speeds:
     forward, backward = map(float, content["attention_flops"])
     length, width = map(float, content.get("attention_half", (0.0, 0.0)))
     speeds = Speeds(**{**content, "attention_flops": (forward, backward), "attention_half": (length, width)})
-    numbers = {f"product_flops of {name}": flops for name, flops in speeds.product_flops.items()}
-    numbers |= {"product_flops": max(speeds.product_flops.values(), default=0.0)}
-    numbers |= {"attention_flops": min(forward, backward), "update_bytes": speeds.update_bytes}
-    for name in ("memory_bandwidth", "memory_bytes", "processors", "block_share", "depth", "kernel_seconds"):
-        numbers[name] = getattr(speeds, name)
-    _check_numbers(numbers)
+    for name, flops in speeds.product_flops.items():
+        _check_positive(f"product_flops of {name}", flops)
+    _check_positive("product_flops", max(speeds.product_flops.values(), default=0.0))
+    _check_positive("attention_flops", min(forward, backward))
+    for name in ("memory_bandwidth", "memory_bytes", "processors", "block_share"):
+        _check_positive(name, getattr(speeds, name))
+    for name in ("depth", "kernel_seconds", "update_bytes"):
+        _check_positive(name, getattr(speeds, name), or_zero=True)
     return speeds
 
 
-def _check_numbers(numbers: Mapping[str, float], place: str = "") -> None:
-    for name, value in numbers.items():
-        or_zero = name in MAY_BE_ZERO
-        if not (0 < value < inf or (or_zero and value == 0)):
-            rule = "zero or a positive number" if or_zero else "a positive number"
-            raise TopologyError(f"{name}{place} is {value!r}; it must be {rule}")
+def _check_positive(name: str, value: float, *, or_zero: bool = False) -> None:
+    if not (0 < value < inf or (or_zero and value == 0)):
+        raise TopologyError(f"{name} is {value!r}; it must be {'zero or ' if or_zero else ''}a positive number")
