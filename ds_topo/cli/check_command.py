@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ds_topo.cli.shared import add_host_options, counted, host_map_of, progress_of, say, table_of, write_file
+from ds_topo.cli.shared import add_host_options, counted, host_map_of, progress_of, report, say, table_of
 from ds_topo.errors import DisagreementError, LaunchError, TopologyError
 from ds_topo.launch.placement import few_ranks
 
@@ -94,14 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             return 1
     if summary is None:  # rank 0 alone fails: launchers kill all ranks as soon as one fails
         return 0
-    if arguments.json == "-":
-        print(json.dumps(summary.as_json()))
-    else:
-        from rich.console import Console
-
-        print_summary(Console(), summary, arguments.slow)
-        if arguments.json is not None:
-            write_file("--json", arguments.json, json.dumps(summary.as_json()))
+    report(summary.as_json(), arguments.json, lambda console: print_summary(console, summary, arguments.slow))
     return 1 if summary.faults else 0
 
 
@@ -135,7 +127,7 @@ def print_summary(console: Console, summary: Summary, slow: float) -> None:
         say(console, f"clocks    within {seconds(spread)} on all hosts")
     if summary.axes:
         console.print()
-        table = table_of("group", right=("ranks", "hosts", "latency", "bandwidth", "slowest group"))
+        table = table_of("group", ">ranks", ">hosts", ">latency", ">bandwidth", ">slowest group")
         for name, axis in summary.axes.items():
             fewest, most = axis.hosts
             table.add_row(
@@ -149,7 +141,7 @@ def print_summary(console: Console, summary: Summary, slow: float) -> None:
         console.print(table)
     if summary.inside or summary.across:
         console.print()
-        table = table_of("links", right=("latency", "bandwidth", "slowest"))
+        table = table_of("links", ">latency", ">bandwidth", ">slowest")
         for name, link in (
             ("inside hosts, rank to rank", summary.inside),
             ("between hosts, all ranks", summary.across),

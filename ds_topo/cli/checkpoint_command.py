@@ -92,7 +92,7 @@ def _print_checkpoints(console: Console, found: Sequence[Checkpoint], latest: st
     """Print a line for each checkpoint, newest first; then the problems, and the tag in ``latest``."""
     from rich.filesize import decimal
 
-    table = table_of("tag", "layout", "state", right=("step", "parameters", "size"))
+    table = table_of("tag", "layout", "state", ">step", ">parameters", ">size")
     for checkpoint in found:
         manifest, layout_text, step, numel = checkpoint.manifest, "no manifest", "?", "?"
         if manifest is not None:

@@ -208,8 +208,8 @@ def print_layout(console: Console, view: LayoutView) -> None:
 
 def print_axes(console: Console, view: LayoutView) -> None:
     """Print one line for each kind of group: how many there are, their size, and how much of them crosses hosts."""
-    crossing = () if view.host_map is None else ("hosts", "pairs across hosts", "ring links across")
-    table = table_of("group", right=("groups", "ranks", *crossing))
+    crossing = () if view.host_map is None else (">hosts", ">pairs across hosts", ">ring links across")
+    table = table_of("group", ">groups", ">ranks", *crossing)
     for kind in view.kinds():
         table.add_row(kind["name"], f"{kind['groups']:,}", f"{kind['ranks_per_group']:,}", *_crossing_cells(kind))
     console.print(table)
@@ -254,7 +254,7 @@ def print_rank(console: Console, view: LayoutView, rank: int) -> None:
     where = "" if host_map is None else f" on {host_map.host_of(rank).name}, slot {host_map.slot_of(rank)}"
     console.print(f"rank {rank}: {coordinate}{where}", style="bold", highlight=False)
     console.print()
-    table = table_of("group", "ranks", *(["hosts"] if placement is not None else []), right=("group rank",))
+    table = table_of("group", "ranks", *(["hosts"] if placement is not None else []), ">group rank")
     names = dict(view.group_names())
     for group in grid_groups(topology, rank):
         if group.axes in names:
@@ -278,8 +278,8 @@ def print_moves(console: Console, before: LayoutView, after: LayoutView) -> None
     if len(before.axis_names) == len(after.axis_names) == 1 and before.topology.axes != after.topology.axes:
         say(console, f'Two layouts are compared. One layout with both axes is "{before.spec},{after.spec}".')
         console.print()
-    columns = ("ranks", "hosts", "pairs across hosts") if before.host_map is not None else ("ranks",)
-    table = table_of("group", right=columns)
+    columns = (">ranks", ">hosts", ">pairs across hosts") if before.host_map is not None else (">ranks",)
+    table = table_of("group", *columns)
     rows = [
         {kind["name"]: [str(kind["ranks_per_group"]), *_crossing_cells(kind)[:2]] for kind in view.kinds()}
         for view in (before, after)
@@ -358,7 +358,7 @@ def _print_runs(console: Console, view: LayoutView) -> None:
     shown = [*runs[:4], *runs[-2:]] if left_out else runs
     known = view.host_map is not None
     degrees = dict(zip(view.axis_names, view.topology.dims, strict=True))
-    table = table_of("hosts" if known else "rows", *view.axis_names, right=(*(["number"] if known else []), "ranks"))
+    table = table_of("hosts" if known else "rows", *view.axis_names, *([">number"] if known else []), ">ranks")
     for index, run in shown:
         if left_out and index == len(runs) - 2:
             table.add_row(f"... {left_out:,} more", *("" for _ in table.columns[1:]))

@@ -54,10 +54,7 @@ NUMBERS = ("layers", "hidden", "heads", "vocab", "sequence")
 """The numbers that a model by hand needs."""
 OTHER_NUMBERS = ("kv_heads", "ffn", "experts", "top_k", "gated")
 """The numbers that it can have beside."""
-WHOLE = (
-    *("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "sequence"),
-    *("batch", "micro_batch", "virtual_stages", "expert_parallel", "top"),
-)
+WHOLE = (*NUMBERS, "kv_heads", "ffn", "batch", "micro_batch", "virtual_stages", "expert_parallel", "top")
 """The options that are whole numbers from 1 on."""
 SHOWN_PLANS, BOUND = 10, "15%"
 """The defaults of --top and --within."""
@@ -202,17 +199,12 @@ def _model(arguments: argparse.Namespace) -> Model:
     missing = [f"--{name}" for name in NUMBERS if getattr(arguments, name) is None]
     if missing:
         raise TopologyError(f"a model is needed: --model FILE, or its numbers; {' '.join(missing)} missing")
+    same = ("layers", "hidden", "heads", "kv_heads", "ffn", "sequence", "gated")
     return transformer(
-        layers=arguments.layers,
-        hidden=arguments.hidden,
-        heads=arguments.heads,
-        kv_heads=arguments.kv_heads,
-        ffn=arguments.ffn,
         vocabulary=arguments.vocab,
-        sequence=arguments.sequence,
         experts=arguments.experts or 0,
         top_k=arguments.top_k or 0,
-        gated=arguments.gated,
+        **{name: getattr(arguments, name) for name in same},
     )
 
 
@@ -269,7 +261,7 @@ def _hosts_and_slots(
     if machine is not None and not (arguments.hosts or arguments.hostfile or arguments.slurm):
         return machine.hosts, machine.slots if arguments.slots is None else arguments.slots
     if arguments.hosts and arguments.slots is None:
-        arguments = argparse.Namespace(**{**vars(arguments), "slots": machine.slots if machine else accelerator.slots})
+        arguments.slots = machine.slots if machine else accelerator.slots
     host_map = host_map_of(arguments)
     if host_map is None:
         raise TopologyError("hosts are needed: --hosts N [--slots M], --hostfile FILE, --slurm or --machine FILE")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from ds_topo.cli.shared import new_figure, save_figure
+from ds_topo.cli.shared import new_figure, save_figure, table_of
 from ds_topo.errors import TopologyError
 from ds_topo.planner import explain
 from ds_topo.planner.job import DEEPSPEED_PIPELINE, SOFTWARE, Job, Layout, Recompute
@@ -56,17 +56,6 @@ def _console() -> Console:
     console = Console(highlight=False)
     is_given = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
     return console if is_given else Console(highlight=False, width=FILE_COLUMNS)
-
-
-def _table(*columns: str) -> Table:
-    """Return an empty table. A column of numbers begins with ``>``, a column of texts that may wrap with ``~``."""
-    table = Table(box=None, pad_edge=False)
-    for name in columns:
-        if name.startswith("~"):
-            table.add_column(name[1:], overflow="fold")
-        else:
-            table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
-    return table
 
 
 def print_found(found: Found, compared: Plan | str | None, spec: str | None, *, explained: bool) -> None:
@@ -160,7 +149,7 @@ def _print_explained(console: Console, found: Found) -> None:
     console.print(f"\n[bold]bytes of the fullest rank[/bold], limit {found.job.cluster.memory_limit / 1e9:.1f} GB")
     console.print(_terms_table(explain.explain_memory(costs, best), best.memory.total, "GB", 1e-9))
     console.print("\n[bold]axes on hosts[/bold]")
-    table = _table("axis", ">ranks", ">hosts", "~link", ">leave a host per step")
+    table = table_of("axis", ">ranks", ">hosts", "link", ">leave a host per step")
     for use in explain.explain_axes(costs, best.layout):
         sent = explain.bytes_text(use.bytes_per_host) if use.bytes_per_host else "-"
         table.add_row(use.axis, str(use.ranks), str(use.hosts), use.link, sent)
@@ -174,7 +163,7 @@ def _print_explained(console: Console, found: Found) -> None:
 
 
 def _terms_table(terms: list[explain.Term], whole: float, unit: str, scale: float) -> Table:
-    table = _table("term", f">{unit}", ">share", "~")
+    table = table_of("term", f">{unit}", ">share", "")
     for term in terms:
         table.add_row(term.name, f"{term.value * scale:.4g}", f"{term.value / whole:.1%}", term.text)
     table.add_row("all", f"{whole * scale:.4g}", "", "")
@@ -196,7 +185,7 @@ def _print_compared(console: Console, best: Plan, compared: Plan) -> None:
 def print_judgement(judgement: Judgement) -> None:
     """Print the predicted and the published value of every row."""
     console = _console()
-    table = _table("~run", "~metric", ">published", ">predicted", ">error", ">GB", ">of best")
+    table = table_of("run", "metric", ">published", ">predicted", ">error", ">GB", ">of best")
     for verdict in judgement.verdicts:
         table.add_row(
             f"{verdict.row.number} {verdict.row.name}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -175,15 +176,14 @@ def cells(*texts: str) -> list[Text]:
     return [Text(printable(text)) for text in texts]
 
 
-def table_of(*left: str, right: Iterable[str] = ()) -> Table:
-    """Return an empty table with left-aligned and then right-aligned columns."""
+def table_of(*columns: str) -> Table:
+    """Return an empty table. The names of columns that are aligned to the right begin with ``>``."""
     from rich.table import Table
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in columns:
+        is_right = name.startswith(">")
+        table.add_column(name.removeprefix(">"), justify="right" if is_right else "left", overflow="fold")
     return table
 
 
@@ -197,6 +197,22 @@ def write_file(option: str, path: str, text: str) -> None:
         Path(path).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         raise TopologyError(f"{option} {path!r} cannot be written: {error}") from error
+
+
+def report(results: dict[str, Any], path: str | None, show: Callable[[Console], None]) -> None:
+    """Show results, and write them as JSON into the file of ``--json`` if given; ``-`` prints the JSON instead.
+
+    Raises:
+        TopologyError: the file cannot be written.
+    """
+    if path == "-":
+        print(json.dumps(results))
+        return
+    from rich.console import Console
+
+    show(Console())
+    if path is not None:
+        write_file("--json", path, json.dumps(results))
 
 
 def new_figure(**options: Any) -> Figure:

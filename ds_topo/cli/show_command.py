@@ -121,23 +121,18 @@ def layout_as_json(view: LayoutView, *, groups: bool) -> dict[str, Any]:
             entry |= {"host": host_map.host_of(rank).name, "slot": host_map.slot_of(rank)}
         ranks.append(entry)
     hosts = None if host_map is None else [{"name": host.name, "slots": list(host.slots)} for host in host_map.hosts]
-    return {
+    content: dict[str, Any] = {
         "topology": view.spec,
         "world_size": topology.world_size(),
         "axes": [{"name": name, "degree": size} for name, size in zip(names, topology.dims, strict=True)],
         "hosts": hosts,
         "groups": view.kinds(ranks=groups),
         "ranks": ranks,
-        **_traffic(view),
     }
-
-
-def _traffic(view: LayoutView) -> dict[str, Any]:
-    """Return what a host sends to others for ZeRO over ``shard``, in units of the bytes of a rank's gradients."""
-    if view.placement is None or SHARD not in view.topology.axes:
-        return {}
-    per_step, per_exchange = gradients_across_hosts(view.placement)
-    return {"gradients_across_hosts": {"per_step": per_step, "per_exchange": per_exchange}}
+    if view.placement is not None and SHARD in topology.axes:  # in units of the bytes of a rank's gradients
+        per_step, per_exchange = gradients_across_hosts(view.placement)
+        content["gradients_across_hosts"] = {"per_step": per_step, "per_exchange": per_exchange}
+    return content
 
 
 def comparison_as_json(views: list[LayoutView], content: list[dict[str, Any]]) -> dict[str, Any]:

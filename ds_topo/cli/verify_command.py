@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import signal
 import sys
@@ -18,10 +17,10 @@ from ds_topo.cli.shared import (
     counted,
     new_figure,
     progress_of,
+    report,
     save_figure,
     say,
     table_of,
-    write_file,
 )
 from ds_topo.errors import LaunchError, TopologyError
 from ds_topo.launch.launchers import detect_launch
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with progress_of(shown=True, command="verify") as progress:
-            report = verify_program(
+            found = verify_program(
                 arguments.program,
                 *words,
                 topology=topology,
@@ -96,17 +95,10 @@ def run(arguments: argparse.Namespace) -> int:
             )
     finally:
         signal.signal(signal.SIGTERM, former)
-    if arguments.json == "-":
-        print(json.dumps(report.as_json()))
-    else:
-        from rich.console import Console
-
-        print_report(Console(), report)
-        if arguments.json is not None:
-            write_file("--json", arguments.json, json.dumps(report.as_json()))
+    report(found.as_json(), arguments.json, lambda console: print_report(console, found))
     if arguments.png is not None:
-        save_errors(report, Path(arguments.png))
-    return report.status
+        save_errors(found, Path(arguments.png))
+    return found.status
 
 
 def _without_topology(words: list[str]) -> tuple[str | None, list[str]]:
@@ -121,55 +113,55 @@ def _without_topology(words: list[str]) -> tuple[str | None, list[str]]:
     return known.topology, others
 
 
-def print_report(console: Console, report: Report) -> None:
+def print_report(console: Console, found: Report) -> None:
     """Print the verdict, the first difference with its causes, a table of further ones, and what is not compared."""
-    steps, tensors = counted(report.steps, "step"), counted(report.compared, "tensor")
-    say(console, f"{report.topology} against {report.reference}: {steps}, {tensors}")
-    if report.status == 0:
+    steps, tensors = counted(found.steps, "step"), counted(found.compared, "tensor")
+    say(console, f"{found.topology} against {found.reference}: {steps}, {tensors}")
+    if found.status == 0:
         console.print("Equal, as far as rounding allows.", style="bold green", highlight=False)
-    if report.undecided:
+    if found.undecided:
         console.print("Undecided:", style="bold yellow", highlight=False)
-        for why in report.undecided:
+        for why in found.undecided:
             say(console, f"  {why}")
-    if report.findings:
-        first = report.findings[0]
+    if found.findings:
+        first = found.findings[0]
         console.print("The first difference:", style="bold red", highlight=False)
         say(console, f"  {first}")
         if first.axis is not None:
             say(console, f"  it follows the axis {first.axis!r}")
         for number, cause in enumerate(first.causes):
             say(console, f"  {'likely cause' if not number else 'or'}: {cause}")
-    if len(report.findings) > 1:
+    if len(found.findings) > 1:
         console.print()
-        table = table_of("step", "what", "tensor", "where", right=("error", "allowed"))
-        for one in report.findings[:_SHOWN]:
+        table = table_of("step", "what", "tensor", "where", ">error", ">allowed")
+        for one in found.findings[:_SHOWN]:
             table.add_row(
                 *cells("start" if one.step < 0 else str(one.step + 1), one.kind, one.name, one.where),
                 f"{one.error:.2g}",
                 f"{one.allowed:.1g}",
             )
         console.print(table)
-        if len(report.findings) > _SHOWN:
-            say(console, f"and {len(report.findings) - _SHOWN:,} further ones")
-    for note in report.notes:
+        if len(found.findings) > _SHOWN:
+            say(console, f"and {len(found.findings) - _SHOWN:,} further ones")
+    for note in found.notes:
         say(console, f"note: {note}")
 
 
-def save_errors(report: Report, path: Path) -> None:
+def save_errors(found: Report, path: Path) -> None:
     """Draw the errors of the last step that was compared, relative to what rounding allows, by tensor and rank.
 
     Raises:
         TopologyError: matplotlib is not installed, or the file cannot be written.
     """
-    rows = [row for row in report.errors if row.step == report.errors[-1].step]
+    rows = [row for row in found.errors if row.step == found.errors[-1].step]
     values = [[math.log10(min(max(one / row.allowed, 1e-3), 1e6)) for one in row.errors] for row in rows]
-    figure = new_figure(figsize=(4 + 0.25 * report.ranks, 1.5 + 0.16 * len(rows)), layout="constrained")
-    axes = figure.add_subplot(xlabel="rank", title=f"{report.topology}, step {rows[0].step + 1}" if rows else "equal")
+    figure = new_figure(figsize=(4 + 0.25 * found.ranks, 1.5 + 0.16 * len(rows)), layout="constrained")
+    axes = figure.add_subplot(xlabel="rank", title=f"{found.topology}, step {rows[0].step + 1}" if rows else "equal")
     if rows:
         from matplotlib.colors import TwoSlopeNorm
 
         image = axes.imshow(values, aspect="auto", cmap="RdBu_r", norm=TwoSlopeNorm(0, -3, 6), interpolation="nearest")
         axes.set_yticks(range(len(rows)), [f"{row.kind} {row.name}" for row in rows], fontsize=6)
-        axes.set_xticks(range(report.ranks))
+        axes.set_xticks(range(found.ranks))
         figure.colorbar(image, label="error / allowed, powers of 10")
     save_figure(figure, path, dpi=120)

@@ -199,10 +199,6 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, result)
         return result
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
-
 
 class _Operators(TorchDispatchMode):
     """Counts products by their sizes, and all other operators by the values that they move."""

@@ -5,30 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ds_topo.planner import step_time
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import Layout, Recompute
 from ds_topo.planner.search import TIE, Found, Plan, Tally
 from ds_topo.planner.stages import Costs, StageKind, chunks_in_flight, stage_memory
-from ds_topo.planner.step_time import (
-    COPIES,
-    EXPERT,
-    EXPERT_DATA,
-    FROM_OWNERS,
-    GRADIENTS,
-    TO_OWNERS,
-    Span,
-    activation_bytes,
-    bytes_leaving,
-    collective_seconds,
-    gradient_messages,
-    layout_spans,
-    mirrored_bubble,
-    ring_passes,
-    shared_spans,
-    stage_pass,
-    tied_bytes,
-    two_level_pays,
-)
+from ds_topo.planner.step_time import COPIES, EXPERT, EXPERT_DATA, FROM_OWNERS, GRADIENTS, TO_OWNERS, Span
 from ds_topo.planner.work import Transfer
 from ds_topo.topology.axes import MODEL, PIPE, SEQ, SHARD
 from ds_topo.topology.rank_tables import ExpertPlan, copy_axes, gradient_axes
@@ -72,12 +54,14 @@ class AxisUse:
 def explain_time(costs: Costs, plan: Plan) -> list[Term]:
     """Return every term of the step's seconds."""
     layout, job = plan.layout, costs.job
-    spans, _ = shared_spans(costs, layout)
+    spans, _ = step_time.shared_spans(costs, layout)
     micro_batches = layout.micro_batches(job.batch)
-    passes = [(stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
+    passes = [(step_time.stage_pass(costs, kind, layout, spans), kind) for kind in costs.stage_kinds(layout)]
     slowest, kind = max(passes, key=lambda one: one[0].total)
     blocks = sum(count for count, _ in kind.blocks)
     updated = max(held.total for held in costs.all_parameters(layout)) / (layout.partitions if layout.zero else 1)
+    factor = step_time.mirrored_bubble(layout.pipe, slowest)
+    mirrored = f", x {factor:.2f} by DualPipeV" if job.software.mirrors else ""
     texts = {
         "compute": f"{micro_batches} micro-batches x ({_ms(slowest.compute_forward)} forward + "
         f"{_ms(slowest.compute_backward)} backward) in stage {kind.first} ({blocks} layers"
@@ -87,10 +71,10 @@ def explain_time(costs: Costs, plan: Plan) -> list[Term]:
         f"{_where(spans[MODEL])}",
         "seq": f"{micro_batches} x {_ms(slowest.messages[SEQ])} that attention does not hide, {_where(spans[SEQ])}",
         "expert": f"{micro_batches} x {_ms(slowest.messages[EXPERT])} of tokens sent to experts and back",
-        "pipe": f"{micro_batches} x 2 sends of {bytes_text(activation_bytes(costs, layout) / layout.model)} "
+        "pipe": f"{micro_batches} x 2 sends of {bytes_text(step_time.activation_bytes(costs, layout) / layout.model)} "
         f"per stage, {_where(spans[PIPE])}",
         "bubble": f"(p - 1) / (v m) = {layout.pipe - 1} / ({layout.virtual_stages} x {micro_batches}) where stages "
-        "are equal" + (f", x {mirrored_bubble(layout.pipe, slowest):.2f} by DualPipeV" if job.software.mirrors else ""),
+        f"are equal{mirrored}",
         "gradients": _gradients_text(costs, layout, spans),
         "parameters": f"ZeRO {layout.zero} gathers what is sharded over {layout.partitions} ranks",
         "optimizer": f"Adam on {updated / 1e6:,.1f} M parameters, bound by memory",
@@ -105,17 +89,17 @@ def _gradients_text(costs: Costs, layout: Layout, spans: Mapping[str, Span]) -> 
     kind = max(costs.stage_kinds(layout), key=lambda one: costs.parameters(one, layout).dense)
     span, cluster = spans[GRADIENTS], costs.job.cluster
     texts = []
-    for message in gradient_messages(costs, layout, kind):
+    for message in step_time.gradient_messages(costs, layout, kind):
         operation, size = message.operation, message.size
         if message.axis == GRADIENTS and operation not in ("all_gather", FROM_OWNERS):
-            leaving = bytes_leaving(operation, size, span, cluster)
+            leaving = step_time.bytes_leaving(operation, size, span, cluster)
             texts.append(
                 f"{operation} of {bytes_text(size)} over {span.size} ranks, {_where(span)}"
                 + (f" ({bytes_text(leaving)} leave a host)" if leaving else "")
-                + f", {_ms(collective_seconds(operation, size, span, cluster))}"
+                + f", {_ms(step_time.collective_seconds(operation, size, span, cluster))}"
                 + (f" x {message.count:g}" if message.count > 1 else "")
             )
-    if two_level_pays(costs, layout, spans):
+    if step_time.two_level_pays(costs, layout, spans):
         texts.append("in two levels")
     hidden = "behind backward as far as it goes" if costs.job.software.overlaps_gradients else "after backward"
     return ", ".join([*texts, hidden])
@@ -146,7 +130,7 @@ def explain_memory(costs: Costs, plan: Plan) -> list[Term]:
 
 def explain_axes(costs: Costs, layout: Layout) -> list[AxisUse]:
     """Return the hosts that each axis' groups span, and the bytes that they send between hosts."""
-    spans = layout_spans(costs, layout)
+    spans = step_time.layout_spans(costs, layout)
     traffic = max(host_traffic(costs, layout), key=lambda sent: sum(sent.values()))
     wide = [axis for axis in (PIPE, GRADIENTS, SEQ, EXPERT, MODEL) if axis in spans and spans[axis].size > 1]
     return [
@@ -245,7 +229,7 @@ def host_traffic(costs: Costs, layout: Layout) -> list[dict[str, float]]:
     hosts = -(-world // slots)
     counted = range(hosts) if hosts <= COUNTED_HOSTS else [*range(COUNTED_HOSTS - 1), hosts - 1]
     kinds = {stage: kind for kind in costs.stage_kinds(layout) for stage in kind.stages}
-    two_level = two_level_pays(costs, layout, layout_spans(costs, layout))
+    two_level = step_time.two_level_pays(costs, layout, step_time.layout_spans(costs, layout))
     traffic: list[dict[str, float]] = []
     for host in counted:
         traffic.append({})
@@ -278,12 +262,12 @@ def _messages(
         for one in (cost.work.forward, cost.work.backward, *again):
             for item in one.transfers:
                 yield replace(item, count=count * item.count * micro_batches), ranks[item.axis]
-    for item in gradient_messages(costs, layout, kinds[stage]):
+    for item in step_time.gradient_messages(costs, layout, kinds[stage]):
         yield item, ranks[item.axis]
     if layout.pipe == 1:
         return
     # activations go to the next stage, gradients to the one before; chunks wrap around; peers along model send a part
-    line, size = topology.get_axis_ranks(PIPE, rank), activation_bytes(costs, layout)
+    line, size = topology.get_axis_ranks(PIPE, rank), step_time.activation_bytes(costs, layout)
     before, after = (layout.virtual_stages - (stage == end) for end in (0, layout.pipe - 1))
     for times, peer in ((after, line[(stage + 1) % len(line)]), (before, line[stage - 1])):
         yield Transfer(PIPE, "send", size / layout.model, times * micro_batches), (rank, peer)
@@ -291,7 +275,7 @@ def _messages(
         # peers along model gather the parts that each received; DeepSpeed gathers activations again before backward
         gathers = before + after + (after if job.software.eager else 0)
         yield Transfer(MODEL, "all_gather", size, gathers * micro_batches), ranks[MODEL]
-    if stage in (0, layout.pipe - 1) and (tied := tied_bytes(costs, layout)):
+    if stage in (0, layout.pipe - 1) and (tied := step_time.tied_bytes(costs, layout)):
         yield Transfer(GRADIENTS, "send", tied), (rank, line[-1] if stage == 0 else line[0])  # each sends its own
 
 
@@ -308,7 +292,7 @@ def _bytes_sent(message: Transfer, ranks: Sequence[int], rank: int, cluster: Clu
         return size / len(ranks) * (len(ranks) - host_of.count(host))
     if operation in (TO_OWNERS, FROM_OWNERS) and cluster.is_cpu:
         return size / len(ranks) * (hosts - 1)
-    passes = ring_passes(operation, cluster)
+    passes = step_time.ring_passes(operation, cluster)
     if operation == "all_reduce" and message.axis == GRADIENTS and two_level:
         return passes * size / (len(ranks) / hosts) * (hosts - 1) / hosts
     leaves = host_of[(ranks.index(rank) + 1) % len(ranks)] != host

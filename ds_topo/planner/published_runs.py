@@ -17,20 +17,10 @@ from statistics import median
 from typing import Any
 
 from ds_topo.errors import TopologyError, abridged
+from ds_topo.planner import job as jobs
 from ds_topo.planner import read_json, what_it_is
 from ds_topo.planner.hardware import TERA, Accelerator, accelerator_of, cluster_of_ranks
-from ds_topo.planner.job import (
-    MEGATRON,
-    MEGATRON_2021,
-    MEGATRON_2022,
-    SOFTWARE,
-    Job,
-    Layout,
-    Recompute,
-    Software,
-    layout_problem,
-    precision_of,
-)
+from ds_topo.planner.job import Job, Layout, Recompute, Software
 from ds_topo.planner.model import Model, transformer
 from ds_topo.planner.search import LARGEST_MICRO_BATCH, Plan, Wanted, search
 from ds_topo.planner.stages import Costs, memory_use
@@ -204,12 +194,9 @@ def row_job(row: Row, accelerator: Accelerator | None = None) -> Job:
     """
     sequence = row.whole("sequence")
     model = transformer(
-        layers=row.whole("layers"),
-        hidden=row.whole("hidden"),
-        heads=row.whole("heads"),
+        **{field: row.whole(field) for field in ("layers", "hidden", "heads", "vocabulary")},
         kv_heads=row.whole("kv_heads", row.whole("heads")),
         ffn=row.whole("ffn", 4 * row.whole("hidden")),
-        vocabulary=row.whole("vocabulary"),
         sequence=sequence,
         experts=row.whole("experts", 0),
         top_k=row.whole("top_k", 0),
@@ -217,7 +204,7 @@ def row_job(row: Row, accelerator: Accelerator | None = None) -> Job:
         name=row.name,
     )
     cluster = cluster_of_ranks(accelerator or accelerator_of(row.text("accelerator")), row.whole("gpus"))
-    precision = precision_of(row.text("precision", "bf16"))
+    precision = jobs.precision_of(row.text("precision", "bf16"))
     return Job(model, cluster, row.whole("global_batch"), sequence, precision, row_software(row))
 
 
@@ -234,11 +221,11 @@ def row_software(row: Row) -> Software:
     """
     name, years = row.text("software"), re.findall(r"\b20[12]\d\b", row.text("source"))
     if name:
-        if name not in SOFTWARE:
-            raise TopologyError(f"software {name!r} is not known: choose one of {list(SOFTWARE)}")
-        return SOFTWARE[name]
+        if name not in jobs.SOFTWARE:
+            raise TopologyError(f"software {name!r} is not known: choose one of {list(jobs.SOFTWARE)}")
+        return jobs.SOFTWARE[name]
     year = int(years[0]) if years else inf
-    return MEGATRON_2021 if year <= 2021 else MEGATRON_2022 if year == 2022 else MEGATRON
+    return jobs.MEGATRON_2021 if year <= 2021 else jobs.MEGATRON_2022 if year == 2022 else jobs.MEGATRON
 
 
 def row_metric(row: Row, job: Job) -> Metric:
@@ -336,7 +323,7 @@ def _planned(row: Row, job: Job) -> tuple[Plan, bool]:
     costs, problem = Costs(job), ""
     candidates: list[tuple[bool, float, Plan]] = []
     for layout in row_layouts(row, job):
-        found = layout_problem(job, layout)
+        found = jobs.layout_problem(job, layout)
         if found:
             problem = problem or found
             continue

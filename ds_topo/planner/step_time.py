@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
-from math import ceil, gcd, log2, prod
+from itertools import pairwise
+from math import ceil, gcd, log2
 
 from ds_topo.planner.hardware import Cluster
 from ds_topo.planner.job import ADAM_MOMENTS_BYTES, Layout, Recompute, Software
@@ -124,11 +125,10 @@ def ends_span(factors: Factors, world: int, slots: int) -> Span:
         return Span(1, 1, slots, 0, 0, 0)
     [(size, stride)] = factors
     reach = (size - 1) * stride
-    leaving = [0]
-    for host in range(min(SAMPLED_HOSTS, -(-world // slots))):
-        firsts = [rank for rank in range(host * slots, (host + 1) * slots) if rank // stride % size == 0]
-        leaving.append(sum((rank + reach) // slots != host for rank in firsts))
-    edges = max(leaving)
+    edges = max(
+        sum(rank // stride % size == 0 and (rank + reach) // slots != host for rank in _ranks_on(host, world, slots))
+        for host in range(min(SAMPLED_HOSTS, -(-world // slots)))
+    )
     return Span(2, 2 if edges else 1, slots, edges, edges, edges)
 
 
@@ -142,40 +142,33 @@ def span_of(factors: Factors, world: int, slots: int) -> Span:
     if not factors:
         return Span(1, 1, slots, 0, 0, 0)
     ends = [end for size, stride in factors for end in (stride, stride * size)]
-    if world % slots == 0 and all(slots % end == 0 or end % slots == 0 for end in ends):
-        return _regular_span(factors, slots)
     offsets = sorted(offsets_of(factors))
     hosts = -(-world // slots)
     sampled = {0, min(1, hosts - 1), hosts // 2, hosts - 1} if hosts > SAMPLED_HOSTS else set(range(hosts))
+    if world % slots == 0 and all(slots % end == 0 or end % slots == 0 for end in ends):
+        sampled = {0}  # all hosts have equally many ranks of each of their groups
     spans = [_span_at(host, offsets, factors, world, slots) for host in sampled]
     by_field = zip(*map(astuple, spans), strict=True)
     return Span(*(max(values) for values in by_field))
 
 
-def _regular_span(factors: Factors, slots: int) -> Span:
-    """Compute in closed form the span of groups that have equally many ranks on each of their hosts."""
-    size = prod(size for size, _ in factors)
-    local = prod(min(size, max(1, slots // stride)) for size, stride in factors)
-    groups, hosts = slots // local, size // local
-    if hosts == 1:
-        return Span(size, 1, groups, 0, 0, 0)
-    return Span(size, hosts, groups, groups, slots * (size - local), groups)
-
-
 def _span_at(host: int, offsets: list[int], factors: Factors, world: int, slots: int) -> Span:
     most_hosts = ring_edges = remote_pairs = forward_edges = 0
-    bases: set[int] = set()
-    for rank in range(host * slots, min((host + 1) * slots, world)):
-        base = rank - sum(rank // stride % size * stride for size, stride in factors)
-        members = [base + offset for offset in offsets]
-        place = members.index(rank)
-        remote_pairs += sum(1 for member in members if member // slots != host)
-        leaves = members[(place + 1) % len(members)] // slots != host
-        ring_edges += leaves
-        forward_edges += leaves and place + 1 < len(members)
-        bases.add(base)
-        most_hosts = max(most_hosts, len({member // slots for member in members}))
+    ranks = _ranks_on(host, world, slots)
+    bases = {rank - sum(rank // stride % size * stride for size, stride in factors) for rank in ranks}
+    for base in bases:
+        hosts = [(base + offset) // slots for offset in offsets]
+        is_here = [other == host for other in hosts]
+        leaving = sum(here and not after for here, after in pairwise(is_here))
+        forward_edges += leaving
+        ring_edges += leaving + (is_here[-1] and not is_here[0])
+        remote_pairs += sum(is_here) * (len(hosts) - sum(is_here))
+        most_hosts = max(most_hosts, len(set(hosts)))
     return Span(len(offsets), most_hosts, len(bases), ring_edges, remote_pairs, forward_edges)
+
+
+def _ranks_on(host: int, world: int, slots: int) -> range:
+    return range(host * slots, min((host + 1) * slots, world))
 
 
 def senders_on_one_link(spans: Mapping[str, Span]) -> tuple[int, int]:
@@ -197,11 +190,12 @@ def with_sends_shared(spans: Mapping[str, Span], share: float) -> dict[str, Span
 
 def with_link_shared(spans: Mapping[str, Span], share: float) -> dict[str, Span]:
     """Return the spans with a share of the edges between hosts: those that are busy at the same time."""
-    shared = dict(spans)
-    for axis, span in spans.items():
-        if axis in PASS_AXES and span.crosses:
-            shared[axis] = replace(span, ring_edges=span.ring_edges * share, remote_pairs=span.remote_pairs * share)
-    return shared
+    return {
+        axis: replace(span, ring_edges=span.ring_edges * share, remote_pairs=span.remote_pairs * share)
+        if axis in PASS_AXES and span.crosses
+        else span
+        for axis, span in spans.items()
+    }
 
 
 def response_of(senders: int, computing: float, sending: float) -> float:
@@ -590,10 +584,9 @@ def _replica_seconds(
             continue
         cover = one.backward * (1 - last_layer) if software.overlaps_gradients else 0.0
         held = costs.parameters(kind, layout)
-        size = held.total * software.reduced_bytes(job.precision)
         # the last bucket is ready when backward ends
-        after_each = max(reduce - cover, reduce * min(1.0, LAST_BUCKET_BYTES / max(1, size)))
-        last = max(reduce + of_copies - cover, (reduce + of_copies) * min(1.0, LAST_BUCKET_BYTES / max(1, size)))
+        last_bucket = min(1.0, LAST_BUCKET_BYTES / max(1, held.total * software.reduced_bytes(job.precision)))
+        after_each, last = (max(one - cover, one * last_bucket) for one in (reduce, reduce + of_copies))
         after_last = max(0.0, last - kind.first * one.backward / layout.virtual_stages)
         times = micro_batches if layout.zero == 2 else 1
         reduced = max(reduced, (times - 1) * after_each + after_last)
