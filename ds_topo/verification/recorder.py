@@ -85,31 +85,28 @@ class Finished(BaseException):
 def recording(what: Recording, engine: DeepSpeedEngine | None = None) -> Iterator[Recorder]:
     """Record an engine, or the first one that trains inside the ``with`` statement, until :class:`Finished`."""
     recorder = Recorder(what)
-    with ExitStack() as undo:
-        undo.callback(recorder.detach)
+    with recorder.hooks as undo:
         for row, method in (
             (patches.RECORDED_FORWARD, recorder.forward),
             (patches.RECORDED_BACKWARD, recorder.backward),
             (patches.RECORDED_STEP, recorder.step),
             (patches.RECORDED_BATCH, recorder.train_batch),
         ):
-            if engine is None:
-                undo.callback(ledger.bind(row, partial(_around, method)))
-            elif isinstance(engine, row.owner):  # type: ignore[arg-type]
-                undo.callback(ledger.bind(row, partial(_around_bound, method, engine), engine))
+            if engine is None or isinstance(engine, row.owner):  # type: ignore[arg-type]
+                undo.callback(ledger.bind(row, partial(_around, method, engine), engine))
         yield recorder
 
 
-def _around(method: Callable[..., Any], original: Any) -> Any:
+def _around(method: Callable[..., Any], engine: DeepSpeedEngine | None, original: Any) -> Any:
+    """Build the replacement of a method of one engine, or of the class if it is None."""
+    if engine is not None:
+        return wraps(original)(partial(method, original, engine))
+
     @wraps(original)
     def call(engine: Any, *arguments: Any, **named: Any) -> Any:
         return method(partial(original, engine), engine, *arguments, **named)
 
     return call
-
-
-def _around_bound(method: Callable[..., Any], engine: DeepSpeedEngine, original: Any) -> Any:
-    return wraps(original)(partial(method, original, engine))
 
 
 class Recorder:
@@ -120,7 +117,8 @@ class Recorder:
         self.engine: DeepSpeedEngine | None = None
         self._number = 0
         """The number of the present step."""
-        self._hooks = ExitStack()
+        self.hooks = ExitStack()
+        """Removes all hooks at its end."""
         self._named: list[tuple[Named, Trained | None]] = []
         self._slices: dict[str, Slice] = {}
         """The places of all parameters in whole ones."""
@@ -184,7 +182,7 @@ class Recorder:
         self._watch(engine.module, {one.names[0]: (one.parameter, one.slice) for one, _ in self._named})
         inner = facts.inner_optimizer(engine)
         if inner is not None and not self.what.is_reference:
-            self._hooks.callback(inner.register_step_pre_hook(self._before_update).remove)
+            self.hooks.callback(inner.register_step_pre_hook(self._before_update).remove)
         self._skipped, self._scale = int(engine.skipped_steps), scale_of(engine)
         folder = self.what.folder_of(dist.get_rank())
         folder.mkdir(parents=True, exist_ok=True)
@@ -203,11 +201,11 @@ class Recorder:
         """Record outputs and gradients of a module, whose parameters are slices of whole ones."""
         for name, module in model.named_modules():
             if name:
-                self._hooks.callback(module.register_forward_hook(partial(self._output, name)).remove)
+                self.hooks.callback(module.register_forward_hook(partial(self._output, name)).remove)
         for name, (parameter, of_whole) in parameters.items():
             self._slices[name] = of_whole
             if parameter.requires_grad:
-                self._hooks.callback(parameter.register_hook(partial(self._gradient, name)).remove)
+                self.hooks.callback(parameter.register_hook(partial(self._gradient, name)).remove)
         if self.what.noise is not None:
             device = next(model.parameters()).device
             self._generator = torch.Generator(device=device).manual_seed(self.what.noise + dist.get_rank())
@@ -232,7 +230,7 @@ class Recorder:
         folder = self.what.folder_of(int(described["share"]))
         folder.mkdir(parents=True)
         _save({"about": dict(described), "names": list(parameters), "replicas": []}, folder / "start.pt")
-        with self._hooks, suppress(Finished):
+        with self.hooks, suppress(Finished):
             for weights, micro_batches in steps:
                 with torch.no_grad():
                     for name, parameter in parameters.items():
@@ -245,10 +243,6 @@ class Recorder:
                     self._record["losses"].append(float(loss.detach()))
                     (loss / len(micro_batches)).backward()
                 self._write(folder)
-
-    def detach(self) -> None:
-        """Remove all hooks."""
-        self._hooks.close()
 
     def _load(self, folder: Path) -> bool:
         """Start with the weights and master weights that another run has started with; return whether weights differed.
