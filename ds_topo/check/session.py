@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,10 @@ from ds_topo.topology.rank_tables import RankGroup
 
 FATAL = ("topology", "host", "missing", "failure")
 """The kinds of faults after which nothing further can be measured."""
+T = TypeVar("T")
+CLOCK_ROUNDS = 3
+_PATIENCE = 2.0
+"""Rank 0 waits this many timeouts for reports: the other ranks may be in a collective that times out first."""
 SHARED_LINK = 0.5
 """Ranks share their host's link unevenly, so a rank is slow only below this share of ``slow``."""
 
@@ -111,10 +115,19 @@ def run_check(launch: Launch, options: Options, progress: Callable[[str, int, in
     return None if launch.rank else check.summary
 
 
+class StepFailure(RuntimeError):
+    """The check cannot continue. On rank 0 ``faults`` has the reasons."""
+
+    def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
+        super().__init__(message)
+        self.faults = faults
+
+
 class _Check:
     """The steps of a check on one rank, in the order in which they are called."""
 
     grid: ProcessGrid
+    hosts: Hosts
     team: ProcessGroup | None
     """The ranks of this host, where there are several."""
 
@@ -122,11 +135,12 @@ class _Check:
         self, launch: Launch, options: Options, progress: Callable[[str, int, int], None], store: Store
     ) -> None:
         self.rank, self.launch, self.options = launch.rank, launch, options
-        self.progress, self.store = progress, store
-        self.meeting = Meeting(PrefixStore("check", store), launch.rank, launch.world_size, options.timeout)
+        self.progress, self.job_store = progress, store
+        self.store = PrefixStore("check", store)
         self.summary = Summary(options.spec, options.backend, launch.world_size)
         self.faults = self.summary.faults
-        self.hosts: Hosts = ()
+        self.host_of: dict[int, str] = {}
+        """The host of every rank, on rank 0, as soon as it is known."""
 
     def begin(self, step: str) -> Callable[[int, int], None]:
         """Show the step; return a function that shows how much of it is done."""
@@ -157,7 +171,7 @@ class _Check:
 
         def judge(answers: dict[int, Any]) -> tuple[list[Fault], Hosts]:
             reports = [RankReport(**answer) for _, answer in sorted(answers.items())]
-            self.meeting.hosts = {report.rank: report.host for report in reports}
+            self.host_of = {report.rank: report.host for report in reports}
             by_host: dict[str, list[int]] = defaultdict(list)
             for report in reports:
                 by_host[report.host].append(report.rank)
@@ -170,16 +184,16 @@ class _Check:
             self.faults += found
             return [fault for fault in found if fault.kind in FATAL], list(by_host.values())
 
-        self.hosts = self.meeting.step("describe", describe, judge)
+        self.hosts = self.step("describe", describe, judge)
         self.host, self.place = place_of(self.rank, self.hosts)
 
     def compare_clocks(self) -> None:
         """Compare the clocks of all hosts."""
         self.begin("clocks")
         count = len(self.hosts)
-        answers = self.meeting.gather("clocks", lambda: None if self.place else self.meeting.clock_offset(count))
+        answers = self.gather("clocks", lambda: None if self.place else self.clock_offset(count))
         if answers:
-            offsets = {self.meeting.hosts[rank]: offset for rank, offset in answers.items() if offset is not None}
+            offsets = {self.host_of[rank]: offset for rank, offset in answers.items() if offset is not None}
             self.summary.clocks = offsets
             self.faults += faults.wrong_clocks(offsets, self.options.clock_tolerance)
 
@@ -193,10 +207,10 @@ class _Check:
         self.summary.topology = topology.spec
 
         def create() -> None:
-            create_world(self.store, launch, options.timeout, options.backend)
+            create_world(self.job_store, launch, options.timeout, options.backend)
             self.grid = ProcessGrid(topology, timeout=options.timeout)
 
-        self.meeting.gather("groups", create)
+        self.gather("groups", create)
         self.device = Device(device_served_by(options.backend, launch.local_rank), options.most_bytes)
         assert dist.group.WORLD is not None
         self.world: ProcessGroup = dist.group.WORLD
@@ -220,13 +234,13 @@ class _Check:
 
         def judge(answers: dict[int, Any]) -> tuple[list[Fault], list[tuple[int, ...]]]:
             seen.extend(_anomalies(answers))
-            found = faults.wrong_ranks(seen, self.meeting.hosts)
+            found = faults.wrong_ranks(seen, self.host_of)
             unclear = [fault.ranks for fault in found if len(fault.ranks) > 2]
             if not unclear:
                 self.faults += found
             return [], unclear
 
-        unclear = [tuple(suspects) for suspects in self.meeting.step("results", test, judge)]
+        unclear = [tuple(suspects) for suspects in self.step("results", test, judge)]
         if not unclear:
             return
 
@@ -237,9 +251,9 @@ class _Check:
             found = (probes.check_group("pairs", pair, group, rank, device) for pair, group in groups)
             return [anomaly for anomalies in found for anomaly in anomalies]
 
-        answers = self.meeting.gather("results in pairs", test_pairs)
+        answers = self.gather("results in pairs", test_pairs)
         if answers:
-            self.faults += faults.wrong_ranks([*seen, *_anomalies(answers)], self.meeting.hosts)
+            self.faults += faults.wrong_ranks([*seen, *_anomalies(answers)], self.host_of)
 
     def measure_axes(self) -> None:
         """Measure latency and bandwidth of every kind of group."""
@@ -248,9 +262,9 @@ class _Check:
             self.begin(f"speed of {name} groups")(number, len(self.kinds))
             group, groups = grid.get_group(axes), grid.topology().get_axis_comm_lists(axes)
             measure = partial(probes.time_all_reduce, group, self.world, self.device)
-            answers = self.meeting.gather(f"axis {name}", measure)
+            answers = self.gather(f"axis {name}", measure)
             if answers:
-                self.summary.axes[name] = faults.axis_summary(groups, answers, self.meeting.hosts)
+                self.summary.axes[name] = faults.axis_summary(groups, answers, self.host_of)
 
     # -- pairs ---------------------------------------------------------------------------------------------------------
 
@@ -263,38 +277,37 @@ class _Check:
         if max(map(len, hosts)) == 1:
             return
         progress = self.begin("links inside hosts")
-        answers = self.meeting.gather(
+        answers = self.gather(
             "links inside",
             lambda: probes.time_inside_hosts(hosts, self.rank, self.device, progress),
             timedelta(seconds=options.seconds),
         )
         if not answers:
             return
-        host_of = self.meeting.hosts
-        names = {rank: f"{host}:{rank}" for rank, host in host_of.items()}
+        names = {rank: f"{host}:{rank}" for rank, host in self.host_of.items()}
         times = {rank: [PairTime(*each) for each in answer] for rank, answer in answers.items() if answer}
         self.summary.inside = _summary_of_links(names, times)
         rates = {rank: max(link.came for link in links) for rank, links in times.items()}
-        self.faults += faults.slow_ranks("receives inside its host", rates, options.slow * SHARED_LINK, host_of)
+        self.faults += faults.slow_ranks("receives inside its host", rates, options.slow * SHARED_LINK, self.host_of)
 
     def measure_across_hosts(self) -> None:
         """Measure the links between hosts."""
-        hosts, options, rank, host_of = self.hosts, self.options, self.rank, self.meeting.hosts
+        hosts, options = self.hosts, self.options
         if len(hosts) == 1:
             return
         progress = self.begin("links between hosts")
 
         def measure() -> dict[str, Any]:
             times, measured = probes.time_across_hosts(
-                hosts, rank, self.device, self.team, self.world, options.seconds, progress
+                hosts, self.rank, self.device, self.team, self.world, options.seconds, progress
             )
             best = [max((link.came for link in times), default=0.0), max((link.went for link in times), default=0.0)]
             return {"best": best, "times": [] if self.place else times, "rounds": measured}
 
-        answers = self.meeting.gather("links between", measure, timedelta(seconds=options.seconds))
+        answers = self.gather("links between", measure, timedelta(seconds=options.seconds))
         if not answers:
             return
-        names = dict(enumerate(host_of[ranks[0]] for ranks in hosts))
+        names = dict(enumerate(self.host_of[ranks[0]] for ranks in hosts))
         times = {
             host: [_of_host(PairTime(*each), ranks, hosts) for each in answers[ranks[0]]["times"]]
             for host, ranks in enumerate(hosts)
@@ -308,7 +321,109 @@ class _Check:
         for what, end in (("receives from other hosts", 0), ("sends to other hosts", 1)):
             best = {rank: answer["best"][end] for rank, answer in answers.items() if answer["best"][end] > 0}
             if best:
-                self.faults += faults.slow_ranks(what, best, options.slow * SHARED_LINK, host_of, known)
+                self.faults += faults.slow_ranks(what, best, options.slow * SHARED_LINK, self.host_of, known)
+
+    # -- steps through the job's store ---------------------------------------------------------------------------------
+
+    def step(
+        self,
+        name: str,
+        work: Callable[[], Any],
+        judge: Callable[[dict[int, Any]], tuple[list[Fault], T]],
+        budget: timedelta = timedelta(),
+    ) -> T:
+        """Do ``work`` on every rank, let rank 0 judge all results, and return its answer on all ranks.
+
+        Args:
+            name: the name of the step, different from all others.
+            work: the work of this rank. Its result or its exception goes to rank 0 as JSON.
+            judge: called on rank 0 with every rank's result; returns the faults that end the check, and the answer.
+            budget: the time beyond the timeout that the work may take.
+
+        Raises:
+            StepFailure: a rank failed or did not answer, or ``judge`` returned faults.
+            LaunchError: rank 0 does not answer.
+        """
+        try:
+            report: dict[str, Any] = {"result": work()}
+        except Exception as error:
+            report = {"error": f"{type(error).__name__}: {error}"}
+        self.store.set(f"{name}/{self.rank}", json.dumps(report))
+        if self.rank == 0:
+            reports = self._reports(name, self.options.timeout * _PATIENCE + budget)
+            faults, answer = self._failures(name, reports), None
+            if not faults:
+                faults, answer = judge({rank: report["result"] for rank, report in reports.items()})
+            self.store.set(f"{name}/answer", json.dumps({"ends": bool(faults), "answer": answer}))
+            if faults:
+                raise StepFailure("; ".join(fault.message for fault in faults), faults)
+            return answer  # type: ignore[return-value]
+        try:
+            self.store.wait([f"{name}/answer"], self.options.timeout * (_PATIENCE + 1) + budget)
+            reply = json.loads(self.store.get(f"{name}/answer"))
+        except (dist.DistError, RuntimeError) as error:
+            raise LaunchError(f"rank 0 no longer answers ({str(error).splitlines()[0]}): see its own output") from error
+        if reply["ends"]:
+            raise StepFailure(f"rank 0 ended the check in step {name!r}")
+        return reply["answer"]  # type: ignore[no-any-return]
+
+    def gather(self, name: str, work: Callable[[], Any], budget: timedelta = timedelta()) -> dict[int, Any]:
+        """Do ``work`` on every rank; return all results on rank 0, none on the others."""
+        results: dict[int, Any] = {}
+        self.step(name, work, lambda found: ([], results.update(found)), budget)
+        return results
+
+    def _reports(self, name: str, patience: timedelta) -> dict[int, dict[str, Any]]:
+        """Wait for the reports of all ranks; return those that came in time."""
+        keys = {rank: f"{name}/{rank}" for rank in range(self.launch.world_size)}
+        try:
+            self.store.wait(list(keys.values()), patience)
+        except (dist.DistError, RuntimeError):
+            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
+        return {rank: json.loads(self.store.get(key)) for rank, key in keys.items()}
+
+    def _failures(self, name: str, reports: Mapping[int, Mapping[str, Any]]) -> list[Fault]:
+        """Return a fault for ranks that did not report, and one for each of the first few different errors."""
+        alike: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for rank in range(self.launch.world_size):
+            if rank not in reports:
+                alike["missing", "did not answer: they ended or hang"].append(rank)
+            elif "error" in reports[rank]:
+                alike["failure", f"failed: {reports[rank]['error'].splitlines()[0][:400]}"].append(rank)
+        found = []
+        for (kind, text), ranks in sorted(alike.items(), key=lambda item: item[0][0] != "missing")[:8]:
+            hosts = tuple(dict.fromkeys(self.host_of.get(rank, "?") for rank in ranks))
+            where = f"ranks {fold_numbers(ranks)} on {', '.join(hosts[:8])}"
+            found.append(Fault(kind, f"{name}: {where} {text}", hosts, tuple(ranks)))
+        return found
+
+    def clock_offset(self, hosts: int) -> float:
+        """Return the seconds by which this host's clock is ahead of rank 0's; called by one rank of each of ``hosts``.
+
+        Rank 0 posts its time when all hosts wait for it. Its message takes some time, so the smallest of a few offsets
+        counts.
+
+        Raises:
+            TimeoutError: on rank 0, some hosts did not come.
+        """
+        offsets = []
+        for number in range(CLOCK_ROUNDS):
+            ready, now = f"clocks/ready{number}", f"clocks/now{number}"
+            came = self.store.add(ready, 1)
+            if self.rank:
+                self.store.wait([now], self.options.timeout)
+                offsets.append(time.time() - float(self.store.get(now)))
+                continue
+            end = time.monotonic() + self.options.timeout.total_seconds()
+            while came < hosts:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{came} of {hosts} ranks came to {ready}")
+                time.sleep(0.005)
+                came = self.store.add(ready, 0)
+            time.sleep(0.05)  # until the last of them waits
+            self.store.set(now, repr(time.time()))
+            offsets.append(0.0)
+        return min(offsets)
 
 
 def _unexpected_hosts(reports: Sequence[RankReport], expected: Sequence[str] | None) -> list[Fault]:
@@ -349,147 +464,6 @@ def _summary_of_links(names: Mapping[int, str], times: Mapping[int, Sequence[Pai
     links = {(names[link.peer], names[end]): link for end, of_end in times.items() for link in of_end}
     latencies = {pair: link.latency for pair, link in links.items()}
     return faults.link_summary(latencies, {pair: link.came for pair, link in links.items()})
-
-
-# -- steps through the job's store -------------------------------------------------------------------------------------
-
-
-T = TypeVar("T")
-CLOCK_ROUNDS = 3
-_PATIENCE = 2.0
-"""Rank 0 waits this many timeouts for reports: the other ranks may be in a collective that times out first."""
-
-
-class StepFailure(RuntimeError):
-    """The check cannot continue. On rank 0 ``faults`` has the reasons."""
-
-    def __init__(self, message: str, faults: Sequence[Fault] = ()) -> None:
-        super().__init__(message)
-        self.faults = faults
-
-
-@dataclass
-class Meeting:
-    """The store, as all ranks of a check use it, step by step in one order.
-
-    Args:
-        store: the job's store.
-        rank: this rank.
-        world_size: the number of ranks.
-        timeout: the time limit of one step.
-    """
-
-    store: Store
-    rank: int
-    world_size: int
-    timeout: timedelta
-    hosts: Mapping[int, str] = field(default_factory=dict)
-    """The host of every rank, on rank 0, as soon as it is known."""
-
-    def step(
-        self,
-        name: str,
-        work: Callable[[], Any],
-        judge: Callable[[dict[int, Any]], tuple[list[Fault], T]],
-        budget: timedelta = timedelta(),
-    ) -> T:
-        """Do ``work`` on every rank, let rank 0 judge all results, and return its answer on all ranks.
-
-        Args:
-            name: the name of the step, different from all others.
-            work: the work of this rank. Its result or its exception goes to rank 0 as JSON.
-            judge: called on rank 0 with every rank's result; returns the faults that end the check, and the answer.
-            budget: the time beyond the timeout that the work may take.
-
-        Raises:
-            StepFailure: a rank failed or did not answer, or ``judge`` returned faults.
-            LaunchError: rank 0 does not answer.
-        """
-        try:
-            report: dict[str, Any] = {"result": work()}
-        except Exception as error:
-            report = {"error": f"{type(error).__name__}: {error}"}
-        self.store.set(f"{name}/{self.rank}", json.dumps(report))
-        if self.rank == 0:
-            reports = self._reports(name, self.timeout * _PATIENCE + budget)
-            faults, answer = self._failures(name, reports), None
-            if not faults:
-                faults, answer = judge({rank: report["result"] for rank, report in reports.items()})
-            self.store.set(f"{name}/answer", json.dumps({"ends": bool(faults), "answer": answer}))
-            if faults:
-                raise StepFailure("; ".join(fault.message for fault in faults), faults)
-            return answer  # type: ignore[return-value]
-        try:
-            self.store.wait([f"{name}/answer"], self.timeout * (_PATIENCE + 1) + budget)
-            reply = json.loads(self.store.get(f"{name}/answer"))
-        except (dist.DistError, RuntimeError) as error:
-            raise LaunchError(f"rank 0 no longer answers ({str(error).splitlines()[0]}): see its own output") from error
-        if reply["ends"]:
-            raise StepFailure(f"rank 0 ended the check in step {name!r}")
-        return reply["answer"]  # type: ignore[no-any-return]
-
-    def gather(self, name: str, work: Callable[[], Any], budget: timedelta = timedelta()) -> dict[int, Any]:
-        """Do ``work`` on every rank; return all results on rank 0, none on the others."""
-        results: dict[int, Any] = {}
-        self.step(name, work, lambda found: ([], results.update(found)), budget)
-        return results
-
-    def _reports(self, name: str, patience: timedelta) -> dict[int, dict[str, Any]]:
-        """Wait for the reports of all ranks; return those that came in time."""
-        keys = {rank: f"{name}/{rank}" for rank in range(self.world_size)}
-        try:
-            self.store.wait(list(keys.values()), patience)
-        except (dist.DistError, RuntimeError):
-            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        return {rank: json.loads(self.store.get(key)) for rank, key in keys.items()}
-
-    def _failures(self, name: str, reports: Mapping[int, Mapping[str, Any]]) -> list[Fault]:
-        """Return a fault for ranks that did not report, and one for each of the first few different errors."""
-        faults = []
-        if missing := [rank for rank in range(self.world_size) if rank not in reports]:
-            hosts, where = self._where(missing)
-            text = f"{name}: {where} did not answer: they ended or hang"
-            faults.append(Fault("missing", text, hosts, tuple(missing)))
-        alike: dict[str, list[int]] = defaultdict(list)
-        for rank, report in reports.items():
-            if "error" in report:
-                alike[report["error"].splitlines()[0][:400]].append(rank)
-        for error, ranks in list(alike.items())[:8]:
-            hosts, where = self._where(ranks)
-            faults.append(Fault("failure", f"{name}: {where} failed: {error}", hosts, tuple(ranks)))
-        return faults
-
-    def _where(self, ranks: Sequence[int]) -> tuple[tuple[str, ...], str]:
-        hosts = tuple(dict.fromkeys(self.hosts.get(rank, "?") for rank in ranks))
-        return hosts, f"ranks {fold_numbers(ranks)} on {', '.join(hosts[:8])}"
-
-    def clock_offset(self, hosts: int) -> float:
-        """Return the seconds by which this host's clock is ahead of rank 0's; called by one rank of each of ``hosts``.
-
-        Rank 0 posts its time when all hosts wait for it. Its message takes some time, so the smallest of a few offsets
-        counts.
-
-        Raises:
-            TimeoutError: on rank 0, some hosts did not come.
-        """
-        offsets = []
-        for number in range(CLOCK_ROUNDS):
-            ready, now = f"clocks/ready{number}", f"clocks/now{number}"
-            came = self.store.add(ready, 1)
-            if self.rank:
-                self.store.wait([now], self.timeout)
-                offsets.append(time.time() - float(self.store.get(now)))
-                continue
-            end = time.monotonic() + self.timeout.total_seconds()
-            while came < hosts:
-                if time.monotonic() > end:
-                    raise TimeoutError(f"{came} of {hosts} ranks came to {ready}")
-                time.sleep(0.005)
-                came = self.store.add(ready, 0)
-            time.sleep(0.05)  # until the last of them waits
-            self.store.set(now, repr(time.time()))
-            offsets.append(0.0)
-        return min(offsets)
 
 
 def versions() -> dict[str, str]:

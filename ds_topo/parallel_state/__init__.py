@@ -110,17 +110,16 @@ def install(grid: PipelineParallelGrid, module: ModuleType, program: str | None 
         ValueError: the module or the program is not known.
         RuntimeError: the module answers from another grid.
     """
-    is_awaited = True
-    for function in vars(module).values():
-        other = getattr(function, "__self__", None)
-        if isinstance(other, ParallelState) and not other.grid.shares_groups_with(grid):
+    states = [getattr(function, "__self__", None) for function in vars(module).values()]
+    installed = [other for other in states if isinstance(other, ParallelState)]
+    for other in installed:
+        if not other.grid.shares_groups_with(grid):
             raise RuntimeError(
                 f"{module.__name__} answers from another grid, {other.grid.topology().spec!r}: destroy that one "
                 "before install()"
             )
-        is_awaited = is_awaited and (not isinstance(other, ParallelState) or other.is_awaited)
     state = of(grid, program_of(module) if program is None else program)
-    state.is_awaited = is_awaited
+    state.is_awaited = all(other.is_awaited for other in installed)
     answers: dict[int, tuple[FunctionType, Callable[..., Any]]] = {}
     for name, function in list(vars(module).items()):
         if not isinstance(function, FunctionType):

@@ -10,6 +10,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -30,22 +31,18 @@ class Cause(NamedTuple):
 
 
 def explain(
-    kind: str, name: str, bad: Sequence[int], found: Step, reference: Step, wrong: Mapping[str, Collection[str]]
+    kind: str, name: str, rank: int, found: Step, reference: Step, wrong: Mapping[str, Collection[str]]
 ) -> list[Cause]:
-    """Return likely causes of a difference, the likeliest first; ``wrong`` has all names that differ, by kind."""
-    if kind == "gradient":
-        return list(_of_gradient(name, bad, found, reference, wrong[kind]))
-    if kind == "reduced gradient":
-        return list(_of_reduced(name, bad, found, reference, wrong[kind]))
-    if kind in ("output", "loss", "norm", "skipped step"):
-        find = {"output": _of_output, "loss": _of_loss, "norm": _of_norm, "skipped step": _of_skipped}[kind]
-        return list(find(name, bad, found, reference))
-    return list(_of_update(kind, name, bad, found, reference))
+    """Return likely causes of a difference on a rank, the likeliest first; ``wrong`` has all names that differ."""
+    if kind in ("gradient", "reduced gradient"):
+        of_kind = _of_gradient if kind == "gradient" else _of_reduced
+        return list(of_kind(name, rank, found, reference, wrong[kind]))
+    finders = {"output": _of_output, "loss": _of_loss, "norm": _of_norm, "skipped step": _of_skipped}
+    return list(finders.get(kind, partial(_of_update, kind))(name, rank, found, reference))
 
 
-def _of_output(name: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
-    rank, run = bad[0], found.run
-    share = run.share_of[rank]
+def _of_output(name: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]:
+    run, share = found.run, found.run.share_of[rank]
     own, whole = found.ranks[rank]["outputs"][name].double(), reference.ranks[share]["outputs"][name].double()
     if own.shape == whole.shape:
         together = [
@@ -78,16 +75,13 @@ def _is_sum(total: torch.Tensor, whole: torch.Tensor) -> bool:
     return distance(whole + extra, whole) < _CLOSE
 
 
-def _of_loss(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
-    rank = bad[0]
+def _of_loss(_: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]:
     own, expected = found.ranks[rank]["losses"], reference.ranks[found.run.share_of[rank]]["losses"]
-    if len(own) < len(expected):
-        yield Cause(f"lost micro-batch: {len(own)} losses in this step instead of {len(expected)}")
-        return
-    if len(own) > len(expected):
+    if len(own) != len(expected):
+        what = "lost micro-batch" if len(own) < len(expected) else "more micro-batches"
         yield Cause(
-            f"more micro-batches: {len(own)} losses in this step instead of {len(expected)}; DeepSpeed computes their "
-            "number from train_batch_size and the number of replicas"
+            f"{what}: {len(own)} losses in this step instead of {len(expected)}; DeepSpeed computes their number from "
+            "train_batch_size and the number of replicas"
         )
         return
     yield from _factor(torch.tensor(own), torch.tensor(expected), found, "averaged over the wrong number of ranks")
@@ -105,10 +99,7 @@ def _of_loss(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterat
         yield Cause("the loss function, or other labels: all recorded outputs are right")
 
 
-def _of_gradient(
-    name: str, bad: Sequence[int], found: Step, reference: Step, wrong: Collection[str]
-) -> Iterator[Cause]:
-    rank = bad[0]
+def _of_gradient(name: str, rank: int, found: Step, reference: Step, wrong: Collection[str]) -> Iterator[Cause]:
     share, part = found.run.share_of[rank], found.ranks[rank]["before"][name]
     groups = [group for group in found.peers(name) if found.run.share_of[group[0]] == share]
     ranks = next(group for group in groups if rank in group)
@@ -130,9 +121,8 @@ def _of_gradient(
     yield Cause("the backward pass of the module that owns it, or of one after it")
 
 
-def _of_reduced(name: str, bad: Sequence[int], found: Step, reference: Step, wrong: Collection[str]) -> Iterator[Cause]:
-    rank, run = bad[0], found.run
-    part = found.ranks[rank]["after"][name]
+def _of_reduced(name: str, rank: int, found: Step, reference: Step, wrong: Collection[str]) -> Iterator[Cause]:
+    run, part = found.run, found.ranks[rank]["after"][name]
     own = flat(part) / found.clipping(rank, reference)[0]
     if not own.any():
         yield Cause("no gradient reached the optimizer")
@@ -217,18 +207,18 @@ def _summed(values: Iterable[float], keys: Iterable[_Key]) -> dict[_Key, float]:
     return found
 
 
-def _of_norm(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
+def _of_norm(_: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]:
     """Find which tensors a norm leaves out, or counts several times: of all explanations the closest ones."""
-    own = (found.clipping(bad[0], reference)[1] or 0.0) ** 2
+    own = (found.clipping(rank, reference)[1] or 0.0) ** 2
     total = reference.norm**2
-    noise = total * (1e-6 if found.run.about[bad[0]]["dtype"] in ("float32", "float64") else 5e-3)
+    noise = total * (1e-6 if found.run.about[rank]["dtype"] in ("float32", "float64") else 5e-3)
     close = [
         (max(noise, abs(own - wrong)), number, cause)
         for number, (wrong, cause) in enumerate(_norms(found, reference, total))
         if wrong > 0 and abs(own - wrong) < _CLOSE * abs(wrong - total)
     ]
     yield from (cause for _, _, cause in sorted(close, key=lambda one: one[:2])[:2])
-    if not close and found.ranks[bad[0]]["norm"] is None and own > 0:  # it was derived from clipped gradients
+    if not close and found.ranks[rank]["norm"] is None and own > 0:  # it was derived from clipped gradients
         yield Cause(
             f"clipping: the optimizer gets {math.sqrt(total / own):.3g} times the norm that gradient_clipping allows"
         )
@@ -293,8 +283,8 @@ def _one_or_all_but_one(parts: Iterable[int]) -> list[list[int]]:
     return singles + [[other for other in everything if other != one] for one in everything if len(everything) > 2]
 
 
-def _of_skipped(_: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
-    skipped = [rank for rank, record in enumerate(found.ranks) if record["is_skipped"]]
+def _of_skipped(_: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]:
+    skipped = [other for other, record in enumerate(found.ranks) if record["is_skipped"]]
     if 0 < len(skipped) < len(found.ranks):
         yield Cause(f"ranks {skipped} alone skipped the step: their overflow was not reported to the others")
     elif skipped:
@@ -303,8 +293,7 @@ def _of_skipped(_: str, bad: Sequence[int], found: Step, reference: Step) -> Ite
         yield Cause("the layout took a step that overflows")
 
 
-def _of_update(kind: str, name: str, bad: Sequence[int], found: Step, reference: Step) -> Iterator[Cause]:
-    rank = bad[0]
+def _of_update(kind: str, name: str, rank: int, found: Step, reference: Step) -> Iterator[Cause]:
     rates = [found.ranks[rank]["rates"], reference.ranks[0]["rates"]]
     if rates[0] and rates[1] and not math.isclose(rates[0][0], rates[1][0], rel_tol=1e-9):
         yield Cause(f"the learning rate is {rates[0][0]:g} instead of {rates[1][0]:g}")

@@ -510,6 +510,6 @@ def _explained(findings: Sequence[Finding], mine: Step, theirs: Step) -> Finding
     wrong: dict[str, set[str]] = defaultdict(set)
     for one in findings:
         wrong[one.kind].add(one.name)
-    causes = explain(first.kind, first.name, first.ranks, mine, theirs, wrong)
+    causes = explain(first.kind, first.name, first.ranks[0], mine, theirs, wrong)
     axis = first.axis or next((cause.axis for cause in causes if cause.axis), None)
     return replace(first, axis=axis, causes=tuple(cause.text for cause in causes))

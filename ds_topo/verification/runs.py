@@ -144,14 +144,12 @@ def verify_program(
     with tempfile.TemporaryDirectory(prefix="ds_topo_verify_") as scratch:
         folder = Path(scratch if keep is None else keep)
         wanted = Ranks(layout, Recording(folder / "wanted", steps), f"running {layout.spec}")
-        reference, rounding, again = (
-            Ranks(job.reference, Recording(folder / name, steps, folder / "wanted", noise, until_update), what)
-            for name, noise, until_update, what in (
-                ("reference", None, False, f"running the reference, {job.reference.spec}"),
-                ("rounding", 1, True, "measuring rounding"),
-                ("rounding of all steps", 1, False, "measuring rounding in all steps"),
-            )
-        )
+
+        def of_reference(name: str, what: str, noise: int | None = None, until_update: bool = False) -> Ranks:
+            return Ranks(job.reference, Recording(folder / name, steps, folder / "wanted", noise, until_update), what)
+
+        reference = of_reference("reference", f"running the reference, {job.reference.spec}")
+        rounding = of_reference("rounding", "measuring rounding", noise=1, until_update=True)
         run(job, [wanted], progress)
         places = get_accelerator().device_count() if get_accelerator().device_name() != "cpu" else processors()
         if fit_together(wanted, reference, places, memory_of("/proc/meminfo", "MemAvailable")):
@@ -163,6 +161,7 @@ def verify_program(
         report = compare(wanted.recording.folder, reference.recording.folder, rounding.recording.folder)
         if report.findings and report.findings[0].step >= rounding.steps_done():
             # Adam turns even the rounding of a gradient that should be 0 into a whole step, whose effect is unknown
+            again = of_reference("rounding of all steps", "measuring rounding in all steps", noise=1)
             run(job, [again], progress)
             report = compare(wanted.recording.folder, reference.recording.folder, again.recording.folder)
         return report

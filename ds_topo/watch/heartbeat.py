@@ -162,11 +162,17 @@ class Ring:
     token: str
     """The prefix of keys in the store."""
     rank: int
+    host: str
     world_size: int
     limit: float
     """The seconds of silence after which a rank is checked."""
     interval: float
     """The seconds between beats."""
+
+    @property
+    def here(self) -> str:
+        """This rank, described."""
+        return named(self.rank, self.host, os.environ.get(COORDINATE, ""))
 
     def key(self, name: str, which: object = "") -> str:
         """Return a key of the store."""
@@ -224,13 +230,13 @@ class Heartbeat:
 
     # -- called by other threads ---------------------------------------------------------------------------------------
 
-    def prepare(self, host: str, address: Address) -> Address:
+    def prepare(self, address: Address) -> Address:
         """Publish this rank's host and the address of its witness; return the address of rank 0's witness.
 
         All ranks call this before they agree to start.
         """
         ring = self._ring
-        self._publish(host, address)
+        self._publish(address)
         self._store.set(ring.key("beat", ring.rank), self._own(Activity()).to_text())
         if ring.rank == 0:
             for name in ("alarm", "verdict", "found"):
@@ -258,9 +264,9 @@ class Heartbeat:
         self._requests.put(partial(self._tell, finding, suspects))
         self._wake.set()
 
-    def move_witness(self, host: str, address: Address) -> None:
+    def move_witness(self, address: Address) -> None:
         """Publish another witness of this rank, at the next beat."""
-        self._requests.put(partial(self._publish, host, address))
+        self._requests.put(partial(self._publish, address))
 
     def note(self, steps: Steps) -> None:
         """Compare this rank's steps with those of other ranks of the group, at a later beat."""
@@ -307,9 +313,10 @@ class Heartbeat:
         self.asked_since = None
         return bool(alarm)
 
-    def _publish(self, host: str, address: Address) -> None:
+    def _publish(self, address: Address) -> None:
         """Write this rank's host and the address of its witness to the store."""
-        self._store.set(self._ring.key("who", self._ring.rank), json.dumps({"host": host, "address": address}))
+        ring = self._ring
+        self._store.set(ring.key("who", ring.rank), json.dumps({"host": ring.host, "address": address}))
 
     def _compare_steps(self, own: Steps) -> None:
         """Compare with the first rank that came to the same comparison; warn once per group."""
@@ -322,8 +329,8 @@ class Heartbeat:
                 self._store.delete_key(self._first_keys.popleft())
         elif (taken, calls) != (own.taken, own.calls) and own.over not in self._warned:
             self._warned.add(own.over)
-            here, other = (self._named(each, beat) for each, beat in self._beats([self._ring.rank, rank]).items())
-            print(different_steps(here, other, own, taken, calls), file=sys.stderr, flush=True)
+            other = self._named(rank, self._beats([rank])[rank])
+            print(different_steps(self._ring.here, other, own, taken, calls), file=sys.stderr, flush=True)
 
     def _linger(self) -> None:
         """Keep the process that serves the store until the others have ended, but not for long."""
@@ -392,7 +399,7 @@ class Heartbeat:
             return
         self._inquiries += 1
         if self._store.add(ring.key("asks", f"{wait.name}/{wait.call}/{self._inquiries}"), 1) == 1:
-            for finding in self._held_up(doing, ranks, are_waited_for=bool(wait.name)):
+            for finding in self._held_up(ranks, are_waited_for=bool(wait.name)):
                 self._tell(finding)
 
     def _awaited(self, wait: Wait) -> Sequence[int]:
@@ -401,7 +408,7 @@ class Heartbeat:
             return range(self._ring.world_size)
         return wait.ranks
 
-    def _held_up(self, doing: Activity, ranks: Sequence[int], *, are_waited_for: bool) -> list[Finding]:
+    def _held_up(self, ranks: Sequence[int], *, are_waited_for: bool) -> list[Finding]:
         """Find out why ranks do not come; return nothing if one may still come, or another rank may be awaited."""
         asked: dict[int, Beat] = {}
         found: list[Finding] = []
@@ -422,9 +429,8 @@ class Heartbeat:
             ahead = sorted({other for awaited in further for other in awaited} - asked.keys())
         if found or may_come:
             return found if are_waited_for or not may_come else []
-        here = self._named(self._ring.rank, self._own(doing))
         waits = blocked([(rank, str(beat.doing)) for rank, beat in sorted(asked.items())])
-        return [Finding(BLOCKED, self._ring.rank, f"{here} {waits}")]
+        return [Finding(BLOCKED, self._ring.rank, f"{self._ring.here} {waits}")]
 
     # -- findings and the verdict --------------------------------------------------------------------------------------
 
@@ -461,9 +467,7 @@ class Heartbeat:
         return self._finding(ENDED, rank, what, beat)
 
     def _finding(self, kind: int, rank: int, what: str, beat: Beat) -> Finding:
-        doing = self._look()
-        here = self._named(self._ring.rank, self._own(doing))
-        seen = f"It was last seen {beat.doing}.\n  Noticed by {here}, {doing}."
+        seen = f"It was last seen {beat.doing}.\n  Noticed by {self._ring.here}, {self._look()}."
         return Finding(kind, rank, f"{self._named(rank, beat)} {what}.\n  {seen}")
 
     def _named(self, rank: int, beat: Beat) -> str:

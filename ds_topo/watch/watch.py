@@ -33,7 +33,6 @@ from types import TracebackType
 import torch.distributed as dist
 
 from ds_topo.errors import LaunchError, abridged
-from ds_topo.launch.launchers import COORDINATE
 from ds_topo.process_groups.agreement import agree, within
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.torch_names import abort_nccl, clone, default_store, flight_record, gloo_threads, job_timeout, served_at
@@ -120,8 +119,8 @@ class Watch:
         if not 0 < limit < float("inf"):
             raise ValueError(f"limit={limit}: give seconds above 0")
         self.limit = limit
-        self._rank, self._pid, self._host = dist.get_rank(), os.getpid(), socket.gethostname()
-        world_size = dist.get_world_size()
+        self._pid = os.getpid()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         self._job_store = default_store()
         """A reference that keeps the store's server alive."""
         place = served_at(self._job_store)
@@ -129,7 +128,7 @@ class Watch:
             raise RuntimeError("Watch: the store of this job is not a TCPStore, so ranks cannot exchange heartbeats")
         self._server_place = place
         self._is_served_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        self._serves = self._is_served_by_rank_0 and self._rank == 0
+        self._serves = self._is_served_by_rank_0 and rank == 0
         self._observer = Observer()
         self._looking = threading.Lock()
         self._progress = Progress(self._bytes_moved)
@@ -148,7 +147,7 @@ class Watch:
         try:
             token = agree(f"watch, limit {limit}", range(world_size), job_timeout(), subject="the watch")
             interval = min(1.0, limit / 6) * max(1.0, world_size / _RANKS_PER_SECOND)
-            self._ring = Ring(f"{token}/watch", self._rank, world_size, limit, interval)
+            self._ring = Ring(f"{token}/watch", rank, socket.gethostname(), world_size, limit, interval)
             self._prepare()
         except BaseException:
             self._witness.end()
@@ -169,7 +168,7 @@ class Watch:
         self._ports |= ports_towards(self._server_place[1]) - others
         self._heart = Heartbeat(store, self._ring, self._look, serves=self._serves)
         try:
-            self._first_witness = within(bound, subject, lambda: self._heart.prepare(self._host, self._witness.address))
+            self._first_witness = within(bound, subject, lambda: self._heart.prepare(self._witness.address))
             agree("all are ready", range(self._ring.world_size), bound, subject=subject)
         except Exception as error:
             if self._heart.first_rank is not None and _is_of_transport(error):
@@ -224,10 +223,6 @@ class Watch:
     def _bytes_moved(self) -> int | None:
         return bytes_moved(self._ports)
 
-    @property
-    def _here(self) -> str:
-        return named(self._rank, self._host, os.environ.get(COORDINATE, ""))
-
     # -- the judging thread --------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -256,7 +251,7 @@ class Watch:
         with suppress(LaunchError, OSError):  # it is tried again later
             self._witness = Witness(self._witness.address.host)
             self._ports.add(self._witness.address.port)
-            self._heart.move_witness(self._host, self._witness.address)
+            self._heart.move_witness(self._witness.address)
 
     def _needs_the_store(self, passed: float) -> bool:
         """Return whether this rank waits, maybe for the process that served the store; that one may end before."""
@@ -282,13 +277,13 @@ class Watch:
             lines += [f"  It was last seen {last.doing}."] if last else []
         else:
             lines.append("The launcher on that host serves it: it has ended or stopped, or its host is cut off.")
-        self._local = Verdict("\n".join([heartbeat.headline(self._ring.world_size), *lines]), self._rank)
+        self._local = Verdict("\n".join([heartbeat.headline(self._ring.world_size), *lines]), self._ring.rank)
 
     def _end_what_is_blocked(self) -> None:
         """Shut down connections while the main thread waits; end the process if it makes no progress."""
         verdict = self._heart.verdict or self._local
         assert verdict is not None
-        if verdict.speaker == self._rank:
+        if verdict.speaker == self._ring.rank:
             self._speak()
         progress = self._progress = Progress(self._bytes_moved)
         while not self._stopped.wait(_TICK):
@@ -326,9 +321,9 @@ class Watch:
             return
         self._is_told = True
         self._speak()
-        record = save_flight_record(self._rank)
+        record = save_flight_record(self._ring.rank)
         collectives = f" Its last collectives, for torchfrtrace: {record}" if record else ""
-        print(f"Here: {self._here}, {self._last_doing or self._look()}.{collectives}", file=sys.stderr, flush=True)
+        print(f"Here: {self._ring.here}, {self._last_doing or self._look()}.{collectives}", file=sys.stderr, flush=True)
 
     # -- the end of the program ----------------------------------------------------------------------------------------
 
@@ -349,8 +344,8 @@ class Watch:
         if self.verdict is None:
             kind = heartbeat.TRANSPORT if is_consequence else heartbeat.FAILED
             what = f"{'could not reach others' if is_consequence else 'has failed'}: {first_line(error)}"
-            suspects = doing.wait.ranks if doing.wait and is_consequence else ()
-            self._heart.report(Finding(kind, self._rank, f"{self._here} {what}.\n  It was {doing}."), suspects)
+            found = Finding(kind, self._ring.rank, f"{self._ring.here} {what}.\n  It was {doing}.")
+            self._heart.report(found, doing.wait.ranks if doing.wait and is_consequence else ())
         if not isinstance(error, KeyboardInterrupt):
             self._await_verdict(self.limit + 3 if is_consequence else 3 * self._ring.interval + 1)
         if self.verdict is not None and is_consequence:

@@ -74,14 +74,14 @@ class Job:
         self.hearts = [
             Heartbeat(
                 clone(self.store),
-                Ring("watch", rank, SIZE, limit, INTERVAL),
+                Ring("watch", rank, f"node{rank}", SIZE, limit, INTERVAL),
                 (looks or {}).get(rank, Activity),
                 serves=False,
             )
             for rank in EVERYONE
         ]
         for rank, heart in enumerate(self.hearts):
-            heart.prepare(f"node{rank}", stack.enter_context(witness((answers or {}).get(rank, b"S"))))
+            heart.prepare(stack.enter_context(witness((answers or {}).get(rank, b"S"))))
         stack.callback(self.stop)
 
     def start(self, *without: int) -> None:
