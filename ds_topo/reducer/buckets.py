@@ -432,16 +432,6 @@ def copy_in(members: Sequence[ParameterState], in_one_pass: bool = False) -> lis
     return without
 
 
-def is_replaced(state: ParameterState) -> bool:
-    """Return True if the user has replaced or removed a gradient since it was copied in."""
-    gradient = state.parameter.grad
-    if state.repeats:
-        return gradient is not None and state.arrived <= state.expected
-    if gradient is state.view:
-        return False
-    return gradient is None if state.is_sparse else gradient is not None or not state.is_apart
-
-
 def _no_rows(state: ParameterState) -> torch.Tensor:
     parameter = state.parameter
     indices = torch.zeros(1, 0, dtype=torch.long, device=parameter.device)

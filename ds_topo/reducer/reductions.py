@@ -7,7 +7,9 @@ route about each other's step.
 
 from __future__ import annotations
 
+import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo.backends import synchronize, traits_of
-from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.errors import DisagreementError
+from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket, start_sum_of_rows
 from ds_topo.reducer.options import MIB, ReductionOptions
 from ds_topo.reducer.parameters import (
@@ -314,6 +317,7 @@ class _HookReduction(Reduction):
             flat.copy_(result.view(-1))
 
 
+_RANKS_SHOWN = 8
 _LATE = 1 << 16
 """A rank adds this to a parameter's count of ranks if its gradient came late; the limit is 32,767 ranks."""
 _STEPS = 256
@@ -406,3 +410,16 @@ class StepNotes:
         device = self._members[0].parameter.device
         on_host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type != "cpu")
         return on_host.to(device, non_blocking=True)
+
+
+def different_steps(steps: int, group: dist.ProcessGroup) -> DisagreementError:
+    """Return the error for ranks at different steps; collective over the group, so that every rank names them."""
+    everyone = gathered((steps, dist.get_rank(), socket.gethostname()), group)
+    usual = Counter(number for number, _, _ in everyone).most_common(1)[0][0]
+    others = [f"rank {rank} on {host} has taken {number}" for number, rank, host in everyone if number != usual]
+    more = f"; and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
+    return DisagreementError(
+        f"ranks that share gradients are at different steps: {'; '.join(others[:_RANKS_SHOWN])}{more}; the others have "
+        f"taken {usual}. A rank has skipped or repeated step(), so its parameters are no longer those of the others: "
+        "let every rank call step() equally often, and resume from a checkpoint"
+    )
