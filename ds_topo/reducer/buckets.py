@@ -195,8 +195,6 @@ class GradientBucket:
             return
         if self._lasts:
             self._set_views()
-        elif any(member.holds_sum for member in self.members):
-            self.open()
         else:
             self.give_back()
 
