@@ -46,23 +46,22 @@ def assign_routes(
         ValueError: two levels are wanted and the placement of ranks has none.
     """
     size = dist.get_world_size(group)
-    dtype = options.communication_dtype
-    bucket_bytes = _bucket_bytes(options, group, device)
-    two_level = None if options.two_level is False else _chosen_two_level(states, options, group, device, bucket_bytes)
+
+    def bucket_bytes(over: ProcessGroup) -> int:
+        return suitable_bucket_bytes(over, device) if options.bucket_bytes is None else options.bucket_bytes
+
+    def route(label: str, over: ProcessGroup, nbytes: int, two_level: Exchange | None, in_one_sum: bool) -> Route:
+        scale = scaling(options, size, over, device, in_one_sum)
+        return Route(label, over, traits_of(over, device), *scale, options.communication_dtype, nbytes, two_level)
+
+    nbytes = bucket_bytes(group)
+    two_level = None if options.two_level is False else _chosen_two_level(states, options, group, device, nbytes)
     in_one_sum = two_level is None and not any(partition.copies for partition in options.partitions)
-    scale = scaling(options, size, group, device, in_one_sum)
-    dense = Route("data", group, traits_of(group, device), *scale, dtype, bucket_bytes, two_level)
+    dense = route("data", group, nbytes, two_level, in_one_sum)
     used = {expert_group_name(state.parameter) for state in states}
     experts = {
-        name: Route(
-            f"experts of {name}",
-            expert_group,
-            traits_of(expert_group, device),
-            *scaling(options, size, expert_group, device),
-            dtype,
-            _bucket_bytes(options, expert_group, device),
-        )
-        for name, expert_group in options.expert_groups.items()
+        name: route(f"experts of {name}", over, bucket_bytes(over), None, True)
+        for name, over in options.expert_groups.items()
         if name in used
     }
     for state in states:
@@ -70,10 +69,6 @@ def assign_routes(
         state.route = dense if name is None else experts[name]
         state.scale = options.scales(size)[0] if state.is_sparse else state.route.before
     return dense
-
-
-def _bucket_bytes(options: ReductionOptions, group: ProcessGroup, device: torch.device) -> int:
-    return suitable_bucket_bytes(group, device) if options.bucket_bytes is None else options.bucket_bytes
 
 
 def scaling(
