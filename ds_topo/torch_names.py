@@ -9,16 +9,16 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch._C._distributed_c10d as _C
 import torch.distributed as dist
 from torch import _C as TORCH_C
 from torch import nn
-from torch._C import _disabled_torch_function_impl, _storage_Use_Count
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
@@ -281,23 +281,15 @@ def without_store() -> Iterator[None]:
 
 # -- the reducer ------------------------------------------------------------------------------------------------------
 
-A_REDUCER = "a reducer exists"
 ZERO_GRAD_OF_MODULES = Patch(
     nn.Module,
     "zero_grad",
     instead="The same. Reducers also discard these gradients.",
     why="Gradients that accumulate in another data type or buffer are not in parameter.grad.",
-    during=A_REDUCER,
+    during="a reducer exists",
     process_wide="Any module or optimizer of the program may hold parameters of the reducer.",
 )
-ZERO_GRAD_OF_OPTIMIZERS = Patch(
-    torch.optim.Optimizer,
-    "zero_grad",
-    instead=ZERO_GRAD_OF_MODULES.instead,
-    why=ZERO_GRAD_OF_MODULES.why,
-    during=A_REDUCER,
-    process_wide=ZERO_GRAD_OF_MODULES.process_wide,
-)
+ZERO_GRAD_OF_OPTIMIZERS = replace(ZERO_GRAD_OF_MODULES, owner=torch.optim.Optimizer)
 REDUCER_ROWS: tuple[Patch | Reliance, ...] = (
     ZERO_GRAD_OF_MODULES,
     ZERO_GRAD_OF_OPTIMIZERS,
@@ -336,19 +328,8 @@ def broadcast_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -
         dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)
 
 
-def storage_users(tensor: torch.Tensor) -> int:
-    """Return the number of tensors that share a tensor's memory, and a constant."""
-    users: int = _storage_Use_Count(tensor.untyped_storage()._cdata)
-    return users
-
-
 COLLECTIVES_ASK = hasattr(c10d, "has_torch_function")
 """True if collectives call ``__torch_function__`` of their tensors; torch 2.13 does, 2.8 does not."""
-
-
-def call_plainly(function: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call one of torch's functions, as for tensors without a ``__torch_function__`` of their own."""
-    return _disabled_torch_function_impl(function, types, args, kwargs)
 
 
 MEASUREMENT_ROWS: tuple[Patch | Reliance, ...] = (

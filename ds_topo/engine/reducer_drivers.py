@@ -31,8 +31,8 @@ from ds_topo.ledger import Patch, after, ledger
 from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer import BucketReducer
-from ds_topo.reducer.hooks import is_held_by
 from ds_topo.reducer.options import BucketSizes, ReductionArguments, ReductionOptions
+from ds_topo.reducer.parameters import is_held_by
 from ds_topo.reducer.reducer import StepDriver
 from ds_topo.reducer.reductions import suitable_bucket_bytes
 from ds_topo.reducer.report import BucketTiming, StepTiming

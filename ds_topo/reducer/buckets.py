@@ -195,8 +195,6 @@ class GradientBucket:
             return
         if self._lasts:
             self._set_views()
-        elif any(member.holds_sum for member in self.members):
-            self.open()
         else:
             self.give_back()
 
@@ -430,16 +428,6 @@ def copy_in(members: Sequence[ParameterState], in_one_pass: bool = False) -> lis
     if members[0].scale != 1.0 and (views or in_place):
         torch._foreach_mul_(views + in_place, members[0].scale)
     return without
-
-
-def is_replaced(state: ParameterState) -> bool:
-    """Return True if the user has replaced or removed a gradient since it was copied in."""
-    gradient = state.parameter.grad
-    if state.repeats:
-        return gradient is not None and state.arrived <= state.expected
-    if gradient is state.view:
-        return False
-    return gradient is None if state.is_sparse else gradient is not None or not state.is_apart
 
 
 def _no_rows(state: ParameterState) -> torch.Tensor:

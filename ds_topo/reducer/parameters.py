@@ -1,27 +1,47 @@
-"""Find the parameters that a reducer serves, and define the routes over which their gradients are reduced."""
+"""Find the parameters that a reducer serves, define their routes, and notice what the program does to them.
+
+A route is the group and method by which gradients are reduced. A reducer learns by patches that an optimizer is about
+to step and that gradients are discarded, and compares the module with what it was, to refuse what it cannot reduce.
+"""
 
 from __future__ import annotations
 
+import gc
+import operator
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import Self
 
 from ds_topo.backends import BackendTraits
 from ds_topo.errors import abridged, listed
+from ds_topo.ledger import Make, Patch, ledger
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.options import ReductionArguments, ReductionOptions
-from ds_topo.torch_names import ReduceOp, broadcast_coalesced, job_timeout
+from ds_topo.torch_names import (
+    ZERO_GRAD_OF_MODULES,
+    ZERO_GRAD_OF_OPTIMIZERS,
+    ReduceOp,
+    broadcast_coalesced,
+    job_timeout,
+)
 from ds_topo.zero.exchange import Exchange
 from ds_topo.zero.partitions import RegionOfGradients
 
 # -- routes ------------------------------------------------------------------------------------------------------------
+
 CommHook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
 """A communication hook of torch's DDP, ``(state, bucket) -> future``; its state may be anything."""
 
@@ -144,6 +164,16 @@ class ParameterState:
         """The size of the gradient as it accumulates."""
         return self.parameter.numel() * self.dtype.itemsize
 
+    @property
+    def is_replaced(self) -> bool:
+        """True if the user has replaced or removed the gradient since it was copied in."""
+        gradient = self.parameter.grad
+        if self.repeats:
+            return gradient is not None and self.arrived <= self.expected
+        if gradient is self.view:
+            return False
+        return gradient is None if self.is_sparse else gradient is not None or not self.is_apart
+
     def discard_sum(self) -> None:
         """Discard gradients that are not in ``parameter.grad``."""
         self.holds_sum = False
@@ -157,10 +187,6 @@ def expert_group_name(parameter: torch.Tensor) -> str | None:
     DeepSpeed marks experts with ``allreduce = False``: their replicas are on the expert-data group alone.
     """
     return str(getattr(parameter, "group_name", "")) if not getattr(parameter, "allreduce", True) else None
-
-
-owners: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
-"""The reducer of each parameter; an entry ends with either of them, or with ``detach()``."""
 
 
 def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: bool = False) -> list[ParameterState]:
@@ -253,6 +279,39 @@ def ignored_identities(module: nn.Module, options: ReductionOptions) -> set[int]
     return ignored
 
 
+def check_module(module: object) -> None:
+    """Refuse a value that is not a module, and modules whose gradients torch reduces already.
+
+    Raises:
+        TypeError: not a module.
+        ValueError: torch's DDP, or a module in one.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module={abridged(module)} is not a module: give a torch.nn.Module")
+    if isinstance(module, DistributedDataParallel) or is_held_by(
+        module, DistributedDataParallel, "require_backward_grad_sync"
+    ):
+        raise ValueError(
+            "module is wrapped by torch's DistributedDataParallel, which reduces its gradients already: use one of them"
+        )
+
+
+def is_held_by(module: nn.Module, kind: type, attribute: str) -> bool:
+    """Return True if an existing object holds the module as its attribute or submodule ``module``.
+
+    Args:
+        module: the module.
+        kind: the class of the object.
+        attribute: an attribute that only objects of this class have.
+    """
+    return any(
+        isinstance(owner, kind) or (isinstance(owner, dict) and attribute in owner)
+        for holder in gc.get_referrers(module)
+        if isinstance(holder, dict) and holder.get("module") is module
+        for owner in gc.get_referrers(holder)
+    )
+
+
 class HasDataParallelGroup(Protocol):
     """A grid, or any mpu."""
 
@@ -332,3 +391,216 @@ def make_equal(module: nn.Module, options: ReductionOptions, group: ProcessGroup
         replicas = group if name is None else options.expert_groups.get(name)
         if replicas is not None:
             broadcast_coalesced(tensors, replicas)
+
+
+# -- the reducers of parameters ----------------------------------------------------------------------------------------
+
+
+owners: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
+"""The reducer of each parameter; an entry ends with either of them, or with ``detach()``."""
+KEPT = "_ds_topo_reducer"
+"""The attribute of a module that keeps its reducer alive; see Note [Lifetime] in ``reducer.py``."""
+
+
+class Kept:
+    """A module's reference to its reducer, which is neither copied nor pickled."""
+
+    def __init__(self, reducer: object = None) -> None:
+        self.reducer = reducer
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return type(self), ()
+
+
+class OptimizerWatch:
+    """Calls reducers before optimizer steps and ``zero_grad()``; its patches are in force while reducers exist.
+
+    Reducers define ``before_optimizer_step(parameters)`` and ``before_zero_grad(parameters)``.
+    """
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._bindings = ExitStack()
+        self._count = 0
+
+    def enter(self, reducer: Any) -> Callable[[], None]:
+        """Call this reducer until the returned function is called or the reducer is freed."""
+        if self._count == 0:
+            for change, make in _CHANGES:
+                self._bindings.callback(ledger.bind(change, make))
+            self._bindings.callback(register_optimizer_step_pre_hook(_before_step).remove)
+        self._count += 1
+        self._watched.add(reducer)
+        leave = weakref.finalize(reducer, self._leave)
+        leave.atexit = False
+        return leave
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(self._watched))
+
+    def _leave(self) -> None:
+        self._count -= 1
+        if self._count == 0:
+            self._bindings.close()
+
+
+watch = OptimizerWatch()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for reducer in watch:
+        reducer.before_optimizer_step(_parameters_of(optimizer))
+
+
+def _telling_reducers(parameters_of: Callable[[Any], Iterable[torch.Tensor]]) -> Make:
+    def make(zero_grad: Any) -> Any:
+        @wraps(zero_grad)
+        def zero(owner: Any, *args: Any, **options: Any) -> None:
+            for reducer in watch:
+                reducer.before_zero_grad(parameters_of(owner))
+            zero_grad(owner, *args, **options)
+
+        return zero
+
+    return make
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+_CHANGES: tuple[tuple[Patch, Make], ...] = (
+    (ZERO_GRAD_OF_MODULES, _telling_reducers(nn.Module.parameters)),
+    (ZERO_GRAD_OF_OPTIMIZERS, _telling_reducers(_parameters_of)),
+)
+
+
+# -- changes of a module -----------------------------------------------------------------------------------------------
+
+
+_GRADIENT, _VIEW = operator.attrgetter("grad"), operator.attrgetter("view")
+
+
+class Changes:
+    """Detects changes of a module since construction that cannot be reduced.
+
+    Args:
+        module: the module.
+        states: the served parameters.
+        nodes: the autograd nodes that have their hooks, by index.
+        ignored: identities of the ignored parameters.
+        may_miss: True if parameters may have no gradient, and so may be frozen for a while.
+        remedy: what to do about parameters that were unfrozen.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        states: Sequence[ParameterState],
+        nodes: Mapping[int, Node],
+        ignored: Collection[int],
+        may_miss: bool,
+        remedy: str,
+    ) -> None:
+        self._module, self._states, self._nodes, self._may_miss = module, states, nodes, may_miss
+        self._remedy = remedy
+        self._ignored = ignored
+        self._parameters = [state.parameter for state in states]
+        self._are_plain = not any(state.is_sparse or state.is_apart for state in states)
+        named = list(self._named())
+        self._known = {name: id(parameter) for name, parameter in named}
+        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        self._note_parts()
+
+    def _note_parts(self) -> None:
+        """Record the parameters and submodules of every part of the module."""
+        self._holders: list[dict[str, Any]] = []
+        for part in self._module.modules():
+            self._holders += part._parameters, part._modules
+        self._held = [dict(holder) for holder in self._holders]
+        self._single = [
+            (holder, name, held)
+            for holder in self._holders
+            for name, held in holder.items()
+            if isinstance(held, torch.Tensor) and held.numel() == 1
+        ]
+        """Parameters of one element, which ``==`` compares by value."""
+
+    def _holds_the_same(self) -> bool:
+        """Return True if every part holds the objects that were recorded.
+
+        The first comparison is one call in C, and compares equal objects by identity alone. Torch raises if it
+        compares two tensors of several elements.
+        """
+        try:
+            same = self._holders == self._held
+        except RuntimeError:
+            return False
+        return same and all(holder[name] is held for holder, name, held in self._single)
+
+    def problem(self, absent: Sequence[ParameterState]) -> str | None:
+        """Return a description of changed parameters, or of replaced gradients; None if there are none.
+
+        Args:
+            absent: the parameters without a gradient in the last micro-batch.
+        """
+        return self._changed_parameters(absent) or self._replaced_gradients()
+
+    def _changed_parameters(self, absent: Sequence[ParameterState]) -> str | None:
+        if not self._holds_the_same():
+            # Listing parameters by name takes longer than this comparison.
+            named = dict(self._named())
+            new = [name for name, parameter in named.items() if self._known.get(name) != id(parameter)]
+            new = [name for name in new if id(named[name]) not in self._known.values()]
+            for names, how in (
+                ([name for name in new if name in self._known], "replaced"),
+                (new, "added"),
+                ([name for name in self._known if name not in named], "removed"),
+            ):
+                if names:
+                    return _changed(names, how)
+            self._note_parts()
+        lost = [
+            state
+            for state in absent
+            if state.parameter.requires_grad and get_gradient_edge(state.parameter).node is not self._nodes[state.index]
+        ]
+        if lost:
+            for state in lost:
+                state.note_type()  # so that the step can still be ended
+            return _changed([state.name for state in lost], "moved or cast")
+        frozen = [state.name for state in absent if not state.parameter.requires_grad]
+        if frozen and not self._may_miss:
+            return _changed(frozen, "frozen")
+        unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
+        return _changed(unfrozen, "unfrozen", self._remedy) if unfrozen else None
+
+    def _replaced_gradients(self) -> str | None:
+        gradients, views = map(_GRADIENT, self._parameters), map(_VIEW, self._states)
+        if self._are_plain and all(map(operator.is_, gradients, views)):  # one pass in C, for the usual case
+            return None
+        replaced = [state.name for state in self._states if state.is_copied_in and state.is_replaced]
+        if replaced:
+            return (
+                f"gradients of {listed(replaced)} were replaced between backward and finish(): change them in place, "
+                "or after finish()"
+            )
+        return None
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return (
+            (name, parameter)
+            for name, parameter in self._module.named_parameters()
+            if id(parameter) not in self._ignored
+        )
+
+
+REBUILD = "detach() and build a new GradientReducer"
+
+
+def _changed(names: Sequence[str], how: str, remedy: str = REBUILD) -> str:
+    return f"parameters {listed(names)} were {how} after construction: {remedy}"

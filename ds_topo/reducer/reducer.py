@@ -26,15 +26,18 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import Unpack
 
+from ds_topo.errors import listed
 from ds_topo.process_groups.creation import ProcessGroup, require_initialized
 from ds_topo.reducer.buckets import (
     BucketLayout,
@@ -44,35 +47,25 @@ from ds_topo.reducer.buckets import (
     hand_out,
     is_copied_at_once,
 )
-from ds_topo.reducer.hooks import (
-    REBUILD,
-    Changes,
-    GradientHooks,
-    OnGradient,
-    changed_in_flight,
-    check_module,
-    different_steps,
-    keep_alive,
-    let_go,
-    missing_gradients,
-    unequal_use,
-    unexpected_gradient,
-    unreduced_gradients,
-    watch,
-)
 from ds_topo.reducer.options import ReductionArguments
 from ds_topo.reducer.parameters import (
+    KEPT,
+    REBUILD,
+    Changes,
     CommHook,
     HasDataParallelGroup,
+    Kept,
     ParameterState,
     Route,
     agreed_inputs,
+    check_module,
     data_parallel_group,
     ignored_identities,
     make_equal,
     owners,
+    watch,
 )
-from ds_topo.reducer.reductions import Reduction, StepNotes, assign_routes, launch
+from ds_topo.reducer.reductions import Reduction, StepNotes, assign_routes, different_steps, launch
 from ds_topo.reducer.report import BucketTiming, GradientReport, StepTiming
 from ds_topo.zero.partitions import PartitionedGradients
 
@@ -107,6 +100,17 @@ _REMEDIES = {
 
 def _wrong_moment(call: str, state: ReducerState) -> RuntimeError:
     return RuntimeError(f"{call} while {state.name}: {_REMEDIES[state]}")
+
+
+def _listed(states: Iterable[ParameterState]) -> str:
+    return listed([state.name for state in states])
+
+
+def _missing_gradients(states: Iterable[ParameterState], whose: str) -> RuntimeError:
+    return RuntimeError(
+        f"parameters {_listed(states)} got no gradient on {whose} in this step: use them, freeze them before "
+        "construction, or pass find_unused_parameters=True"
+    )
 
 
 @dataclass(eq=False)
@@ -249,17 +253,21 @@ class BucketReducer:
         self.reduction_count = 0
         """The number of reductions of buckets that were launched."""
 
-        self._hooks = GradientHooks()
+        # -- hooks on the autograd nodes that accumulate gradients; they run after all hooks on the parameters
+        self._nodes: dict[int, Node] = {}
+        """The nodes by the index of the parameter; without this reference the hooks would be gone."""
+        self._handles: list[RemovableHandle] = []
         own: weakref.ref[object] = weakref.ref(self)
         for state in self._states:
             owners[state.parameter] = own
-            self._hooks.add(state.parameter, self._hook(state))
+            node = self._nodes[state.index] = get_gradient_edge(state.parameter).node
+            self._handles.append(node.register_hook(self._hook(state)))
         ignored = ignored_identities(module, self.options)
         self._changes = Changes(
-            module, self._states, self._hooks, ignored, self._may_miss, self.driver.remedy_for_unfrozen()
+            module, self._states, self._nodes, ignored, self._may_miss, self.driver.remedy_for_unfrozen()
         )
         self._stop_watching = watch.enter(self)
-        keep_alive(module, self)
+        vars(module)[KEPT] = Kept(self)
 
     # -- calls of the training loop, or of an engine -------------------------------------------------------------------
 
@@ -405,9 +413,11 @@ class BucketReducer:
                 stacklevel=2,
             )
         self._state = ReducerState.DETACHED
-        self._hooks.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._nodes.clear()
         self._stop_watching()
-        let_go(self.module)
+        vars(self.module).pop(KEPT, None)
         for state in self._states:
             owners.pop(state.parameter, None)
             state.discard_sum()
@@ -434,10 +444,12 @@ class BucketReducer:
 
     # -- gradients arrive ----------------------------------------------------------------------------------------------
 
-    def _hook(self, state: ParameterState) -> OnGradient:
+    def _hook(self, state: ParameterState) -> Callable[[object, object], None]:
         """Return the hook that autograd calls for each accumulated gradient; its common path is short.
 
-        It must not keep this reducer alive: see Note [Lifetime] in ``hooks.py``.
+        Note [Lifetime]. The garbage collector does not see what a node's hook refers to, so that must not lead to the
+        reducer or its module: this function holds the reducer weakly. The module holds the reducer (:data:`KEPT`) in a
+        way that the collector sees, so both are freed together.
         """
         at_once, layout, reference = is_copied_at_once(state), self._layout, weakref.ref(self)
 
@@ -474,7 +486,18 @@ class BucketReducer:
         if not state.expected or state.arrived < state.expected:
             accumulate_gradient(state)
         elif not state.repeats:
-            raise unexpected_gradient(state)
+            if state.expected > 1:
+                raise RuntimeError(
+                    f"parameter {state.name!r} got more than the {state.expected} gradients of the first step: build "
+                    "the reducer with static_graph=False, and let every micro-batch reach a parameter once"
+                )
+            raise RuntimeError(
+                f"parameter {state.name!r} got a second gradient before finish(): call finish() after the last "
+                "backward of a step. Run the backward of earlier micro-batches inside no_sync(), and also that of a "
+                "loss which only passes through this module. Call reset() to give up a step that an exception ended. "
+                "If reentrant checkpointing or several backward calls reach the parameter more often in every step, "
+                "pass static_graph=True"
+            )
         elif state.is_copied_in:
             self._step.late[state.index] = state
 
@@ -538,7 +561,11 @@ class BucketReducer:
         if self._state is REDUCING or (self._is_unreduced and self._state in (IDLE, ACCUMULATING)):
             for parameter in parameters:
                 if parameter in self._by_parameter:
-                    raise unreduced_gradients(self._by_parameter[parameter].name, call)
+                    raise RuntimeError(
+                        f"{call} on parameter {self._by_parameter[parameter].name!r} and others, whose gradients are "
+                        "not reduced: it would use this rank's own gradients before finish(); call finish() first, "
+                        "reset() to give the step up, or step inside no_sync() if local steps are intended"
+                    )
 
     @property
     def _may_miss(self) -> bool:
@@ -569,7 +596,13 @@ class BucketReducer:
         if type(self.driver) is not StepDriver or self._step.discarded or self.options.grad_buffers:
             return None
         buckets = [reduction.bucket for reduction in self._step.in_flight if reduction.was_overwritten]
-        return changed_in_flight([state.name for bucket in buckets for state in bucket.members]) if buckets else None
+        if not buckets:
+            return None
+        changed = _listed(state for bucket in buckets for state in bucket.members)
+        return (
+            f"gradients such as {changed} were changed between backward and finish(), while they were being reduced: "
+            "call clip_grad_norm_(), GradScaler.unscale_() and the like after finish()"
+        )
 
     def _end_step(self, failed: bool) -> None:
         """Take part in the collectives that other ranks wait for, and discard the step."""
@@ -648,7 +681,7 @@ class BucketReducer:
         for note in due:
             note.read(all_read=all_read and note in notes)
         if self._step.absent and not self._may_miss:
-            raise missing_gradients([state.name for state in self._step.absent], "this rank")
+            raise _missing_gradients(self._step.absent, "this rank")
         unused: list[ParameterState] = []
         late: list[ParameterState] = []
         for note in due:
@@ -664,8 +697,13 @@ class BucketReducer:
         if note.failed:
             raise RuntimeError(f"{note.failed} of {size} ranks failed in finish(); their own errors say why")
         if not note.are_named:
-            raise unequal_use([state.name for state in self._step.late.values()], note.unusual, size)
+            late = self._step.late.values()
+            which = f"such as {_listed(late)} on this rank" if late else "which the errors of those ranks name"
+            raise RuntimeError(
+                f"on {note.unusual} of {size} ranks parameters, {which}, got no gradient, or more gradients than in "
+                "the first step: let every rank reach the same parameters equally often in a step"
+            )
         if note.unused_anywhere and not self._may_miss:
-            raise missing_gradients([state.name for state in note.unused_anywhere], "some other ranks")
+            raise _missing_gradients(note.unused_anywhere, "some other ranks")
         if note.steps_differ:  # this comes last, because the error needs a collective that all ranks reach
             raise different_steps(self.driver.steps_taken(), note.route.group)

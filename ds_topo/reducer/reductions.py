@@ -7,7 +7,9 @@ route about each other's step.
 
 from __future__ import annotations
 
+import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_topo.backends import synchronize, traits_of
-from ds_topo.process_groups.creation import ProcessGroup
+from ds_topo.errors import DisagreementError
+from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket, start_sum_of_rows
 from ds_topo.reducer.options import MIB, ReductionOptions
 from ds_topo.reducer.parameters import (
@@ -43,23 +46,22 @@ def assign_routes(
         ValueError: two levels are wanted and the placement of ranks has none.
     """
     size = dist.get_world_size(group)
-    dtype = options.communication_dtype
-    bucket_bytes = _bucket_bytes(options, group, device)
-    two_level = None if options.two_level is False else _chosen_two_level(states, options, group, device, bucket_bytes)
+
+    def bucket_bytes(over: ProcessGroup) -> int:
+        return suitable_bucket_bytes(over, device) if options.bucket_bytes is None else options.bucket_bytes
+
+    def route(label: str, over: ProcessGroup, nbytes: int, two_level: Exchange | None, in_one_sum: bool) -> Route:
+        scale = scaling(options, size, over, device, in_one_sum)
+        return Route(label, over, traits_of(over, device), *scale, options.communication_dtype, nbytes, two_level)
+
+    nbytes = bucket_bytes(group)
+    two_level = None if options.two_level is False else _chosen_two_level(states, options, group, device, nbytes)
     in_one_sum = two_level is None and not any(partition.copies for partition in options.partitions)
-    scale = scaling(options, size, group, device, in_one_sum)
-    dense = Route("data", group, traits_of(group, device), *scale, dtype, bucket_bytes, two_level)
+    dense = route("data", group, nbytes, two_level, in_one_sum)
     used = {expert_group_name(state.parameter) for state in states}
     experts = {
-        name: Route(
-            f"experts of {name}",
-            expert_group,
-            traits_of(expert_group, device),
-            *scaling(options, size, expert_group, device),
-            dtype,
-            _bucket_bytes(options, expert_group, device),
-        )
-        for name, expert_group in options.expert_groups.items()
+        name: route(f"experts of {name}", over, bucket_bytes(over), None, True)
+        for name, over in options.expert_groups.items()
         if name in used
     }
     for state in states:
@@ -67,10 +69,6 @@ def assign_routes(
         state.route = dense if name is None else experts[name]
         state.scale = options.scales(size)[0] if state.is_sparse else state.route.before
     return dense
-
-
-def _bucket_bytes(options: ReductionOptions, group: ProcessGroup, device: torch.device) -> int:
-    return suitable_bucket_bytes(group, device) if options.bucket_bytes is None else options.bucket_bytes
 
 
 def scaling(
@@ -314,6 +312,7 @@ class _HookReduction(Reduction):
             flat.copy_(result.view(-1))
 
 
+_RANKS_SHOWN = 8
 _LATE = 1 << 16
 """A rank adds this to a parameter's count of ranks if its gradient came late; the limit is 32,767 ranks."""
 _STEPS = 256
@@ -406,3 +405,16 @@ class StepNotes:
         device = self._members[0].parameter.device
         on_host = torch.tensor(numbers, dtype=torch.int32, pin_memory=device.type != "cpu")
         return on_host.to(device, non_blocking=True)
+
+
+def different_steps(steps: int, group: dist.ProcessGroup) -> DisagreementError:
+    """Return the error for ranks at different steps; collective over the group, so that every rank names them."""
+    everyone = gathered((steps, dist.get_rank(), socket.gethostname()), group)
+    usual = Counter(number for number, _, _ in everyone).most_common(1)[0][0]
+    others = [f"rank {rank} on {host} has taken {number}" for number, rank, host in everyone if number != usual]
+    more = f"; and {len(others) - _RANKS_SHOWN} more" if len(others) > _RANKS_SHOWN else ""
+    return DisagreementError(
+        f"ranks that share gradients are at different steps: {'; '.join(others[:_RANKS_SHOWN])}{more}; the others have "
+        f"taken {usual}. A rank has skipped or repeated step(), so its parameters are no longer those of the others: "
+        "let every rank call step() equally often, and resume from a checkpoint"
+    )

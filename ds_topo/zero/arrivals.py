@@ -19,6 +19,7 @@ streams, until its values are in memory.
 from __future__ import annotations
 
 import copy
+import operator
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,10 +27,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _disabled_torch_function_impl, _storage_Use_Count
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ds_topo.backends import stream_key
-from ds_topo.torch_names import COLLECTIVES_ASK, call_plainly, storage_users
+from ds_topo.torch_names import COLLECTIVES_ASK
 from ds_topo.zero.exchange import Pending
 
 _HELD_BY = "_ds_topo_arrival"
@@ -128,7 +130,7 @@ class InFlightParameter(nn.Parameter):
         if function not in _DESCRIBING:
             for parameter in _in_flight_among((args, kwargs)):
                 _wait_for(parameter)
-        return call_plainly(function, types, args, kwargs)
+        return _disabled_torch_function_impl(function, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _landed(self):
@@ -216,11 +218,14 @@ class SharedMemory:
 
     def __init__(self, flats: Iterable[torch.Tensor]) -> None:
         self._flats = list(flats)
-        self._known = [storage_users(flat) for flat in self._flats]
+        self._known = self._users()
 
     def has_new_users(self) -> bool:
         """Return True if more tensors share the memory than at construction."""
-        return any(storage_users(flat) > known for flat, known in zip(self._flats, self._known, strict=True))
+        return any(map(operator.gt, self._users(), self._known))
+
+    def _users(self) -> list[int]:
+        return [_storage_Use_Count(flat.untyped_storage()._cdata) for flat in self._flats]
 
 
 def unaware_of_arrivals(module: nn.Module) -> str | None:

@@ -180,8 +180,7 @@ def moved(
         New memory, ``[target.partition_numel]``.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    leaving = _by_peer(_pairs(source, target, rank))
-    arriving = _by_peer(_pairs(target, source, rank))
+    leaving, arriving = _places(source, target, rank), _places(target, source, rank)
     parts = [partition[here.address : here.address + here.numel] for here, _ in leaving]
     outgoing = torch.cat(parts) if parts else partition.new_empty(0)
     incoming = partition.new_empty(sum(here.numel for here, _ in arriving))
@@ -192,17 +191,17 @@ def moved(
     return result
 
 
-def _pairs(source: PartitionLayout, target: PartitionLayout, rank: int) -> Iterator[tuple[Fragment, Fragment]]:
-    """Yield the parts that ``rank`` owns in ``source``, each with its place in ``target``."""
-    for own in source.fragments(rank):
-        for owner in target.owners(own.parameter, own.start, own.numel):
-            here = Fragment(own.parameter, owner.start, rank, own.address + owner.start - own.start, owner.numel)
-            yield here, owner
+def _places(source: PartitionLayout, target: PartitionLayout, rank: int) -> list[tuple[Fragment, Fragment]]:
+    """Return the parts that ``rank`` owns in ``source``, each with its place in ``target``.
 
-
-def _by_peer(pairs: Iterator[tuple[Fragment, Fragment]]) -> list[tuple[Fragment, Fragment]]:
-    """Sort parts by peer, parameter and offset: the same order at the sender and the receiver."""
-    return sorted(pairs, key=lambda pair: (pair[1].rank, pair[0].parameter, pair[0].start))
+    They go by peer, parameter and offset: the same order at the sender and the receiver.
+    """
+    places = [
+        (Fragment(own.parameter, owner.start, rank, own.address + owner.start - own.start, owner.numel), owner)
+        for own in source.fragments(rank)
+        for owner in target.owners(own.parameter, own.start, own.numel)
+    ]
+    return sorted(places, key=lambda place: (place[1].rank, place[0].parameter, place[0].start))
 
 
 def _counts(pairs: list[tuple[Fragment, Fragment]], size: int) -> list[int]:

@@ -23,7 +23,6 @@ from ds_topo.reducer.buckets import (
     accumulate_gradient,
     copy_in,
     is_copied_at_once,
-    is_replaced,
     late_gradient,
     plan_buckets,
 )
@@ -492,23 +491,23 @@ def test_is_replaced_detects_gradients_replaced_after_the_copy() -> None:
     for gradient in (None, VALUES):
         state = _installed(gradient="in place")
         copy_in([state])
-        assert not is_replaced(state)
+        assert not state.is_replaced
         state.parameter.grad = gradient
-        assert is_replaced(state)
+        assert state.is_replaced
     apart = _installed("of another type", gradient=VALUES)
     copy_in([apart])
-    assert not is_replaced(apart), "the view never was the parameter's gradient"
+    assert not apart.is_replaced, "the view never was the parameter's gradient"
     apart.parameter.grad = VALUES
-    assert is_replaced(apart)
+    assert apart.is_replaced
     sparse = _installed(is_sparse=True, gradient=SPARSE)
     copy_in([sparse])
-    assert not is_replaced(sparse)
+    assert not sparse.is_replaced
     sparse.parameter.grad = None
-    assert is_replaced(sparse)
+    assert sparse.is_replaced
     repeated = _installed(gradient=VALUES, repeats=True)
     copy_in([repeated])
-    assert not is_replaced(repeated)
+    assert not repeated.is_replaced
     repeated.parameter.grad, repeated.arrived, repeated.expected = VALUES, 1, 1
-    assert is_replaced(repeated)
+    assert repeated.is_replaced
     repeated.arrived = 2
-    assert not is_replaced(repeated), "a late gradient is not a replacement"
+    assert not repeated.is_replaced, "a late gradient is not a replacement"
