@@ -77,8 +77,8 @@ class Meeting:
             is_alone: a rank that fails leaves a function in which others may be blocked, and waits a short time only.
 
         Raises:
-            CheckpointError: ranks failed or did not take part. The message has ranks, hosts and errors. It is of the
-                class that the first of them raised, if that is a checkpoint error, with its message alone.
+            CheckpointError: ranks failed or did not take part. It is of the class that the first of them raised, if
+                that is a checkpoint error. The message has ranks, hosts and errors, unless all raised the same one.
         """
         meeting, result, failure = self, None, None
         content: dict[str, Any] = {}
@@ -94,10 +94,11 @@ class Meeting:
 
         def judge(posted: list[dict[str, Any]]) -> None:
             failures = [one for one in posted if "error" in one]
-            if failures and (kind := _class_of(failures[0])) is not CheckpointError:
-                raise kind(failures[0]["text"])
             if failures:
-                raise CheckpointError(f"{self.subject}: {told([one['said'] for one in failures])}")
+                is_common = len(failures) == len(posted) and len({one["text"] for one in failures}) == 1
+                told_of = failures[0]["text"] if is_common else told([one["said"] for one in failures])
+                kind = _class_of(failures[0])
+                raise kind(told_of if is_common and kind is not CheckpointError else f"{self.subject}: {told_of}")
             if decide is not None:
                 decide([one["result"] for one in posted])
 
