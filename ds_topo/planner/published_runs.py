@@ -194,7 +194,10 @@ def row_job(row: Row, accelerator: Accelerator | None = None) -> Job:
     """
     sequence = row.whole("sequence")
     model = transformer(
-        **{field: row.whole(field) for field in ("layers", "hidden", "heads", "vocabulary")},
+        layers=row.whole("layers"),
+        hidden=row.whole("hidden"),
+        heads=row.whole("heads"),
+        vocabulary=row.whole("vocabulary"),
         kv_heads=row.whole("kv_heads", row.whole("heads")),
         ffn=row.whole("ffn", 4 * row.whole("hidden")),
         sequence=sequence,
