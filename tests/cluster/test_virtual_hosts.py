@@ -47,6 +47,7 @@ def _wait_for_nobody() -> None:
         signal.pause()
 
 
+@pytest.mark.exhaustive
 def test_ranks_are_numbered_host_by_host_and_join_one_group(start_cluster: StartCluster) -> None:
     cluster = start_cluster(hosts=2)
     everyone = [0.0, 1.0, 2.0, 3.0]

@@ -143,10 +143,9 @@ def _train_and_compare(topology: str, options: dict[str, Any], alone: Run, is_sp
     "topology",
     [
         "data=2,seq=2",
-        "seq=4",
         *(
             pytest.param(spec, marks=pytest.mark.exhaustive)
-            for spec in ("seq=2,data=2", "seq=2,model=2", "model=2,seq=2")
+            for spec in ("seq=4", "seq=2,data=2", "seq=2,model=2", "model=2,seq=2")
         ),
     ],
 )

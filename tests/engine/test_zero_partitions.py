@@ -121,6 +121,7 @@ def _trains_alike(zero: int, more: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.exhaustive)], ids="data{}".format)
 @pytest.mark.parametrize(("zero", "more"), mark_exhaustive(CASES, lambda number, _: number in (0, 3, 5, 6, 8, 9)))
+@pytest.mark.backends("strict", exhaustive=("gloo",))
 def test_trains_as_deepspeeds_reduction(world: Worlds, size: int, zero: int, more: dict[str, Any]) -> None:
     world(size).run(_trains_alike, zero, more)
 

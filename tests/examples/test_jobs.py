@@ -55,6 +55,7 @@ def test_main_job_resumes_with_equal_losses(through: tuple[Path, dict[str, Any]]
     assert resumed["validation_loss"] == whole["validation_loss"]
 
 
+@pytest.mark.exhaustive
 def test_resume_skips_damaged_checkpoint_and_its_record(through: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(through[0], out)

@@ -15,7 +15,7 @@ CASES = [
     Case("plain1-reducer", "kill", "backward", victim=3),
     Case("pipe1", "stop", "forward", victim=0),
     Case("moe", "exception", "step", victim=2),
-    Case("reducer-two-level", "flap", "forward", victim=1, limit=10.0),
+    pytest.param(Case("reducer-two-level", "flap", "forward", victim=1, limit=10.0), marks=pytest.mark.exhaustive),
 ]
 
 

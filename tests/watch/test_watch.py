@@ -76,7 +76,7 @@ def _holds_the_interpreter(loses_its_witness: bool) -> str | None:
         return watch.verdict
 
 
-@pytest.mark.parametrize("loses_its_witness", [False, True])
+@pytest.mark.parametrize("loses_its_witness", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_holds_the_interpreter_is_no_fault(world: Worlds, loses_its_witness: bool) -> None:
     assert world(3).run(_holds_the_interpreter, loses_its_witness) == [None] * 3
 
