@@ -168,9 +168,10 @@ def _train(leaves_out_a_step: bool, engines: int = 1) -> str:
 
 
 def test_a_rank_that_leaves_out_a_step_is_named(world: Worlds) -> None:
-    told = "".join(world(2).run(_train, True))
-    assert told.count("ranks are at different steps") == 1
-    assert re.search(r"\n  rank \d \(data=\d\) on \S+ has called \d+ collectives of all ranks by its step 100,", told)
+    told = world(2).run(_train, True)
+    assert max(text.count("ranks are at different steps") for text in told) == 1, "each rank warns once"
+    named = r"\n  rank \d \(data=\d\) on \S+ has called \d+ collectives of all ranks by its step 100,"
+    assert re.search(named, "".join(told))
 
 
 def test_equal_steps_cause_no_message(world: Worlds) -> None:
