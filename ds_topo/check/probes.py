@@ -319,6 +319,15 @@ Hosts: TypeAlias = Sequence[Sequence[int]]
 """The global ranks of each host, ascending; hosts in the order of their first ranks."""
 
 
+def hosts_in_blocks(each: int, hosts: int) -> Hosts:
+    """Return hosts with ``each`` ranks, numbered host by host.
+
+    >>> hosts_in_blocks(2, 2)
+    [[0, 1], [2, 3]]
+    """
+    return [list(range(first, first + each)) for first in range(0, each * hosts, each)]
+
+
 def place_of(rank: int, hosts: Hosts) -> tuple[int, int]:
     """Return the number of the host of a rank, and the rank's place on it.
 

@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # classes of torch.di
 from ds_topo.backends import accelerator, device_served_by
 from ds_topo.check import faults, probes
 from ds_topo.check.faults import Anomaly, Fault, RankReport, Summary
-from ds_topo.check.probes import Device, Hosts, PairTime, place_of
+from ds_topo.check.probes import Device, Hosts, PairTime, hosts_in_blocks, place_of
 from ds_topo.errors import LaunchError, TopologyError
 from ds_topo.launch.joining import create_world, open_store, take_device, wait_for_all
 from ds_topo.launch.launchers import Launch
@@ -169,7 +169,7 @@ class _Check:
             ranks = launch.local_rank, launch.local_world_size
             return asdict(RankReport(launch.rank, socket.gethostname(), machine, *ranks, described, versions()))
 
-        def judge(answers: dict[int, Any]) -> tuple[list[Fault], Hosts]:
+        def judge(answers: dict[int, Any]) -> tuple[list[Fault], dict[str, Any]]:
             reports = [RankReport(**answer) for _, answer in sorted(answers.items())]
             self.host_of = {report.rank: report.host for report in reports}
             by_host: dict[str, list[int]] = defaultdict(list)
@@ -182,9 +182,13 @@ class _Check:
             if unusable and not any(fault.kind == "topology" for fault in found):
                 found.append(Fault("topology", f"the topology is {unusable[0].topology}"))
             self.faults += found
-            return [fault for fault in found if fault.kind in FATAL], list(by_host.values())
+            hosts, blocks = list(by_host.values()), (len(reports) // len(by_host), len(by_host))
+            # every rank reads this from one store, so it is short where ranks are numbered host by host
+            placed = {"blocks": blocks} if hosts == hosts_in_blocks(*blocks) else {"hosts": hosts}
+            return [fault for fault in found if fault.kind in FATAL], placed
 
-        self.hosts = self.step("describe", describe, judge)
+        placed = self.step("describe", describe, judge)
+        self.hosts = hosts_in_blocks(*placed["blocks"]) if "blocks" in placed else placed["hosts"]
         self.host, self.place = place_of(self.rank, self.hosts)
 
     def compare_clocks(self) -> None:
