@@ -157,23 +157,13 @@ def convert(
     source.require_equal_copies(target.slices, has_states=True)
     writer, files = Writer(source, target), draft / new_tag
     with _begun(draft, new_tag, manifest, target, writer.bytes()):
-        with _naming(files):  # make room, and fill
+        with _naming(files):
             make_room(writer.files(), files)
             fillings = [Filling(source, files / name, make()) for name, make in writer.files()]
             digests = fill_all(fillings, draft / "done.txt", progress)
-        rows = zip(fillings, digests, strict=True)
-        saved = [SavedFile(one.path.name, one.bytes, digest, 0) for one, digest in rows]
-        new = Manifest(  # commit
-            new_tag,
-            manifest.step,
-            datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            target.layout,
-            tuple(sorted(saved, key=lambda file: file.path)),
-            tuple(_rows(target)),
-            versions(),
-            target.structure,
-        )
-        replace_text(files / manifests.NAME, manifests.to_text(new))
+        pairs = zip(fillings, digests, strict=True)
+        written = [SavedFile(one.path.name, one.bytes, digest, 0) for one, digest in pairs]
+        replace_text(files / manifests.NAME, manifests.to_text(_new_manifest(new_tag, manifest.step, target, written)))
         for name in _SCRIPTS:
             script, place = checkpoint.path.parent / name, to / name
             if script.exists() and not place.exists():
@@ -301,6 +291,19 @@ def _begun(draft: Path, tag: str, manifest: Manifest, target: Target, size: int)
     held = hold(draft)
     replace_text(path, text)
     return held
+
+
+def _new_manifest(tag: str, step: int, target: Target, files: Sequence[SavedFile]) -> Manifest:
+    return Manifest(
+        tag,
+        step,
+        datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        target.layout,
+        tuple(sorted(files, key=lambda file: file.path)),
+        tuple(_rows(target)),
+        versions(),
+        target.structure,
+    )
 
 
 def _rows(target: Target) -> list[SavedParameter]:

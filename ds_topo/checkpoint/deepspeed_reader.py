@@ -284,9 +284,9 @@ class Source:
             _, states = self.of_parameter(name)
             if found and states and (key := differing(found, states)):
                 raise CheckpointLayoutError(
-                    f"{first!r} and {name!r} have different values or types of {key} in the optimizer, which has one "
-                    "for both in this layout. Put the two into different groups of the optimizer, or load the "
-                    "checkpoint in the layout that saved it"
+                    f"{self.folder}: {first!r} and {name!r} have different values or types of {key} in the optimizer, "
+                    "which has one for both in this layout. Put the two into different groups of the optimizer, or "
+                    "load the checkpoint in the layout that saved it"
                 )
             if states and not found:
                 found, first = states, name

@@ -282,7 +282,7 @@ def structure_of(engine: DeepSpeedEngine) -> manifests.SavedStructure:
         elif getattr(parameter, "tensor_model_parallel", False):
             undeclared.append(name)
     splits |= {name: split for name, buffer in module.named_buffers() if (split := split_of(buffer)) is not None}
-    experts = {}
+    experts = {}  # by the prefix of a layer's experts, or by the name of a parameter that stacks them
     for name, layer in of_experts.items():
         local = LOCAL_EXPERT.search(name)
         experts[name[: local.end(1) - 1] if local is not None else name] = int(layer.ep_size)

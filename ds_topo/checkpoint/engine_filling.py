@@ -154,24 +154,7 @@ class EngineFilling:
         return list(found.values())
 
     def _states_of(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Return the states that some parameters have in common: by data type if they have one for each element.
-
-        Raises:
-            CheckpointLayoutError: they differ.
-        """
-        found: dict[str, Any] = {}
-        first = ""
-        for row in rows:
-            _, states = self._source.of_parameter(row.saved.name) if row.has_states else ({}, {})
-            if found and states and (key := differing(found, states)):
-                raise CheckpointLayoutError(
-                    f"{_name_of(self._source)}: {first!r} and {row.saved.name!r} have different values or types of "
-                    f"{key} in the optimizer, and this engine keeps one for both. Put the two into different groups of "
-                    "the optimizer"
-                )
-            if states and not found:
-                found, first = states, row.saved.name
-        return found
+        return self._source.states_of(row.saved.name for row in rows if row.has_states)
 
     def _require_states_that_fit(self) -> None:
         """Raise CheckpointLayoutError if this optimizer cannot hold the saved states."""

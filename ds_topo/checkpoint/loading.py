@@ -181,25 +181,14 @@ def load(
     for attempt in count(1):
         chosen, reason = meeting.decided(f"choice {attempt}", choice.next)
         if not chosen:
-            _, filling = opened_for(
-                engine, meeting, root, rename, is_plain=True, has_states=False, is_strict=load_module_strict
-            )
-            meeting.step("copied", filling.copy)
-            meeting.step("weights updated", filling.finish)
+            _load_plain_weights(engine, meeting, root, rename, is_strict=load_module_strict)
             meeting.end()
             return str(root), {}
         share = choice.check(root / chosen, reason)
         if (is_fitting := meeting.decided_from(f"check {attempt}", share, choice.accepts)) is not None:
             break
-    newest = choice.chosen if name is None else None  # on rank 0
-    if newest is not None and (reason := folders.why_passed_over(root, newest, choice.damaged)):
-        warnings.warn(reason, RuntimeWarning, stacklevel=2)
-    if choice.chosen is not None and choice.chosen.manifest is None:
-        said = (
-            f"{root / chosen} has no {manifests.NAME}: DeepSpeed alone saved it, or the file is lost. Its model and "
-            "its digests were not compared, only missing and damaged files are found. The next save writes a manifest"
-        )
-        warnings.warn(printable(said), RuntimeWarning, stacklevel=2)
+    for problem in choice.concerns():
+        warnings.warn(problem, RuntimeWarning, stacklevel=2)
     if is_fitting:
         state = meeting.step("loaded", lambda: _load_files(engine, root / chosen, options, custom_load_fn))
     else:
@@ -274,6 +263,19 @@ def _load_by_name(engine: DeepSpeedEngine, meeting: Meeting, path: Path, options
     return {key: value for key, value in saved.items() if key not in OF_DEEPSPEED}
 
 
+def _load_plain_weights(
+    engine: DeepSpeedEngine, meeting: Meeting, path: Path, rename: Rename, *, is_strict: bool
+) -> None:
+    """Copy plain weights into the engine.
+
+    Raises:
+        CheckpointError: as :func:`_load_by_name`.
+    """
+    _, filling = opened_for(engine, meeting, path, rename, is_plain=True, has_states=False, is_strict=is_strict)
+    meeting.step("copied", filling.copy)
+    meeting.step("weights updated", filling.finish)
+
+
 def _of_checkpoint(engine: DeepSpeedEngine, path: Path, read: Callable[..., Any]) -> Callable[..., Any]:
     """Let the function with which ZeRO 3 reads weights alone read this checkpoint, and only this rank's slice."""
 
@@ -343,6 +345,20 @@ class _Choice:
         if may_be_plain and isinstance(error, MissingCheckpointError) and files_of_weights(self._root):
             return "", ""
         raise error
+
+    def concerns(self) -> Iterator[str]:
+        """Yield, on rank 0, what the user should know about the chosen checkpoint."""
+        chosen = self.chosen
+        if chosen is None:
+            return
+        if self._tag is None and (reason := folders.why_passed_over(self._root, chosen, self.damaged)):
+            yield reason
+        if chosen.manifest is None:
+            yield printable(
+                f"{chosen.path} has no {manifests.NAME}: DeepSpeed alone saved it, or the file is lost. Its model and "
+                "its digests were not compared, only missing and damaged files are found. The next save writes a "
+                "manifest"
+            )
 
     def check(self, path: Path, reason: str) -> dict[str, Any]:
         """Check a share of the files, and this rank's parameters unless the layout differs; on every rank.

@@ -142,8 +142,9 @@ def damaged(file: object, error: Exception, folder: Path | None) -> DamagedCheck
     how_to_find = f", and find all such files by {how_to_verify(folder)}" if folder is not None else ""
     name = file if isinstance(file, (str, os.PathLike)) else f"a file of {folder or 'the checkpoint'}"
     return DamagedCheckpointError(
-        f"{name} cannot be read ({type(error).__name__}: {reason}): it is damaged, or was changed after it was "
-        f"written, or removed by another job with keep_last. Load another checkpoint, by its tag{how_to_find}"
+        f"{name} cannot be read ({type(error).__name__}: {reason}): it is damaged, was changed after it was written, "
+        "or another job with keep_last removed it. Give each job a folder of its own, or load another checkpoint, by "
+        f"its tag{how_to_find}"
     )
 
 

@@ -353,10 +353,9 @@ def _gathering_shares(grid: MpuGrid, gather_for_metrics: Any, *args: Any, **opti
     from accelerate.utils import recursively_apply
 
     why, during = "Ranks that work on the same samples have the same metrics.", f"{ONE_CALL} of gather_for_metrics"
-    first: dict[int, int] = {}
-    for rank in range(grid.world_size):
-        first.setdefault(_share_of(grid, rank), rank)
-    firsts = [first[share] for share in sorted(first)]
+    topology = grid.topology()
+    axes = [*sample_axes(topology), *([SEQ] if _ranks_per_sample(grid) > 1 else [])]
+    firsts = topology.layout.offsets(map(topology.axes.index, axes))
 
     def keep(gathered: torch.Tensor) -> torch.Tensor:
         by_rank = gathered.unflatten(0, (grid.world_size, gathered.shape[0] // grid.world_size))
@@ -380,13 +379,10 @@ def _gathering_shares(grid: MpuGrid, gather_for_metrics: Any, *args: Any, **opti
 
 def _share_of_samples(grid: MpuGrid) -> tuple[int, int]:
     """Return the number of shares that a data loader is divided into, and the index of this rank's share."""
-    return grid.get_sample_world_size() * _ranks_per_sample(grid), _share_of(grid, grid.grid_rank)
-
-
-def _share_of(grid: MpuGrid, rank: int) -> int:
     topology, size = grid.topology(), _ranks_per_sample(grid)
-    share = topology.get_axis_index(sample_axes(topology), rank)
-    return share if size == 1 else share * size + topology.get_axis_index(SEQ, rank)
+    share = topology.get_axis_index(sample_axes(topology), grid.grid_rank) * size
+    share += topology.get_axis_index(SEQ, grid.grid_rank) if size > 1 else 0
+    return grid.get_sample_world_size() * size, share
 
 
 def _ranks_per_sample(grid: MpuGrid) -> int:

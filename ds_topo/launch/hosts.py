@@ -369,9 +369,9 @@ MAX_NAMES = 1_000_000
 """The most names or counts that a list may expand to."""
 _ADVICE = "give the number of tasks in the request, such as `salloc -N 2 --ntasks-per-node 4`"
 
-_BRACKETS = re.compile(r"\[([^\[\]]*)\]")
+_ENTRY_OF_LIST = re.compile(r"((?:\[[^\[\]]*\]|[^,])*),")  # a comma in brackets does not end an item
 _ITEM = re.compile(r"([^\[\]\s]|\[[^\[\]]*\])+")
-_PIECE = re.compile(rf"{_BRACKETS.pattern}|[^\[]+")
+_PIECE = re.compile(r"\[([^\[\]]*)\]|[^\[]+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _NUMBERED = re.compile(r"(.*?)([0-9]{1,18})")
@@ -389,8 +389,7 @@ def expand_node_list(text: str) -> list[str]:
         HostError: the list is malformed, or has more than a million names.
     """
     names: list[str] = []
-    # a comma in brackets does not end an item
-    for item in map(str.strip, _BRACKETS.sub(lambda brackets: brackets[0].replace(",", ";"), text).split(",")):
+    for item in map(str.strip, _ENTRY_OF_LIST.findall(f"{text},")):
         if not _ITEM.fullmatch(item):
             raise HostError(
                 f'node list {text[:80]!r} at {item[:40]!r}: expected names and bracketed ranges, "n[01-03,7],gpu-a"'
@@ -443,13 +442,12 @@ def expand_counts(text: str) -> list[int]:
 
 def _numbers(ranges: str, text: str) -> list[str]:
     numbers: list[str] = []
-    for part in ranges.split(";"):
+    for part in ranges.split(","):
         match = _RANGE.fullmatch(part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if match is None or last < first:
             raise HostError(
-                f"node list {text[:80]!r} at [{ranges[:40].replace(';', ',')}]: expected numbers and rising ranges, "
-                '"01-03,7"'
+                f'node list {text[:80]!r} at [{ranges[:40]}]: expected numbers and rising ranges, "01-03,7"'
             )
         if len(numbers) + last - first >= MAX_NAMES:
             raise HostError(f"node list {text[:80]!r} has more than {MAX_NAMES} names")

@@ -35,8 +35,10 @@ MEANINGS = {
 """The meaning of each axis: what differs between ranks along it."""
 SYNONYMS = {"tensor": MODEL, **dict.fromkeys(("context", "cp", "sp"), SEQ)}
 """Other names of an axis, accepted wherever an axis is named."""
-SPEC_SYNONYMS = SYNONYMS | {"pp": PIPE, "pipeline": PIPE, "dp": DATA, "tp": MODEL, "mp": MODEL, "sequence": SEQ}
-SPEC_SYNONYMS |= dict.fromkeys(("ep", "experts"), EXPERT)
+SPEC_SYNONYMS = SYNONYMS | {
+    **{"pp": PIPE, "pipeline": PIPE, "dp": DATA, "tp": MODEL, "mp": MODEL},
+    **{"sequence": SEQ, "ep": EXPERT, "experts": EXPERT},
+}
 """The field's abbreviations, which specs and configs accept in upper and lower case."""
 
 

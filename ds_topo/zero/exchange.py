@@ -128,7 +128,10 @@ class Exchange:
         self.gather(flat).wait()
 
     def rest(self) -> None:
-        """Stop background work until the next exchange begins, and destroy groups of its own. Idempotent."""
+        """Stop background work and destroy groups of its own. Idempotent.
+
+        A later exchange starts the background work again; one with groups of its own has ended.
+        """
 
 
 @dataclass(frozen=True)

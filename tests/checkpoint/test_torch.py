@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from deepspeed.moe.layer import MoE
+from deepspeed.utils.groups import _get_expert_parallel_group
 from torch import nn
 from torch.distributed.checkpoint import staging
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -349,10 +351,23 @@ def _require_declared(rank: moe_training.Trainer) -> None:
         parameter.partition_dim = dim
 
 
+def _number_experts(rank: moe_training.Trainer) -> list[tuple[torch.Tensor, int]]:
+    """Give each expert of this rank a buffer; return the buffers, with the numbers of the experts in their layers."""
+    found = []
+    for layer in (module for module in rank.engine.module.modules() if isinstance(module, MoE)):
+        first = dist.get_rank(_get_expert_parallel_group(layer.expert_group_name)) * layer.num_local_experts
+        for local, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
+            expert.register_buffer("number", torch.tensor(-1.0))
+            found.append((expert.number, first + local))
+    return found
+
+
 def _save_experts(case: Case, folder: Path) -> list[float]:
     with trainer(case) as rank:
         if case.tensor_parallel:
             _require_declared(rank)
+        for buffer, number in _number_experts(rank):
+            buffer.fill_(number)
         rank.train(range(2))
         dcp.save({"app": checkpoint.TorchState(rank.engine)}, checkpoint_id=folder)
         return rank.train(range(2, 4)).losses
@@ -360,9 +375,11 @@ def _save_experts(case: Case, folder: Path) -> list[float]:
 
 def _load_experts(case: Case, folder: Path, again: Path) -> list[float]:
     with trainer(case) as rank:
+        numbered = _number_experts(rank)
         for parameter in rank.engine.module.parameters():
             parameter.data.fill_(7)
         checkpoint.load_torch(rank.engine, folder)
+        assert [int(buffer) for buffer, _ in numbered] == [number for _, number in numbered]
         dcp.save({"app": checkpoint.TorchState(rank.engine)}, checkpoint_id=again)
         return rank.train(range(2, 4)).losses
 

@@ -67,6 +67,7 @@ def test_a_range_folds_to_one_item(prefix: str, first: int, count: int, width: i
         ("n[]", "expected numbers and rising ranges"),
         ("n[a-b,2]", r"at \[a-b,2\]: expected numbers and rising ranges"),
         ("n[3-1]", "expected numbers and rising ranges"),
+        ("n[1;2]", r"at \[1;2\]: expected numbers and rising ranges"),
         ("n1,,n2", "expected names"),
         ("", "expected names"),
         ("n 1", "expected names"),
