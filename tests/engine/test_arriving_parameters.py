@@ -25,6 +25,7 @@ from ds_topo.backends import synchronize
 from ds_topo.torch_names import COLLECTIVES_ASK
 from ds_topo.zero import exchange
 from ds_topo.zero.arrivals import InFlightParameter
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 from tests.support.small_engines import settings, start
 from tests.support.training import destroy_engine
@@ -274,9 +275,12 @@ class WithACompiledFunction(InAList):
 
 
 PROGRAMS = [
-    *(Layers, InAList, ByKeyword, InANestedContainer, InAClosure, InALaterPass, OfAnotherModule, InDictionaries),
-    *(WithoutTheEngine, EvaluatedFirst, TwoPassesAStep, Checkpointed, Shared, WithAFunction, Vectorized),
-    *(CalledByFunction, Averaged, HeldAsData, Scripted, Compiled, CompiledLater, WithACompiledFunction),
+    *(Layers, InAList, ByKeyword, InAClosure, InALaterPass, OfAnotherModule, WithoutTheEngine, Checkpointed, Shared),
+    *(WithAFunction, CalledByFunction, Averaged, HeldAsData, Scripted, Compiled, WithACompiledFunction),
+    *mark_exhaustive(
+        [InANestedContainer, InDictionaries, EvaluatedFirst, TwoPassesAStep, Vectorized, CompiledLater],
+        default=lambda *_: False,
+    ),
 ]
 
 
