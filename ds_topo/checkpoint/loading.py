@@ -187,8 +187,8 @@ def load(
         share = choice.check(root / chosen, reason)
         if (is_fitting := meeting.decided_from(f"check {attempt}", share, choice.accepts)) is not None:
             break
-    for problem in choice.concerns():
-        warnings.warn(problem, RuntimeWarning, stacklevel=2)
+    for concern in choice.concerns():
+        warnings.warn(concern, RuntimeWarning, stacklevel=2)
     if is_fitting:
         state = meeting.step("loaded", lambda: _load_files(engine, root / chosen, options, custom_load_fn))
     else:
