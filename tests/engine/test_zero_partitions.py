@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
@@ -135,10 +134,7 @@ def _in_fp16(zero: int) -> None:
     """Train with a loss scale, an overflow in the first steps, and one in a later step."""
     start()
     found = []
-    with (
-        PipelineParallelGrid("data=-1") as grid,
-        mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True),
-    ):
+    with PipelineParallelGrid("data=-1") as grid:
         for reducer in (False, {**SMALL, "overlap_parameters": True}):
             fp16 = {"enabled": True, "initial_scale_power": 18, "loss_scale_window": 2, "hysteresis": 1}
             engine = _engine(grid, zero, reducer=reducer, fp16=fp16, gradient_accumulation_steps=1)
