@@ -17,8 +17,10 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # torch < 2.7 starts a thread
 
 for module in (
     *("torch.distributed", "deepspeed", "deepspeed.pipe", "tests.support.rank_main"),
+    *("hypothesis", "tests.support.strict_backend"),  # many tests import them
     # DeepSpeed imports these when it builds an engine: a second or two for each rank
-    *("torch.utils.cpp_extension", "deepspeed.runtime.zero.muon.original_muon"),
+    *("torch.utils.cpp_extension", "deepspeed.ops.op_builder.all_ops", "deepspeed.module_inject.auto_ep_layer"),
+    *("torch.distributed.tensor.debug", "deepspeed.runtime.zero.muon.original_muon"),
     *("matplotlib.figure", "rich.progress"),  # of the examples
 ):
     importlib.import_module(module)
@@ -28,8 +30,11 @@ for name in ds_topo.__all__:
 
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator  # noqa: E402
 
+from tests.support import rank_main  # noqa: E402
+
 # DeepSpeed refuses fp16 on CPUs that have no instructions for it, although torch computes it on all of them
 CPU_Accelerator.is_fp16_supported = lambda _: True
 
+rank_main.STATE.note()
 gc.collect()
 gc.freeze()  # the garbage collections of a rank need not look at all this

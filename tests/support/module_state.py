@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from operator import is_
 from types import FunctionType, ModuleType
 from typing import Any, TypeAlias
@@ -31,20 +30,25 @@ class ModuleState:
         self._names: dict[Owner, dict[str, Any]] = {}
         self._containers: list[tuple[Any, Any]] = []
         """The containers among the values, each with a copy."""
+        self._owned: list[tuple[str, Any]] = []
+        """Each object of the strict package once, under its shortest path."""
         self._objects: list[tuple[str, Any, dict[str, Any]]] = []
-        """Each object of the strict package: its import path, itself, and its attributes at the last ``note()``."""
+        """The same, with the attributes at the last ``note()``."""
 
     def note(self) -> None:
         """Start to watch the modules that were imported since the last call."""
-        for name in sys.modules.keys() - self._seen:
+        new = sys.modules.keys() - self._seen
+        for name in new:
             module = sys.modules[name]
             if name.partition(".")[0] in self._packages and isinstance(module, ModuleType):
                 self._watch(module)
                 for value in vars(module).values():
                     if isinstance(value, type) and value.__module__ == name:
                         self._watch(value)
-        self._seen |= sys.modules.keys()
-        self._objects = [(path, owned, _attributes_of(owned)) for path, owned in self._strict_objects()]
+        self._seen |= new
+        if self._strict in map(_package_of, new):
+            self._owned = self._strict_objects()
+        self._objects = [(path, owned, _attributes_of(owned)) for path, owned in self._owned]
 
     def changes(self) -> list[Change]:
         """Find every name that has another value than at first."""
@@ -89,8 +93,7 @@ class ModuleState:
         self._names[owner] = names
         self._containers += [(value, value.copy()) for value in names.values() if isinstance(value, CONTAINERS)]
 
-    def _strict_objects(self) -> Iterator[tuple[str, Any]]:
-        """Yield each object of the strict package once, under its shortest path."""
+    def _strict_objects(self) -> list[tuple[str, Any]]:
         paths = {
             id(value): (f"{owner.__name__}.{name}", value)
             for owner in sorted(self._names, key=lambda owner: -len(owner.__name__))
@@ -98,7 +101,7 @@ class ModuleState:
             for name, value in self._names[owner].items()
             if _package_of(type(value).__module__) == self._strict and hasattr(value, "__dict__")
         }
-        yield from paths.values()
+        return list(paths.values())
 
 
 def _attributes_of(owned: Any) -> dict[str, Any]:

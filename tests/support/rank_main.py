@@ -19,6 +19,8 @@ from tests.support.process_state import ProcessState
 
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
 PR_SET_PDEATHSIG = 1
+STATE = ProcessState()
+"""The state of this process. The fork server notes what it has imported, so that its ranks need not."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,6 @@ def serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection) 
             torch.mtia,
         ):  # else each seed formats a stack for a device that is not there
             device._is_in_bad_fork = lambda: True
-        state = ProcessState()
         while True:
             try:
                 order: Call | Tidy = pickle.loads(pipe.recv_bytes())
@@ -83,11 +84,11 @@ def serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection) 
                 break
             if isinstance(order, Call):
                 os.truncate(output.fileno(), 0)
-                report = _call(order, state, rank, world_size, port)
+                report = _call(order, rank, world_size, port)
             else:
-                left = state.put_back()
+                left = STATE.put_back()
                 report = Report("left something behind", account="".join(f"\n{what}" for what in left))
-                report = report if left else Report("ok", pickle.dumps(state.is_worn()))
+                report = report if left else Report("ok", pickle.dumps(STATE.is_worn()))
             sys.stdout.flush()
             sys.stderr.flush()
             pipe.send_bytes(pickle.dumps(report))
@@ -95,7 +96,7 @@ def serve(rank: int, world_size: int, port: int, folder: str, pipe: Connection) 
     os._exit(0)
 
 
-def _call(order: Call, state: ProcessState, rank: int, world_size: int, port: int) -> Report:
+def _call(order: Call, rank: int, world_size: int, port: int) -> Report:
     import torch.distributed as dist
 
     from tests.support import strict_backend
@@ -103,7 +104,7 @@ def _call(order: Call, state: ProcessState, rank: int, world_size: int, port: in
     limit = timedelta(seconds=order.timeout)
     try:
         function, args = pickle.loads(order.function)  # imports their modules before the state is noted
-        state.note()
+        STATE.note()
         store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=limit)
         store = dist.PrefixStore(f"call{order.number}", store)
         if order.backend == strict_backend.NAME:
