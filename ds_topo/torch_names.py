@@ -299,6 +299,7 @@ REDUCER_ROWS: tuple[Patch | Reliance, ...] = (
     Reliance(dist, "_broadcast_coalesced", "It broadcasts many parameters at a time."),
     Reliance(TORCH_C, "_storage_Use_Count", "It tells whether tensors share the memory of parameters in flight."),
     Reliance(TORCH_C, "_disabled_torch_function_impl", "It calls a function on parameters that have arrived."),
+    Reliance(torch, "_disable_dynamo", "Compiled code calls a function eagerly; dynamo is imported late."),
     Reliance(nn.Module, "_compiled_call_impl", "It tells which modules are compiled."),
     Reliance(DistributedDataParallel, "_set_params_and_buffers_to_ignore_for_model", "DDP leaves slices alone."),
     Reliance(dist, "_make_nccl_premul_sum", "NCCL multiplies while it sums.", releases="builds with NCCL"),

@@ -187,6 +187,19 @@ def test_topologies_do_not_import_torch() -> None:
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
 
 
+def test_import_takes_hardly_longer_than_deepspeeds() -> None:
+    code = (
+        "import sys, deepspeed; before = set(sys.modules)\n"
+        "import ds_topo; [getattr(ds_topo, name) for name in ds_topo.__all__]\n"
+        "slow = {'sympy', 'torch._dynamo', 'torch.distributed.tensor', 'torch.distributed.checkpoint'}\n"
+        "print(sorted(slow & sys.modules.keys() - before))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.stdout.splitlines()[-1:] == ["[]"], result.stderr
+
+
 @pytest.mark.parametrize("name", ds_topo.__all__)
 def test_every_public_name_exists(name: str) -> None:
     assert getattr(ds_topo, name).__name__.removeprefix("ds_topo.") == name

@@ -46,7 +46,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups as deepspeed_groups
 from deepspeed.utils import log_dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ds_topo.errors import EngineOptionError, ExpertGroupError, abridged, listed
@@ -207,6 +206,8 @@ def _require_reduced(parameters: list[nn.Parameter]) -> None:
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     """Return this rank's part of the gradient, which shares its memory; summed over the ranks of a partial DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate  # it takes a third of the time to import the package
+
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(gradient, DTensor):
@@ -219,6 +220,8 @@ def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 def _counts_here(parameter: nn.Parameter, grid: ProcessGrid) -> bool:
     """Tell whether this rank adds its part of the gradient to the norm."""
+    from torch.distributed.tensor import DTensor
+
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return _counts_on_this_slice(parameter, grid) and _replica(parameter, grid) == 0

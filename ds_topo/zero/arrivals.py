@@ -122,7 +122,7 @@ class InFlightParameter(nn.Parameter):
     """A parameter whose readers wait for its arrival."""
 
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code runs the function eagerly
+    @torch._disable_dynamo  # compiled code runs the function eagerly
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -193,7 +193,7 @@ class Arrivals:
                 arrival.land()
             self._forget()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo
     def _before_forward(self, module: nn.Module, _: object) -> None:
         for parameter in module._parameters.values():
             if isinstance(parameter, InFlightParameter):

@@ -20,7 +20,7 @@ for module in (
     *("hypothesis", "tests.support.strict_backend"),  # many tests import them
     # DeepSpeed imports these when it builds an engine: a second or two for each rank
     *("torch.utils.cpp_extension", "deepspeed.ops.op_builder.all_ops", "deepspeed.module_inject.auto_ep_layer"),
-    *("torch.distributed.tensor.debug", "deepspeed.runtime.zero.muon.original_muon"),
+    *("torch._dynamo", "torch.distributed.tensor.debug", "deepspeed.runtime.zero.muon.original_muon"),
     *("matplotlib.figure", "rich.progress"),  # of the examples
 ):
     importlib.import_module(module)
