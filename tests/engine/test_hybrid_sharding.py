@@ -13,10 +13,12 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.config import DeepSpeedConfigError
 from torch import nn
 
-from ds_topo import PipelineModule, PipelineParallelGrid, initialize, use
+from ds_topo import PipelineModule, PipelineParallelGrid, groups, initialize, use
 from ds_topo.engine import hybrid_sharding
 from ds_topo.errors import EngineOptionError
 from tests.engine.test_against_deepspeed import (
@@ -373,3 +375,40 @@ def _in_no_sync(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_reducer_accumulates_in_no_sync(world: Worlds, stage: int) -> None:
     world(4).run(_in_no_sync, stage)
+
+
+class _Residual(nn.Sequential):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        dense, experts = self
+        return hidden + experts(dense(hidden))[0]
+
+
+def _overflow_of_an_expert(stage: int) -> None:
+    """Let the gradient of the last rank's own expert overflow, but no gradient that other ranks have, too."""
+    start()
+    with PipelineParallelGrid("data=2,shard=2") as grid:
+        groups.create_expert_groups(grid, 4)
+        torch.manual_seed(0)
+        experts = MoE(8, nn.Linear(8, 8), num_experts=4, ep_size=4, min_capacity=0, use_rts=False, capacity_factor=4.0)
+        module = _Residual(nn.Linear(8, 8), experts)
+        fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+        config = settings(zero_optimization={"stage": stage}, fp16=fp16, gradient_accumulation_steps=1)
+        parameters: Any = {"params": list(module.parameters()), "name": "all"}
+        parameters = split_params_into_different_moe_groups_for_optimizer(parameters)
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        engine, *_ = initialize(model=module, optimizer=optimizer, mpu=grid, config=config)
+        if dist.get_rank() == 3:
+            weight = next(value for value in module.parameters() if is_moe_param(value))
+            weight.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+        before = [value.detach().clone() for value in module.parameters()]
+        engine.backward(engine(torch.ones(2, 8).half()).float().square().mean())
+        engine.step()
+        assert engine.skipped_steps == 1
+        assert engine.optimizer.loss_scale == 2**7
+        torch.testing.assert_close([value.detach() for value in module.parameters()], before, rtol=0, atol=0)
+        destroy_engine(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_overflow_of_one_expert_skips_the_step_on_all_copies(world: Worlds, stage: int) -> None:
+    world(4).run(_overflow_of_an_expert, stage)
