@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -329,8 +330,8 @@ def broadcast_coalesced(tensors: list[torch.Tensor], group: dist.ProcessGroup) -
         dist._broadcast_coalesced(group, tensors, _BROADCAST_BYTES, 0)
 
 
-COLLECTIVES_ASK = hasattr(c10d, "has_torch_function")
-"""True if collectives call ``__torch_function__`` of their tensors; torch 2.13 does, 2.8 does not."""
+COLLECTIVES_ASK = "has_torch_function" in inspect.unwrap(dist.broadcast).__code__.co_names
+"""True if all collectives call ``__torch_function__`` of their tensors. torch 2.13 does; 2.8 does for some of them."""
 
 
 MEASUREMENT_ROWS: tuple[Patch | Reliance, ...] = (
