@@ -21,6 +21,7 @@ from torch.distributed import checkpoint as dcp
 from ds_topo import PipelineParallelGrid, checkpoint, initialize
 from ds_topo.errors import CheckpointLayoutError, EngineOptionError
 from tests.support.autotp_training import SAMPLES, batches_of, mixtral, start, train_alone, train_on, whole_parameters
+from tests.support.exhaustive import mark_exhaustive
 from tests.support.ranks import run_ranks
 from tests.support.training import Run, assert_trained_alike, destroy_engine, engine_config
 
@@ -109,8 +110,7 @@ CASES: dict[str, list[tuple[int, int | None, dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("topology", CASES)
+@pytest.mark.parametrize("topology", mark_exhaustive(CASES, lambda _, topology: topology == "model=2,data=2"))
 def test_mixtral_trains_as_in_one_process(topology: str) -> None:
     run_ranks(4, _train, topology, CASES[topology], deadline=200)
 
@@ -251,7 +251,6 @@ def test_checkpoints_load_with_other_numbers_of_ranks_per_expert(tmp_path: Path,
     run_ranks(4, _save_and_load, str(tmp_path), saver, ELSEWHERE, {}, deadline=400)
 
 
-@pytest.mark.exhaustive
 def test_checkpoints_in_bf16_load_with_other_numbers_of_ranks_per_expert(tmp_path: Path) -> None:
     targets = [("data=4", 2, 4), ("data=2,model=2", 1, 2)]
     run_ranks(4, _save_and_load, str(tmp_path), ("data=4", 1, 2), targets, BF16, deadline=200)
