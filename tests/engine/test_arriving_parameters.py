@@ -366,6 +366,7 @@ READERS: dict[str, Callable[[Any], torch.Tensor]] = {
     "foreach": lambda model: torch._foreach_add([model[2].weight], 0)[0],
     "an_operator": lambda model: torch.ops.aten.add(model[2].weight, 0),
     "a_vector": lambda model: nn.utils.parameters_to_vector([model[2].weight]).view(17, 33),
+    "a_compiled_function": lambda model: torch.compile(lambda weight: weight * 1, backend="eager")(model[2].weight),
     "DeepSpeeds_functions": lambda model: safe_get_full_fp32_param(model[2].weight),
 }
 
