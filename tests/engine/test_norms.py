@@ -15,6 +15,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ds_topo import PipelineParallelGrid, ProcessGrid, clip_grad_norm_, groups, mark_tensor_parallel_gradients
 from ds_topo.engine import norms
@@ -207,6 +208,34 @@ def _one_rank_has_nan() -> None:
 
 def test_nan_of_one_rank_reaches_all(world: Worlds) -> None:
     world(4).run(_one_rank_has_nan)
+
+
+def _norm_of_dtensors() -> None:
+    with ProcessGrid("data=2,model=2") as grid:
+        mesh = grid.device_mesh()
+        placements = [
+            (mesh["model"], [Shard(0)]),
+            (mesh["model"], [Replicate()]),
+            (mesh, [Replicate(), Shard(1)]),
+            (mesh, [Shard(0), Replicate()]),
+            (mesh, [Replicate(), Replicate()]),
+        ]
+        torch.manual_seed(0)
+        whole = [torch.randn(4, 6) for _ in placements]
+        made = []
+        for gradient, (its_mesh, places) in zip(whole, placements, strict=True):
+            made.append(nn.Parameter(distribute_tensor(torch.zeros(4, 6), its_mesh, places)))
+            made[-1].grad = distribute_tensor(gradient.clone(), its_mesh, places)
+        made.append(nn.Parameter(distribute_tensor(torch.zeros(4, 6), mesh["model"], [Replicate()])))
+        made[-1].grad = DTensor.from_local(whole[0] / 2, mesh["model"], [Partial()])  # their sum is whole[0]
+        total = float(nn.utils.get_total_norm([*whole, whole[0]]))
+        assert float(clip_grad_norm_(made, total / 4, grid)) == pytest.approx(total, rel=1e-6)
+        for parameter, gradient in zip(made, [*whole, whole[0]], strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), gradient / 4)
+
+
+def test_norm_counts_each_element_of_a_dtensor_once(world: Worlds) -> None:
+    world(4).run(_norm_of_dtensors)
 
 
 def test_single_slice_counts_replicated_parameters_of_experts() -> None:
