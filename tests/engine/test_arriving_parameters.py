@@ -277,11 +277,10 @@ class WithACompiledFunction(InAList):
 PROGRAMS = [
     *(Layers, InAList, ByKeyword, InAClosure, InALaterPass, OfAnotherModule, WithoutTheEngine, Checkpointed, Shared),
     *(WithAFunction, CalledByFunction, Averaged, HeldAsData, Scripted, Compiled, WithACompiledFunction),
-    *mark_exhaustive(
-        [InANestedContainer, InDictionaries, EvaluatedFirst, TwoPassesAStep, Vectorized, CompiledLater],
-        default=lambda *_: False,
-    ),
+    *(InANestedContainer, InDictionaries, EvaluatedFirst, TwoPassesAStep, Vectorized, CompiledLater),
 ]
+DEFAULT = 16
+"""The number of programs in the default set."""
 
 
 def _run(grid: PipelineParallelGrid, program: type[Layers], **options: Any) -> tuple[list[float], list[torch.Tensor]]:
@@ -317,7 +316,7 @@ def _trains_alike(program: type[Layers], stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.exhaustive)], ids="zero{}".format)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", mark_exhaustive(PROGRAMS, lambda number, _: number < DEFAULT))
 @pytest.mark.backends("strict", exhaustive=("gloo",))
 def test_programs_train_as_without_the_option(world: Worlds, program: type[Layers], stage: int) -> None:
     world(2).run(_trains_alike, program, stage)
