@@ -469,3 +469,18 @@ def test_a_lost_store_is_reported_as_lost(tmp_path: Path) -> None:
     error = (tmp_path / "error").read_text()
     assert "rank 0 did not report its result, the connection to the store of the job was lost" in error
     assert "within 0:" not in error
+
+
+def _decide_on_a_full_disk() -> str:
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    meeting = Meeting.begin("saving the checkpoint 'step1'", "", None)
+    with pytest.raises(CheckpointError) as caught:
+        meeting.decided("room", fail)
+    return str(caught.value)
+
+
+def test_error_of_rank_0_says_on_every_rank_whose_it_is(world: Worlds) -> None:
+    text = "saving the checkpoint 'step1': rank 0: OSError: [Errno 28] No space left on device"
+    assert world(2).run(_decide_on_a_full_disk) == [text, text]
