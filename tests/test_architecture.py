@@ -181,9 +181,7 @@ def test_topologies_do_not_import_torch() -> None:
         "topology.get_coord(1), topology.get_axis_comm_lists('pipe'), grid_groups(topology, 1), dir(ds_topo)\n"
         "print([name for name in ('torch', 'deepspeed', 'numpy') if name in sys.modules])"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=False
-    )
+    result = _run(code)
     assert (result.stdout.strip(), result.stderr) == ("[]", "")
 
 
@@ -194,10 +192,13 @@ def test_import_takes_hardly_longer_than_deepspeeds() -> None:
         "slow = {'sympy', 'torch._dynamo', 'torch.distributed.tensor', 'torch.distributed.checkpoint'}\n"
         "print(sorted(slow & sys.modules.keys() - before))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=False
-    )
+    result = _run(code)
     assert result.stdout.splitlines()[-1:] == ["[]"], result.stderr
+
+
+def _run(code: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("name", ds_topo.__all__)

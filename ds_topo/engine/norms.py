@@ -206,24 +206,22 @@ def _require_reduced(parameters: list[nn.Parameter]) -> None:
 
 def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     """Return this rank's part of the gradient, which shares its memory; summed over the ranks of a partial DTensor."""
-    from torch.distributed.tensor import DTensor, Replicate  # it takes a third of the time to import the package
+    gradient: Any = parameter.grad
+    if hasattr(gradient, "device_mesh"):  # a DTensor, whose module takes half a second to import
+        from torch.distributed.tensor import Replicate
 
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(gradient, DTensor):
         wanted = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
         if tuple(wanted) != gradient.placements:
             gradient = parameter.grad = gradient.redistribute(placements=wanted)
-        return gradient.to_local().detach()
-    return gradient.detach()
+        gradient = gradient.to_local()
+    found: torch.Tensor = gradient.detach()
+    return found
 
 
 def _counts_here(parameter: nn.Parameter, grid: ProcessGrid) -> bool:
     """Tell whether this rank adds its part of the gradient to the norm."""
-    from torch.distributed.tensor import DTensor
-
-    gradient = parameter.grad
-    if not isinstance(gradient, DTensor):
+    gradient: Any = parameter.grad
+    if not hasattr(gradient, "device_mesh"):
         return _counts_on_this_slice(parameter, grid) and _replica(parameter, grid) == 0
     mesh, axes = gradient.device_mesh, grid.topology().axes
     ranks = set(mesh.mesh.flatten().tolist())

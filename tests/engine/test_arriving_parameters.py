@@ -280,7 +280,7 @@ PROGRAMS = [
     *(InANestedContainer, InDictionaries, EvaluatedFirst, TwoPassesAStep, Vectorized, CompiledLater),
 ]
 DEFAULT = 16
-"""The number of programs in the default set."""
+"""The first programs, which the default set trains."""
 
 
 def _run(grid: PipelineParallelGrid, program: type[Layers], **options: Any) -> tuple[list[float], list[torch.Tensor]]:
