@@ -74,7 +74,8 @@ def choose_interface(launch: Launch, master: str) -> str | None:
     Raises:
         LaunchError: no interface can be found out. The message names the variable to set.
     """
-    is_on_one_host = launch.local_world_size == launch.world_size or (launch.node is None and is_loopback(master))
+    is_size_unknown = launch.local_world_size is None and launch.node is None
+    is_on_one_host = is_loopback(master) if is_size_unknown else launch.local_world_size == launch.world_size
     if GLOO_INTERFACE in os.environ or is_on_one_host:
         return None
     name, own = socket.gethostname(), "unknown"

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -146,37 +146,35 @@ def test_ranks_of_two_hosts_join(launcher: str, start_hosts: Callable[..., Any],
     assert sorted(re.findall(r"joined 4 as (\d)", output)) == ["0", "1", "2", "3"]
 
 
-def _join(cluster: Cluster, folder: Path) -> list[tuple[int, str]]:
-    """Join one rank on each of two hosts by torchrun; return the exit code and output of each."""
-    torchrun = str(Path(sys.executable).with_name("torchrun"))
-    parts = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "host0"]
+def _join(cluster: Cluster, ranks: Sequence[int], world_size: int, *options: str) -> list[tuple[int, str]]:
+    """Join one rank on each host, with the variables that launchers set; return the exit code and output of each."""
+    variables = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "host0", "MASTER_PORT": "29500", **VARIABLES}
     processes = [
-        cluster.hosts[node].start(
-            [torchrun, *parts, "--node-rank", str(node), str(JOINING_RANK)],
-            env=VARIABLES,
-            cwd=folder,
+        host.start(
+            [sys.executable, str(JOINING_RANK), *options],
+            env={**variables, "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for node in range(2)
+        for host, rank in zip(cluster.hosts, ranks, strict=True)
     ]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
-def test_hosts_whose_names_resolve_to_loopback_join(start_cluster: StartCluster, tmp_path: Path) -> None:
+def test_hosts_whose_names_resolve_to_loopback_join(start_cluster: StartCluster) -> None:
     """Debian's ``127.0.1.1 host1`` makes gloo bind to the loopback address, which other hosts cannot reach."""
     cluster = start_cluster(hosts=2, tools=())
     for host in cluster.hosts:
         change = f"grep -v {host.name} /etc/hosts > /run/hosts; echo 127.0.1.1 {host.name} >> /run/hosts"
         host.run(["sh", "-c", f"{change}; cat /run/hosts > /etc/hosts"])
-    for code, output in _join(cluster, tmp_path):
+    for code, output in _join(cluster, (0, 1), 2):
         assert code == 0, output
         assert re.search("joined 2 as [01], interface eth0", output)
 
 
-def test_error_names_unresolvable_master(start_cluster: StartCluster, tmp_path: Path) -> None:
+def test_error_names_unresolvable_master(start_cluster: StartCluster) -> None:
     cluster = start_cluster(hosts=1, tools=())
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "nowhere", "MASTER_PORT": "29500"}
     with pytest.raises(RuntimeError, match=r"MASTER_ADDR='nowhere' \(rank 1 on host0.* cannot be resolved"):
@@ -184,26 +182,12 @@ def test_error_names_unresolvable_master(start_cluster: StartCluster, tmp_path: 
 
 
 @pytest.mark.exhaustive
-def test_error_names_missing_rank(start_cluster: StartCluster, tmp_path: Path) -> None:
+def test_error_names_missing_rank(start_cluster: StartCluster) -> None:
     cluster = start_cluster(hosts=2, tools=())
-    variables = {"WORLD_SIZE": "3", "MASTER_ADDR": "host0", "MASTER_PORT": "29500", **VARIABLES}
-    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [
-        host.start(
-            [sys.executable, str(JOINING_RANK), "--timeout", "8"],
-            env={**variables, "RANK": str(2 * index), "LOCAL_RANK": "0"},
-            cwd=tmp_path,
-            **output,
-        )
-        for index, host in enumerate(cluster.hosts)
-    ]
-    for process in processes:
-        said = process.communicate(timeout=90)[0]
-        assert process.returncode == 1
-        assert (
-            "DisagreementError: 1 of 3 ranks did not come within 0:00:07.200000: 1. These came, host0: 0; host1: 2"
-            in said
-        )
+    error = "DisagreementError: 1 of 3 ranks did not come within 0:00:07.200000: 1. These came, host0: 0; host1: 2"
+    for code, output in _join(cluster, (0, 2), 3, "--timeout", "8"):
+        assert code == 1
+        assert error in output
 
 
 @pytest.mark.exhaustive
