@@ -176,7 +176,8 @@ def save_partitions(copies: Copies, save: Any, engine: DeepSpeedEngine, *argumen
 
     with _file_for_each_replica(engine, copies) as has_all, ExitStack() as bindings:
         if not has_all:
-            bindings.enter_context(ledger.bound(patches.STATES_TO_SAVE[type(optimizer)], states_of_experts, optimizer))
+            row = next(row for row in patches.STATES_TO_SAVE if row.owner is type(optimizer))
+            bindings.enter_context(ledger.bound(row, states_of_experts, optimizer))
         save(engine, *arguments)
 
 

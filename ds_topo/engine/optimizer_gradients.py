@@ -302,8 +302,8 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
 
     def _bind_names(self) -> None:
         _set(self._addresses(), self.optimizer, self._bindings)
-        rows, methods = patches.METHODS_OF_PARTITIONS[type(self.optimizer)], (self._saving, self._loading)
-        for row, make in zip(rows, (*methods, always(self._refresh)), strict=True):
+        rows = [row for row in patches.METHODS_OF_PARTITIONS if row.owner is type(self.optimizer)]
+        for row, make in zip(rows, (self._saving, self._loading, always(self._refresh)), strict=True):
             self._bindings.callback(ledger.bind(row, make, self.optimizer))
 
     def _move(self, *, to_ours: bool) -> None:
