@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
 import deepspeed
@@ -58,29 +58,21 @@ _CURRENT = (
 )
 """The names of ``deepspeed.utils.groups`` that belong to one mpu."""
 
-Answer = TypeVar("Answer")
 _FIRST_OF_SLICES = always(autoparallel.get_tensor_model_parallel_src_rank)
 """One object for all grids, which share the replacement."""
 
 
-class _WithSeqAxis(Generic[Answer]):
-    """A method that exists only on grids with sequence queries, because DeepSpeed tests for its presence."""
+def _with_seq_axis(method: Callable[[Any], Any]) -> property:
+    """Make a method exist only on grids with sequence queries, because DeepSpeed tests for its presence."""
 
-    def __init__(self, method: Callable[[Any], Answer]) -> None:
-        self._method = method
-        self.__doc__ = method.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, grid: PipelineParallelGrid | None, kind: type) -> Callable[[], Answer]:
-        if grid is None:
-            return self  # type: ignore[return-value]
+    def bound(grid: PipelineParallelGrid) -> Callable[[], Any]:
         if not grid.offers_sequence_queries:
             raise AttributeError(
-                f"{kind.__name__} of {grid.topology().spec!r} has no {self._name}: it needs an axis {SEQ!r}"
+                f"{type(grid).__name__} of {grid.topology().spec!r} has no {method.__name__}: it needs an axis {SEQ!r}"
             )
-        return partial(self._method, grid)
+        return partial(method, grid)
+
+    return property(bound, doc=method.__doc__)
 
 
 class PipelineParallelGrid(MpuGrid):
@@ -136,42 +128,42 @@ class PipelineParallelGrid(MpuGrid):
         """True if the ``get_sequence_*`` methods exist."""
         return SEQ in self.topology().axes
 
-    @_WithSeqAxis
+    @_with_seq_axis
     def get_sequence_parallel_group(self) -> ProcessGroup:
         """Return this rank's group along ``seq``: the ranks that share its samples."""
         return self.get_group(SEQ)
 
-    @_WithSeqAxis
+    @_with_seq_axis
     def get_sequence_parallel_world_size(self) -> int:
         """Return the degree of ``seq``."""
         return self.get_axis_size(SEQ)
 
-    @_WithSeqAxis
+    @_with_seq_axis
     def get_sequence_parallel_rank(self) -> int:
         """Return this rank's index along ``seq``."""
         return self.get_axis_rank(SEQ)
 
-    @_WithSeqAxis
+    @_with_seq_axis
     def get_sequence_parallel_src_rank(self) -> int:
         """Return the global rank of the first member of the sequence parallel group."""
         return self.get_ranks(SEQ)[0]
 
-    @_WithSeqAxis
+    @_with_seq_axis
     def get_sequence_data_parallel_group(self) -> ProcessGroup:
         """Return the group of all replicas of this rank's parameters, over data and seq."""
         return self.get_data_parallel_group()
 
-    @_WithSeqAxis
+    @_with_seq_axis
     def get_sequence_data_parallel_world_size(self) -> int:
         """Return the number of replicas."""
         return len(self.dp_group)
 
-    @_WithSeqAxis
+    @_with_seq_axis
     def get_sequence_data_parallel_rank(self) -> int:
         """Return the index of the replica that this rank holds."""
         return self.topology().get_axis_index(gradient_axes(self.topology()), self.grid_rank)
 
-    @_WithSeqAxis
+    @_with_seq_axis
     def get_sequence_data_parallel_src_rank(self) -> int:
         """Return the global rank of the first replica."""
         return self.dp_group[0]
@@ -181,7 +173,7 @@ class PipelineParallelGrid(MpuGrid):
         return [name for name in super().__dir__() if name not in hidden]
 
 
-SEQUENCE_QUERIES = tuple(name for name, value in vars(PipelineParallelGrid).items() if isinstance(value, _WithSeqAxis))
+SEQUENCE_QUERIES = tuple(name for name in vars(PipelineParallelGrid) if name.startswith("get_sequence_"))
 """The names of the methods that only grids with sequence queries have."""
 
 

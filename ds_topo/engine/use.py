@@ -29,7 +29,7 @@ from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_u
 from ds_topo.engine.pipeline import PipelineModule, building_on, index_tied_modules, with_plain_bounds
 from ds_topo.engine.start import initialize, with_samples_of
 from ds_topo.errors import TopologyError
-from ds_topo.ledger import ONE_CALL, Make, Patch, always, around, ledger
+from ds_topo.ledger import Make, Patch, always, around, ledger, patches_of
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
@@ -263,7 +263,7 @@ def _patches_of_sequences(grid: PipelineParallelGrid) -> Iterator[tuple[Patch, M
 # -- accelerate, and Trainer, which uses it ---------------------------------------------------------------------------
 
 
-def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
+def _patches_of_accelerate(grid: MpuGrid) -> Iterable[tuple[Patch, Make]]:
     """Make accelerate count the ranks that work on different samples, wherever it means them by its processes.
 
     Without the patches it distributes the batches of data loaders over all ranks, so the slices and stages of one
@@ -272,48 +272,26 @@ def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
     accelerate or transformers.
     """
     if not {"accelerate", "transformers"} & sys.modules.keys() or importlib.util.find_spec("accelerate") is None:
-        return
-    import accelerate.accelerator
-    import accelerate.scheduler
-
-    row = partial(Patch, during=patches.USE)
-    yield (
-        row(
-            accelerate.accelerator,
-            "prepare_data_loader",
-            "The same function, for this rank's samples.",
-            "It distributes samples over all ranks, so model parallel peers would train on different samples.",
-            process_wide="accelerate calls it by name, for every data loader.",
-        ),
-        around(partial(_prepare_samples, grid)),
-    )
-    yield (
-        row(
-            accelerate.scheduler,
-            "AcceleratorState",
-            "A state whose num_processes is the number of ranks that work on different samples.",
-            "AcceleratedScheduler.step() steps the schedule that often in each training step.",
-            process_wide="accelerate calls it by name, in every step of a scheduler.",
-        ),
-        always(lambda: SimpleNamespace(num_processes=_share_of_samples(grid)[0])),
-    )
-    for name, instead, why, replacement in (
-        (
-            "_prepare_deepspeed",
-            "The same method, with the number of ranks that work on different samples as num_processes.",
-            "It derives the length of a DummyScheduler and the batch size from the number of all ranks.",
-            _counting_samples,
-        ),
-        (
-            "gather_for_metrics",
-            "The same method, which gathers from one rank for each share of the samples.",
-            "It would return samples once per slice, and cut an incomplete last batch off in the wrong place.",
-            _gathering_shares,
-        ),
-    ):
-        process_wide = "An Accelerator may be created before or after use(grid)."
-        patch = row(accelerate.accelerator.Accelerator, name, instead, why, process_wide=process_wide)
-        yield patch, around(partial(replacement, grid))
+        return ()
+    rows = patches_of("""
+        while: ds_topo.use(grid) is active
+        process-wide because: accelerate calls it by name, for every data loader and in every step of a scheduler.
+        accelerate.accelerator
+          prepare_data_loader: The same function, for this rank's samples.
+            It distributes samples over all ranks, so model parallel peers would train on different samples.
+        accelerate.scheduler
+          AcceleratorState: A state whose num_processes is the number of ranks that work on different samples.
+            AcceleratedScheduler.step() steps the schedule that often in each training step.
+        process-wide because: An Accelerator may be created before or after use(grid).
+        accelerate.accelerator.Accelerator
+          _prepare_deepspeed: The same method, with the number of ranks that work on different samples.
+            It derives the length of a DummyScheduler and the batch size from the number of all ranks.
+          gather_for_metrics: The same method, which gathers from one rank for each share of the samples.
+            It would return samples once per slice, and cut an incomplete last batch off in the wrong place.
+    """)
+    state = always(lambda: SimpleNamespace(num_processes=_share_of_samples(grid)[0]))
+    others = [around(partial(method, grid)) for method in (_prepare_samples, _counting_samples, _gathering_shares)]
+    return zip(rows, (others[0], state, *others[1:]), strict=True)
 
 
 def _prepare_samples(grid: MpuGrid, prepare: Any, *args: Any, **options: Any) -> Any:
@@ -334,25 +312,29 @@ def _prepare_samples(grid: MpuGrid, prepare: Any, *args: Any, **options: Any) ->
     return prepare(*given.args, **given.kwargs)
 
 
-def _counting_samples(grid: MpuGrid, prepare: Any, accelerator: Any, *args: Any, **options: Any) -> Any:
+def _counting_samples(grid: MpuGrid, prepare: Any, *args: Any, **options: Any) -> Any:
     """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``."""
-    count = Patch(
-        type(accelerator),
-        "num_processes",
-        "The number of ranks that work on different samples.",
-        "The length of a schedule and the batch size count them.",
-        during=f"{ONE_CALL} of _prepare_deepspeed",
-    )
+    (count,) = patches_of("""
+        while: one call of _prepare_deepspeed
+        accelerate.accelerator.Accelerator
+          num_processes: The number of ranks that work on different samples.
+            The length of a schedule and the batch size count them.
+    """)
     with ledger.bound(count, always(property(lambda _: _share_of_samples(grid)[0]))):
-        return prepare(accelerator, *args, **options)
+        return prepare(*args, **options)
 
 
 def _gathering_shares(grid: MpuGrid, gather_for_metrics: Any, *args: Any, **options: Any) -> Any:
     """Gather metrics from the first rank of each share of the samples, in the order of the shares."""
-    import accelerate.accelerator
     from accelerate.utils import recursively_apply
 
-    why, during = "Ranks that work on the same samples have the same metrics.", f"{ONE_CALL} of gather_for_metrics"
+    of_tensors_row, of_objects_row = patches_of("""
+        while: one call of gather_for_metrics
+        accelerate.accelerator
+          gather: What the first rank of each share has.
+          gather_object: What the first rank of each share has.
+            Ranks that work on the same samples have the same metrics.
+    """)
     topology = grid.topology()
     axes = [*sample_axes(topology), *([SEQ] if _ranks_per_sample(grid) > 1 else [])]
     firsts = topology.layout.offsets(map(topology.axes.index, axes))
@@ -370,10 +352,7 @@ def _gathering_shares(grid: MpuGrid, gather_for_metrics: Any, *args: Any, **opti
     def of_objects(gather: Any, found: Any) -> Any:
         return gather(found if grid.grid_rank in firsts else [])
 
-    with ExitStack() as bindings:
-        for name, make in (("gather", of_tensors), ("gather_object", of_objects)):
-            instead = "What the first rank of each share has."
-            bindings.enter_context(ledger.bound(Patch(accelerate.accelerator, name, instead, why, during), make))
+    with ledger.bound(of_tensors_row, of_tensors), ledger.bound(of_objects_row, of_objects):
         return gather_for_metrics(*args, **options)
 
 

@@ -4,53 +4,19 @@ The module that holds a replacement binds its row (see :mod:`ds_topo.ledger`). M
 optimizer or its module. A row that changes a class or module for longer than one call says why in ``process_wide``.
 ``python -m ds_topo.engine`` prints all rows, and shows what another release of DeepSpeed changes about them.
 
-The rows are in tables. A line without indentation says for how long the patches below it are in force, or has the
-import path of a class or module, or of several that have the same rows. The lines below it say ``name: what it
-becomes``. The reason is indented below a row, or below the last one of several rows that share it.
+:func:`~ds_topo.ledger.read_table` says how to read the tables.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pkgutil import resolve_name
-from textwrap import dedent
-from types import ModuleType
-
-from ds_topo.ledger import Patch, Reliance
+from ds_topo.ledger import Patch, Reliance, Row, patches_of, read_table
 
 USE = "ds_topo.use(grid) is active"
 
 
-def _rows(table: str) -> Iterator[tuple[type | ModuleType, str, str, str, str, str]]:
-    """Yield the fields of the rows of a table, in the order of those of ``Patch``."""
-    owners: list[type | ModuleType] = []
-    waiting: list[tuple[type | ModuleType, str, str]] = []
-    during = process_wide = ""
-    for line in dedent(table).strip().splitlines():
-        text = line.strip()
-        name, _, value = text.partition(": ")
-        if line.startswith("    "):
-            yield from ((*row, text, during, process_wide) for row in waiting)
-            waiting.clear()
-        elif line.startswith("  "):
-            waiting += [(owner, name, value) for owner in owners]
-        elif name == "while":
-            during, process_wide = value, ""
-        elif name == "process-wide because":
-            process_wide = value
-        else:
-            owners = [resolve_name(path) for path in text.split()]
-    yield from ((*row, "", "", "") for row in waiting)
-
-
-def _patches(table: str) -> tuple[Patch, ...]:
-    """Return the patches of a table."""
-    return tuple(Patch(*row) for row in _rows(table))
-
-
 # -- engines and optimizers of a grid ---------------------------------------------------------------------------------
 
-CONSTRUCT_ENGINE, SOURCE_OF_SLICES = _patches("""
+CONSTRUCT_ENGINE, SOURCE_OF_SLICES = patches_of("""
     while: a PipelineParallelGrid exists
     process-wide because: deepspeed.initialize builds the engine itself: no object exists before the constructor runs.
     deepspeed.runtime.engine.DeepSpeedEngine
@@ -62,7 +28,7 @@ CONSTRUCT_ENGINE, SOURCE_OF_SLICES = _patches("""
       get_tensor_model_parallel_src_rank: The first rank of the group along model.
         DeepSpeed returns rank // n * n, which is in another group if the ranks along model are no neighbors.
 """)
-SANITY_CHECK, EXPERT_PARALLEL, TENSOR_PARALLEL_STATES, CONFIGURE_MODEL, *CONFIGURE_PARTITIONS = _patches("""
+SANITY_CHECK, EXPERT_PARALLEL, TENSOR_PARALLEL_STATES, CONFIGURE_MODEL, *CONFIGURE_PARTITIONS = patches_of("""
     while: one call of an engine's constructor
     deepspeed.runtime.engine.DeepSpeedEngine
       _do_sanity_check: The same after checks of options and inputs. All ranks compare the results.
@@ -77,7 +43,7 @@ SANITY_CHECK, EXPERT_PARALLEL, TENSOR_PARALLEL_STATES, CONFIGURE_MODEL, *CONFIGU
       _configure_bf16_optimizer: The same with the group along the axis shard.
         DeepSpeed partitions over all replicas.
 """)
-FOLDING_TABLES, MODULE_STATES = _patches("""
+FOLDING_TABLES, MODULE_STATES = patches_of("""
     while: one call of an engine's constructor
     deepspeed.module_inject.auto_ep_folding
       expected_folding_group_tables: A function that returns the tables of the grid.
@@ -87,7 +53,7 @@ FOLDING_TABLES, MODULE_STATES = _patches("""
       module_state_dict: The same with whole weights.
         With AutoTP, DeepSpeed writes the slice of rank 0 alone.
 """)
-FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID, BACKWARD_PROLOGUE, BACKWARD_EPILOGUE, AUTOSP_BACKEND = _patches("""
+FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID, BACKWARD_PROLOGUE, BACKWARD_EPILOGUE, AUTOSP_BACKEND = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.engine.DeepSpeedEngine
       forward: The same with the engine's own mpu, and a comparison of the first samples of model parallel peers.
@@ -100,7 +66,7 @@ FORWARD_ON_GRID, BACKWARD_ON_GRID, STEP_ON_GRID, BACKWARD_PROLOGUE, BACKWARD_EPI
       get_autosp_backend: The same, whose graphs use the groups along seq and the index along seq.
         AutoSP joins neighboring ranks, whatever the mpu is.
 """)
-TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH = _patches("""
+TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.pipe.engine.PipelineEngine
       train_batch: The same with the engine's own mpu. It starts on all ranks or on none.
@@ -109,7 +75,7 @@ TRAIN_BATCH_ON_GRID, EVAL_BATCH_ON_GRID, NEXT_BATCH = _patches("""
       _next_batch: The same. It also takes a digest of the first batches.
         First and last stages, and model parallel peers, read samples independently and must read the same.
 """)
-AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFLOW_OF_COPIES = _patches("""
+AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFLOW_OF_COPIES = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3
       _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads: The same times the degree of the axis seq.
@@ -123,7 +89,7 @@ AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFL
       has_overflow: With an axis shard, the same over all replicas.
         Experts may overflow on any replica.
 """)
-ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, BF16_GRADIENTS = _patches("""
+ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, BF16_GRADIENTS = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       scaled_global_norm: ds_topo.engine.norms.zero_gradient_norm.
@@ -140,7 +106,7 @@ ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, BF16_GRADIENTS = _patches("""
       get_grads_for_norm: The same, and a zero on ranks where no gradient counts.
         Without tensor-parallel parameters only the first slice has gradients to count; it fails on others.
 """)
-GATHERING_METHODS = _patches("""
+GATHERING_METHODS = patches_of("""
     while: the grid of the engine exists, or a GradientReducer is attached
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       step: The same with our all_gather_dp_groups in force.
@@ -149,7 +115,7 @@ GATHERING_METHODS = _patches("""
       update_lp_params: The same with our all_gather_dp_groups in force.
         These methods gather updated parameters.
 """)
-GATHERS = _patches("""
+GATHERS = patches_of("""
     while: one call of the optimizer's step() or update_lp_params()
     deepspeed.runtime.zero.stage_1_and_2 deepspeed.runtime.bf16_optimizer
       all_gather_dp_groups: A gather that sends slices point to point on gloo, and regions in the reducer's layout.
@@ -158,7 +124,7 @@ GATHERS = _patches("""
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
-SAVE_CHECKPOINT, LOAD_CHECKPOINT, SAVE_16_BIT, SAVE_PARTITIONS, LOAD_PARTITIONS, SAVE_EXPERTS = _patches("""
+SAVE_CHECKPOINT, LOAD_CHECKPOINT, SAVE_16_BIT, SAVE_PARTITIONS, LOAD_PARTITIONS, SAVE_EXPERTS = patches_of("""
     while: the grid of the engine exists
     deepspeed.runtime.engine.DeepSpeedEngine
       save_checkpoint: ds_topo.checkpoint.save with the engine's own mpu.
@@ -173,7 +139,7 @@ SAVE_CHECKPOINT, LOAD_CHECKPOINT, SAVE_16_BIT, SAVE_PARTITIONS, LOAD_PARTITIONS,
       _save_moe_checkpoint: The same with our _get_expert_data_parallel_rank in force.
         File names contain the writer's model parallel rank, so replicas on other slices would find no file.
 """)
-WRITE_FILE, MAKE_FOLDER, COPY_SCRIPTS, *STATES_TO_SAVE = _patches("""
+WRITE_FILE, MAKE_FOLDER, COPY_SCRIPTS, *STATES_TO_SAVE = patches_of("""
     while: one call of save_checkpoint()
     deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine
       save: The same. It records each written file, and keeps an exception until all ranks know of it.
@@ -187,7 +153,7 @@ WRITE_FILE, MAKE_FOLDER, COPY_SCRIPTS, *STATES_TO_SAVE = _patches("""
       state_dict: The same without partitions of dense parameters, except on the first replica of each partition.
         Each partition is saved once.
 """)
-WRITER_OF_EXPERTS, WRITER_OF_FOLDED_EXPERTS = _patches("""
+WRITER_OF_EXPERTS, WRITER_OF_FOLDED_EXPERTS = patches_of("""
     while: one call of _save_moe_checkpoint()
     deepspeed.utils.groups
       _get_expert_data_parallel_rank: A function that returns 0 on the writer of each slice and 1 on other ranks.
@@ -195,7 +161,7 @@ WRITER_OF_EXPERTS, WRITER_OF_FOLDED_EXPERTS = _patches("""
       _get_data_parallel_rank: The same on the writer of each slice of experts, and a number above all ranks on others.
         With AutoEP and AutoTP, several replicas of an expert would write the same file.
 """)
-TORCH_LOAD, STATES_TO_LOAD, WEIGHTS_OF_LATEST = _patches("""
+TORCH_LOAD, STATES_TO_LOAD, WEIGHTS_OF_LATEST = patches_of("""
     while: one call of load_checkpoint()
     torch
       load: The same with weights_only=True, on the thread that loads a checkpoint, and for its files on all threads.
@@ -210,7 +176,7 @@ TORCH_LOAD, STATES_TO_LOAD, WEIGHTS_OF_LATEST = _patches("""
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
-PIPELINE_GRID, PIPELINE_WORLD = _patches("""
+PIPELINE_GRID, PIPELINE_WORLD = patches_of("""
     while: one call of PipelineModule's constructor
     deepspeed.runtime.pipe.module
       PipelineParallelGrid: A function that returns our grid.
@@ -222,7 +188,7 @@ PIPELINE_GRID, PIPELINE_WORLD = _patches("""
 
 # -- ds_topo.use(grid) ------------------------------------------------------------------------------------------------
 
-INITIALIZE, NAME_OF_PIPELINES, CONSTRUCT_PIPELINE, TIED_MODULES, SET_BOUNDS, *NAMES_OF_TOPOLOGIES = _patches("""
+INITIALIZE, NAME_OF_PIPELINES, CONSTRUCT_PIPELINE, TIED_MODULES, SET_BOUNDS, *NAMES_OF_TOPOLOGIES = patches_of("""
     while: ds_topo.use(grid) is active
     process-wide because: ds_topo.use(grid) asks for it: programs call these names before any object exists.
     deepspeed
@@ -245,7 +211,7 @@ INITIALIZE, NAME_OF_PIPELINES, CONSTRUCT_PIPELINE, TIED_MODULES, SET_BOUNDS, *NA
       PipelineParallelGrid: ds_topo.PipelineParallelGrid.
         Programs import them from there.
 """)
-ZERO_INIT, MODIFIED, MODIFIED_BY_ONE, INFERENCE_GROUP, *LONG_SEQUENCES = _patches("""
+ZERO_INIT, MODIFIED, MODIFIED_BY_ONE, INFERENCE_GROUP, *LONG_SEQUENCES = patches_of("""
     while: ds_topo.use(grid) is active
     process-wide because: ds_topo.use(grid) asks for it: programs call these names before any object exists.
     deepspeed.runtime.zero.partition_parameters.Init
@@ -268,7 +234,7 @@ ZERO_INIT, MODIFIED, MODIFIED_BY_ONE, INFERENCE_GROUP, *LONG_SEQUENCES = _patche
 
 # -- experts ----------------------------------------------------------------------------------------------------------
 
-GATHER_TOKENS, PAD_CAPACITY = _patches("""
+GATHER_TOKENS, PAD_CAPACITY = patches_of("""
     while: expert groups exist
     process-wide because: MoE layers look it up in their module, also in a backward pass that no engine has started.
     deepspeed.moe.mappings
@@ -282,7 +248,7 @@ GATHER_TOKENS, PAD_CAPACITY = _patches("""
 
 # -- the reducer ------------------------------------------------------------------------------------------------------
 
-DESTROY_ENGINE, COALESCE, REDUCE_FALLBACK, TAKE_STEP, FORWARD, OWN_BACKWARD, OWN_STEP = _patches("""
+DESTROY_ENGINE, COALESCE, REDUCE_FALLBACK, TAKE_STEP, FORWARD, OWN_BACKWARD, OWN_STEP = patches_of("""
     while: a GradientReducer is attached
     deepspeed.runtime.engine.DeepSpeedEngine
       destroy: The same after detach() of the reducer.
@@ -300,7 +266,7 @@ DESTROY_ENGINE, COALESCE, REDUCE_FALLBACK, TAKE_STEP, FORWARD, OWN_BACKWARD, OWN
       step: The same after a note that this engine's backward pass is over.
         The note ends with the micro-batch.
 """)
-INSTRUCTIONS, EXECUTE_SCHEDULE = _patches("""
+INSTRUCTIONS, EXECUTE_SCHEDULE = patches_of("""
     while: a GradientReducer is attached
     deepspeed.runtime.pipe.engine.PipelineEngine
       _INSTRUCTION_MAP: The same map with BackwardPass and ReduceTiedGrads that also call the reducer.
@@ -308,7 +274,7 @@ INSTRUCTIONS, EXECUTE_SCHEDULE = _patches("""
       _exec_schedule: The same after the reducer has discarded a step that an exception has ended.
         An exception in backward leaves a step unfinished, and training may go on with the same engine.
 """)
-ZERO_GRADS = _patches("""
+ZERO_GRADS = patches_of("""
     while: a GradientReducer is attached
     deepspeed.runtime.engine.DeepSpeedEngine deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       zero_grad: The same. The reducer also discards what it has accumulated.
@@ -316,7 +282,8 @@ ZERO_GRADS = _patches("""
       clear_hp_grads: The same. The reducer also discards what it has accumulated.
         Gradients of earlier micro-batches are not in parameter.grad.
 """)
-REDUCE_ZERO, ZERO_OVERLAP, ZERO_PROCESS, ZERO_REDUCE_REST, ZERO_EPILOGUE, OFFLOAD_STATES, ZERO_SET_VIEWS = _patches("""
+REDUCE_ZERO, ZERO_OVERLAP, ZERO_PROCESS, ZERO_REDUCE_REST, ZERO_EPILOGUE, OFFLOAD_STATES, ZERO_SET_VIEWS = (
+    patches_of("""
     while: a GradientReducer is attached
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       reduce_gradients: A wait for the reducer.
@@ -334,7 +301,8 @@ REDUCE_ZERO, ZERO_OVERLAP, ZERO_PROCESS, ZERO_REDUCE_REST, ZERO_EPILOGUE, OFFLOA
       _update_model_bit16_weights: A no-op.
         It sets each parameter's data to the view that it is already, which would wait for parameters in flight.
 """)
-BF16_HOOKS, HP_GRADIENTS, HP_GRADIENT, BF16_NORM = _patches("""
+)
+BF16_HOOKS, HP_GRADIENTS, HP_GRADIENT, BF16_NORM = patches_of("""
     while: a GradientReducer is attached
     deepspeed.runtime.bf16_optimizer.BF16_Optimizer
       _grad_acc_hooks: No hooks.
@@ -346,7 +314,7 @@ BF16_HOOKS, HP_GRADIENTS, HP_GRADIENT, BF16_NORM = _patches("""
       get_grads_for_norm: The norm over the ranks that share gradients.
         Each of these ranks has only its own partition.
 """)
-METHODS_OF_PARTITIONS = _patches("""
+METHODS_OF_PARTITIONS = patches_of("""
     while: a GradientReducer is attached
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer deepspeed.runtime.bf16_optimizer.BF16_Optimizer
       state_dict: The same for partitions that were moved back to DeepSpeed's layout.
@@ -355,7 +323,7 @@ METHODS_OF_PARTITIONS = _patches("""
       _restore_from_bit16_weights: The same by slices.
         The reducer cuts every region evenly over the ranks, so that all ranks send and receive all the time.
 """)
-ADDRESSES = _patches("""
+ADDRESSES = patches_of("""
     while: a GradientReducer is attached
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       bit16_groups_flat: The same memory, gathered by regions.
@@ -372,7 +340,7 @@ ADDRESSES = _patches("""
 """)
 ZERO_FLATS, ZERO_PARTITIONS, ZERO_PARTITION_SIZE, ZERO_OWNED, ZERO_OFFSETS, *_OF_BF16 = ADDRESSES
 BF16_FLATS, BF16_PARTITIONS, BF16_PARTITION_OF_GRADIENTS, BF16_ALL_GRADIENTS = _OF_BF16
-(COMPILE,) = _patches("""
+(COMPILE,) = patches_of("""
     while: overlap_parameters is on
     deepspeed.runtime.engine.DeepSpeedEngine
       compile: The same after overlap_parameters is switched off, so that parameters arrive in the step.
@@ -381,7 +349,7 @@ BF16_FLATS, BF16_PARTITIONS, BF16_PARTITION_OF_GRADIENTS, BF16_ALL_GRADIENTS = _
 
 # -- comparisons and recorded runs ------------------------------------------------------------------------------------
 
-STEP, TRAIN_BATCH = _patches("""
+STEP, TRAIN_BATCH = patches_of("""
     while: check_replicas(engine, every=N) is in force
     deepspeed.runtime.engine.DeepSpeedEngine
       step: The same. Every N steps it then compares the replicas.
@@ -389,7 +357,7 @@ STEP, TRAIN_BATCH = _patches("""
       train_batch: The same. Every N steps it then compares the replicas.
         It finds the step after which replicas differ.
 """)
-RECORDED_FORWARD, RECORDED_BACKWARD, RECORDED_STEP, RECORDED_BATCH = _patches("""
+RECORDED_FORWARD, RECORDED_BACKWARD, RECORDED_STEP, RECORDED_BATCH = patches_of("""
     while: ds-topo verify records a run
     process-wide because: The program builds its engine itself, after its process was started for the recording.
     deepspeed.runtime.engine.DeepSpeedEngine
@@ -400,7 +368,7 @@ RECORDED_FORWARD, RECORDED_BACKWARD, RECORDED_STEP, RECORDED_BATCH = _patches(""
       train_batch: The same. Of the first engine that trains, verify records the same of a pipeline.
         Two runs of one program can only be compared by what they compute.
 """)
-DROPOUT, ATTENTION_DROPOUT = _patches("""
+DROPOUT, ATTENTION_DROPOUT = patches_of("""
     while: ds-topo verify --no-dropout runs a program
     process-wide because: Modules and programs call it by name.
     torch.nn.functional
@@ -408,7 +376,7 @@ DROPOUT, ATTENTION_DROPOUT = _patches("""
       scaled_dot_product_attention: The same function without dropout of attention weights.
         Ranks of another layout draw other random numbers, so results with dropout differ.
 """)
-CONFIGURE, LOCAL_EXPERTS = _patches("""
+CONFIGURE, LOCAL_EXPERTS = patches_of("""
     while: ds-topo verify runs a reference
     process-wide because: DeepSpeed reads the config before the engine exists, and programs create layers by this name.
     deepspeed.runtime.config.DeepSpeedConfig
@@ -496,7 +464,7 @@ deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer
   _global_grad_norm: is the norm that the engine reports
 """
 _ALL = [value if isinstance(value, (tuple, list)) else (value,) for value in list(globals().values())]
-ROWS: tuple[Patch | Reliance, ...] = (
+ROWS: tuple[Row, ...] = (
     *dict.fromkeys(row for rows in _ALL for row in rows if isinstance(row, Patch)),
-    *(Reliance(owner, name, f"It {use}.") for owner, name, use, *_ in _rows(_RELIANCES)),
+    *(Reliance(owner, name, f"It {use}.") for owner, name, use, *_ in read_table(_RELIANCES)),
 )
