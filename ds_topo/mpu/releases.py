@@ -47,22 +47,9 @@ class Supported(NamedTuple):
     oldest: Version
     newest: Version
 
-    def doubts_about(self, release: str) -> str:
-        """Return a warning about a release; empty for one between the oldest and the newest.
 
-        >>> TORCH.doubts_about("2.13.0+cpu")
-        ''
-        """
-        if _number(release) > self.newest:
-            return (
-                f"{self.name} {release} is newer than {self.newest}, the newest that ds_topo was run with: "
-                "compare losses and norms of the first steps; python -m ds_topo.engine lists the names it relies on"
-            )
-        if _number(release) < self.oldest:
-            return (
-                f"{self.name} {release} is older than {self.oldest}, the oldest that ds_topo was run with: upgrade it"
-            )
-        return ""
+DEEPSPEED = Supported("DeepSpeed", oldest=Version("0.19.8"), newest=Version("0.19.8"))
+TORCH = Supported("torch", oldest=Version("2.8"), newest=Version("2.13"))
 
 
 def _number(release: str) -> Version:
@@ -70,14 +57,18 @@ def _number(release: str) -> Version:
     return Version(Version(release).base_version)
 
 
-DEEPSPEED = Supported("DeepSpeed", oldest=Version("0.19.8"), newest=Version("0.19.8"))
-TORCH = Supported("torch", oldest=Version("2.8"), newest=Version("2.13"))
-
-
 @cache
 def warn_of_releases(of_deepspeed: str, of_torch: str) -> None:
     """Warn once about each installed release that is older or newer than all tested ones."""
-    for doubts in (DEEPSPEED.doubts_about(of_deepspeed), TORCH.doubts_about(of_torch)):
+    for (name, oldest, newest), release in ((DEEPSPEED, of_deepspeed), (TORCH, of_torch)):
+        doubts = ""
+        if _number(release) > newest:
+            doubts = (
+                f"{name} {release} is newer than {newest}, the newest that ds_topo was run with: compare losses and "
+                "norms of the first steps; python -m ds_topo.engine lists the names it relies on"
+            )
+        elif _number(release) < oldest:
+            doubts = f"{name} {release} is older than {oldest}, the oldest that ds_topo was run with: upgrade it"
         if doubts:
             warnings.warn(doubts, RuntimeWarning, stacklevel=3)
 
