@@ -55,25 +55,21 @@ class ReadAhead(Iterator[Any]):
     """An iterator whose next elements can be read in advance."""
 
     def __init__(self, source: Iterator[Any]) -> None:
-        self._source = source
-        self._ahead: deque[Any] = deque()
+        self.source = source
+        self.ahead: deque[Any] = deque()
+        """Elements that were read already."""
 
     def __next__(self) -> Any:
-        return self._ahead.popleft() if self._ahead else next(self._source)
-
-    def remaining(self) -> int | None:
-        """Return the number of elements left; None if that is unknown."""
-        left = remaining(self._source)
-        return None if left is None else left + len(self._ahead)
+        return self.ahead.popleft() if self.ahead else next(self.source)
 
     def first(self) -> Any:
         """Return the next element, which stays the next one; None at the end."""
-        return self._ahead[0] if self.fill(1) else None
+        return self.ahead[0] if self.fill(1) else None
 
     def fill(self, count: int) -> int:
         """Read ahead ``count`` elements, or all that are left; return the number of elements read ahead."""
-        self._ahead.extend(islice(self._source, max(0, count - len(self._ahead))))
-        return len(self._ahead)
+        self.ahead.extend(islice(self.source, max(0, count - len(self.ahead))))
+        return len(self.ahead)
 
 
 def remaining(iterator: Iterator[Any]) -> int | None:
@@ -83,7 +79,8 @@ def remaining(iterator: Iterator[Any]) -> int | None:
     (2, True, None)
     """
     if isinstance(iterator, ReadAhead):
-        return iterator.remaining()
+        left = remaining(iterator.source)
+        return None if left is None else left + len(iterator.ahead)
     if isinstance(iterator, (RepeatingLoader, cycle)):
         return _ENDLESS
     if isinstance(iterator, _BaseDataLoaderIter):

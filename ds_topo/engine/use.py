@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups as deepspeed_groups
-from typing_extensions import Self
 
 from ds_topo.engine import autoparallel
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
@@ -95,29 +95,24 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
     return GridInUse(grid)
 
 
-class GridInUse:
+class GridInUse(ExitStack):
     """One call of :func:`use`, which lasts until the end of ``with``, ``release()``, or ``grid.destroy()``."""
 
     def __init__(self, grid: PipelineParallelGrid) -> None:
-        self.grid = grid
-        self._is_released = False
+        super().__init__()
         in_use.append(grid)
+        self.callback(self._end, grid)
         grid.on_destroy(self.release)
 
     def release(self) -> None:
         """End the use of the grid. The last release restores the patched names. Idempotent."""
-        if self._is_released:
-            return
-        self._is_released = True
-        in_use.remove(self.grid)
+        self.close()
+
+    @staticmethod
+    def _end(grid: PipelineParallelGrid) -> None:
+        in_use.remove(grid)
         if not in_use:
             _bindings.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
 
 
 def _warn_of_earlier_engines(grid: PipelineParallelGrid) -> None:
@@ -231,8 +226,7 @@ def _may_differ_on_slices(parameter: torch.Tensor) -> bool:
     """Tell whether other slices may hold other values, by the marks of Megatron and DeepSpeed."""
     if hasattr(parameter, "_z3_optimizer"):  # it belongs to an engine: programs gather it to save it, not to fill it
         return True
-    marks = ("tensor_model_parallel", "model_parallel")
-    return any(getattr(parameter, mark, False) for mark in marks) or not getattr(parameter, "allreduce", True)
+    return is_model_parallel_parameter(parameter) or not getattr(parameter, "allreduce", True)
 
 
 # -- sequence parallelism ---------------------------------------------------------------------------------------------
