@@ -15,7 +15,7 @@ from ds_topo import torch_names
 from ds_topo.ledger import ONE_CALL, Patch, Reliance, Row
 from ds_topo.mpu import patches, releases
 
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[Patch | Reliance, ...] = (
     *patches.ROWS,
     *torch_names.GROUP_ROWS,
     *torch_names.REDUCER_ROWS,

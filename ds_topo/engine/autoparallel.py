@@ -151,8 +151,7 @@ def check_reducer(config: DeepSpeedConfig) -> None:
     if config.expert_parallel_config.enabled and config.tensor_parallel_config.autotp_size > 1:
         raise EngineOptionError(
             "a GradientReducer with AutoEP and AutoTP together: DeepSpeed corrects gradients of slices in its own "
-            "reduction, which the reducer replaces. Leave the reducer out, or use only one of expert_parallel and "
-            "tensor_parallel"
+            "reduction, which the reducer replaces. Leave out the reducer, expert_parallel or tensor_parallel"
         )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import operator
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, islice, repeat
@@ -30,7 +29,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed
+from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed, warn
 from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import MODEL, PIPE
@@ -104,7 +103,7 @@ def _has_exact_length(iterator: _BaseDataLoaderIter) -> bool:
 def with_enough_micro_batches(method: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
     """Start ``train_batch`` or ``eval_batch`` of a pipeline engine on all ranks or on none."""
     given = inspect.signature(method).bind(engine, *args, **options)
-    if isinstance(engine.grid, MpuGrid) and engine.grid.world_size > 1:
+    if engine.grid.world_size > 1:
         wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
         if (iterator := given.arguments.get("data_iter")) is not None:
             given.arguments["data_iter"] = _require(engine, iterator, wanted)
@@ -183,11 +182,9 @@ def _check_batch(batch: Any, is_first_stage: bool) -> None:
         others = sorted({type(each).__name__ for each in inputs if not isinstance(each, torch.Tensor)})
         if not others or not is_first_stage:  # only the first stage uses inputs
             if isinstance(batch, (tuple, list)) and len(batch) > 2:
-                warnings.warn(
+                warn(
                     f"a batch of this pipeline has {len(batch)} elements, but DeepSpeed uses the first two alone, as "
                     "inputs and labels: put further ones into a tuple of inputs or of labels",
-                    RuntimeWarning,
-                    stacklevel=9,
                 )
             return
         problem = f"has inputs of type {listed(others)}"
@@ -260,8 +257,8 @@ def with_same_batches(train_batch: Any, engine: PipelineEngine, *args: Any, **op
     return result
 
 
-def _is_due(engine: DeepSpeedEngine, grid: Any) -> bool:
-    if not isinstance(grid, MpuGrid) or not grid.check_samples or _calls.get(engine, 0) == _COMPARED:
+def _is_due(engine: DeepSpeedEngine, grid: MpuGrid) -> bool:
+    if not grid.check_samples or _calls.get(engine, 0) == _COMPARED:
         return False
     _calls[engine] = _calls.get(engine, 0) + 1
     return True
@@ -289,8 +286,7 @@ def _require_equal(read: list[int], grid: MpuGrid, peers: tuple[str, ...], other
     raise DisagreementError(
         f"{_described(grid, grid.world_size - int(flag))} and its peers along {names} read different samples, but all "
         f"ranks of one replica of {grid.topology().spec!r} must train on the same ones. Use grid.sampler(dataset) or "
-        "grid.data_loader(dataset), or divide samples into grid.get_sample_world_size() shares; if the difference is "
-        "intended, set grid.check_samples = False"
+        "grid.data_loader(dataset); if the difference is intended, set grid.check_samples = False"
     )
 
 

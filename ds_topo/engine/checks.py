@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -33,7 +32,7 @@ from ds_topo.engine import autoparallel
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.hybrid_sharding import check_sharding
 from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
-from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed
+from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
 from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import gathered
@@ -76,10 +75,8 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
     """
     unknown = check_top_level(config._param_dict)
     if unknown and dist.get_rank() == 0:
-        warnings.warn(
+        warn(
             f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them",
-            RuntimeWarning,
-            stacklevel=4,
         )
     check_sharding(config, grid)
     if config.zero_config.zero_quantized_gradients:
@@ -337,12 +334,10 @@ def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfi
     for grid in splitting:
         if grid not in _warned:
             _warned.add(grid)
-            warnings.warn(
+            warn(
                 f"deepspeed.initialize without mpu= while {grid.topology().spec!r} exists broadcasts the parameters of "
                 f"the first rank to all ranks: pass mpu=grid ({grid.topology().spec!r}), or "
                 "mpu=PipelineParallelGrid('data=-1') for a model that all ranks replicate",
-                RuntimeWarning,
-                stacklevel=5,
             )
     for name, parameter in model.named_parameters() if splitting else ():
         if is_model_parallel_parameter(parameter):
@@ -442,9 +437,8 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
         return
     if any(isinstance(layer, domino.DominoAsyncColumnParallelLinear) for layer in model.modules()):
         raise EngineOptionError(
-            "DominoTransformer would sum gradients over the group of the first model of this process, which is not "
-            f"that of {grid.topology().spec!r}: set deepspeed.runtime.domino.async_linear.TP_group = None before the "
-            "model is built"
+            f"DominoTransformer would sum over the group of the first model, not that of {grid.topology().spec!r}: "
+            "set deepspeed.runtime.domino.async_linear.TP_group = None before the model is built"
         )
 
 

@@ -226,7 +226,7 @@ def _patching_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opt
 def _patch_engine(engine: DeepSpeedEngine) -> None:
     is_pipeline, has_experts = isinstance(engine, PipelineEngine), bool(registry.of(engine.mpu))
     rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
-    rows += hybrid_sharding.rows_of_engines(engine.mpu)
+    rows += hybrid_sharding.rows_of_engines(engine)
     hybrid_sharding.save_each_partition_once(engine)
     if has_experts:
         experts.check_engine_with_experts(engine)
@@ -265,8 +265,7 @@ def _check_names_of_experts(model: Any, mpu: Any) -> None:
         if known is not None and known not in own:
             raise ExpertGroupError(
                 f"a MoE layer of an engine without that grid uses {known.plan.name!r}, the groups of {known.grid}: "
-                "DeepSpeed keeps one table per name; pass mpu=grid, destroy() those groups first, or choose another "
-                "ep_size"
+                "pass mpu=grid, destroy() those groups first, or choose another ep_size"
             )
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
@@ -53,7 +53,6 @@ from ds_topo.errors import EngineOptionError, listed
 from ds_topo.ledger import Make, Patch, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.mpu.releases import bind_methods
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import SHARD
 from ds_topo.zero.exchange import Copies, hosts_in_order
@@ -144,25 +143,26 @@ def save_each_partition_once(engine: DeepSpeedEngine) -> None:
 
 
 @contextmanager
-def _file_for_each_replica(engine: DeepSpeedEngine, copies: Copies) -> Iterator[bool]:
-    """Name the file of this rank's partitions by its number among all replicas; yield whether it has all of them.
+def _file_of_replica(
+    engine: DeepSpeedEngine, copies: Copies, patch: Patch, make: Make, owner: object
+) -> Iterator[None]:
+    """Name the file of this rank's partitions by its number among all replicas; bind a patch on later copies.
 
     Experts are partitioned over all replicas, so with them each replica has a file. Those of later copies have the
     partitions of experts alone. DeepSpeed asks ``dp_process_group`` for the number.
     """
     optimizer = engine.optimizer
     partitions, optimizer.dp_process_group = optimizer.dp_process_group, copies.whole
+    is_later = dist.get_rank(copies.group) > 0
     try:
-        yield dist.get_rank(copies.group) == 0
+        with ledger.bound(patch, make, owner) if is_later else nullcontext():
+            yield
     finally:
         optimizer.dp_process_group = partitions
 
 
 def save_partitions(copies: Copies, save: Any, engine: DeepSpeedEngine, *arguments: Any) -> None:
     """Replace ``_save_zero_checkpoint``: later copies save the partitions of experts alone."""
-    if not engine.has_moe_layers:
-        save(engine, *arguments)
-        return
     optimizer = engine.optimizer
 
     @around
@@ -174,21 +174,17 @@ def save_partitions(copies: Copies, save: Any, engine: DeepSpeedEngine, *argumen
             found[BASE_OPTIMIZER_STATE]["state"].pop(group, None)
         return {**found, SINGLE_PARTITION_OF_FP32_GROUPS: masters}
 
-    with _file_for_each_replica(engine, copies) as has_all, ExitStack() as bindings:
-        if not has_all:
-            row = next(row for row in patches.STATES_TO_SAVE if row.owner is type(optimizer))
-            bindings.enter_context(ledger.bound(row, states_of_experts, optimizer))
+    row = next(row for row in patches.STATES_TO_SAVE if row.owner is type(optimizer))
+    with _file_of_replica(engine, copies, row, states_of_experts, optimizer):
         save(engine, *arguments)
 
 
 def load_partitions(copies: Copies, load: Any, engine: DeepSpeedEngine, *arguments: Any, **options: Any) -> Any:
     """Replace ``_load_zero_checkpoint``: later copies read the first one's file, too."""
-    if not engine.has_moe_layers:
-        return load(engine, *arguments, **options)
 
     @around
-    def read_own_and_first(read: Any, _: object, names: list[str]) -> list[dict[str, Any]]:
-        states: list[dict[str, Any]] = read(engine, names)
+    def read_own_and_first(read: Any, names: list[str]) -> list[dict[str, Any]]:
+        states: list[dict[str, Any]] = read(names)
         own = states[dist.get_rank(copies.whole)]
         first = dist.get_group_rank(copies.whole, dist.get_global_rank(copies.group, 0))
         content = engine.checkpoint_engine.load(names[first], map_location="cpu")[OPTIMIZER_STATE_DICT]
@@ -198,9 +194,7 @@ def load_partitions(copies: Copies, load: Any, engine: DeepSpeedEngine, *argumen
             own[BASE_OPTIMIZER_STATE]["state"] |= {group: of_dense[group]} if group in of_dense else {}
         return states
 
-    with _file_for_each_replica(engine, copies) as has_all, ExitStack() as bindings:
-        if not has_all:
-            bindings.push(bind_methods([(patches.STATES_TO_LOAD, read_own_and_first)], engine))
+    with _file_of_replica(engine, copies, patches.STATES_TO_LOAD, read_own_and_first, engine):
         return load(engine, *arguments, **options)
 
 
@@ -277,9 +271,7 @@ def overflows_anywhere(
     copies: Copies, has_overflow: Any, optimizer: DeepSpeedZeroOptimizer, *arguments: Any, **options: Any
 ) -> bool:
     """Replace ``DeepSpeedZeroOptimizer.has_overflow``: experts may overflow on any replica."""
-    found = bool(has_overflow(optimizer, *arguments, **options))
-    if not optimizer.has_moe_layers:
-        return found
+    found = has_overflow(optimizer, *arguments, **options)
     flag = torch.tensor([found], dtype=torch.uint8, device=optimizer.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=copies.group)
     return bool(flag.item())
@@ -385,17 +377,20 @@ OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = tuple(
 )
 
 
-def rows_of_engines(grid: MpuGrid) -> list[tuple[Patch, Make]]:
-    """Return the patches of engines that partition over ``shard``, and of their optimizers; none without copies."""
-    copies = copies_of(grid)
+def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
+    """Return the patches of an engine that partitions over ``shard``, and of its optimizer; none without copies."""
+    copies = copies_of(engine.mpu)
     if copies is None:
         return []
     replacements: dict[Patch, Callable[..., Any]] = {
         patches.STEP_ON_SUMS: sum_and_step,
-        patches.OVERFLOW_OF_COPIES: overflows_anywhere,
-        patches.SAVE_PARTITIONS: save_partitions,
-        patches.LOAD_PARTITIONS: load_partitions,
         patches.PARTITION_GRADIENTS: partition_and_sum,
         patches.END_OF_REDUCTION: end_and_wait,
     }
+    if engine.has_moe_layers:
+        replacements |= {
+            patches.OVERFLOW_OF_COPIES: overflows_anywhere,
+            patches.SAVE_PARTITIONS: save_partitions,
+            patches.LOAD_PARTITIONS: load_partitions,
+        }
     return [(row, around(partial(replacement, copies))) for row, replacement in replacements.items()]

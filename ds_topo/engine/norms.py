@@ -316,9 +316,8 @@ def of_unequal_stages(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
         return []
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         raise EngineOptionError(
-            f"the stages have parameters in {counts} groups of the optimizer: DeepSpeed's FP16_UnfusedOptimizer takes "
-            "the norm of each group over all stages, and would hang in the first step; use ZeRO stage 1, or give every "
-            "stage a parameter of each group"
+            f"the stages have parameters in {counts} groups of the optimizer: DeepSpeed's FP16_UnfusedOptimizer would "
+            "hang in the first step; use ZeRO stage 1, or give every stage a parameter of each group"
         )
     return [_OF_ZERO]
 
@@ -355,9 +354,8 @@ def _scale_losses(engine: DeepSpeedEngine) -> None:
     if not (engine.fp16_enabled() and isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))):
         return
     log_dist(
-        "ds_topo: losses are multiplied by the loss scale, by which DeepSpeed's optimizers of fp16 without ZeRO divide "
-        "gradients. DeepSpeed's own engine does not multiply, so its updates are smaller, and it clips nothing. To "
-        "compare runs, set grid.correct_norms = False",
+        "ds_topo: losses are multiplied by the loss scale, which DeepSpeed's own engine omits in fp16 without ZeRO: "
+        "its updates are smaller, and it clips nothing. To compare runs, set grid.correct_norms = False",
         ranks=[0],
         level=logging.WARNING,
     )
@@ -373,8 +371,7 @@ def _log_clipping(engine: DeepSpeedEngine) -> None:
         log_dist(
             f"ds_topo: gradient_clipping={limit} (DeepSpeed's default is {GRADIENT_CLIPPING_DEFAULT}) clips by the "
             f"norm of all {stages} pipeline stages. DeepSpeed's own pipeline without ZeRO counts the first stage "
-            "alone, so losses differ from those of earlier runs after the first step that is clipped. "
-            "engine.get_global_grad_norm() returns the norm; to compare runs, set grid.correct_norms = False",
+            "alone, so losses differ from those of earlier runs. To compare runs, set grid.correct_norms = False",
             ranks=[0],
             level=logging.WARNING,
         )

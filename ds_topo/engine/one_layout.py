@@ -236,6 +236,5 @@ def _refuse_grid_as_neox_state(module: ModuleType, name: str, grid: MpuGrid) -> 
             raise TopologyError(
                 f"{name}.{attribute} belongs to the grid, whose model parallel group is pipe x model "
                 f"({grid.get_model_parallel_world_size()} ranks), but GPT-NeoX means tensor parallel "
-                f"({grid.slice_parallel_size}): its layers would wait for other stages. Leave the module unchanged, "
-                "and call ds_topo.parallel_state.install(grid, megatron.mpu)"
+                f"({grid.slice_parallel_size}): call ds_topo.parallel_state.install(grid, megatron.mpu) instead"
             )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import socket
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -32,7 +31,7 @@ from torch import nn
 from ds_topo.backends import device_in_use
 from ds_topo.checkpoint.engine_facts import inner_optimizer
 from ds_topo.engine.one_layout import agreement, axes_of_engine
-from ds_topo.errors import ReplicaError, listed
+from ds_topo.errors import ReplicaError, listed, warn
 from ds_topo.ledger import after, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
@@ -109,12 +108,10 @@ def warn_of_unequal_slices(model: nn.Module, grid: MpuGrid) -> None:
     ]
     text = _difference(samples, group, {id(each.tensor): digest(each.tensor) for each in samples})
     if text and grid.get_axis_rank(MODEL) == grid.get_sample_rank() == 0:
-        warnings.warn(
+        warn(
             f"ranks along 'model' start with different parameters; {text}\nGive all of them the same seed before they "
             "create the model (torch.manual_seed(0)), or mark slices by parameter.tensor_model_parallel = True: "
             "gradient norms count a parameter without the mark on one rank only",
-            RuntimeWarning,
-            stacklevel=4,
         )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -28,7 +27,7 @@ from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
 from ds_topo.engine.pipeline import PipelineModule, building_on, index_tied_modules, with_plain_bounds
 from ds_topo.engine.start import initialize, with_samples_of
-from ds_topo.errors import TopologyError
+from ds_topo.errors import TopologyError, warn
 from ds_topo.ledger import Make, Patch, always, around, ledger, patches_of
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid
@@ -117,11 +116,9 @@ class GridInUse(ExitStack):
 
 def _warn_of_earlier_engines(grid: PipelineParallelGrid) -> None:
     if deepspeed_groups._WORLD_GROUP is not None and grid.get_model_parallel_world_size() > 1:
-        warnings.warn(
+        warn(
             f"use({grid.topology().spec!r}) has no effect on an engine that DeepSpeed has built before without an mpu: "
             "it averages the gradients of all ranks; call use() before deepspeed.initialize",
-            RuntimeWarning,
-            stacklevel=3,
         )
 
 

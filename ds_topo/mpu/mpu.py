@@ -417,8 +417,7 @@ class ExpertRegistry:
             if other.plan.expert_tensor_parallel != plan.expert_tensor_parallel:
                 raise ExpertGroupError(
                     f"expert_tensor_parallel={plan.expert_tensor_parallel} for {plan.name!r}, but "
-                    f"{other.plan.expert_tensor_parallel} for {other.plan.name!r}: DeepSpeed keeps one setting for all "
-                    "MoE layers of a process; choose one"
+                    f"{other.plan.expert_tensor_parallel} for {other.plan.name!r}: DeepSpeed keeps one; choose one"
                 )
 
     def add(self, groups: ExpertGroups, on_remove: Callable[[], None]) -> None:

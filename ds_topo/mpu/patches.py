@@ -9,7 +9,7 @@ optimizer or its module. A row that changes a class or module for longer than on
 
 from __future__ import annotations
 
-from ds_topo.ledger import Patch, Reliance, Row, patches_of, read_table
+from ds_topo.ledger import Patch, Reliance, patches_of, read_table
 
 USE = "ds_topo.use(grid) is active"
 
@@ -86,7 +86,7 @@ AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFL
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       step: With an axis shard, the same after a sum over the copies of the partition.
         DeepSpeed does not sum over the ranks that hold the same partition.
-      has_overflow: With an axis shard, the same over all replicas.
+      has_overflow: With experts and an axis shard, the same over all replicas.
         Experts may overflow on any replica.
 """)
 ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, BF16_GRADIENTS = patches_of("""
@@ -464,7 +464,7 @@ deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer
   _global_grad_norm: is the norm that the engine reports
 """
 _ALL = [value if isinstance(value, (tuple, list)) else (value,) for value in list(globals().values())]
-ROWS: tuple[Row, ...] = (
+ROWS: tuple[Patch | Reliance, ...] = (
     *dict.fromkeys(row for rows in _ALL for row in rows if isinstance(row, Patch)),
     *(Reliance(owner, name, f"It {use}.") for owner, name, use, *_ in read_table(_RELIANCES)),
 )

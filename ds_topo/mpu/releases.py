@@ -13,7 +13,6 @@ import ast
 import hashlib
 import inspect
 import json
-import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import cache
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from ds_topo.errors import warn
 from ds_topo.ledger import Make, Patch, Row, exists, ledger, name_of
 
 FILE = Path(__file__).with_name("fingerprints.json")
@@ -70,7 +70,7 @@ def warn_of_releases(of_deepspeed: str, of_torch: str) -> None:
         elif _number(release) < oldest:
             doubts = f"{name} {release} is older than {oldest}, the oldest that ds_topo was run with: upgrade it"
         if doubts:
-            warnings.warn(doubts, RuntimeWarning, stacklevel=3)
+            warn(doubts)
 
 
 def bind_methods(rows: Iterable[tuple[Patch, Make]], target: object) -> ExitStack:
