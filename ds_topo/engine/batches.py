@@ -32,6 +32,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed, warn
 from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.process_groups.creation import gathered
 from ds_topo.topology.axes import MODEL, PIPE
 
 
@@ -270,14 +271,10 @@ def _require_equal(read: list[int], grid: MpuGrid, peers: tuple[str, ...], other
     Raises:
         DisagreementError: samples differ; the message names a rank and the axes.
     """
-    device = get_accelerator().current_device_name()
-    own = torch.tensor(read, dtype=torch.int64, device=device)
-    # one exchange for the largest digest and for the smallest nonzero digest
-    ends = torch.cat([own, torch.where(own == 0, torch.iinfo(torch.int64).min, -own)])
     group = grid.get_group([axis for axis in peers if axis in grid.topology().axes])
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-    largest, smallest = ends.chunk(2)
-    differ = bool(((largest != -smallest) & (largest != 0)).any())
+    by_batch = zip(*gathered(read, group), strict=True)
+    differ = any(len({*digests} - {0}) > 1 for digests in by_batch)
+    device = get_accelerator().current_device_name()
     flag = torch.tensor(grid.world_size - grid.grid_rank if differ else 0, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=grid.get_group(others))
     if not int(flag):

@@ -59,7 +59,7 @@ def axes_of_engine(grid: MpuGrid, is_pipeline: bool) -> list[str]:
 
 @contextmanager
 def agreement(members: Sequence[int], subject: str, description: str = "") -> Iterator[list[str]]:
-    """Compare a description, and the lines that a block adds, between ranks, or raise the block's error on all of them.
+    """Compare a description, or else the lines that a block adds, between ranks, or raise its error on all of them.
 
     Raises:
         DisagreementError: they differ, or the block of another rank has raised an error; the message names ranks.
@@ -70,7 +70,7 @@ def agreement(members: Sequence[int], subject: str, description: str = "") -> It
         yield lines
     except Exception as error:  # of any kind, because the other ranks must raise, too
         failure = error
-    agree(description, members, job_timeout(), failure=failure, subject=subject, lines=lines)
+    agree(description, members, job_timeout(), failure=failure, subject=subject, lines=None if description else lines)
 
 
 def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, grid: MpuGrid) -> None:
