@@ -67,9 +67,7 @@ def _with_seq_axis(method: Callable[[Any], Any]) -> property:
 
     def bound(grid: PipelineParallelGrid) -> Callable[[], Any]:
         if not grid.offers_sequence_queries:
-            raise AttributeError(
-                f"{type(grid).__name__} of {grid.topology().spec!r} has no {method.__name__}: it needs an axis {SEQ!r}"
-            )
+            raise AttributeError(f"a query of {grid.topology().spec!r} for sequences needs an axis {SEQ!r}")
         return partial(method, grid)
 
     return property(bound, doc=method.__doc__)
@@ -128,45 +126,26 @@ class PipelineParallelGrid(MpuGrid):
         """True if the ``get_sequence_*`` methods exist."""
         return SEQ in self.topology().axes
 
-    @_with_seq_axis
-    def get_sequence_parallel_group(self) -> ProcessGroup:
-        """Return this rank's group along ``seq``: the ranks that share its samples."""
-        return self.get_group(SEQ)
-
-    @_with_seq_axis
-    def get_sequence_parallel_world_size(self) -> int:
-        """Return the degree of ``seq``."""
-        return self.get_axis_size(SEQ)
-
-    @_with_seq_axis
-    def get_sequence_parallel_rank(self) -> int:
-        """Return this rank's index along ``seq``."""
-        return self.get_axis_rank(SEQ)
-
-    @_with_seq_axis
-    def get_sequence_parallel_src_rank(self) -> int:
-        """Return the global rank of the first member of the sequence parallel group."""
-        return self.get_ranks(SEQ)[0]
-
-    @_with_seq_axis
-    def get_sequence_data_parallel_group(self) -> ProcessGroup:
-        """Return the group of all replicas of this rank's parameters, over data and seq."""
-        return self.get_data_parallel_group()
-
-    @_with_seq_axis
-    def get_sequence_data_parallel_world_size(self) -> int:
+    def _replicas(self) -> int:
         """Return the number of replicas."""
         return len(self.dp_group)
 
-    @_with_seq_axis
-    def get_sequence_data_parallel_rank(self) -> int:
+    def _replica_rank(self) -> int:
         """Return the index of the replica that this rank holds."""
         return self.topology().get_axis_index(gradient_axes(self.topology()), self.grid_rank)
 
-    @_with_seq_axis
-    def get_sequence_data_parallel_src_rank(self) -> int:
-        """Return the global rank of the first replica."""
-        return self.dp_group[0]
+    def _first_of_sequence(self) -> int:
+        """Return the global rank of the first member of the sequence parallel group."""
+        return self.get_ranks(SEQ)[0]
+
+    get_sequence_parallel_group = _with_seq_axis(MpuGrid.get_context_parallel_group)
+    get_sequence_parallel_world_size = _with_seq_axis(MpuGrid.get_context_parallel_world_size)
+    get_sequence_parallel_rank = _with_seq_axis(MpuGrid.get_context_parallel_rank)
+    get_sequence_parallel_src_rank = _with_seq_axis(_first_of_sequence)
+    get_sequence_data_parallel_group = _with_seq_axis(MpuGrid.get_data_parallel_group)
+    get_sequence_data_parallel_world_size = _with_seq_axis(_replicas)
+    get_sequence_data_parallel_rank = _with_seq_axis(_replica_rank)
+    get_sequence_data_parallel_src_rank = _with_seq_axis(MpuGrid.get_data_parallel_src_rank)
 
     def __dir__(self) -> list[str]:
         hidden = () if self.offers_sequence_queries else SEQUENCE_QUERIES
@@ -189,15 +168,8 @@ class PipelineEngineGrid(PipelineParallelGrid):
         """Always false."""
         return False
 
-    @cached_property
-    def data_parallel_size(self) -> int:
-        """The number of replicas."""
-        return len(self.dp_group)
-
-    @cached_property
-    def data_parallel_id(self) -> int:
-        """The index of the replica that this rank holds."""
-        return self.topology().get_axis_index(gradient_axes(self.topology()), self.grid_rank)
+    data_parallel_size = cached_property(PipelineParallelGrid._replicas)
+    data_parallel_id = cached_property(PipelineParallelGrid._replica_rank)
 
 
 # -- patches of an engine ---------------------------------------------------------------------------------------------

@@ -145,9 +145,10 @@ def require_same_groups(mpu: Any, name: str, grid: MpuGrid) -> None:
     spans_of = {**_QUESTIONS, _DATA_QUESTION: (sample_axes(grid.topology()), gradient_axes(grid.topology()))}
     if hasattr(mpu, _ONLY_IN_NEOX):
         spans_of["get_model_parallel_group"] = ((MODEL,),)
+    axes = grid.topology().axes
     for question, spans in spans_of.items():
         found = _ranks_of(mpu, question)
-        expected = [_ranks_along(grid, span) for span in spans]
+        expected = [grid.get_ranks(axis for axis in span if axis in axes) for span in spans]
         if found is not None and found not in expected:
             remedy = f"call ds_topo.parallel_state.install(grid, {name})"
             if not isinstance(mpu, ModuleType):
@@ -169,10 +170,6 @@ def _ranks_of(mpu: Any, question: str) -> list[int] | None:
         return sorted(dist.get_process_group_ranks(ask()))
     except Exception:  # a program's function may raise anything, such as when it is not initialised
         return None
-
-
-def _ranks_along(grid: MpuGrid, axes: tuple[str, ...]) -> list[int]:
-    return grid.get_ranks(axis for axis in axes if axis in grid.topology().axes)
 
 
 def check_programs(model: nn.Module, grid: MpuGrid) -> None:

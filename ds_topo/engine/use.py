@@ -10,9 +10,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +33,6 @@ from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from ds_topo.topology.rank_tables import fold_extra_axes, sample_axes
-
-_bindings = ExitStack()
-"""The patches of the first ``use(grid)``, until the last one is released."""
 
 
 def use(grid: PipelineParallelGrid) -> GridInUse:
@@ -86,7 +82,6 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
     before = grid_in_use()
     if before is None:
         _warn_of_earlier_engines(grid)
-        _bind(grid)
     elif not before.shares_groups_with(grid):
         raise RuntimeError(
             f"use({grid.topology().spec!r}): {before.topology().spec!r} is in use: release() or destroy() it first"
@@ -100,18 +95,18 @@ class GridInUse(ExitStack):
     def __init__(self, grid: PipelineParallelGrid) -> None:
         super().__init__()
         in_use.append(grid)
-        self.callback(self._end, grid)
+        self.callback(in_use.remove, grid)
         grid.on_destroy(self.release)
+        try:
+            for patch, make in (*WHILE_A_GRID_IS_IN_USE, *_patches_of_accelerate(), *_patches_of_sequences(grid)):
+                self.callback(ledger.bind(patch, make))
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """End the use of the grid. The last release restores the patched names. Idempotent."""
         self.close()
-
-    @staticmethod
-    def _end(grid: PipelineParallelGrid) -> None:
-        in_use.remove(grid)
-        if not in_use:
-            _bindings.close()
 
 
 def _warn_of_earlier_engines(grid: PipelineParallelGrid) -> None:
@@ -120,13 +115,6 @@ def _warn_of_earlier_engines(grid: PipelineParallelGrid) -> None:
             f"use({grid.topology().spec!r}) has no effect on an engine that DeepSpeed has built before without an mpu: "
             "it averages the gradients of all ranks; call use() before deepspeed.initialize",
         )
-
-
-def _bind(grid: PipelineParallelGrid) -> None:
-    with ExitStack() as bound:  # restores the names if an error occurs
-        for patch, make in (*WHILE_A_GRID_IS_IN_USE, *_patches_of_accelerate(grid), *_patches_of_sequences(grid)):
-            bound.callback(ledger.bind(patch, make))
-        _bindings.enter_context(bound.pop_all())
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
@@ -229,9 +217,9 @@ def _may_differ_on_slices(parameter: torch.Tensor) -> bool:
 # -- sequence parallelism ---------------------------------------------------------------------------------------------
 
 
-def _patches_of_sequences(grid: PipelineParallelGrid) -> Iterator[tuple[Patch, Make]]:
+def _patches_of_sequences(grid: PipelineParallelGrid) -> Iterable[tuple[Patch, Make]]:
     if SEQ not in grid.topology().axes:
-        return
+        return ()
     group = parallel_state_sp._SEQUENCE_PARALLEL_GROUP
     found = grid.get_ranks(SEQ) if group is None else sorted(dist.get_process_group_ranks(group))
     if found != grid.get_ranks(SEQ):  # attention that is already registered keeps its groups
@@ -239,22 +227,29 @@ def _patches_of_sequences(grid: PipelineParallelGrid) -> Iterator[tuple[Patch, M
             f"use({grid.topology().spec!r}): initialize_sequence_parallel() or register_with_transformers() has "
             f"already joined ranks {found}, but the grid joins {grid.get_ranks(SEQ)} along {SEQ!r}: call it after use()"
         )
+    return zip(patches.LONG_SEQUENCES, _OF_SEQUENCES, strict=True)
 
-    def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-        if sequence_parallel_size != grid.get_axis_size(SEQ):
-            raise TopologyError(
-                f"sequence_parallel_size {sequence_parallel_size}, but the grid in use is {grid.topology().spec!r}: "
-                "give both the same degree"
-            )
 
-    values = (grid.get_group(SEQ), grid.get_data_parallel_group(), initialize_sequence_parallel)
-    yield from ((patch, always(value)) for patch, value in zip(patches.LONG_SEQUENCES, values, strict=True))
+def _initialize_sequence_parallel(sequence_parallel_size: int) -> None:
+    grid = in_use[-1]
+    if sequence_parallel_size != grid.get_axis_size(SEQ):
+        raise TopologyError(
+            f"sequence_parallel_size {sequence_parallel_size}, but the grid in use is {grid.topology().spec!r}: "
+            "give both the same degree"
+        )
+
+
+_OF_SEQUENCES: tuple[Make, ...] = (
+    lambda _: in_use[-1].get_group(SEQ),
+    lambda _: in_use[-1].get_data_parallel_group(),
+    always(_initialize_sequence_parallel),
+)
 
 
 # -- accelerate, and Trainer, which uses it ---------------------------------------------------------------------------
 
 
-def _patches_of_accelerate(grid: MpuGrid) -> Iterable[tuple[Patch, Make]]:
+def _patches_of_accelerate() -> Iterable[tuple[Patch, Make]]:
     """Make accelerate count the ranks that work on different samples, wherever it means them by its processes.
 
     Without the patches it distributes the batches of data loaders over all ranks, so the slices and stages of one
@@ -280,12 +275,15 @@ def _patches_of_accelerate(grid: MpuGrid) -> Iterable[tuple[Patch, Make]]:
           gather_for_metrics: The same method, which gathers from one rank for each share of the samples.
             It would return samples once per slice, and cut an incomplete last batch off in the wrong place.
     """)
-    state = always(lambda: SimpleNamespace(num_processes=_share_of_samples(grid)[0]))
-    others = [around(partial(method, grid)) for method in (_prepare_samples, _counting_samples, _gathering_shares)]
-    return zip(rows, (others[0], state, *others[1:]), strict=True)
+    return zip(rows, (_prepare_samples, _STATE, _counting_samples, _gathering_shares), strict=True)
 
 
-def _prepare_samples(grid: MpuGrid, prepare: Any, *args: Any, **options: Any) -> Any:
+_STATE = always(lambda: SimpleNamespace(num_processes=_share_of_samples()[0]))
+
+
+@around
+def _prepare_samples(prepare: Any, *args: Any, **options: Any) -> Any:
+    grid = in_use[-1]
     given = inspect.signature(prepare).bind(*args, **options)
     if given.arguments.get("dispatch_batches"):
         raise ValueError(
@@ -293,7 +291,7 @@ def _prepare_samples(grid: MpuGrid, prepare: Any, *args: Any, **options: Any) ->
             f"{grid.get_sample_world_size()} of {grid.world_size} ranks work on different samples in "
             f"{grid.topology().spec!r}: omit the option"
         )
-    count, index = _share_of_samples(grid)
+    count, index = _share_of_samples()
     given.arguments |= {
         "num_processes": count,
         "process_index": index,
@@ -303,7 +301,8 @@ def _prepare_samples(grid: MpuGrid, prepare: Any, *args: Any, **options: Any) ->
     return prepare(*given.args, **given.kwargs)
 
 
-def _counting_samples(grid: MpuGrid, prepare: Any, *args: Any, **options: Any) -> Any:
+@around
+def _counting_samples(prepare: Any, *args: Any, **options: Any) -> Any:
     """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``."""
     (count,) = patches_of("""
         while: one call of _prepare_deepspeed
@@ -311,11 +310,12 @@ def _counting_samples(grid: MpuGrid, prepare: Any, *args: Any, **options: Any) -
           num_processes: The number of ranks that work on different samples.
             The length of a schedule and the batch size count them.
     """)
-    with ledger.bound(count, always(property(lambda _: _share_of_samples(grid)[0]))):
+    with ledger.bound(count, always(property(lambda _: _share_of_samples()[0]))):
         return prepare(*args, **options)
 
 
-def _gathering_shares(grid: MpuGrid, gather_for_metrics: Any, *args: Any, **options: Any) -> Any:
+@around
+def _gathering_shares(gather_for_metrics: Any, *args: Any, **options: Any) -> Any:
     """Gather metrics from the first rank of each share of the samples, in the order of the shares."""
     from accelerate.utils import recursively_apply
 
@@ -326,7 +326,7 @@ def _gathering_shares(grid: MpuGrid, gather_for_metrics: Any, *args: Any, **opti
           gather_object: What the first rank of each share has.
             Ranks that work on the same samples have the same metrics.
     """)
-    topology = grid.topology()
+    grid, topology = in_use[-1], in_use[-1].topology()
     axes = [*sample_axes(topology), *([SEQ] if _ranks_per_sample(grid) > 1 else [])]
     firsts = topology.layout.offsets(map(topology.axes.index, axes))
 
@@ -347,8 +347,9 @@ def _gathering_shares(grid: MpuGrid, gather_for_metrics: Any, *args: Any, **opti
         return gather_for_metrics(*args, **options)
 
 
-def _share_of_samples(grid: MpuGrid) -> tuple[int, int]:
+def _share_of_samples() -> tuple[int, int]:
     """Return the number of shares that a data loader is divided into, and the index of this rank's share."""
+    grid = in_use[-1]
     topology, size = grid.topology(), _ranks_per_sample(grid)
     share = topology.get_axis_index(sample_axes(topology), grid.grid_rank) * size
     share += topology.get_axis_index(SEQ, grid.grid_rank) if size > 1 else 0

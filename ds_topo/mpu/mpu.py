@@ -66,15 +66,8 @@ class MpuGrid(ProcessGrid):
 
     # -- attributes of DeepSpeed's grid -------------------------------------------------------------------------------
 
-    @cached_property
-    def data_parallel_size(self) -> int:
-        """The number of ranks that work on distinct samples."""
-        return self.get_sample_world_size()
-
-    @cached_property
-    def data_parallel_id(self) -> int:
-        """The index of this rank among those that work on distinct samples."""
-        return self.get_sample_rank()
+    data_parallel_size = cached_property(ProcessGrid.get_sample_world_size)
+    data_parallel_id = cached_property(ProcessGrid.get_sample_rank)
 
     @cached_property
     def pp_group(self) -> list[int]:
