@@ -271,7 +271,9 @@ def overflows_anywhere(
     copies: Copies, has_overflow: Any, optimizer: DeepSpeedZeroOptimizer, *arguments: Any, **options: Any
 ) -> bool:
     """Replace ``DeepSpeedZeroOptimizer.has_overflow``: experts may overflow on any replica."""
-    found = has_overflow(optimizer, *arguments, **options)
+    found = bool(has_overflow(optimizer, *arguments, **options))
+    if not optimizer.has_moe_layers:
+        return found
     flag = torch.tensor([found], dtype=torch.uint8, device=optimizer.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=copies.group)
     return bool(flag.item())
@@ -386,11 +388,8 @@ def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
         patches.STEP_ON_SUMS: sum_and_step,
         patches.PARTITION_GRADIENTS: partition_and_sum,
         patches.END_OF_REDUCTION: end_and_wait,
+        patches.OVERFLOW_OF_COPIES: overflows_anywhere,
     }
     if engine.has_moe_layers:
-        replacements |= {
-            patches.OVERFLOW_OF_COPIES: overflows_anywhere,
-            patches.SAVE_PARTITIONS: save_partitions,
-            patches.LOAD_PARTITIONS: load_partitions,
-        }
+        replacements |= {patches.SAVE_PARTITIONS: save_partitions, patches.LOAD_PARTITIONS: load_partitions}
     return [(row, around(partial(replacement, copies))) for row, replacement in replacements.items()]

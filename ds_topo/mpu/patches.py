@@ -86,7 +86,7 @@ AVERAGE_AND_SCATTER, PARTITION_GRADIENTS, END_OF_REDUCTION, STEP_ON_SUMS, OVERFL
     deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer
       step: With an axis shard, the same after a sum over the copies of the partition.
         DeepSpeed does not sum over the ranks that hold the same partition.
-      has_overflow: With experts and an axis shard, the same over all replicas.
+      has_overflow: With an axis shard, the same over all replicas.
         Experts may overflow on any replica.
 """)
 ZERO_NORM, LOSS_SCALER, CLIP_FP32, UNFUSED_CLIP, BF16_GRADIENTS = patches_of("""
