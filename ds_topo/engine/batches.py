@@ -185,7 +185,7 @@ def _check_batch(batch: Any, is_first_stage: bool) -> None:
             if isinstance(batch, (tuple, list)) and len(batch) > 2:
                 warn(
                     f"a batch of this pipeline has {len(batch)} elements, but DeepSpeed uses the first two alone, as "
-                    "inputs and labels: put further ones into a tuple of inputs or of labels",
+                    "inputs and labels: put further ones into a tuple of inputs or of labels"
                 )
             return
         problem = f"has inputs of type {listed(others)}"

@@ -75,9 +75,7 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
     """
     unknown = check_top_level(config._param_dict)
     if unknown and dist.get_rank() == 0:
-        warn(
-            f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them",
-        )
+        warn(f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them")
     check_sharding(config, grid)
     if config.zero_config.zero_quantized_gradients:
         check_exchange_between_all_ranks("zero_quantized_gradients", grid)
@@ -276,7 +274,6 @@ _readers: list[str] = []
 
 grids: WeakSet[MpuGrid] = WeakSet()
 """The grids that exist; an engine without an mpu may lack one of them."""
-_warned: WeakSet[MpuGrid] = WeakSet()
 
 
 def check_mpu(mpu: Any) -> None:
@@ -332,13 +329,11 @@ def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfi
         )
     splitting = [grid for grid in grids if grid.is_alive and _splits_models(grid)]
     for grid in splitting:
-        if grid not in _warned:
-            _warned.add(grid)
-            warn(
-                f"deepspeed.initialize without mpu= while {grid.topology().spec!r} exists broadcasts the parameters of "
-                f"the first rank to all ranks: pass mpu=grid ({grid.topology().spec!r}), or "
-                "mpu=PipelineParallelGrid('data=-1') for a model that all ranks replicate",
-            )
+        warn(
+            f"deepspeed.initialize without mpu= while {grid.topology().spec!r} exists broadcasts the parameters of "
+            f"the first rank to all ranks: pass mpu=grid ({grid.topology().spec!r}), or "
+            "mpu=PipelineParallelGrid('data=-1') for a model that all ranks replicate"
+        )
     for name, parameter in model.named_parameters() if splitting else ():
         if is_model_parallel_parameter(parameter):
             raise EngineOptionError(

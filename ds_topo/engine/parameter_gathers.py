@@ -205,9 +205,7 @@ class PartitionedParameters(list[torch.Tensor]):
 
     def _warn(self, reason: str) -> None:
         self._has_warned = True
-        warn(
-            f"overlap_parameters: {reason}, so parameters arrive within step(); correct, but slower",
-        )
+        warn(f"overlap_parameters: {reason}, so parameters arrive within step(); correct, but slower")
 
 
 @around

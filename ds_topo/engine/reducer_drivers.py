@@ -270,9 +270,7 @@ class EngineDriver(StepDriver):
             return ReductionOptions().bucket_sizes(suitable)
 
     def _gather_in_step(self) -> None:
-        warn(
-            "overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on",
-        )
+        warn("overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on")
         self._gradients.parameters.stop_overlapping()
 
     def _replace(self, patch: Patch, make: Callable[[Any], Any], owner: object | None = None) -> None:

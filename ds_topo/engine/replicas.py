@@ -111,7 +111,7 @@ def warn_of_unequal_slices(model: nn.Module, grid: MpuGrid) -> None:
         warn(
             f"ranks along 'model' start with different parameters; {text}\nGive all of them the same seed before they "
             "create the model (torch.manual_seed(0)), or mark slices by parameter.tensor_model_parallel = True: "
-            "gradient norms count a parameter without the mark on one rank only",
+            "gradient norms count a parameter without the mark on one rank only"
         )
 
 

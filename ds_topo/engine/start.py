@@ -245,7 +245,7 @@ def with_samples_of(grid: MpuGrid, config: Config) -> Config:
     if dist.get_rank() == 0:
         warn(
             f"train_batch_size {config['train_batch_size']} counts {micro} x {steps} samples on each of {ranks} ranks, "
-            f"but {grid.topology().spec!r} works on {samples} at a time: {batch} is used instead",
+            f"but {grid.topology().spec!r} works on {samples} at a time: {batch} is used instead"
         )
     return {**config, "train_batch_size": batch}
 
@@ -256,5 +256,5 @@ def warn_of_undealt_samples(grid: MpuGrid) -> None:
     if "accelerate" in sys.modules and not is_dealt and grid.get_sample_world_size() < grid.world_size:
         warn(
             "accelerate was imported after ds_topo.use(grid), so it distributes samples over all ranks: import "
-            "accelerate or transformers before the call",
+            "accelerate or transformers before the call"
         )

@@ -113,7 +113,7 @@ def _warn_of_earlier_engines(grid: PipelineParallelGrid) -> None:
     if deepspeed_groups._WORLD_GROUP is not None and grid.get_model_parallel_world_size() > 1:
         warn(
             f"use({grid.topology().spec!r}) has no effect on an engine that DeepSpeed has built before without an mpu: "
-            "it averages the gradients of all ranks; call use() before deepspeed.initialize",
+            "it averages the gradients of all ranks; call use() before deepspeed.initialize"
         )
 
 
