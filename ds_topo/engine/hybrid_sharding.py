@@ -28,7 +28,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
@@ -313,16 +312,9 @@ class _Sum:
 # -- ZeRO 3 -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Step:
-    """The gradients of one step that are not summed over the copies yet."""
-
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Those of earlier micro-batches, by the identity of the parameter."""
-    in_flight: list[_Sum] = field(default_factory=list)
-
-
-_steps: WeakKeyDictionary[Any, _Step] = WeakKeyDictionary()
+_steps: WeakKeyDictionary[Any, tuple[dict[int, torch.Tensor], list[_Sum]]] = WeakKeyDictionary()
+"""The gradients of a step that are not summed over the copies yet, by optimizer: those of earlier micro-batches, by the
+identity of their parameter, and sums in flight."""
 
 
 def partition_and_sum(
@@ -342,32 +334,30 @@ def partition_and_sum(
         buffers = partition_gradients(optimizer, parameters, partitions)
     finally:
         optimizer.set_gradient_accumulation_boundary(ends_step)
-    step = _steps.setdefault(optimizer, _Step())
+    kept, in_flight = _steps.setdefault(optimizer, ({}, []))
     rank = dist.get_rank(optimizer.dp_process_group)
     filled = [parameter for parameter in parameters if parameter.partition_numel() * rank < parameter.ds_numel]
-    step.kept |= {id(parameter): buffer for parameter, buffer in zip(filled, buffers, strict=True)}
+    kept |= {id(parameter): buffer for parameter, buffer in zip(filled, buffers, strict=True)}
     if ends_step and buffers:
         for parameter in filled:
-            del step.kept[id(parameter)]
+            del kept[id(parameter)]
         dtype = optimizer.get_param_comm_dtype(filled[0])
-        step.in_flight.append(_Sum(buffers, copies.group, 1 / copies.number, dtype))
+        in_flight.append(_Sum(buffers, copies.group, 1 / copies.number, dtype))
     return buffers
 
 
 def end_and_wait(copies: Copies, end_backward: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """Replace ``independent_gradient_partition_epilogue``, which ends the reduction of ZeRO 3."""
     end_backward(optimizer)
-    step = _steps.get(optimizer)
-    if step is None or not optimizer.is_gradient_accumulation_boundary():
+    if optimizer not in _steps or not optimizer.is_gradient_accumulation_boundary():
         return
+    kept, in_flight = _steps.pop(optimizer)
     stream = optimizer.reduce_and_partition_stream
     with get_accelerator().stream(stream):
-        if step.kept:  # of parameters that the last micro-batch did not use
-            kept = list(step.kept.values())
-            step.in_flight.append(_Sum(kept, copies.group, 1 / copies.number, kept[0].dtype))
-        for sum_over_copies in step.in_flight:
+        if unused := list(kept.values()):  # of parameters that the last micro-batch did not use
+            in_flight.append(_Sum(unused, copies.group, 1 / copies.number, unused[0].dtype))
+        for sum_over_copies in in_flight:
             sum_over_copies.wait()
-    del _steps[optimizer]
     if not get_accelerator().resolves_data_dependency():
         stream.synchronize()
     if optimizer.offload_optimizer:
