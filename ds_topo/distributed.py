@@ -10,6 +10,8 @@ collectives return tensors, and no backward pass changes a caller's tensor.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,22 +38,12 @@ __all__ = [
     "scatter",
 ]
 
-_DIMS = (None, 0, 1, -1)
-
 
 class _ModelParallel:
     """The model-parallel group of this process: from groups made here, or from a grid."""
 
     own: ProcessGroups | None = None
     grid: ProcessGrid | None = None
-
-    def group(self, function: str) -> ProcessGroup:
-        if self.grid is not None:
-            return self.grid.get_group(MODEL)
-        group = None if self.own is None else self.own.get((MODEL,))
-        if group is None:
-            raise RuntimeError(f"{function}: not initialised; call ds_topo.distributed.init_process_group() first")
-        return group
 
 
 _model_parallel = _ModelParallel()
@@ -125,7 +117,16 @@ def get_group() -> ProcessGroup:
     Raises:
         RuntimeError: not initialised.
     """
-    return _model_parallel.group("get_group")
+    group = None
+    if _model_parallel.grid is not None:
+        group = _model_parallel.grid.get_group(MODEL)
+    elif _model_parallel.own is not None:
+        group = _model_parallel.own.get((MODEL,))
+    if group is None:
+        raise RuntimeError(
+            "ds_topo.distributed has no model-parallel group: call ds_topo.distributed.init_process_group() first"
+        )
+    return group
 
 
 def get_rank() -> int:
@@ -134,7 +135,7 @@ def get_rank() -> int:
     Raises:
         RuntimeError: not initialised.
     """
-    return dist.get_rank(_model_parallel.group("get_rank"))
+    return dist.get_rank(get_group())
 
 
 def get_world_size() -> int:
@@ -143,7 +144,7 @@ def get_world_size() -> int:
     Raises:
         RuntimeError: not initialised.
     """
-    return dist.get_world_size(_model_parallel.group("get_world_size"))
+    return dist.get_world_size(get_group())
 
 
 def get_group_size() -> int:
@@ -152,7 +153,7 @@ def get_group_size() -> int:
     Raises:
         RuntimeError: not initialised.
     """
-    return dist.get_world_size(_model_parallel.group("get_group_size"))
+    return dist.get_world_size(get_group())
 
 
 def scatter(tensor: Tensor, dim: int | None = -1) -> Tensor:
@@ -166,9 +167,7 @@ def scatter(tensor: Tensor, dim: int | None = -1) -> Tensor:
         RuntimeError: not initialised.
         ValueError: ``dim`` is none of these, or the group's size does not divide that dimension.
     """
-    group = _model_parallel.group("scatter")
-    dim = _checked_dim("scatter", dim)
-    return tensor if dim is None else collectives.scatter(tensor, group, dim)
+    return _along(collectives.scatter, tensor, dim)
 
 
 def gather(tensor: Tensor, dim: int | None = -1) -> Tensor:
@@ -176,9 +175,7 @@ def gather(tensor: Tensor, dim: int | None = -1) -> Tensor:
 
     The gradient is scattered. Arguments and errors as for ``scatter``.
     """
-    group = _model_parallel.group("gather")
-    dim = _checked_dim("gather", dim)
-    return tensor if dim is None else collectives.gather(tensor, group, dim)
+    return _along(collectives.gather, tensor, dim)
 
 
 def reduce(tensor: Tensor) -> Tensor:
@@ -194,7 +191,7 @@ def reduce(tensor: Tensor) -> Tensor:
     Raises:
         RuntimeError: not initialised.
     """
-    total = collectives.reduce(tensor, _model_parallel.group("reduce"))
+    total = collectives.reduce(tensor, get_group())
     if total is tensor:
         return tensor
     if tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled():
@@ -210,15 +207,16 @@ def copy(tensor: Tensor) -> Tensor:
     Raises:
         RuntimeError: not initialised.
     """
-    return collectives.copy(tensor, _model_parallel.group("copy"))
+    return collectives.copy(tensor, get_group())
 
 
-def _checked_dim(operation: str, dim: int | None) -> int | None:
-    if dim not in _DIMS or isinstance(dim, bool):
+def _along(operation: Callable[[Tensor, ProcessGroup, int], Tensor], tensor: Tensor, dim: int | None) -> Tensor:
+    group = get_group()
+    if dim not in (None, 0, 1, -1) or isinstance(dim, bool):
         raise ValueError(
-            f"{operation}: dim={dim!r} is not one of None, 0, 1 and -1; ds_topo.collectives takes any dimension"
+            f"{operation.__name__}: dim={dim!r} is not one of None, 0, 1 and -1; ds_topo.collectives takes any"
         )
-    return dim
+    return tensor if dim is None else operation(tensor, group, dim)
 
 
 def _adjacent_groups(group_size: int) -> ProcessGroups:

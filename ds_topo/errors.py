@@ -6,7 +6,9 @@ for DeepSpeed still catches it.
 
 from __future__ import annotations
 
+import inspect
 import reprlib
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -58,6 +60,17 @@ def unanswered(error: RuntimeError, limit: timedelta) -> str:
         "the connection to the store of the job was lost: the process that serves it (rank 0, or the launcher on its "
         f"host) has ended, or the link to it has failed: {error}"
     )
+
+
+_LIBRARIES = ("ds_topo", "deepspeed", "torch", "contextlib")
+
+
+def warn(text: str) -> None:
+    """Emit a ``RuntimeWarning`` at the line of the program that called ds_topo, DeepSpeed or torch."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, RuntimeWarning, stacklevel=level)
 
 
 class TopologyError(ValueError):

@@ -17,8 +17,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, wraps
+from pkgutil import resolve_name
+from textwrap import dedent
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -31,12 +33,23 @@ ONE_CALL = "one call"
 
 
 @dataclass(frozen=True)
-class Patch:
-    """A name of another library that has another value for a while."""
+class Row:
+    """A name of another library on which ds_topo depends."""
 
     owner: type | ModuleType
     """The class or module that has the name, or the class of the objects that are patched one by one."""
     name: str
+    releases: str = field(default="all", kw_only=True)
+    """The releases of the library that need the row."""
+
+    def __str__(self) -> str:
+        return f"{name_of(self.owner)}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Patch(Row):
+    """A name of another library that has another value for a while."""
+
     instead: str
     """A sentence about the replacement."""
     why: str
@@ -44,24 +57,53 @@ class Patch:
     """The time for which the patch is in force; starts with ``ONE_CALL`` if that is a single call."""
     process_wide: str = ""
     """Why the patch changes a class or module for longer than one call; empty if it changes single objects."""
-    releases: str = "all"
-    """The releases of the library that need it."""
-
-    def __str__(self) -> str:
-        return f"{name_of(self.owner)}.{self.name}"
 
 
 @dataclass(frozen=True)
-class Reliance:
+class Reliance(Row):
     """A private name of another library that ds_topo reads, calls or overrides."""
 
-    owner: type | ModuleType
-    name: str
     use: str
-    releases: str = "all"
 
-    def __str__(self) -> str:
-        return f"{name_of(self.owner)}.{self.name}"
+
+def read_table(table: str) -> Iterator[tuple[type | ModuleType, str, str, str, str, str]]:
+    """Yield the fields of the rows of a table, in the order of those of ``Patch``.
+
+    A line without indentation says for how long the patches below it are in force, or why they are process-wide, or has
+    the import path of a class or module, or of several that have the same rows. The lines below it say ``name: what it
+    becomes``. The reason is indented below a row, or below the last one of several rows that share it.
+
+    >>> [*read_table('''
+    ...     while: an example
+    ...     builtins.dict
+    ...       keys: No keys.
+    ...         Nobody needs them.
+    ... ''')]
+    [(<class 'dict'>, 'keys', 'No keys.', 'Nobody needs them.', 'an example', '')]
+    """
+    owners: list[type | ModuleType] = []
+    waiting: list[tuple[type | ModuleType, str, str]] = []
+    during = process_wide = ""
+    for line in dedent(table).strip().splitlines():
+        text = line.strip()
+        name, _, value = text.partition(": ")
+        if line.startswith("    "):
+            yield from ((*row, text, during, process_wide) for row in waiting)
+            waiting.clear()
+        elif line.startswith("  "):
+            waiting += [(owner, name, value) for owner in owners]
+        elif name == "while":
+            during, process_wide = value, ""
+        elif name == "process-wide because":
+            process_wide = value
+        else:
+            owners = [resolve_name(path) for path in text.split()]
+    yield from ((*row, "", "", "") for row in waiting)
+
+
+def patches_of(table: str) -> tuple[Patch, ...]:
+    """Return the patches of a table, see :func:`read_table`."""
+    return tuple(Patch(*row) for row in read_table(table))
 
 
 def always(value: object) -> Make:
@@ -98,15 +140,12 @@ def after(before: Callable[[], object]) -> Make:
     2
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(original)
-        def called_after(*args: Any, **options: Any) -> Any:
-            before()
-            return original(*args, **options)
+    @around
+    def called_after(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        before()
+        return original(*args, **options)
 
-        return called_after
-
-    return make
+    return called_after
 
 
 def name_of(owner: type | ModuleType) -> str:
@@ -114,7 +153,7 @@ def name_of(owner: type | ModuleType) -> str:
     return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
 
 
-def exists(row: Patch | Reliance) -> bool:
+def exists(row: Row) -> bool:
     """Tell whether the installed release has the name, as an attribute or assigned somewhere in the class.
 
     >>> exists(Reliance(dict, "keys", "")), exists(Reliance(dict, "absent", ""))

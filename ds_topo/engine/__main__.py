@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 
 from ds_topo import torch_names
-from ds_topo.ledger import ONE_CALL, Patch, Reliance
+from ds_topo.ledger import ONE_CALL, Patch, Reliance, Row
 from ds_topo.mpu import patches, releases
 
 ROWS: tuple[Patch | Reliance, ...] = (
@@ -33,7 +33,7 @@ print(json.dumps([INSTALLED, sources(ROWS)]))
 """
 
 
-def page(rows: Sequence[Patch | Reliance] = ROWS) -> str:
+def page(rows: Sequence[Row] = ROWS) -> str:
     """Return all patches, in sections by scope, then all reliances. Missing names are marked."""
     parts = [", ".join(f"{library} {release}" for library, release in releases.INSTALLED.items())]
     for section in (_OF_PROCESS, _OF_USE, _OF_CALLS, _OF_OBJECTS):
@@ -57,7 +57,7 @@ def _section_of(patch: Patch) -> str:
     return _OF_CALLS if patch.during.startswith(ONE_CALL) else _OF_OBJECTS
 
 
-def _title(row: Patch | Reliance) -> str:
+def _title(row: Row) -> str:
     limits = "" if row.releases == "all" else f"  ({row.releases})"
     return f"{row}{limits}{'  MISSING' if releases.is_missing(row) else ''}"
 
@@ -66,7 +66,7 @@ def _line(label: str, text: str) -> str:
     return fill(f"{label}: {text}", 100, initial_indent=" " * 4, subsequent_indent=" " * 8)
 
 
-def comparison(rows: Sequence[Patch | Reliance] = ROWS) -> str:
+def comparison(rows: Sequence[Row] = ROWS) -> str:
     """List the functions that differ from the recorded release that is nearest to the installed one."""
     known, parts = releases.recorded(), []
     for release, now in releases.fingerprints(rows).items():
@@ -84,7 +84,7 @@ def comparison(rows: Sequence[Patch | Reliance] = ROWS) -> str:
     return "\n".join([*parts, *(f"    {name}" for name in skipped)])
 
 
-def differences(folder: str, rows: Sequence[Patch | Reliance] = ROWS) -> Iterator[str]:
+def differences(folder: str, rows: Sequence[Row] = ROWS) -> Iterator[str]:
     """Yield the lines that differ between the copies of DeepSpeed or torch in a folder and the installed ones.
 
     Raises:

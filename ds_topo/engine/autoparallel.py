@@ -41,7 +41,7 @@ from deepspeed.utils import groups as deepspeed_groups
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.one_layout import grid_in_use
 from ds_topo.errors import EngineOptionError
-from ds_topo.ledger import ONE_CALL, Patch, always, around, ledger
+from ds_topo.ledger import always, around, ledger, patches_of
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import EXPERT, MODEL, PIPE, SEQ
@@ -151,8 +151,7 @@ def check_reducer(config: DeepSpeedConfig) -> None:
     if config.expert_parallel_config.enabled and config.tensor_parallel_config.autotp_size > 1:
         raise EngineOptionError(
             "a GradientReducer with AutoEP and AutoTP together: DeepSpeed corrects gradients of slices in its own "
-            "reduction, which the reducer replaces. Leave the reducer out, or use only one of expert_parallel and "
-            "tensor_parallel"
+            "reduction, which the reducer replaces. Leave out the reducer, expert_parallel or tensor_parallel"
         )
 
 
@@ -346,19 +345,14 @@ def _enter_groups(grid: MpuGrid) -> None:
 
 def _ranks_along_seq(index: int) -> ExitStack:
     """Let AutoSP's passes take this part of a sequence; for one compilation."""
-    from deepspeed.compile import util
-    from deepspeed.compile.passes import sp_compile
-
     answers = SimpleNamespace(**vars(comm))
     answers.get_rank = lambda group=None: index
     bound = ExitStack()
-    for module in (util, sp_compile):
-        row = Patch(
-            module,
-            "dist",
-            instead="The same functions, with the index along seq as the rank.",
-            why="AutoSP takes rank % sequence_parallel_size for the index of the rank's part of a sequence.",
-            during=f"{ONE_CALL} of the compiler",
-        )
+    for row in patches_of("""
+        while: one call of the compiler
+        deepspeed.compile.util deepspeed.compile.passes.sp_compile
+          dist: The same functions, with the index along seq as the rank.
+            AutoSP takes rank % sequence_parallel_size for the index of the rank's part of a sequence.
+    """):
         bound.enter_context(ledger.bound(row, always(answers)))
     return bound

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import operator
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle, islice, repeat
@@ -30,9 +29,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed
+from ds_topo.errors import DisagreementError, EndOfSamplesError, abridged, listed, warn
 from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid
+from ds_topo.process_groups.creation import gathered
 from ds_topo.topology.axes import MODEL, PIPE
 
 
@@ -55,25 +55,21 @@ class ReadAhead(Iterator[Any]):
     """An iterator whose next elements can be read in advance."""
 
     def __init__(self, source: Iterator[Any]) -> None:
-        self._source = source
-        self._ahead: deque[Any] = deque()
+        self.source = source
+        self.ahead: deque[Any] = deque()
+        """Elements that were read already."""
 
     def __next__(self) -> Any:
-        return self._ahead.popleft() if self._ahead else next(self._source)
-
-    def remaining(self) -> int | None:
-        """Return the number of elements left; None if that is unknown."""
-        left = remaining(self._source)
-        return None if left is None else left + len(self._ahead)
+        return self.ahead.popleft() if self.ahead else next(self.source)
 
     def first(self) -> Any:
         """Return the next element, which stays the next one; None at the end."""
-        return self._ahead[0] if self.fill(1) else None
+        return self.ahead[0] if self.fill(1) else None
 
     def fill(self, count: int) -> int:
         """Read ahead ``count`` elements, or all that are left; return the number of elements read ahead."""
-        self._ahead.extend(islice(self._source, max(0, count - len(self._ahead))))
-        return len(self._ahead)
+        self.ahead.extend(islice(self.source, max(0, count - len(self.ahead))))
+        return len(self.ahead)
 
 
 def remaining(iterator: Iterator[Any]) -> int | None:
@@ -83,7 +79,8 @@ def remaining(iterator: Iterator[Any]) -> int | None:
     (2, True, None)
     """
     if isinstance(iterator, ReadAhead):
-        return iterator.remaining()
+        left = remaining(iterator.source)
+        return None if left is None else left + len(iterator.ahead)
     if isinstance(iterator, (RepeatingLoader, cycle)):
         return _ENDLESS
     if isinstance(iterator, _BaseDataLoaderIter):
@@ -107,7 +104,7 @@ def _has_exact_length(iterator: _BaseDataLoaderIter) -> bool:
 def with_enough_micro_batches(method: Any, engine: PipelineEngine, *args: Any, **options: Any) -> Any:
     """Start ``train_batch`` or ``eval_batch`` of a pipeline engine on all ranks or on none."""
     given = inspect.signature(method).bind(engine, *args, **options)
-    if isinstance(engine.grid, MpuGrid) and engine.grid.world_size > 1:
+    if engine.grid.world_size > 1:
         wanted = given.arguments.get("num_micro_batches") or engine.micro_batches
         if (iterator := given.arguments.get("data_iter")) is not None:
             given.arguments["data_iter"] = _require(engine, iterator, wanted)
@@ -186,11 +183,9 @@ def _check_batch(batch: Any, is_first_stage: bool) -> None:
         others = sorted({type(each).__name__ for each in inputs if not isinstance(each, torch.Tensor)})
         if not others or not is_first_stage:  # only the first stage uses inputs
             if isinstance(batch, (tuple, list)) and len(batch) > 2:
-                warnings.warn(
+                warn(
                     f"a batch of this pipeline has {len(batch)} elements, but DeepSpeed uses the first two alone, as "
-                    "inputs and labels: put further ones into a tuple of inputs or of labels",
-                    RuntimeWarning,
-                    stacklevel=9,
+                    "inputs and labels: put further ones into a tuple of inputs or of labels"
                 )
             return
         problem = f"has inputs of type {listed(others)}"
@@ -263,8 +258,8 @@ def with_same_batches(train_batch: Any, engine: PipelineEngine, *args: Any, **op
     return result
 
 
-def _is_due(engine: DeepSpeedEngine, grid: Any) -> bool:
-    if not isinstance(grid, MpuGrid) or not grid.check_samples or _calls.get(engine, 0) == _COMPARED:
+def _is_due(engine: DeepSpeedEngine, grid: MpuGrid) -> bool:
+    if not grid.check_samples or _calls.get(engine, 0) == _COMPARED:
         return False
     _calls[engine] = _calls.get(engine, 0) + 1
     return True
@@ -276,14 +271,10 @@ def _require_equal(read: list[int], grid: MpuGrid, peers: tuple[str, ...], other
     Raises:
         DisagreementError: samples differ; the message names a rank and the axes.
     """
-    device = get_accelerator().current_device_name()
-    own = torch.tensor(read, dtype=torch.int64, device=device)
-    # one exchange for the largest digest and for the smallest nonzero digest
-    ends = torch.cat([own, torch.where(own == 0, torch.iinfo(torch.int64).min, -own)])
     group = grid.get_group([axis for axis in peers if axis in grid.topology().axes])
-    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
-    largest, smallest = ends.chunk(2)
-    differ = bool(((largest != -smallest) & (largest != 0)).any())
+    by_batch = zip(*gathered(read, group), strict=True)
+    differ = any(len({*digests} - {0}) > 1 for digests in by_batch)
+    device = get_accelerator().current_device_name()
     flag = torch.tensor(grid.world_size - grid.grid_rank if differ else 0, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=grid.get_group(others))
     if not int(flag):
@@ -292,8 +283,7 @@ def _require_equal(read: list[int], grid: MpuGrid, peers: tuple[str, ...], other
     raise DisagreementError(
         f"{_described(grid, grid.world_size - int(flag))} and its peers along {names} read different samples, but all "
         f"ranks of one replica of {grid.topology().spec!r} must train on the same ones. Use grid.sampler(dataset) or "
-        "grid.data_loader(dataset), or divide samples into grid.get_sample_world_size() shares; if the difference is "
-        "intended, set grid.check_samples = False"
+        "grid.data_loader(dataset); if the difference is intended, set grid.check_samples = False"
     )
 
 

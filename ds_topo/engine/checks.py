@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import difflib
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import dualpipev
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
@@ -31,8 +31,8 @@ from torch import nn
 from ds_topo.engine import autoparallel
 from ds_topo.engine.experts import create_expert_groups
 from ds_topo.engine.hybrid_sharding import check_sharding
-from ds_topo.engine.one_layout import agree_along, axes_of_engine, check_programs, in_use
-from ds_topo.errors import DisagreementError, EngineOptionError, TopologyError, abridged, listed
+from ds_topo.engine.one_layout import agreement, axes_of_engine, check_programs, in_use
+from ds_topo.errors import EngineOptionError, TopologyError, abridged, listed, warn
 from ds_topo.ledger import around
 from ds_topo.mpu.mpu import MpuGrid, registry
 from ds_topo.process_groups.creation import gathered
@@ -45,19 +45,19 @@ from ds_topo.topology.rank_tables import gradient_axes, zero_partition_ranks
 @around
 def with_checks(do_sanity_check: Any, engine: DeepSpeedEngine) -> None:
     """Check options and inputs before ``DeepSpeedEngine._do_sanity_check``, and compare the results of all ranks."""
-    failure: Exception | None = None
-    try:
-        autoparallel.complete_sizes(engine._config, engine.mpu)
-        check_engine(engine._config, engine.mpu, isinstance(engine, PipelineEngine))
-        check_engine_inputs(engine, engine.mpu)
-        if isinstance(engine, dualpipev.DualPipeVEngine):
-            check_dualpipe(engine, engine.mpu)
-        do_sanity_check(engine)
-    except EngineOptionError as error:
-        failure = _with_mechanisms(error, engine._config, engine.mpu)
-    except Exception as error:
-        failure = error
-    agree_on_settings(engine, engine.mpu, failure)
+    config, grid = engine._config, engine.mpu
+    everyone = grid.get_ranks(axes_of_engine(grid, isinstance(engine, PipelineEngine)))
+    with agreement(everyone, "the settings of the engine") as lines:
+        try:
+            autoparallel.complete_sizes(config, grid)
+            check_engine(config, grid, isinstance(engine, PipelineEngine))
+            check_engine_inputs(engine, grid)
+            if isinstance(engine, dualpipev.DualPipeVEngine):
+                check_dualpipe(engine, grid)
+            do_sanity_check(engine)
+        except EngineOptionError as error:
+            raise _with_mechanisms(error, config, grid) from None
+        lines += _settings(engine)
 
 
 def _with_mechanisms(error: EngineOptionError, config: DeepSpeedConfig, grid: MpuGrid) -> EngineOptionError:
@@ -75,11 +75,7 @@ def check_engine(config: DeepSpeedConfig, grid: MpuGrid, is_pipeline: bool = Fal
     """
     unknown = check_top_level(config._param_dict)
     if unknown and dist.get_rank() == 0:
-        warnings.warn(
-            f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        warn(f"config keys {listed(unknown)} have no effect: neither DeepSpeed nor ds_topo reads them")
     check_sharding(config, grid)
     if config.zero_config.zero_quantized_gradients:
         check_exchange_between_all_ranks("zero_quantized_gradients", grid)
@@ -278,7 +274,6 @@ _readers: list[str] = []
 
 grids: WeakSet[MpuGrid] = WeakSet()
 """The grids that exist; an engine without an mpu may lack one of them."""
-_warned: WeakSet[MpuGrid] = WeakSet()
 
 
 def check_mpu(mpu: Any) -> None:
@@ -334,17 +329,13 @@ def check_engine_without_grid(model: nn.Module, mpu: Any, config: DeepSpeedConfi
         )
     splitting = [grid for grid in grids if grid.is_alive and _splits_models(grid)]
     for grid in splitting:
-        if grid not in _warned:
-            _warned.add(grid)
-            warnings.warn(
-                f"deepspeed.initialize without mpu= while {grid.topology().spec!r} exists broadcasts the parameters of "
-                f"the first rank to all ranks: pass mpu=grid ({grid.topology().spec!r}), or "
-                "mpu=PipelineParallelGrid('data=-1') for a model that all ranks replicate",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+        warn(
+            f"deepspeed.initialize without mpu= while {grid.topology().spec!r} exists broadcasts the parameters of "
+            f"the first rank to all ranks: pass mpu=grid ({grid.topology().spec!r}), or "
+            "mpu=PipelineParallelGrid('data=-1') for a model that all ranks replicate"
+        )
     for name, parameter in model.named_parameters() if splitting else ():
-        if getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False):
+        if is_model_parallel_parameter(parameter):
             raise EngineOptionError(
                 f"parameter {name!r} is a slice (tensor_model_parallel), but deepspeed.initialize got no mpu= and "
                 "would broadcast the first rank's slice to all ranks: pass mpu=grid"
@@ -441,9 +432,8 @@ def check_model(engine: DeepSpeedEngine, model: nn.Module, grid: MpuGrid) -> Non
         return
     if any(isinstance(layer, domino.DominoAsyncColumnParallelLinear) for layer in model.modules()):
         raise EngineOptionError(
-            "DominoTransformer would sum gradients over the group of the first model of this process, which is not "
-            f"that of {grid.topology().spec!r}: set deepspeed.runtime.domino.async_linear.TP_group = None before the "
-            "model is built"
+            f"DominoTransformer would sum over the group of the first model, not that of {grid.topology().spec!r}: "
+            "set deepspeed.runtime.domino.async_linear.TP_group = None before the model is built"
         )
 
 
@@ -463,17 +453,6 @@ def create_missing_expert_groups(engine: DeepSpeedEngine, model: nn.Module, grid
             create_expert_groups(grid, size, sliced, engine._config.use_data_before_expert_parallel_)
 
 
-def agree_on_settings(engine: DeepSpeedEngine, grid: MpuGrid, failure: Exception | None) -> None:
-    """Compare the settings that must be equal on all ranks of an engine; collective over them.
-
-    Raises:
-        DisagreementError: settings differ; the message names the settings, ranks and hosts.
-        Exception: ``failure``, an earlier error of this rank, which the other ranks report, too.
-    """
-    axes = axes_of_engine(grid, isinstance(engine, PipelineEngine))
-    agree_along(grid, axes, "the settings of the engine", failure, [] if failure else _settings(engine))
-
-
 def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
     """Compare the parameters of replicas, and the parallel state of layers; collective over the engine's ranks.
 
@@ -481,28 +460,23 @@ def agree_on_model(model: nn.Module, grid: MpuGrid) -> None:
         DisagreementError: replicas differ; the message names parameters, ranks and hosts. Or another rank failed.
         TopologyError: layers use a parallel state with another layout.
     """
-    lines = [
-        f"{name} {list(getattr(p, 'ds_shape', p.shape))} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-        for name, p in model.named_parameters()
-    ]
     is_pipeline = isinstance(model, DeepSpeedPipelineModule)
     loss_stage = 0 if isinstance(model, dualpipev.DualPipeVModule) else grid.pipe_parallel_size - 1
-    if is_pipeline and grid.stage_id == loss_stage:
-        lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
-    replicas, everyone = gradient_axes(grid.topology()), axes_of_engine(grid, is_pipeline)
-    failure: Exception | None = None
-    try:
+    everyone = grid.get_ranks(axes_of_engine(grid, is_pipeline))
+    with ExitStack() as agreements:
+        if everyone != grid.dp_group:
+            agreements.enter_context(agreement(everyone, "stages and slices"))
+        subject = f"the parameters of replicas along {gradient_axes(grid.topology())}"
+        lines = agreements.enter_context(agreement(grid.dp_group, subject))
         check_programs(model, grid)
-    except TopologyError as error:
-        failure = error
-    try:
-        agree_along(grid, replicas, f"the parameters of replicas along {replicas}", failure, lines)
-    except (DisagreementError, TopologyError) as error:
-        failure = error
-    if grid.get_ranks(everyone) != grid.get_ranks(replicas):
-        agree_along(grid, everyone, "stages and slices", failure)
-    elif failure is not None:
-        raise failure
+        for name, parameter in model.named_parameters():
+            shape, frozen = (
+                list(getattr(parameter, "ds_shape", parameter.shape)),
+                "" if parameter.requires_grad else " frozen",
+            )
+            lines.append(f"{name} {shape} {parameter.dtype}{frozen}")
+        if is_pipeline and grid.stage_id == loss_stage:
+            lines.append(f"loss function={'none' if model.loss_fn is None else 'given'}")
 
 
 def _settings(engine: DeepSpeedEngine) -> list[str]:

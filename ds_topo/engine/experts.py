@@ -114,9 +114,8 @@ def _check_optimizer_files(engine: DeepSpeedEngine) -> None:
     others = sorted(size for size in sizes if max(sizes) % size)
     if others and not engine.zero_optimization():
         raise ExpertGroupError(
-            f"expert parallel sizes {others} do not divide the greatest, {max(sizes)}: without ZeRO, DeepSpeed writes "
-            "one optimizer state for each rank of the greatest group, so the states of some experts would be lost. Use "
-            "ZeRO stage 1 or 2, or sizes that divide each other"
+            f"expert parallel sizes {others} do not divide the greatest, {max(sizes)}: without ZeRO, DeepSpeed would "
+            "lose the optimizer states of some experts. Use ZeRO stage 1 or 2, or sizes that divide each other"
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod
 
 import deepspeed
@@ -58,29 +58,19 @@ _CURRENT = (
 )
 """The names of ``deepspeed.utils.groups`` that belong to one mpu."""
 
-Answer = TypeVar("Answer")
 _FIRST_OF_SLICES = always(autoparallel.get_tensor_model_parallel_src_rank)
 """One object for all grids, which share the replacement."""
 
 
-class _WithSeqAxis(Generic[Answer]):
-    """A method that exists only on grids with sequence queries, because DeepSpeed tests for its presence."""
+def _with_seq_axis(method: Callable[[Any], Any]) -> property:
+    """Make a method exist only on grids with sequence queries, because DeepSpeed tests for its presence."""
 
-    def __init__(self, method: Callable[[Any], Answer]) -> None:
-        self._method = method
-        self.__doc__ = method.__doc__
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, grid: PipelineParallelGrid | None, kind: type) -> Callable[[], Answer]:
-        if grid is None:
-            return self  # type: ignore[return-value]
+    def bound(grid: PipelineParallelGrid) -> Callable[[], Any]:
         if not grid.offers_sequence_queries:
-            raise AttributeError(
-                f"{kind.__name__} of {grid.topology().spec!r} has no {self._name}: it needs an axis {SEQ!r}"
-            )
-        return partial(self._method, grid)
+            raise AttributeError(f"a query of {grid.topology().spec!r} for sequences needs an axis {SEQ!r}")
+        return partial(method, grid)
+
+    return property(bound, doc=method.__doc__)
 
 
 class PipelineParallelGrid(MpuGrid):
@@ -136,52 +126,33 @@ class PipelineParallelGrid(MpuGrid):
         """True if the ``get_sequence_*`` methods exist."""
         return SEQ in self.topology().axes
 
-    @_WithSeqAxis
-    def get_sequence_parallel_group(self) -> ProcessGroup:
-        """Return this rank's group along ``seq``: the ranks that share its samples."""
-        return self.get_group(SEQ)
-
-    @_WithSeqAxis
-    def get_sequence_parallel_world_size(self) -> int:
-        """Return the degree of ``seq``."""
-        return self.get_axis_size(SEQ)
-
-    @_WithSeqAxis
-    def get_sequence_parallel_rank(self) -> int:
-        """Return this rank's index along ``seq``."""
-        return self.get_axis_rank(SEQ)
-
-    @_WithSeqAxis
-    def get_sequence_parallel_src_rank(self) -> int:
-        """Return the global rank of the first member of the sequence parallel group."""
-        return self.get_ranks(SEQ)[0]
-
-    @_WithSeqAxis
-    def get_sequence_data_parallel_group(self) -> ProcessGroup:
-        """Return the group of all replicas of this rank's parameters, over data and seq."""
-        return self.get_data_parallel_group()
-
-    @_WithSeqAxis
-    def get_sequence_data_parallel_world_size(self) -> int:
+    def _replicas(self) -> int:
         """Return the number of replicas."""
         return len(self.dp_group)
 
-    @_WithSeqAxis
-    def get_sequence_data_parallel_rank(self) -> int:
+    def _replica_rank(self) -> int:
         """Return the index of the replica that this rank holds."""
         return self.topology().get_axis_index(gradient_axes(self.topology()), self.grid_rank)
 
-    @_WithSeqAxis
-    def get_sequence_data_parallel_src_rank(self) -> int:
-        """Return the global rank of the first replica."""
-        return self.dp_group[0]
+    def _first_of_sequence(self) -> int:
+        """Return the global rank of the first member of the sequence parallel group."""
+        return self.get_ranks(SEQ)[0]
+
+    get_sequence_parallel_group = _with_seq_axis(MpuGrid.get_context_parallel_group)
+    get_sequence_parallel_world_size = _with_seq_axis(MpuGrid.get_context_parallel_world_size)
+    get_sequence_parallel_rank = _with_seq_axis(MpuGrid.get_context_parallel_rank)
+    get_sequence_parallel_src_rank = _with_seq_axis(_first_of_sequence)
+    get_sequence_data_parallel_group = _with_seq_axis(MpuGrid.get_data_parallel_group)
+    get_sequence_data_parallel_world_size = _with_seq_axis(_replicas)
+    get_sequence_data_parallel_rank = _with_seq_axis(_replica_rank)
+    get_sequence_data_parallel_src_rank = _with_seq_axis(MpuGrid.get_data_parallel_src_rank)
 
     def __dir__(self) -> list[str]:
         hidden = () if self.offers_sequence_queries else SEQUENCE_QUERIES
         return [name for name in super().__dir__() if name not in hidden]
 
 
-SEQUENCE_QUERIES = tuple(name for name, value in vars(PipelineParallelGrid).items() if isinstance(value, _WithSeqAxis))
+SEQUENCE_QUERIES = tuple(name for name in vars(PipelineParallelGrid) if name.startswith("get_sequence_"))
 """The names of the methods that only grids with sequence queries have."""
 
 
@@ -197,15 +168,8 @@ class PipelineEngineGrid(PipelineParallelGrid):
         """Always false."""
         return False
 
-    @cached_property
-    def data_parallel_size(self) -> int:
-        """The number of replicas."""
-        return len(self.dp_group)
-
-    @cached_property
-    def data_parallel_id(self) -> int:
-        """The index of the replica that this rank holds."""
-        return self.topology().get_axis_index(gradient_axes(self.topology()), self.grid_rank)
+    data_parallel_size = cached_property(PipelineParallelGrid._replicas)
+    data_parallel_id = cached_property(PipelineParallelGrid._replica_rank)
 
 
 # -- patches of an engine ---------------------------------------------------------------------------------------------
@@ -234,7 +198,7 @@ def _patching_engines(construct: Any, engine: DeepSpeedEngine, *args: Any, **opt
 def _patch_engine(engine: DeepSpeedEngine) -> None:
     is_pipeline, has_experts = isinstance(engine, PipelineEngine), bool(registry.of(engine.mpu))
     rows = [*_OF_ALL_ENGINES, *(() if is_pipeline else _OF_PLAIN_ENGINES)]
-    rows += hybrid_sharding.rows_of_engines(engine.mpu)
+    rows += hybrid_sharding.rows_of_engines(engine)
     hybrid_sharding.save_each_partition_once(engine)
     if has_experts:
         experts.check_engine_with_experts(engine)
@@ -273,8 +237,7 @@ def _check_names_of_experts(model: Any, mpu: Any) -> None:
         if known is not None and known not in own:
             raise ExpertGroupError(
                 f"a MoE layer of an engine without that grid uses {known.plan.name!r}, the groups of {known.grid}: "
-                "DeepSpeed keeps one table per name; pass mpu=grid, destroy() those groups first, or choose another "
-                "ep_size"
+                "pass mpu=grid, destroy() those groups first, or choose another ep_size"
             )
 
 

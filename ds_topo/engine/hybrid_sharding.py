@@ -27,8 +27,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary, WeakSet
@@ -53,7 +52,6 @@ from ds_topo.errors import EngineOptionError, listed
 from ds_topo.ledger import Make, Patch, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.mpu.releases import bind_methods
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.topology.axes import SHARD
 from ds_topo.zero.exchange import Copies, hosts_in_order
@@ -144,25 +142,26 @@ def save_each_partition_once(engine: DeepSpeedEngine) -> None:
 
 
 @contextmanager
-def _file_for_each_replica(engine: DeepSpeedEngine, copies: Copies) -> Iterator[bool]:
-    """Name the file of this rank's partitions by its number among all replicas; yield whether it has all of them.
+def _file_of_replica(
+    engine: DeepSpeedEngine, copies: Copies, patch: Patch, make: Make, owner: object
+) -> Iterator[None]:
+    """Name the file of this rank's partitions by its number among all replicas; bind a patch on later copies.
 
     Experts are partitioned over all replicas, so with them each replica has a file. Those of later copies have the
     partitions of experts alone. DeepSpeed asks ``dp_process_group`` for the number.
     """
     optimizer = engine.optimizer
     partitions, optimizer.dp_process_group = optimizer.dp_process_group, copies.whole
+    is_later = dist.get_rank(copies.group) > 0
     try:
-        yield dist.get_rank(copies.group) == 0
+        with ledger.bound(patch, make, owner) if is_later else nullcontext():
+            yield
     finally:
         optimizer.dp_process_group = partitions
 
 
 def save_partitions(copies: Copies, save: Any, engine: DeepSpeedEngine, *arguments: Any) -> None:
     """Replace ``_save_zero_checkpoint``: later copies save the partitions of experts alone."""
-    if not engine.has_moe_layers:
-        save(engine, *arguments)
-        return
     optimizer = engine.optimizer
 
     @around
@@ -174,20 +173,17 @@ def save_partitions(copies: Copies, save: Any, engine: DeepSpeedEngine, *argumen
             found[BASE_OPTIMIZER_STATE]["state"].pop(group, None)
         return {**found, SINGLE_PARTITION_OF_FP32_GROUPS: masters}
 
-    with _file_for_each_replica(engine, copies) as has_all, ExitStack() as bindings:
-        if not has_all:
-            bindings.enter_context(ledger.bound(patches.STATES_TO_SAVE[type(optimizer)], states_of_experts, optimizer))
+    row = next(row for row in patches.STATES_TO_SAVE if row.owner is type(optimizer))
+    with _file_of_replica(engine, copies, row, states_of_experts, optimizer):
         save(engine, *arguments)
 
 
 def load_partitions(copies: Copies, load: Any, engine: DeepSpeedEngine, *arguments: Any, **options: Any) -> Any:
     """Replace ``_load_zero_checkpoint``: later copies read the first one's file, too."""
-    if not engine.has_moe_layers:
-        return load(engine, *arguments, **options)
 
     @around
-    def read_own_and_first(read: Any, _: object, names: list[str]) -> list[dict[str, Any]]:
-        states: list[dict[str, Any]] = read(engine, names)
+    def read_own_and_first(read: Any, names: list[str]) -> list[dict[str, Any]]:
+        states: list[dict[str, Any]] = read(names)
         own = states[dist.get_rank(copies.whole)]
         first = dist.get_group_rank(copies.whole, dist.get_global_rank(copies.group, 0))
         content = engine.checkpoint_engine.load(names[first], map_location="cpu")[OPTIMIZER_STATE_DICT]
@@ -197,9 +193,7 @@ def load_partitions(copies: Copies, load: Any, engine: DeepSpeedEngine, *argumen
             own[BASE_OPTIMIZER_STATE]["state"] |= {group: of_dense[group]} if group in of_dense else {}
         return states
 
-    with _file_for_each_replica(engine, copies) as has_all, ExitStack() as bindings:
-        if not has_all:
-            bindings.push(bind_methods([(patches.STATES_TO_LOAD, read_own_and_first)], engine))
+    with _file_of_replica(engine, copies, patches.STATES_TO_LOAD, read_own_and_first, engine):
         return load(engine, *arguments, **options)
 
 
@@ -318,16 +312,9 @@ class _Sum:
 # -- ZeRO 3 -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
-class _Step:
-    """The gradients of one step that are not summed over the copies yet."""
-
-    kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Those of earlier micro-batches, by the identity of the parameter."""
-    in_flight: list[_Sum] = field(default_factory=list)
-
-
-_steps: WeakKeyDictionary[Any, _Step] = WeakKeyDictionary()
+_steps: WeakKeyDictionary[Any, tuple[dict[int, torch.Tensor], list[_Sum]]] = WeakKeyDictionary()
+"""The gradients of a step that are not summed over the copies yet, by optimizer: those of earlier micro-batches, by the
+identity of their parameter, and sums in flight."""
 
 
 def partition_and_sum(
@@ -347,32 +334,30 @@ def partition_and_sum(
         buffers = partition_gradients(optimizer, parameters, partitions)
     finally:
         optimizer.set_gradient_accumulation_boundary(ends_step)
-    step = _steps.setdefault(optimizer, _Step())
+    kept, in_flight = _steps.setdefault(optimizer, ({}, []))
     rank = dist.get_rank(optimizer.dp_process_group)
     filled = [parameter for parameter in parameters if parameter.partition_numel() * rank < parameter.ds_numel]
-    step.kept |= {id(parameter): buffer for parameter, buffer in zip(filled, buffers, strict=True)}
+    kept |= {id(parameter): buffer for parameter, buffer in zip(filled, buffers, strict=True)}
     if ends_step and buffers:
         for parameter in filled:
-            del step.kept[id(parameter)]
+            del kept[id(parameter)]
         dtype = optimizer.get_param_comm_dtype(filled[0])
-        step.in_flight.append(_Sum(buffers, copies.group, 1 / copies.number, dtype))
+        in_flight.append(_Sum(buffers, copies.group, 1 / copies.number, dtype))
     return buffers
 
 
 def end_and_wait(copies: Copies, end_backward: Any, optimizer: DeepSpeedZeroOptimizer_Stage3) -> None:
     """Replace ``independent_gradient_partition_epilogue``, which ends the reduction of ZeRO 3."""
     end_backward(optimizer)
-    step = _steps.get(optimizer)
-    if step is None or not optimizer.is_gradient_accumulation_boundary():
+    if optimizer not in _steps or not optimizer.is_gradient_accumulation_boundary():
         return
+    kept, in_flight = _steps.pop(optimizer)
     stream = optimizer.reduce_and_partition_stream
     with get_accelerator().stream(stream):
-        if step.kept:  # of parameters that the last micro-batch did not use
-            kept = list(step.kept.values())
-            step.in_flight.append(_Sum(kept, copies.group, 1 / copies.number, kept[0].dtype))
-        for sum_over_copies in step.in_flight:
+        if unused := list(kept.values()):  # of parameters that the last micro-batch did not use
+            in_flight.append(_Sum(unused, copies.group, 1 / copies.number, unused[0].dtype))
+        for sum_over_copies in in_flight:
             sum_over_copies.wait()
-    del _steps[optimizer]
     if not get_accelerator().resolves_data_dependency():
         stream.synchronize()
     if optimizer.offload_optimizer:
@@ -384,17 +369,17 @@ OF_CONSTRUCTION: tuple[tuple[Patch, Make], ...] = tuple(
 )
 
 
-def rows_of_engines(grid: MpuGrid) -> list[tuple[Patch, Make]]:
-    """Return the patches of engines that partition over ``shard``, and of their optimizers; none without copies."""
-    copies = copies_of(grid)
+def rows_of_engines(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
+    """Return the patches of an engine that partitions over ``shard``, and of its optimizer; none without copies."""
+    copies = copies_of(engine.mpu)
     if copies is None:
         return []
     replacements: dict[Patch, Callable[..., Any]] = {
         patches.STEP_ON_SUMS: sum_and_step,
-        patches.OVERFLOW_OF_COPIES: overflows_anywhere,
-        patches.SAVE_PARTITIONS: save_partitions,
-        patches.LOAD_PARTITIONS: load_partitions,
         patches.PARTITION_GRADIENTS: partition_and_sum,
         patches.END_OF_REDUCTION: end_and_wait,
+        patches.OVERFLOW_OF_COPIES: overflows_anywhere,
     }
+    if engine.has_moe_layers:
+        replacements |= {patches.SAVE_PARTITIONS: save_partitions, patches.LOAD_PARTITIONS: load_partitions}
     return [(row, around(partial(replacement, copies))) for row, replacement in replacements.items()]

@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -76,17 +77,11 @@ def mark_tensor_parallel_gradients(module: nn.Module) -> Callable[[], None]:
     Returns:
         A function that removes the hooks that set the marks.
     """
-    handles = [
-        parameter.register_post_accumulate_grad_hook(_mark)
-        for parameter in module.parameters()
-        if parameter.requires_grad and is_model_parallel_parameter(parameter)
-    ]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove
+    handles = ExitStack()
+    for parameter in module.parameters():
+        if parameter.requires_grad and is_model_parallel_parameter(parameter):
+            handles.callback(parameter.register_post_accumulate_grad_hook(_mark).remove)
+    return handles.close
 
 
 def _mark(parameter: torch.Tensor) -> None:
@@ -226,7 +221,7 @@ def _counts_here(parameter: nn.Parameter, grid: ProcessGrid) -> bool:
     mesh, axes = gradient.device_mesh, grid.topology().axes
     ranks = set(mesh.mesh.flatten().tolist())
     covered = [axis for axis in axes if grid.get_axis_size(axis) > 1 and ranks.issuperset(grid.get_ranks(axis))]
-    if sorted(ranks) != (grid.get_ranks(covered) if covered else [grid.global_rank]):
+    if sorted(ranks) != grid.get_ranks(covered):
         raise ValueError(
             f"a DTensor on the mesh of ranks {listed(sorted(ranks))}: they are not all ranks of this rank along any "
             f"axes of {grid.topology().spec!r}; build the mesh by grid.device_mesh()"
@@ -272,21 +267,13 @@ def unfused_gradient_norm(optimizer: FP16_UnfusedOptimizer, grid: MpuGrid) -> to
 
     Collective over the grid. It replaces the norm that ``FP16_UnfusedOptimizer`` clips by.
     """
-    counted = [
-        _norm_of(parameter.grad)
-        for parameter in chain.from_iterable(optimizer.fp16_groups)
-        if parameter.grad is not None and _counts_on_this_slice(parameter, grid) and _replica(parameter, grid) == 0
-    ]
-    return _total_norm(counted, grid)
+    trained = [parameter for parameter in chain.from_iterable(optimizer.fp16_groups) if parameter.grad is not None]
+    return _total_norm([_norm_of(parameter.grad) for parameter in trained if _counts_here(parameter, grid)], grid)
 
 
 def _clip_fp32_gradients(engine: DeepSpeedEngine) -> None:
     parameters, limit = engine.module.parameters(), engine.gradient_clipping()
     engine._global_grad_norm = clip_grad_norm_(parameters, limit, engine.mpu)
-
-
-def _scaled_global_norm(optimizer: DeepSpeedZeroOptimizer, norm_type: int = 2) -> torch.Tensor:
-    return zero_gradient_norm(optimizer, optimizer.mpu)
 
 
 @around
@@ -297,7 +284,10 @@ def _by_norm_over_grid(
     return clip(optimizer, optimizer._global_grad_norm, apply_scale)
 
 
-_OF_ZERO: tuple[Patch, Make] = (patches.ZERO_NORM, always(_scaled_global_norm))
+_OF_ZERO: tuple[Patch, Make] = (
+    patches.ZERO_NORM,
+    always(lambda optimizer, norm_type=2: zero_gradient_norm(optimizer, optimizer.mpu)),
+)
 
 
 def corrections(engine: DeepSpeedEngine, with_experts: bool) -> list[tuple[Patch, Make]]:
@@ -326,9 +316,8 @@ def of_unequal_stages(engine: DeepSpeedEngine) -> list[tuple[Patch, Make]]:
         return []
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         raise EngineOptionError(
-            f"the stages have parameters in {counts} groups of the optimizer: DeepSpeed's FP16_UnfusedOptimizer takes "
-            "the norm of each group over all stages, and would hang in the first step; use ZeRO stage 1, or give every "
-            "stage a parameter of each group"
+            f"the stages have parameters in {counts} groups of the optimizer: DeepSpeed's FP16_UnfusedOptimizer would "
+            "hang in the first step; use ZeRO stage 1, or give every stage a parameter of each group"
         )
     return [_OF_ZERO]
 
@@ -365,9 +354,8 @@ def _scale_losses(engine: DeepSpeedEngine) -> None:
     if not (engine.fp16_enabled() and isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))):
         return
     log_dist(
-        "ds_topo: losses are multiplied by the loss scale, by which DeepSpeed's optimizers of fp16 without ZeRO divide "
-        "gradients. DeepSpeed's own engine does not multiply, so its updates are smaller, and it clips nothing. To "
-        "compare runs, set grid.correct_norms = False",
+        "ds_topo: losses are multiplied by the loss scale, which DeepSpeed's own engine omits in fp16 without ZeRO: "
+        "its updates are smaller, and it clips nothing. To compare runs, set grid.correct_norms = False",
         ranks=[0],
         level=logging.WARNING,
     )
@@ -383,8 +371,7 @@ def _log_clipping(engine: DeepSpeedEngine) -> None:
         log_dist(
             f"ds_topo: gradient_clipping={limit} (DeepSpeed's default is {GRADIENT_CLIPPING_DEFAULT}) clips by the "
             f"norm of all {stages} pipeline stages. DeepSpeed's own pipeline without ZeRO counts the first stage "
-            "alone, so losses differ from those of earlier runs after the first step that is clipped. "
-            "engine.get_global_grad_norm() returns the norm; to compare runs, set grid.correct_norms = False",
+            "alone, so losses differ from those of earlier runs. To compare runs, set grid.correct_norms = False",
             ranks=[0],
             level=logging.WARNING,
         )

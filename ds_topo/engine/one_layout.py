@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -56,11 +57,20 @@ def axes_of_engine(grid: MpuGrid, is_pipeline: bool) -> list[str]:
     return [axis for axis in grid.topology().axes if axis != PIPE or is_pipeline]
 
 
-def agree_along(
-    grid: MpuGrid, axes: Iterable[str], subject: str, failure: Exception | None, lines: Sequence[str] = ()
-) -> None:
-    """Compare lines between this rank's peers along some axes, or raise ``failure`` on all of them."""
-    agree("", grid.get_ranks(axes), job_timeout(), failure=failure, subject=subject, lines=lines)
+@contextmanager
+def agreement(members: Sequence[int], subject: str, description: str = "") -> Iterator[list[str]]:
+    """Compare a description, or else the lines that a block adds, between ranks, or raise its error on all of them.
+
+    Raises:
+        DisagreementError: they differ, or the block of another rank has raised an error; the message names ranks.
+    """
+    lines: list[str] = []
+    failure: Exception | None = None
+    try:
+        yield lines
+    except Exception as error:  # of any kind, because the other ranks must raise, too
+        failure = error
+    agree(description, members, job_timeout(), failure=failure, subject=subject, lines=None if description else lines)
 
 
 def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, grid: MpuGrid) -> None:
@@ -74,8 +84,7 @@ def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, g
     """
     if TOPOLOGY_OVERRIDE in os.environ:
         return
-    failure: Exception | None = None
-    try:
+    with agreement(grid.get_ranks(grid.topology().axes), "the topology of the pipeline"):
         if given is not None:
             require_same_places(as_topology(given, grid.world_size), grid)
         elif num_stages is not None and num_stages != grid.pipe_parallel_size:
@@ -83,9 +92,6 @@ def require_topology_in_use(given: AnyTopology | None, num_stages: int | None, g
                 f"num_stages={abridged(num_stages)}, but the grid in use, {grid.topology().spec!r}, has "
                 f"{grid.pipe_parallel_size}: omit num_stages, or use a grid with that many stages"
             )
-    except (TopologyError, TypeError) as error:
-        failure = error
-    agree_along(grid, grid.topology().axes, "the topology of the pipeline", failure)
 
 
 def mpu_in_use(mpu: Any, model: Any, grid: MpuGrid) -> Any:
@@ -97,16 +103,12 @@ def mpu_in_use(mpu: Any, model: Any, grid: MpuGrid) -> Any:
     """
     is_pipeline = isinstance(model, DeepSpeedPipelineModule)
     own: Any = model.mpu() if isinstance(model, DeepSpeedPipelineModule) else mpu
-    failure: Exception | None = None
-    try:
+    with agreement(grid.get_ranks(axes_of_engine(grid, is_pipeline)), "the mpu of the engine"):
         if isinstance(own, MpuGrid):
             if own.topology() != grid.topology() or own.to_global([0]) != grid.to_global([0]):
                 require_same_places(own.topology(), grid)
         elif own is not None and own is not parallel_state_sp:  # this module answers with the grid's groups
             require_same_groups(own, own.__name__ if isinstance(own, ModuleType) else type(own).__name__, grid)
-    except Exception as error:  # any exception: the other ranks must raise, too
-        failure = error
-    agree_along(grid, axes_of_engine(grid, is_pipeline), "the mpu of the engine", failure)
     return mpu if is_pipeline or isinstance(mpu, MpuGrid) else grid
 
 
@@ -143,9 +145,10 @@ def require_same_groups(mpu: Any, name: str, grid: MpuGrid) -> None:
     spans_of = {**_QUESTIONS, _DATA_QUESTION: (sample_axes(grid.topology()), gradient_axes(grid.topology()))}
     if hasattr(mpu, _ONLY_IN_NEOX):
         spans_of["get_model_parallel_group"] = ((MODEL,),)
+    axes = grid.topology().axes
     for question, spans in spans_of.items():
         found = _ranks_of(mpu, question)
-        expected = [_ranks_along(grid, span) for span in spans]
+        expected = [grid.get_ranks(axis for axis in span if axis in axes) for span in spans]
         if found is not None and found not in expected:
             remedy = f"call ds_topo.parallel_state.install(grid, {name})"
             if not isinstance(mpu, ModuleType):
@@ -167,11 +170,6 @@ def _ranks_of(mpu: Any, question: str) -> list[int] | None:
         return sorted(dist.get_process_group_ranks(ask()))
     except Exception:  # a program's function may raise anything, such as when it is not initialised
         return None
-
-
-def _ranks_along(grid: MpuGrid, axes: tuple[str, ...]) -> list[int]:
-    present = [axis for axis in axes if axis in grid.topology().axes]
-    return grid.get_ranks(present) if present else [grid.global_rank]
 
 
 def check_programs(model: nn.Module, grid: MpuGrid) -> None:
@@ -235,6 +233,5 @@ def _refuse_grid_as_neox_state(module: ModuleType, name: str, grid: MpuGrid) -> 
             raise TopologyError(
                 f"{name}.{attribute} belongs to the grid, whose model parallel group is pipe x model "
                 f"({grid.get_model_parallel_world_size()} ranks), but GPT-NeoX means tensor parallel "
-                f"({grid.slice_parallel_size}): its layers would wait for other stages. Leave the module unchanged, "
-                "and call ds_topo.parallel_state.install(grid, megatron.mpu)"
+                f"({grid.slice_parallel_size}): call ds_topo.parallel_state.install(grid, megatron.mpu) instead"
             )

@@ -15,7 +15,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import wraps
 from itertools import accumulate
 from typing import Any
 
@@ -37,7 +36,7 @@ from ds_topo.engine import parameter_gathers
 from ds_topo.engine.hybrid_sharding import copies_of, reduced_elsewhere
 from ds_topo.engine.norms import is_copy_of_tied
 from ds_topo.engine.parameter_gathers import FlatGroup, PartitionedParameters, balanced_layout, lengthened
-from ds_topo.ledger import Patch, always, ledger
+from ds_topo.ledger import Patch, always, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.releases import bind_methods
 from ds_topo.process_groups.agreement import agree
@@ -69,9 +68,23 @@ class OptimizerGradients:
         """The buffers in which gradients accumulate, if not in ``parameter.grad``."""
         self.reduction: tuple[object, Patch] = (engine, patches.REDUCE_FALLBACK)
         """The object that the engine calls to reduce gradients, and the row of the method."""
+        if isinstance(self.optimizer, DeepSpeedZeroOptimizer):
+            is_stage_2 = int(engine.zero_optimization_stage()) == 2
+            self.reduction = (self.optimizer, patches.ZERO_EPILOGUE if is_stage_2 else patches.REDUCE_ZERO)
 
     def bind(self, bindings: ExitStack) -> None:
-        """Disable the optimizer's own hooks until the bindings are closed. No-op here: it has no hooks."""
+        """Keep the optimizer's own hooks from gradients until the bindings are closed."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer):
+            _set({patches.ZERO_PROCESS: lambda parameter, group: None}, optimizer, bindings)
+            reduced_elsewhere.add(optimizer)  # its step shall not sum over the copies of its partition a second time
+            bindings.callback(reduced_elsewhere.discard, optimizer)
+        if isinstance(optimizer, BF16_Optimizer):  # it accumulates in hooks (immediate_grad_update) or after backward
+            _set({patches.HP_GRADIENTS: lambda clear_lp_grads=False: None}, optimizer, bindings)
+            if optimizer._grad_acc_hooks:
+                for hook in optimizer._grad_acc_hooks:
+                    hook.remove()
+                bindings.callback(optimizer.create_grad_acc_hooks)
 
     def mark_reduced(self) -> None:
         """Mark gradients as reduced for the optimizer. No-op here: its step reads ``parameter.grad``."""
@@ -95,7 +108,7 @@ class BF16Gradients(OptimizerGradients):
 
     def bind(self, bindings: ExitStack) -> None:
         """Remove the optimizer's hooks, and set the gradients that the pipeline engine reads."""
-        _keep_hooks_off(self.optimizer, bindings)
+        super().bind(bindings)
         for parameter, gradient in self.grad_buffers.items():
             _set({patches.HP_GRADIENT: gradient}, parameter, bindings)
 
@@ -105,41 +118,18 @@ class BF16Gradients(OptimizerGradients):
             flags[:] = [True] * len(flags)
 
 
-def _keep_hooks_off(optimizer: BF16_Optimizer, bindings: ExitStack) -> None:
-    """Disable its accumulation of gradients, in hooks (``immediate_grad_update``) and after backward."""
-    _set({patches.HP_GRADIENTS: lambda clear_lp_grads=False: None}, optimizer, bindings)
-    if optimizer._grad_acc_hooks:
-        for hook in optimizer._grad_acc_hooks:
-            hook.remove()
-        bindings.callback(optimizer.create_grad_acc_hooks)
-
-
 class Zero1Gradients(OptimizerGradients):
     """ZeRO stage 1 with Muon, which needs whole matrices: it takes its partition from reduced ``parameter.grad``."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        super().__init__(engine)
-        self.reduction = (self.optimizer, patches.REDUCE_ZERO)
-
     def bind(self, bindings: ExitStack) -> None:
         """Limit its hooks to counting backward passes, and its epilogue to collecting the partition."""
-        _keep_sums(self.optimizer, bindings)
-        values = {
-            patches.ZERO_OVERLAP: False,
-            patches.ZERO_PROCESS: lambda parameter, group: None,
-            patches.ZERO_REDUCE_REST: lambda comm_dtype=None: None,
-        }
+        super().bind(bindings)
+        values = {patches.ZERO_OVERLAP: False, patches.ZERO_REDUCE_REST: lambda comm_dtype=None: None}
         _set(values, self.optimizer, bindings)
 
     def mark_reduced(self) -> None:
         """Collect this rank's partition."""
         self.optimizer.overlapping_partition_gradients_reduce_epilogue()
-
-
-def _keep_sums(optimizer: DeepSpeedZeroOptimizer, bindings: ExitStack) -> None:
-    """Keep the optimizer's step from summing gradients over the copies of its partition a second time."""
-    reduced_elsewhere.add(optimizer)
-    bindings.callback(reduced_elsewhere.discard, optimizer)
 
 
 def _refuse_offload(*_: object, **__: object) -> None:
@@ -205,19 +195,15 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
         """Return the gradients that DeepSpeed's functions for single parameters read, by group."""
 
     @abstractmethod
-    def _hand_over(self) -> None:
-        """Pass this rank's partition of reduced gradients to the optimizer, after the last micro-batch."""
-
-    @abstractmethod
-    def _disable_hooks(self, bindings: ExitStack) -> None:
-        """Keep the optimizer's own hooks from gradients until the bindings are closed."""
+    def _hand_over(self, group: FlatGroup, partition: torch.Tensor) -> None:
+        """Pass this rank's partition of a group's reduced gradients to the optimizer."""
 
     # -- the reducer's calls
 
     def bind(self, bindings: ExitStack) -> None:
         """Move the optimizer to our layout and disable its own hooks; collective, and so is its end."""
+        super().bind(bindings)
         bindings.push(bind_methods(parameter_gathers.OF_OPTIMIZERS, self.optimizer))
-        self._disable_hooks(bindings)
         self._enter()
         bindings.callback(self._end)
 
@@ -235,7 +221,8 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
     def mark_reduced(self) -> None:
         """Pass the optimizer its partition after the last micro-batch."""
         if self.engine.is_gradient_accumulation_boundary():
-            self._hand_over()
+            for group in self.groups:
+                self._hand_over(group, group.gradients.take())
 
     def reduce_tied(self, reduce: Callable[[], None]) -> None:
         """Sum the whole gradients in the partitions' memory, since stages own different parts of them."""
@@ -302,8 +289,9 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
 
     def _bind_names(self) -> None:
         _set(self._addresses(), self.optimizer, self._bindings)
-        rows, methods = patches.METHODS_OF_PARTITIONS[type(self.optimizer)], (self._saving, self._loading)
-        for row, make in zip(rows, (*methods, always(self._refresh)), strict=True):
+        rows = [row for row in patches.METHODS_OF_PARTITIONS if row.owner is type(self.optimizer)]
+        makes = (around(self._save), around(self._load), always(self._refresh))
+        for row, make in zip(rows, makes, strict=True):
             self._bindings.callback(ledger.bind(row, make, self.optimizer))
 
     def _move(self, *, to_ours: bool) -> None:
@@ -349,43 +337,38 @@ class PartitionedOptimizer(OptimizerGradients, ABC):
 
     # -- checkpoints
 
-    def _saving(self, state_dict: Any) -> Any:
-        @wraps(state_dict)
-        def in_deepspeeds_layout() -> dict[str, Any]:
-            """Collective over the ranks that share the first flat tensor. Ranks that do not come are named."""
-            agree(
-                "",
-                sorted(dist.get_process_group_ranks(self.groups[0].gradients.group)),
-                job_timeout(),
-                subject="optimizer.state_dict(), which all ranks must call together with a GradientReducer attached",
-            )
-            inner = self.optimizer.optimizer
-            kept = [(group.master.data, inner.state.get(group.master, {})) for group in self.groups]
-            self._bindings.close()
-            try:
-                self._move(to_ours=False)
-                result: dict[str, Any] = state_dict()
-                masters = result[SINGLE_PARTITION_OF_FP32_GROUPS]
-                result[SINGLE_PARTITION_OF_FP32_GROUPS] = [master.detach() for master in masters]  # in this layout
-            finally:
-                for group, (master, states) in zip(self.groups, kept, strict=True):
-                    _put(inner, group.master, master, states)
-                self._bind_names()
-            return result
+    def _save(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the optimizer's ``state_dict()`` in DeepSpeed's layout.
 
-        return in_deepspeeds_layout
+        Collective over the ranks that share the first flat tensor. Ranks that do not come are named.
+        """
+        agree(
+            "",
+            sorted(dist.get_process_group_ranks(self.groups[0].gradients.group)),
+            job_timeout(),
+            subject="optimizer.state_dict(), which all ranks must call together with a GradientReducer attached",
+        )
+        inner = self.optimizer.optimizer
+        kept = [(group.master.data, inner.state.get(group.master, {})) for group in self.groups]
+        self._bindings.close()
+        try:
+            self._move(to_ours=False)
+            result = state_dict()
+            masters = result[SINGLE_PARTITION_OF_FP32_GROUPS]
+            result[SINGLE_PARTITION_OF_FP32_GROUPS] = [master.detach() for master in masters]  # in this layout
+        finally:
+            for group, (master, states) in zip(self.groups, kept, strict=True):
+                _put(inner, group.master, master, states)
+            self._bind_names()
+        return result
 
-    def _loading(self, load_state_dict: Any) -> Any:
-        @wraps(load_state_dict)
-        def from_deepspeeds_layout(*arguments: Any, **options: Any) -> None:
-            """Collective."""
-            self._leave()
-            try:
-                load_state_dict(*arguments, **options)
-            finally:
-                self._enter()
-
-        return from_deepspeeds_layout
+    def _load(self, load_state_dict: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        """Load states in DeepSpeed's layout; collective."""
+        self._leave()
+        try:
+            load_state_dict(*arguments, **options)
+        finally:
+            self._enter()
 
     def _refresh(self) -> None:
         """Copy the parameters to the master weights, in place of ``_restore_from_bit16_weights``."""
@@ -399,10 +382,6 @@ class PartitionedZero(PartitionedOptimizer):
     """``DeepSpeedZeroOptimizer`` in our layout."""
 
     optimizer: DeepSpeedZeroOptimizer
-
-    def __init__(self, engine: DeepSpeedEngine, sizes: BucketSizes, whole: Collection[nn.Parameter]) -> None:
-        super().__init__(engine, sizes, whole)
-        self.reduction = (self.optimizer, patches.ZERO_EPILOGUE if self.reduces_always else patches.REDUCE_ZERO)
 
     def _flat_groups(self) -> Iterator[FlatGroup]:
         optimizer = self.optimizer
@@ -433,16 +412,13 @@ class PartitionedZero(PartitionedOptimizer):
         fragments: dict[int, list[torch.Tensor]] = self.optimizer.averaged_gradients
         return fragments
 
-    def _disable_hooks(self, bindings: ExitStack) -> None:
-        _keep_sums(self.optimizer, bindings)
-        values = {patches.ZERO_PROCESS: lambda parameter, group: None, patches.OFFLOAD_STATES: _refuse_offload}
-        _set(values, self.optimizer, bindings)
+    def bind(self, bindings: ExitStack) -> None:
+        """Move the optimizer to our layout; also refuse what would move it to another one."""
+        super().bind(bindings)
+        _set({patches.OFFLOAD_STATES: _refuse_offload}, self.optimizer, bindings)
 
-    def _hand_over(self) -> None:
-        """Set ``averaged_gradients``, as the optimizer's own epilogue would do."""
-        for group in self.groups:
-            partition = group.gradients.take()
-            self.optimizer.averaged_gradients[group.index] = _Gradients(group.fragments_of(partition), partition)
+    def _hand_over(self, group: FlatGroup, partition: torch.Tensor) -> None:
+        self.optimizer.averaged_gradients[group.index] = _Gradients(group.fragments_of(partition), partition)
 
 
 class _Gradients(list[torch.Tensor]):
@@ -505,15 +481,9 @@ class PartitionedBF16(PartitionedOptimizer):
             kind.append(square.sqrt().reshape(1))
         return dense or [torch.zeros(1, device=get_accelerator().current_device_name())], of_experts
 
-    def _disable_hooks(self, bindings: ExitStack) -> None:
-        _keep_hooks_off(self.optimizer, bindings)
-
-    def _hand_over(self) -> None:
-        """Mark the partition as filled; the optimizer's step reads it in place."""
-        for group in self.groups:
-            group.gradients.take()
-        for flags in self.optimizer.fp32_groups_has_gradients:
-            flags[:] = [True] * len(flags)
+    def _hand_over(self, group: FlatGroup, partition: torch.Tensor) -> None:
+        flags = self.optimizer.fp32_groups_has_gradients[group.index]
+        flags[:] = [True] * len(flags)
 
 
 def _put(inner: torch.optim.Optimizer, master: torch.Tensor, data: torch.Tensor, states: dict[str, Any]) -> None:
@@ -551,8 +521,6 @@ def gradients_of(engine: DeepSpeedEngine, sizes: Callable[[], BucketSizes]) -> O
 
 def _can_move(optimizer: BF16_Optimizer | DeepSpeedZeroOptimizer) -> bool:
     """Return whether the optimizer can run in our layout: its arithmetic does not depend on DeepSpeed's."""
-    if getattr(optimizer, "autoep_folding_tp_group", None) is not None:
-        return False
     if not is_element_by_element(optimizer.optimizer):
         return False
     if isinstance(optimizer, BF16_Optimizer):

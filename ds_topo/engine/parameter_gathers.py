@@ -8,7 +8,6 @@ whatever reads a parameter then waits for it (:mod:`ds_topo.zero.arrivals`).
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from ds_topo.backends import traits_of
+from ds_topo.errors import warn
 from ds_topo.ledger import Make, Patch, around, ledger
 from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
@@ -205,11 +205,7 @@ class PartitionedParameters(list[torch.Tensor]):
 
     def _warn(self, reason: str) -> None:
         self._has_warned = True
-        warnings.warn(
-            f"overlap_parameters: {reason}, so parameters arrive within step(); correct, but slower",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn(f"overlap_parameters: {reason}, so parameters arrive within step(); correct, but slower")
 
 
 @around

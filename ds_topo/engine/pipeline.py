@@ -36,11 +36,6 @@ from ds_topo.topology.rank_tables import RankGroup
 __all__ = ["DualPipeVModule", "LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
 
-_building: list[PipelineEngineGrid] = []
-"""The grids of the pipeline modules that are being built, the innermost last."""
-_GRID_OF_CONSTRUCTION = always(lambda topology=None, process_group=None: _building[-1])
-
-
 def _world_of_construction(create: Any) -> Any:
     is_first = True
 
@@ -61,15 +56,9 @@ def building_on(module: DeepSpeedPipelineModule, grid: PipelineEngineGrid) -> It
     Raises:
         RuntimeError: the module has another grid, because this release of DeepSpeed builds pipelines differently.
     """
-    _building.append(grid)
-    try:
-        with (
-            ledger.bound(patches.PIPELINE_GRID, _GRID_OF_CONSTRUCTION),
-            ledger.bound(patches.PIPELINE_WORLD, _world_of_construction),
-        ):
-            yield
-    finally:
-        _building.pop()
+    own_grid = always(lambda topology=None, process_group=None: grid)
+    with ledger.bound(patches.PIPELINE_GRID, own_grid), ledger.bound(patches.PIPELINE_WORLD, _world_of_construction):
+        yield
     if module._grid is not grid:
         raise RuntimeError(
             f"this release of DeepSpeed does not build pipelines on {patches.PIPELINE_GRID}, which ds_topo replaces: "

@@ -7,7 +7,6 @@ engine's own reduction by a wait for the reducer.
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,7 +25,7 @@ from typing_extensions import Self, Unpack
 
 from ds_topo.engine import autoparallel
 from ds_topo.engine.optimizer_gradients import gradients_of
-from ds_topo.errors import listed
+from ds_topo.errors import listed, warn
 from ds_topo.ledger import Patch, after, ledger
 from ds_topo.mpu import patches
 from ds_topo.process_groups.creation import ProcessGroup
@@ -166,9 +165,8 @@ class EngineDriver(StepDriver):
         def require_reduced() -> None:
             if reducer.is_in_step:
                 raise RuntimeError(
-                    f"the engine is about to step on gradients that are not reduced: this release of DeepSpeed did not "
-                    f"call {reduction} after the last backward; detach() the reducer, or use a release that README.md "
-                    "names"
+                    f"the engine would step on gradients that are not reduced: this release of DeepSpeed did not call "
+                    f"{reduction}; detach() the reducer, or use a release that README.md names"
                 )
 
         self._replace(reduction, lambda _: self._reduce_with(reducer), owner)
@@ -272,11 +270,7 @@ class EngineDriver(StepDriver):
             return ReductionOptions().bucket_sizes(suitable)
 
     def _gather_in_step(self) -> None:
-        warnings.warn(
-            "overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        warn("overlap_parameters: compiled code does not wait for parameters, so they arrive in the step from now on")
         self._gradients.parameters.stop_overlapping()
 
     def _replace(self, patch: Patch, make: Callable[[Any], Any], owner: object | None = None) -> None:

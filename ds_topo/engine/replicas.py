@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import socket
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -30,16 +29,16 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import nn
 
 from ds_topo.backends import device_in_use
-from ds_topo.engine.one_layout import axes_of_engine
-from ds_topo.errors import ReplicaError, listed
+from ds_topo.checkpoint.engine_facts import inner_optimizer
+from ds_topo.engine.one_layout import agreement, axes_of_engine
+from ds_topo.errors import ReplicaError, listed, warn
 from ds_topo.ledger import after, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
-from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reducer.parameters import expert_group_name
 from ds_topo.topology.axes import MODEL
-from ds_topo.torch_names import devices_of, job_timeout
+from ds_topo.torch_names import devices_of
 
 
 def check_replicas(engine: DeepSpeedEngine, *, every: int = 0, slices: bool = False) -> ReplicaCheck:
@@ -109,12 +108,10 @@ def warn_of_unequal_slices(model: nn.Module, grid: MpuGrid) -> None:
     ]
     text = _difference(samples, group, {id(each.tensor): digest(each.tensor) for each in samples})
     if text and grid.get_axis_rank(MODEL) == grid.get_sample_rank() == 0:
-        warnings.warn(
+        warn(
             f"ranks along 'model' start with different parameters; {text}\nGive all of them the same seed before they "
             "create the model (torch.manual_seed(0)), or mark slices by parameter.tensor_model_parallel = True: "
-            "gradient norms count a parameter without the mark on one rank only",
-            RuntimeWarning,
-            stacklevel=4,
+            "gradient norms count a parameter without the mark on one rank only"
         )
 
 
@@ -192,7 +189,7 @@ def replicated(engine: DeepSpeedEngine, slices: bool) -> Iterator[Replicated]:
         yield Replicated(name, parameter, *_group_of(parameter, dense))
     averages = engine.pipeline_enable_backward_allreduce if is_pipeline else engine.enable_backward_allreduce
     if averages and not isinstance(engine.optimizer, (BF16_Optimizer, DeepSpeedZeroOptimizer)):
-        yield from _states(engine.optimizer, {id(parameter): name for name, parameter in named}, dense)
+        yield from _states(inner_optimizer(engine), {id(parameter): name for name, parameter in named}, dense)
     if is_pipeline:
         numbers: Counter[ProcessGroup] = Counter()  # per group: stages have other tied layers, too
         for weight, group in engine.module.get_tied_weights_and_groups():
@@ -215,9 +212,7 @@ def _along_model(named: Iterable[tuple[str, nn.Parameter]], group: ProcessGroup)
 
 
 def _states(optimizer: Any, names: dict[int, str], dense: ProcessGroup) -> Iterator[Replicated]:
-    """Yield the innermost optimizer's states, and master weights that are not the module's parameters."""
-    while getattr(optimizer, "optimizer", optimizer) is not optimizer:
-        optimizer = optimizer.optimizer
+    """Yield the states of an optimizer, and master weights that are not the module's parameters."""
     for number, group in enumerate(getattr(optimizer, "param_groups", [])):
         for index, parameter in enumerate(group["params"]):
             known = names.get(id(parameter))
@@ -264,16 +259,12 @@ def _compare(tensors: Iterable[Replicated], everyone: ProcessGroup, when: str, a
     """
     by_group: dict[ProcessGroup, list[Replicated]] = defaultdict(list)
     sums: dict[int, torch.Tensor] = {}
-    failure: Exception | None = None
-    try:
+    members = dist.get_process_group_ranks(everyone)
+    with agreement(members, "a comparison of replicas", f"{when}{arguments}"):
         for each in tensors:
             by_group[each.group].append(each)
-        unique = {id(each.tensor): each.tensor for members in by_group.values() for each in members}
+        unique = {id(each.tensor): each.tensor for group in by_group.values() for each in group}
         sums = {identity: digest(tensor) for identity, tensor in unique.items()}
-    except Exception as error:  # any exception: the other ranks must raise, too
-        failure = error
-    members = dist.get_process_group_ranks(everyone)
-    agree(f"{when}{arguments}", members, job_timeout(), failure=failure, subject="a comparison of replicas")
     found = [_difference(brought, group, sums) for group, brought in by_group.items()]
     text = next((difference for difference in found if difference), "")
     first = torch.tensor([dist.get_rank(everyone) if text else _NOBODY], device=_device_of(everyone))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -30,7 +29,7 @@ from ds_topo.engine.checks import (
 from ds_topo.engine.grid import PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, mpu_in_use
 from ds_topo.engine.reducer_drivers import GradientReducer
-from ds_topo.errors import EngineOptionError, abridged
+from ds_topo.errors import EngineOptionError, abridged, warn
 from ds_topo.launch.joining import as_timeout, join
 from ds_topo.launch.launchers import REFERENCE, Launch
 from ds_topo.launch.orphans import remove_abandoned_locks
@@ -244,11 +243,9 @@ def with_samples_of(grid: MpuGrid, config: Config) -> Config:
         return config
     batch = micro * steps * samples
     if dist.get_rank() == 0:
-        warnings.warn(
+        warn(
             f"train_batch_size {config['train_batch_size']} counts {micro} x {steps} samples on each of {ranks} ranks, "
-            f"but {grid.topology().spec!r} works on {samples} at a time: {batch} is used instead",
-            RuntimeWarning,
-            stacklevel=4,
+            f"but {grid.topology().spec!r} works on {samples} at a time: {batch} is used instead"
         )
     return {**config, "train_batch_size": batch}
 
@@ -257,9 +254,7 @@ def warn_of_undealt_samples(grid: MpuGrid) -> None:
     """Warn if accelerate was imported after ``use(grid)``, which then could not patch its data loaders."""
     is_dealt = any(patch.name == "prepare_data_loader" for patch in ledger.in_force())
     if "accelerate" in sys.modules and not is_dealt and grid.get_sample_world_size() < grid.world_size:
-        warnings.warn(
+        warn(
             "accelerate was imported after ds_topo.use(grid), so it distributes samples over all ranks: import "
-            "accelerate or transformers before the call",
-            RuntimeWarning,
-            stacklevel=4,
+            "accelerate or transformers before the call"
         )

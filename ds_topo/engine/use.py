@@ -10,34 +10,29 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils import groups as deepspeed_groups
-from typing_extensions import Self
 
 from ds_topo.engine import autoparallel
 from ds_topo.engine.grid import PipelineEngineGrid, PipelineParallelGrid
 from ds_topo.engine.one_layout import grid_in_use, in_use, require_topology_in_use
 from ds_topo.engine.pipeline import PipelineModule, building_on, index_tied_modules, with_plain_bounds
 from ds_topo.engine.start import initialize, with_samples_of
-from ds_topo.errors import TopologyError
-from ds_topo.ledger import ONE_CALL, Make, Patch, always, around, ledger
+from ds_topo.errors import TopologyError, warn
+from ds_topo.ledger import Make, Patch, always, around, ledger, patches_of
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid, require_grid
 from ds_topo.topology.axes import DATA, MODEL, PIPE, SEQ
 from ds_topo.topology.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from ds_topo.topology.rank_tables import fold_extra_axes, sample_axes
-
-_bindings = ExitStack()
-"""The patches of the first ``use(grid)``, until the last one is released."""
 
 
 def use(grid: PipelineParallelGrid) -> GridInUse:
@@ -87,7 +82,6 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
     before = grid_in_use()
     if before is None:
         _warn_of_earlier_engines(grid)
-        _bind(grid)
     elif not before.shares_groups_with(grid):
         raise RuntimeError(
             f"use({grid.topology().spec!r}): {before.topology().spec!r} is in use: release() or destroy() it first"
@@ -95,46 +89,32 @@ def use(grid: PipelineParallelGrid) -> GridInUse:
     return GridInUse(grid)
 
 
-class GridInUse:
+class GridInUse(ExitStack):
     """One call of :func:`use`, which lasts until the end of ``with``, ``release()``, or ``grid.destroy()``."""
 
     def __init__(self, grid: PipelineParallelGrid) -> None:
-        self.grid = grid
-        self._is_released = False
+        super().__init__()
         in_use.append(grid)
+        self.callback(in_use.remove, grid)
         grid.on_destroy(self.release)
+        try:
+            for patch, make in (*WHILE_A_GRID_IS_IN_USE, *_patches_of_accelerate(), *_patches_of_sequences(grid)):
+                self.callback(ledger.bind(patch, make))
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         """End the use of the grid. The last release restores the patched names. Idempotent."""
-        if self._is_released:
-            return
-        self._is_released = True
-        in_use.remove(self.grid)
-        if not in_use:
-            _bindings.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
+        self.close()
 
 
 def _warn_of_earlier_engines(grid: PipelineParallelGrid) -> None:
     if deepspeed_groups._WORLD_GROUP is not None and grid.get_model_parallel_world_size() > 1:
-        warnings.warn(
+        warn(
             f"use({grid.topology().spec!r}) has no effect on an engine that DeepSpeed has built before without an mpu: "
-            "it averages the gradients of all ranks; call use() before deepspeed.initialize",
-            RuntimeWarning,
-            stacklevel=3,
+            "it averages the gradients of all ranks; call use() before deepspeed.initialize"
         )
-
-
-def _bind(grid: PipelineParallelGrid) -> None:
-    with ExitStack() as bound:  # restores the names if an error occurs
-        for patch, make in (*WHILE_A_GRID_IS_IN_USE, *_patches_of_accelerate(grid), *_patches_of_sequences(grid)):
-            bound.callback(ledger.bind(patch, make))
-        _bindings.enter_context(bound.pop_all())
 
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
@@ -231,16 +211,15 @@ def _may_differ_on_slices(parameter: torch.Tensor) -> bool:
     """Tell whether other slices may hold other values, by the marks of Megatron and DeepSpeed."""
     if hasattr(parameter, "_z3_optimizer"):  # it belongs to an engine: programs gather it to save it, not to fill it
         return True
-    marks = ("tensor_model_parallel", "model_parallel")
-    return any(getattr(parameter, mark, False) for mark in marks) or not getattr(parameter, "allreduce", True)
+    return is_model_parallel_parameter(parameter) or not getattr(parameter, "allreduce", True)
 
 
 # -- sequence parallelism ---------------------------------------------------------------------------------------------
 
 
-def _patches_of_sequences(grid: PipelineParallelGrid) -> Iterator[tuple[Patch, Make]]:
+def _patches_of_sequences(grid: PipelineParallelGrid) -> Iterable[tuple[Patch, Make]]:
     if SEQ not in grid.topology().axes:
-        return
+        return ()
     group = parallel_state_sp._SEQUENCE_PARALLEL_GROUP
     found = grid.get_ranks(SEQ) if group is None else sorted(dist.get_process_group_ranks(group))
     if found != grid.get_ranks(SEQ):  # attention that is already registered keeps its groups
@@ -248,22 +227,29 @@ def _patches_of_sequences(grid: PipelineParallelGrid) -> Iterator[tuple[Patch, M
             f"use({grid.topology().spec!r}): initialize_sequence_parallel() or register_with_transformers() has "
             f"already joined ranks {found}, but the grid joins {grid.get_ranks(SEQ)} along {SEQ!r}: call it after use()"
         )
+    return zip(patches.LONG_SEQUENCES, _OF_SEQUENCES, strict=True)
 
-    def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-        if sequence_parallel_size != grid.get_axis_size(SEQ):
-            raise TopologyError(
-                f"sequence_parallel_size {sequence_parallel_size}, but the grid in use is {grid.topology().spec!r}: "
-                "give both the same degree"
-            )
 
-    values = (grid.get_group(SEQ), grid.get_data_parallel_group(), initialize_sequence_parallel)
-    yield from ((patch, always(value)) for patch, value in zip(patches.LONG_SEQUENCES, values, strict=True))
+def _initialize_sequence_parallel(sequence_parallel_size: int) -> None:
+    grid = in_use[-1]
+    if sequence_parallel_size != grid.get_axis_size(SEQ):
+        raise TopologyError(
+            f"sequence_parallel_size {sequence_parallel_size}, but the grid in use is {grid.topology().spec!r}: "
+            "give both the same degree"
+        )
+
+
+_OF_SEQUENCES: tuple[Make, ...] = (
+    lambda _: in_use[-1].get_group(SEQ),
+    lambda _: in_use[-1].get_data_parallel_group(),
+    always(_initialize_sequence_parallel),
+)
 
 
 # -- accelerate, and Trainer, which uses it ---------------------------------------------------------------------------
 
 
-def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
+def _patches_of_accelerate() -> Iterable[tuple[Patch, Make]]:
     """Make accelerate count the ranks that work on different samples, wherever it means them by its processes.
 
     Without the patches it distributes the batches of data loaders over all ranks, so the slices and stages of one
@@ -272,51 +258,32 @@ def _patches_of_accelerate(grid: MpuGrid) -> Iterator[tuple[Patch, Make]]:
     accelerate or transformers.
     """
     if not {"accelerate", "transformers"} & sys.modules.keys() or importlib.util.find_spec("accelerate") is None:
-        return
-    import accelerate.accelerator
-    import accelerate.scheduler
-
-    row = partial(Patch, during=patches.USE)
-    yield (
-        row(
-            accelerate.accelerator,
-            "prepare_data_loader",
-            "The same function, for this rank's samples.",
-            "It distributes samples over all ranks, so model parallel peers would train on different samples.",
-            process_wide="accelerate calls it by name, for every data loader.",
-        ),
-        around(partial(_prepare_samples, grid)),
-    )
-    yield (
-        row(
-            accelerate.scheduler,
-            "AcceleratorState",
-            "A state whose num_processes is the number of ranks that work on different samples.",
-            "AcceleratedScheduler.step() steps the schedule that often in each training step.",
-            process_wide="accelerate calls it by name, in every step of a scheduler.",
-        ),
-        always(lambda: SimpleNamespace(num_processes=_share_of_samples(grid)[0])),
-    )
-    for name, instead, why, replacement in (
-        (
-            "_prepare_deepspeed",
-            "The same method, with the number of ranks that work on different samples as num_processes.",
-            "It derives the length of a DummyScheduler and the batch size from the number of all ranks.",
-            _counting_samples,
-        ),
-        (
-            "gather_for_metrics",
-            "The same method, which gathers from one rank for each share of the samples.",
-            "It would return samples once per slice, and cut an incomplete last batch off in the wrong place.",
-            _gathering_shares,
-        ),
-    ):
-        process_wide = "An Accelerator may be created before or after use(grid)."
-        patch = row(accelerate.accelerator.Accelerator, name, instead, why, process_wide=process_wide)
-        yield patch, around(partial(replacement, grid))
+        return ()
+    rows = patches_of("""
+        while: ds_topo.use(grid) is active
+        process-wide because: accelerate calls it by name, for every data loader and in every step of a scheduler.
+        accelerate.accelerator
+          prepare_data_loader: The same function, for this rank's samples.
+            It distributes samples over all ranks, so model parallel peers would train on different samples.
+        accelerate.scheduler
+          AcceleratorState: A state whose num_processes is the number of ranks that work on different samples.
+            AcceleratedScheduler.step() steps the schedule that often in each training step.
+        process-wide because: An Accelerator may be created before or after use(grid).
+        accelerate.accelerator.Accelerator
+          _prepare_deepspeed: The same method, with the number of ranks that work on different samples.
+            It derives the length of a DummyScheduler and the batch size from the number of all ranks.
+          gather_for_metrics: The same method, which gathers from one rank for each share of the samples.
+            It would return samples once per slice, and cut an incomplete last batch off in the wrong place.
+    """)
+    return zip(rows, (_prepare_samples, _STATE, _counting_samples, _gathering_shares), strict=True)
 
 
-def _prepare_samples(grid: MpuGrid, prepare: Any, *args: Any, **options: Any) -> Any:
+_STATE = always(lambda: SimpleNamespace(num_processes=_share_of_samples()[0]))
+
+
+@around
+def _prepare_samples(prepare: Any, *args: Any, **options: Any) -> Any:
+    grid = in_use[-1]
     given = inspect.signature(prepare).bind(*args, **options)
     if given.arguments.get("dispatch_batches"):
         raise ValueError(
@@ -324,7 +291,7 @@ def _prepare_samples(grid: MpuGrid, prepare: Any, *args: Any, **options: Any) ->
             f"{grid.get_sample_world_size()} of {grid.world_size} ranks work on different samples in "
             f"{grid.topology().spec!r}: omit the option"
         )
-    count, index = _share_of_samples(grid)
+    count, index = _share_of_samples()
     given.arguments |= {
         "num_processes": count,
         "process_index": index,
@@ -334,26 +301,32 @@ def _prepare_samples(grid: MpuGrid, prepare: Any, *args: Any, **options: Any) ->
     return prepare(*given.args, **given.kwargs)
 
 
-def _counting_samples(grid: MpuGrid, prepare: Any, accelerator: Any, *args: Any, **options: Any) -> Any:
+@around
+def _counting_samples(prepare: Any, *args: Any, **options: Any) -> Any:
     """Replace the number of processes of an ``Accelerator`` during a call of its ``_prepare_deepspeed``."""
-    count = Patch(
-        type(accelerator),
-        "num_processes",
-        "The number of ranks that work on different samples.",
-        "The length of a schedule and the batch size count them.",
-        during=f"{ONE_CALL} of _prepare_deepspeed",
-    )
-    with ledger.bound(count, always(property(lambda _: _share_of_samples(grid)[0]))):
-        return prepare(accelerator, *args, **options)
+    (count,) = patches_of("""
+        while: one call of _prepare_deepspeed
+        accelerate.accelerator.Accelerator
+          num_processes: The number of ranks that work on different samples.
+            The length of a schedule and the batch size count them.
+    """)
+    with ledger.bound(count, always(property(lambda _: _share_of_samples()[0]))):
+        return prepare(*args, **options)
 
 
-def _gathering_shares(grid: MpuGrid, gather_for_metrics: Any, *args: Any, **options: Any) -> Any:
+@around
+def _gathering_shares(gather_for_metrics: Any, *args: Any, **options: Any) -> Any:
     """Gather metrics from the first rank of each share of the samples, in the order of the shares."""
-    import accelerate.accelerator
     from accelerate.utils import recursively_apply
 
-    why, during = "Ranks that work on the same samples have the same metrics.", f"{ONE_CALL} of gather_for_metrics"
-    topology = grid.topology()
+    of_tensors_row, of_objects_row = patches_of("""
+        while: one call of gather_for_metrics
+        accelerate.accelerator
+          gather: What the first rank of each share has.
+          gather_object: What the first rank of each share has.
+            Ranks that work on the same samples have the same metrics.
+    """)
+    grid, topology = in_use[-1], in_use[-1].topology()
     axes = [*sample_axes(topology), *([SEQ] if _ranks_per_sample(grid) > 1 else [])]
     firsts = topology.layout.offsets(map(topology.axes.index, axes))
 
@@ -370,15 +343,13 @@ def _gathering_shares(grid: MpuGrid, gather_for_metrics: Any, *args: Any, **opti
     def of_objects(gather: Any, found: Any) -> Any:
         return gather(found if grid.grid_rank in firsts else [])
 
-    with ExitStack() as bindings:
-        for name, make in (("gather", of_tensors), ("gather_object", of_objects)):
-            instead = "What the first rank of each share has."
-            bindings.enter_context(ledger.bound(Patch(accelerate.accelerator, name, instead, why, during), make))
+    with ledger.bound(of_tensors_row, of_tensors), ledger.bound(of_objects_row, of_objects):
         return gather_for_metrics(*args, **options)
 
 
-def _share_of_samples(grid: MpuGrid) -> tuple[int, int]:
+def _share_of_samples() -> tuple[int, int]:
     """Return the number of shares that a data loader is divided into, and the index of this rank's share."""
+    grid = in_use[-1]
     topology, size = grid.topology(), _ranks_per_sample(grid)
     share = topology.get_axis_index(sample_axes(topology), grid.grid_rank) * size
     share += topology.get_axis_index(SEQ, grid.grid_rank) if size > 1 else 0

@@ -66,55 +66,8 @@ class MpuGrid(ProcessGrid):
 
     # -- attributes of DeepSpeed's grid -------------------------------------------------------------------------------
 
-    @cached_property
-    def stage_id(self) -> int:
-        """This rank's pipeline stage."""
-        return self.get_axis_rank(PIPE)
-
-    @cached_property
-    def is_first_stage(self) -> bool:
-        """True on the first stage."""
-        return self.stage_id == 0
-
-    @cached_property
-    def is_last_stage(self) -> bool:
-        """True on the last stage."""
-        return self.stage_id == self.pipe_parallel_size - 1
-
-    @cached_property
-    def pipe_parallel_size(self) -> int:
-        """The number of stages."""
-        return self.get_axis_size(PIPE)
-
-    @cached_property
-    def slice_parallel_size(self) -> int:
-        """The degree of ``model``."""
-        return self.get_axis_size(MODEL)
-
-    @cached_property
-    def data_parallel_size(self) -> int:
-        """The number of ranks that work on distinct samples."""
-        return self.get_sample_world_size()
-
-    @cached_property
-    def data_parallel_id(self) -> int:
-        """The index of this rank among those that work on distinct samples."""
-        return self.get_sample_rank()
-
-    @cached_property
-    def ds_model_world_size(self) -> int:
-        """The number of stages times the number of slices."""
-        return rank_tables.degree(self.topology(), rank_tables.model_parallel_axes(self.topology()))
-
-    @cached_property
-    def ds_model_rank(self) -> int:
-        """The rank ``stage * slices + slice``, for every order of the axes."""
-        return self.stage_id * self.slice_parallel_size + self.get_axis_rank(MODEL)
-
-    @cached_property
-    def dp_group(self) -> list[int]:
-        """The ranks of the data parallel group."""
-        return self.get_ranks(rank_tables.gradient_axes(self.topology()))
+    data_parallel_size = cached_property(ProcessGrid.get_sample_world_size)
+    data_parallel_id = cached_property(ProcessGrid.get_sample_rank)
 
     @cached_property
     def pp_group(self) -> list[int]:
@@ -154,11 +107,11 @@ class MpuGrid(ProcessGrid):
 
     def get_stage_id(self) -> int:
         """Return this rank's pipeline stage."""
-        return self.stage_id
+        return self.get_axis_rank(PIPE)
 
     def get_pipe_parallel_world_size(self) -> int:
         """Return the number of stages."""
-        return self.pipe_parallel_size
+        return self.get_axis_size(PIPE)
 
     def get_pipe_parallel_group(self) -> ProcessGroup:
         """Return the group of the stages of this rank's pipeline."""
@@ -174,7 +127,7 @@ class MpuGrid(ProcessGrid):
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Return the global ranks of the data parallel group, ascending."""
-        return list(self.dp_group)
+        return self.get_ranks(rank_tables.gradient_axes(self.topology()))
 
     def get_partition_group(self) -> ProcessGroup:
         """Return the group over which ZeRO partitions: ``shard``, or the data parallel group without that axis."""
@@ -190,11 +143,11 @@ class MpuGrid(ProcessGrid):
 
     def get_model_parallel_rank(self) -> int:
         """Return the rank ``stage * slices + slice``, for every order of the axes."""
-        return self.ds_model_rank
+        return self.stage_id * self.slice_parallel_size + self.get_axis_rank(MODEL)
 
     def get_model_parallel_world_size(self) -> int:
         """Return the number of stages times the number of slices."""
-        return self.ds_model_world_size
+        return rank_tables.degree(self.topology(), rank_tables.model_parallel_axes(self.topology()))
 
     def get_model_parallel_group(self) -> ProcessGroup:
         """Return the group of all ranks of this rank's replica of the model (pipe x model)."""
@@ -206,12 +159,18 @@ class MpuGrid(ProcessGrid):
 
     def get_slice_parallel_world_size(self) -> int:
         """Return the degree of ``model``."""
-        return self.slice_parallel_size
+        return self.get_axis_size(MODEL)
 
     def get_slice_parallel_group(self) -> ProcessGroup:
         """Return this rank's group along ``model``."""
         return self.get_group(MODEL)
 
+    stage_id = cached_property(get_stage_id)
+    pipe_parallel_size = cached_property(get_pipe_parallel_world_size)
+    slice_parallel_size = cached_property(get_slice_parallel_world_size)
+    ds_model_rank = cached_property(get_model_parallel_rank)
+    ds_model_world_size = cached_property(get_model_parallel_world_size)
+    dp_group = cached_property(get_data_parallel_group_ranks)
     get_pipe_parallel_rank = get_stage_id
     get_data_parallel_id = get_data_parallel_rank
     dp_proc_group = property(ProcessGrid.get_data_parallel_group)
@@ -299,11 +258,14 @@ class MpuGrid(ProcessGrid):
 
     def is_pipeline_first_stage(self, ignore_virtual: bool = True) -> bool:
         """Tell whether this rank holds the first stage; stages are never virtual here."""
-        return self.is_first_stage
+        return self.stage_id == 0
 
     def is_pipeline_last_stage(self, ignore_virtual: bool = True) -> bool:
         """Tell whether this rank holds the last stage; stages are never virtual here."""
-        return self.is_last_stage
+        return self.stage_id == self.pipe_parallel_size - 1
+
+    is_first_stage = cached_property(is_pipeline_first_stage)
+    is_last_stage = cached_property(is_pipeline_last_stage)
 
     def get_data_parallel_src_rank(self) -> int:
         """Return the global rank of the first member of the data parallel group."""
@@ -354,9 +316,7 @@ class MpuGrid(ProcessGrid):
         """Tell whether the groups exist."""
         return self.is_alive
 
-    def destroy_model_parallel(self) -> None:
-        """Destroy the grid, as ``destroy()`` does."""
-        self.destroy()
+    destroy_model_parallel = ProcessGrid.destroy
 
 
 def require_grid(name: str, value: Any) -> None:
@@ -450,8 +410,7 @@ class ExpertRegistry:
             if other.plan.expert_tensor_parallel != plan.expert_tensor_parallel:
                 raise ExpertGroupError(
                     f"expert_tensor_parallel={plan.expert_tensor_parallel} for {plan.name!r}, but "
-                    f"{other.plan.expert_tensor_parallel} for {other.plan.name!r}: DeepSpeed keeps one setting for all "
-                    "MoE layers of a process; choose one"
+                    f"{other.plan.expert_tensor_parallel} for {other.plan.name!r}: DeepSpeed keeps one; choose one"
                 )
 
     def add(self, groups: ExpertGroups, on_remove: Callable[[], None]) -> None:

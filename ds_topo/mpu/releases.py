@@ -13,7 +13,6 @@ import ast
 import hashlib
 import inspect
 import json
-import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import cache
@@ -28,7 +27,8 @@ import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from ds_topo.ledger import Make, Patch, Reliance, exists, ledger, name_of
+from ds_topo.errors import warn
+from ds_topo.ledger import Make, Patch, Row, exists, ledger, name_of
 
 FILE = Path(__file__).with_name("fingerprints.json")
 INSTALLED = {
@@ -47,22 +47,9 @@ class Supported(NamedTuple):
     oldest: Version
     newest: Version
 
-    def doubts_about(self, release: str) -> str:
-        """Return a warning about a release; empty for one between the oldest and the newest.
 
-        >>> TORCH.doubts_about("2.13.0+cpu")
-        ''
-        """
-        if _number(release) > self.newest:
-            return (
-                f"{self.name} {release} is newer than {self.newest}, the newest that ds_topo was run with: "
-                "compare losses and norms of the first steps; python -m ds_topo.engine lists the names it relies on"
-            )
-        if _number(release) < self.oldest:
-            return (
-                f"{self.name} {release} is older than {self.oldest}, the oldest that ds_topo was run with: upgrade it"
-            )
-        return ""
+DEEPSPEED = Supported("DeepSpeed", oldest=Version("0.19.8"), newest=Version("0.19.8"))
+TORCH = Supported("torch", oldest=Version("2.8"), newest=Version("2.13"))
 
 
 def _number(release: str) -> Version:
@@ -70,16 +57,20 @@ def _number(release: str) -> Version:
     return Version(Version(release).base_version)
 
 
-DEEPSPEED = Supported("DeepSpeed", oldest=Version("0.19.8"), newest=Version("0.19.8"))
-TORCH = Supported("torch", oldest=Version("2.8"), newest=Version("2.13"))
-
-
 @cache
 def warn_of_releases(of_deepspeed: str, of_torch: str) -> None:
     """Warn once about each installed release that is older or newer than all tested ones."""
-    for doubts in (DEEPSPEED.doubts_about(of_deepspeed), TORCH.doubts_about(of_torch)):
+    for (name, oldest, newest), release in ((DEEPSPEED, of_deepspeed), (TORCH, of_torch)):
+        doubts = ""
+        if _number(release) > newest:
+            doubts = (
+                f"{name} {release} is newer than {newest}, the newest that ds_topo was run with: compare losses and "
+                "norms of the first steps; python -m ds_topo.engine lists the names it relies on"
+            )
+        elif _number(release) < oldest:
+            doubts = f"{name} {release} is older than {oldest}, the oldest that ds_topo was run with: upgrade it"
         if doubts:
-            warnings.warn(doubts, RuntimeWarning, stacklevel=3)
+            warn(doubts)
 
 
 def bind_methods(rows: Iterable[tuple[Patch, Make]], target: object) -> ExitStack:
@@ -98,12 +89,12 @@ def bind_methods(rows: Iterable[tuple[Patch, Make]], target: object) -> ExitStac
         return releases.pop_all()
 
 
-def is_missing(row: Patch | Reliance) -> bool:
+def is_missing(row: Row) -> bool:
     """Tell whether the installed release lacks a name that it should have."""
     return is_due(row) and not exists(row)
 
 
-def is_due(row: Patch | Reliance) -> bool:
+def is_due(row: Row) -> bool:
     """Tell whether the row is for the installed release."""
     if row.releases == "all":
         return True
@@ -143,7 +134,7 @@ def _shape(node: Any) -> Any:
     return type(node).__name__, shapes
 
 
-def source_of(row: Patch | Reliance) -> str | None:
+def source_of(row: Row) -> str | None:
     """Return the source of the function or class that a row names; None for a value, or a function written in C."""
     value = getattr(row.owner, row.name, None)
     if isinstance(value, property):
@@ -165,18 +156,18 @@ def _decorated_by_deepspeed(value: Any) -> Any:
     return dict(zip(code.co_freevars, cells, strict=True)).get("func")
 
 
-def sources(rows: Iterable[Patch | Reliance]) -> dict[str, str]:
+def sources(rows: Iterable[Row]) -> dict[str, str]:
     """Return the sources of the rows that the installed releases need, by the names of rows; without rows of values."""
     found = {str(row): source_of(row) for row in rows if is_due(row)}
     return {name: source for name, source in sorted(found.items()) if source is not None}
 
 
-def without_source(rows: Iterable[Patch | Reliance]) -> list[str]:
+def without_source(rows: Iterable[Row]) -> list[str]:
     """Return the names of rows that have no fingerprint: values, and functions written in C."""
     return sorted({str(row) for row in rows if is_due(row) and source_of(row) is None})
 
 
-def fingerprints(rows: Iterable[Patch | Reliance]) -> dict[str, dict[str, str]]:
+def fingerprints(rows: Iterable[Row]) -> dict[str, dict[str, str]]:
     """Return the fingerprints of the installed releases: ``{"deepspeed 0.19.8": {name of a row: fingerprint}}``."""
     found: dict[str, dict[str, str]] = {f"{library} {release}": {} for library, release in INSTALLED.items()}
     for name, source in sources(rows).items():
@@ -191,7 +182,7 @@ def recorded(file: Path = FILE) -> dict[str, dict[str, str]]:
     return content
 
 
-def record(rows: Iterable[Patch | Reliance], file: Path = FILE) -> None:
+def record(rows: Iterable[Row], file: Path = FILE) -> None:
     """Write the fingerprints of the installed releases to the file, beside those of other releases."""
     content = dict(sorted((recorded(file) | fingerprints(rows)).items()))
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
