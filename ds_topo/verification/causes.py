@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ds_topo.topology.axes import DATA, MODEL, PIPE
-from ds_topo.verification.recorder import Step, at, distance, flat, places, ratio, square
+from ds_topo.verification.recorder import WEIGHT, Step, at, distance, flat, places, ratio, square
 
 _Key = TypeVar("_Key")
 _CLOSE = 0.02
@@ -297,10 +297,10 @@ def _of_update(kind: str, name: str, rank: int, found: Step, reference: Step) ->
     rates = [found.ranks[rank]["rates"], reference.ranks[0]["rates"]]
     if rates[0] and rates[1] and not math.isclose(rates[0][0], rates[1][0], rel_tol=1e-9):
         yield Cause(f"the learning rate is {rates[0][0]:g} instead of {rates[1][0]:g}")
-    state = found.ranks[rank]["states"].get(kind, {}).get(name)
-    if state is not None and not flat(state).any():
+    states = found.ranks[rank]["states"]
+    if name in states.get(kind, {}) and not flat(states[kind][name]).any():
         yield Cause(f"lost: {kind} is zero on these ranks")
-    if (part := found.ranks[rank]["weights"].get(name)) is not None:
+    if (part := states.get(WEIGHT, {}).get(name)) is not None:
         before, after, expected = at(part, found.previous[name]), flat(part), at(part, reference.whole_weights[name])
         if torch.equal(after, before) and not torch.equal(expected, before):
             yield Cause("stale: these ranks did not get the updated weight")

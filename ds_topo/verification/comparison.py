@@ -23,6 +23,7 @@ from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.verification.causes import explain
 from ds_topo.verification.recorder import (
     MASTER,
+    WEIGHT,
     Part,
     Run,
     Step,
@@ -33,21 +34,18 @@ from ds_topo.verification.recorder import (
     places,
     ratio,
     square,
-    whole_tensors,
 )
 
-OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED, WEIGHT, START, REPLICAS = (
+OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED = (
     "output",
     "loss",
     "gradient",
     "reduced gradient",
     "norm",
     "skipped step",
-    "weight",
-    "first weight",
-    "replicas",
 )
-"""The kinds of what is compared, in the order of computation but for the last two, which are compared first."""
+START, REPLICAS = "first weight", "replicas"
+"""The kinds of what is compared, besides weights and states; the last two are compared first."""
 _TIMES_ROUNDING, _OF_UPDATES = 5.0, 20.0
 """The error that is allowed, as a multiple of the measured error of rounding; optimizers amplify it."""
 _GROWTH = 2.0
@@ -279,17 +277,12 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
 def _updates(found: Step, reference: Step) -> Iterator[Row]:
     """Yield weights and states after the step. An error of a weight is relative to the change since the start."""
     start = reference.run.start
-    theirs = whole_tensors(record["weights"] for record in reference.ranks)
-    for name in (name for name in start if name in theirs):
-        parts = {rank: found.ranks[rank]["weights"][name] for rank in found.holders("weights", name)}
-        if parts:
-            yield Row(WEIGHT, name, change_errors(parts, theirs[name], start[name]))
     for key in dict.fromkeys(key for record in reference.ranks for key in record["states"]):
-        wholes = whole_tensors(record["states"].get(key, {}) for record in reference.ranks)
+        wholes = reference.whole_states(key)
         for name in (name for name in start if name in wholes):
-            ranks = [rank for rank, one in enumerate(found.ranks) if name in one["states"].get(key, {})]
-            parts = {rank: found.ranks[rank]["states"][key][name] for rank in ranks}
-            if parts and key == MASTER:
+            states = {rank: record["states"].get(key, {}) for rank, record in enumerate(found.ranks)}
+            parts = {rank: own[name] for rank, own in states.items() if name in own}
+            if parts and key in (WEIGHT, MASTER):
                 yield Row(key, name, change_errors(parts, wholes[name], start[name]))
             elif parts:
                 yield Row(key, name, {rank: error_of(flat(part), part, wholes[name]) for rank, part in parts.items()})

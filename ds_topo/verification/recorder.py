@@ -46,8 +46,8 @@ from ds_topo.topology.axes import MODEL, SEQ
 Part = tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]
 """The shape of a whole tensor, and this rank's boxes of it: offsets and values."""
 Parts = dict[str, Part]
-MASTER = "master"
-"""The key of master weights among the optimizer's states."""
+WEIGHT, MASTER = "weight", "master"
+"""The keys of weights and master weights among the states."""
 _SAMPLE, _BLOCKS = 1 << 16, 8
 """The number of elements of a tensor that measure its rounding, and of the blocks of rows that they are taken from."""
 _EPS_OF_LONG_TYPES = torch.finfo(torch.float32).eps
@@ -185,7 +185,8 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         start: dict[str, Any] = {"about": {**about(engine), "began": began}, "replicas": self._replicas(engine)}
         if self.what.weights_from is None:
-            start |= {"weights": self._weights(), "masters": self._states(inner).get(MASTER, {})}
+            states = self._states(engine)
+            start["states"] = {key: states[key] for key in (WEIGHT, MASTER) if key in states}
         else:
             named = [one for one in self._named if not one.is_expert and not hasattr(one.parameter, "ds_tensor")]
             copies = [id(one.parameter) for one in named]
@@ -247,7 +248,7 @@ class Recorder:
         Some of DeepSpeed's optimizers step without gradients when they are built, so that master weights have decayed.
         """
         starts = [torch.load(path, mmap=True) for path in sorted(folder.glob("rank_*/start.pt"))]
-        weights, masters = (whole_tensors(one[kind] for one in starts) for kind in ("weights", "masters"))
+        weights, masters = (whole_tensors(one["states"].get(key, {}) for one in starts) for key in (WEIGHT, MASTER))
         had_others = False
         with torch.no_grad():
             for one in self._named:
@@ -268,7 +269,7 @@ class Recorder:
         self._before: dict[str, torch.Tensor] = {}
         """Gradients before reduction, in the order in which they arrive."""
         self._record: dict[str, Any] = {
-            **{"outputs": {}, "losses": [], "after": {}, "weights": {}, "states": {}, "replicas": [], "rates": []},
+            **{"outputs": {}, "losses": [], "after": {}, "states": {}, "replicas": [], "rates": []},
             **{"norm": None, "clip": 0.0, "scale": 1.0, "is_skipped": False, "is_random": False},
         }
         self._noisy = torch.empty(0)
@@ -324,8 +325,7 @@ class Recorder:
             "scale": self._scale,
             "is_skipped": skipped > self._skipped,
             "rates": [] if inner is None else [float(group["lr"]) for group in inner.param_groups],
-            "weights": self._weights(),
-            "states": self._states(inner),
+            "states": self._states(engine),
             "replicas": self._replicas(engine),
             "memory": memory_of("/proc/self/status", "VmHWM"),
         }
@@ -354,25 +354,23 @@ class Recorder:
         shape, boxes = _plain(part)
         return shape, boxes if self.what.noise is None else [piece for box in boxes for piece in _sampled(*box)]
 
-    def _weights(self) -> Parts:
-        named = (one for one in self._named if id(one.parameter) not in self._of_others)
-        held = ((one, held_by_module(one.parameter)) for one in named)
-        return {one.names[0]: self._recorded(one.part_of(place.master, place)) for one, place in held}
-
-    def _states(self, inner: Any) -> dict[str, Parts]:
-        """Return master weights and optimizer states with a value for each element, by key and parameter."""
-        found: dict[str, Parts] = {}
+    def _states(self, engine: DeepSpeedEngine) -> dict[str, Parts]:
+        """Return weights, master weights and optimizer states with a value for each element, by key and parameter."""
+        inner = facts.inner_optimizer(engine)
+        found: defaultdict[str, Parts] = defaultdict(dict)
         for one in self._named:
-            master = one.held.master
-            if one.held.group is None or inner is None or not one.held.numel:
+            held, states = one.held, {}
+            if id(one.parameter) not in self._of_others:
+                in_module = held_by_module(one.parameter)
+                found[WEIGHT][one.names[0]] = self._recorded(one.part_of(in_module.master, in_module))
+            elif held.master is one.parameter:
                 continue
-            if master is one.parameter and id(one.parameter) in self._of_others:
-                continue
-            states = {MASTER: master, **inner.state.get(master, {})}
+            if inner is not None and held.group is not None and held.numel:
+                states = {MASTER: held.master, **inner.state.get(held.master, {})}
             for key, value in states.items():
-                if torch.is_tensor(value) and value.shape == master.shape and value.dim():
-                    found.setdefault(key, {})[one.names[0]] = self._recorded(one.part_of(value, one.held))
-        return found
+                if torch.is_tensor(value) and value.shape == held.master.shape and value.dim():
+                    found[key][one.names[0]] = self._recorded(one.part_of(value, held))
+        return dict(found)
 
     def _replicas(self, engine: DeepSpeedEngine) -> list[tuple[str, str, list[int], bool, int]]:
         """Return a digest of each tensor that must be equal on several ranks: name, axes, ranks, is slice, digest."""
@@ -549,7 +547,7 @@ class Run:
         self.coordinates: list[Mapping[str, int]] = [one["coordinate"] for one in self.about]
         self.share_of: list[int] = [one["share"] for one in self.about]
         self.shares = int(self.about[0]["shares"])
-        self.starts = [one.get("weights", {}) for one in starts]
+        self.starts = [one.get("states", {}).get(WEIGHT, {}) for one in starts]
         self.names = {name for one in starts for name in one.get("names", ())}
         """Of the parameters of a reference."""
         self.had_others = any(one.get("had_others") for one in starts)
@@ -602,10 +600,14 @@ class Step:
         """The norm of ``sums``."""
         return math.sqrt(sum(map(square, self.sums.values())))
 
+    def whole_states(self, key: str) -> dict[str, torch.Tensor]:
+        """Return whole weights or optimizer states after the step."""
+        return whole_tensors(record["states"].get(key, {}) for record in self.ranks)
+
     @cached_property
     def whole_weights(self) -> dict[str, torch.Tensor]:
         """The whole weights after the step."""
-        return whole_tensors(record["weights"] for record in self.ranks)
+        return self.whole_states(WEIGHT)
 
     @cached_property
     def previous(self) -> dict[str, torch.Tensor]:
