@@ -437,9 +437,10 @@ def axis_summary(
     )
 
 
-def link_summary(latencies: Mapping[tuple[str, str], float], rates: Mapping[tuple[str, str], float]) -> LinkSummary:
-    """Summarise the latencies and rates of pairs, ``(from, to)``."""
-    ordered = sorted((rate, pair) for pair, rate in rates.items())
-    pairs = tuple((*pair, rate, latencies[pair]) for pair, rate in rates.items()) if len(rates) <= MOST_PAIRS else ()
+def link_summary(links: Mapping[tuple[str, str], tuple[float, float]]) -> LinkSummary:
+    """Summarise the latency and the rate of each pair, ``(from, to)``."""
+    latencies, rates = zip(*links.values(), strict=True)
+    ordered = sorted((rate, pair) for pair, (_, rate) in links.items())
+    pairs = tuple((*pair, rate, latency) for pair, (latency, rate) in links.items()) if len(links) <= MOST_PAIRS else ()
     slowest = tuple((*pair, rate) for rate, pair in ordered[:8])
-    return LinkSummary(median(rates.values()), median(latencies.values()), slowest, pairs)
+    return LinkSummary(median(rates), median(latencies), slowest, pairs)

@@ -30,7 +30,7 @@ from ds_topo.check import faults, probes
 from ds_topo.check.faults import Anomaly, Fault, RankReport, Summary
 from ds_topo.check.probes import Device, Hosts, PairTime, hosts_in_blocks, place_of
 from ds_topo.errors import LaunchError, TopologyError
-from ds_topo.launch.joining import create_world, open_store, take_device, wait_for_all
+from ds_topo.launch.joining import create_world, open_store, ranks_that_came, take_device, wait_for_all
 from ds_topo.launch.launchers import Launch
 from ds_topo.launch.placement import fold_numbers, group_axes
 from ds_topo.process_groups.creation import ProcessGroup
@@ -290,7 +290,9 @@ class _Check:
             return
         names = {rank: f"{host}:{rank}" for rank, host in self.host_of.items()}
         times = {rank: [PairTime(*each) for each in answer] for rank, answer in answers.items() if answer}
-        self.summary.inside = _summary_of_links(names, times)
+        self.summary.inside = faults.link_summary(
+            {(names[link.peer], names[rank]): (link.latency, link.came) for rank in times for link in times[rank]}
+        )
         rates = {rank: max(link.came for link in links) for rank, links in times.items()}
         self.faults += faults.slow_ranks("receives inside its host", rates, options.slow * SHARED_LINK, self.host_of)
 
@@ -311,14 +313,15 @@ class _Check:
         answers = self.gather("links between", measure, timedelta(seconds=options.seconds))
         if not answers:
             return
-        names = dict(enumerate(self.host_of[ranks[0]] for ranks in hosts))
-        times = {
-            host: [_of_host(PairTime(*each), ranks, hosts) for each in answers[ranks[0]]["times"]]
-            for host, ranks in enumerate(hosts)
-        }
-        self.summary.across = _summary_of_links(names, times)
+        names = [self.host_of[ranks[0]] for ranks in hosts]
+        links: dict[tuple[str, str], tuple[float, float]] = {}
+        for host, ranks in enumerate(hosts):
+            for link in (PairTime(*each) for each in answers[ranks[0]]["times"]):
+                together = min(len(hosts[link.peer]), len(ranks))  # each of so many ranks has an equal share
+                links[names[link.peer], names[host]] = link.latency, together * link.came
+        self.summary.across = faults.link_summary(links)
         self.summary.rounds = (answers[0]["rounds"], probes.rounds(len(hosts)))
-        rates = {(names[link.peer], names[host]): link.came for host, links in times.items() for link in links}
+        rates = {pair: rate for pair, (_, rate) in links.items()}
         found = faults.slow_hosts(rates, options.slow, options.expected)
         self.faults += found
         known = {host for fault in found for host in fault.hosts}
@@ -354,7 +357,9 @@ class _Check:
             report = {"error": f"{type(error).__name__}: {error}"}
         self.store.set(f"{name}/{self.rank}", json.dumps(report))
         if self.rank == 0:
-            reports = self._reports(name, self.options.timeout * _PATIENCE + budget)
+            keys = [f"{name}/{rank}" for rank in range(self.launch.world_size)]
+            ranks = ranks_that_came(self.store, keys, self.options.timeout * _PATIENCE + budget)
+            reports = {rank: json.loads(self.store.get(keys[rank])) for rank in ranks}
             faults, answer = self._failures(name, reports), None
             if not faults:
                 faults, answer = judge({rank: report["result"] for rank, report in reports.items()})
@@ -376,15 +381,6 @@ class _Check:
         results: dict[int, Any] = {}
         self.step(name, work, lambda found: ([], results.update(found)), budget)
         return results
-
-    def _reports(self, name: str, patience: timedelta) -> dict[int, dict[str, Any]]:
-        """Wait for the reports of all ranks; return those that came in time."""
-        keys = {rank: f"{name}/{rank}" for rank in range(self.launch.world_size)}
-        try:
-            self.store.wait(list(keys.values()), patience)
-        except (dist.DistError, RuntimeError):
-            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        return {rank: json.loads(self.store.get(key)) for rank, key in keys.items()}
 
     def _failures(self, name: str, reports: Mapping[int, Mapping[str, Any]]) -> list[Fault]:
         """Return a fault for ranks that did not report, and one for each of the first few different errors."""
@@ -455,19 +451,6 @@ def _same_host(actual: str, expected: str) -> bool:
 
 def _anomalies(answers: Mapping[int, Any]) -> list[Anomaly]:
     return [Anomaly(by, operation, tuple(ranks)) for found in answers.values() for by, operation, ranks in found]
-
-
-def _of_host(link: PairTime, ranks: Sequence[int], hosts: Hosts) -> PairTime:
-    """Return what the ranks of a host carry together, from the share of one of them."""
-    together = min(len(hosts[link.peer]), len(ranks))
-    return link._replace(came=together * link.came, went=together * link.went)
-
-
-def _summary_of_links(names: Mapping[int, str], times: Mapping[int, Sequence[PairTime]]) -> faults.LinkSummary:
-    """Summarise the links that each rank or host measured, under their names."""
-    links = {(names[link.peer], names[end]): link for end, of_end in times.items() for link in of_end}
-    latencies = {pair: link.latency for pair, link in links.items()}
-    return faults.link_summary(latencies, {pair: link.came for pair, link in links.items()})
 
 
 def versions() -> dict[str, str]:

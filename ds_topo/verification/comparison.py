@@ -305,9 +305,8 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
     expected, noisy = Run(reference, found), Run(rounding, found)
     findings: list[Finding] = list(_at_start(found))
     errors: list[Error] = []
-    begun = [expected.step(0)]  # a list, so that its values are freed after the first step
     missing = sorted(found.start.keys() - expected.names)
-    notes = list(_notes(begun[0], missing))
+    notes = [f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"] if missing else []
     undecided: list[str] = []
     incomparable: set[str] = set()
     unlike: dict[str, None] = {}
@@ -318,17 +317,20 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
             "if there are stages: let it build the same module in every layout"
         )
     for number in range(0 if is_other_module else min(found.steps, expected.steps)):
-        mine, theirs = found.step(number), begun.pop() if begun else expected.step(number)
+        mine, theirs = found.step(number), expected.step(number)
+        reported, norm = theirs.ranks[0]["norm"], theirs.norm
+        if number == 0 and reported and norm and abs(reported / norm - 1) > _LEAST["bfloat16"]:
+            times = f"{reported / norm:.3g} times its norm of gradients"
+            notes.append(f"the reference reports {times}; others are compared with that")
         if number < noisy.steps:
             allowed = Allowed(rows_of(noisy.step(number), theirs), found.about[0]["dtype"], error_of_norm(theirs.sums))
         else:
             allowed.growth = _GROWTH
+        rows = list(rows_of(mine, theirs))
+        unlike |= dict.fromkeys(row.name for row in rows if not row.errors)
+        rows = [row for row in rows if row.errors]
+        right = {row.name for row in rows if row.kind == REDUCED and max(row.errors.values()) <= allowed(row)}
         suspects: list[Finding] = []
-        right: set[str] = set()
-        rows = [row for row in rows_of(mine, theirs) if row.errors or unlike.setdefault(row.name)]
-        for row in reversed(rows):
-            if row.kind == REDUCED and max(row.errors.values()) <= allowed(row):
-                right.add(row.name)
         for row in rows:
             limit = allowed(row)
             if limit >= _USELESS:
@@ -337,19 +339,16 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
             each = tuple(row.errors.get(rank, math.nan) for rank in range(len(found.about)))
             errors.append(Error(number, row.kind, row.name, each, limit))
             bad = tuple(rank for rank, error in row.errors.items() if error > limit)
+            if not bad and row.kind == OUTPUT:
+                suspects.clear()
             if not bad or (row.kind == GRADIENT and row.name in right):  # or it is completed before reduction
-                if not bad and row.kind == OUTPUT:
-                    suspects.clear()
                 continue
             where, axis = place_of(bad, row.errors, found)
             worst = max(row.errors.values())
-            finding = Finding(number, row.kind, row.name, bad, where, axis, error=worst, allowed=limit)
-            if row.is_partial_sum and row.kind == OUTPUT:
-                suspects.append(finding)
-                continue
-            findings += suspects
-            suspects.clear()
-            findings.append(finding)
+            suspects.append(Finding(number, row.kind, row.name, bad, where, axis, error=worst, allowed=limit))
+            if not row.is_partial_sum:
+                findings += suspects
+                suspects.clear()
         findings += _unequal(found, [record["replicas"] for record in mine.ranks], number)
         undecided += _undecided(mine, theirs, bool(findings))
         if findings:
@@ -474,17 +473,6 @@ def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
                 cause = "a rank skipped or repeated a step, or changed or lost an update"
             yield Finding(number, REPLICAS, name, bad, f"ranks {list(ranks)} along {axes} differ", axes, (cause,))
             return
-
-
-def _notes(first: Step, missing: Sequence[str]) -> Iterator[str]:
-    """Yield what is unusual about the reference, of which ``first`` is the first step."""
-    if missing:
-        yield f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"
-    elif first.run.had_others:
-        yield "the program initialises other weights in the reference, which was given those of the layout"
-    norm, right = first.ranks[0]["norm"], first.norm
-    if norm and right and abs(norm / right - 1) > _LEAST["bfloat16"]:
-        yield f"the reference reports {norm / right:.3g} times its norm of gradients; others are compared with that"
 
 
 def _undecided(mine: Step, theirs: Step, is_different: bool) -> Iterator[str]:

@@ -191,7 +191,8 @@ class Recorder:
             named = [one for one in self._named if not one.is_expert and not hasattr(one.parameter, "ds_tensor")]
             copies = [id(one.parameter) for one in named]
             self._of_others = set(copies) - set(copies[dist.get_rank() :: dist.get_world_size()])
-            start |= {"names": list(self._slices), "had_others": self._load(self.what.weights_from)}
+            start["names"] = list(self._slices)
+            self._load(self.what.weights_from)
         _save(start, folder / "start.pt")
         return True
 
@@ -242,14 +243,13 @@ class Recorder:
                     (loss / len(micro_batches)).backward()
                 self._write(folder)
 
-    def _load(self, folder: Path) -> bool:
-        """Start with the weights and master weights that another run has started with; return whether weights differed.
+    def _load(self, folder: Path) -> None:
+        """Start with the weights and master weights that another run has started with.
 
         Some of DeepSpeed's optimizers step without gradients when they are built, so that master weights have decayed.
         """
         starts = [torch.load(path, mmap=True) for path in sorted(folder.glob("rank_*/start.pt"))]
         weights, masters = (whole_tensors(one["states"].get(key, {}) for one in starts) for key in (WEIGHT, MASTER))
-        had_others = False
         with torch.no_grad():
             for one in self._named:
                 name, in_module = one.names[0], held_by_module(one.parameter)
@@ -258,8 +258,7 @@ class Recorder:
                     continue
                 if name in masters:
                     _overwrite(one.part_of(one.held.master, one.held), masters[name])
-                had_others |= _overwrite(one.part_of(in_module.master, in_module), weights[name])
-        return had_others
+                _overwrite(one.part_of(in_module.master, in_module), weights[name])
 
     # -- what is recorded --------------------------------------------------------------------------------------------
 
@@ -460,14 +459,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _overwrite(part: Any, whole: torch.Tensor) -> bool:
-    """Copy a whole tensor into this rank's part of it; return whether the part had other values."""
-    had_others = False
+def _overwrite(part: Any, whole: torch.Tensor) -> None:
+    """Copy a whole tensor into this rank's part of it."""
     for offsets, memory in part.boxes.items():
-        given = box_of(whole, offsets, memory).to(memory)
-        had_others |= not torch.equal(memory, given)
-        memory.copy_(given)
-    return had_others
+        memory.copy_(box_of(whole, offsets, memory))
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -550,8 +545,6 @@ class Run:
         self.starts = [one.get("states", {}).get(WEIGHT, {}) for one in starts]
         self.names = {name for one in starts for name in one.get("names", ())}
         """Of the parameters of a reference."""
-        self.had_others = any(one.get("had_others") for one in starts)
-        """True if the program would have started a reference with other weights."""
         self.replicas = [one["replicas"] for one in starts]
         self.steps = min(len(list(one.glob("step_*.pt"))) for one in self.folders)
 
