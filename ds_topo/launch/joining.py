@@ -82,8 +82,9 @@ def choose_interface(launch: Launch, master: str) -> str | None:
         own = address_of(name)
         if not is_loopback(own):
             return None
-    others = [name for name, address in _interfaces() if not is_loopback(address)]
-    interface = interface_towards(master) or interface_towards(_ANYWHERE) or (others[0] if len(others) == 1 else None)
+    interfaces = {address: name for name, address in _interfaces() if not is_loopback(address)}
+    towards = [address_towards(master), address_towards(_ANYWHERE), *(interfaces if len(interfaces) == 1 else ())]
+    interface = next((interfaces[address] for address in towards if address in interfaces), None)
     if interface is None:
         raise LaunchError(
             f"gloo would bind to the address of this host's own name, {name}, which is {own}: other hosts cannot reach "
@@ -93,15 +94,14 @@ def choose_interface(launch: Launch, master: str) -> str | None:
     return interface
 
 
-def interface_towards(address: str) -> str | None:
-    """Return the name of the interface through which this host reaches ``address``; None if unknown or loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # sends nothing
-        except OSError:
-            return None
-        own = probe.getsockname()[0]
-    return next((name for name, address in _interfaces() if address == own and not is_loopback(own)), None)
+def address_towards(host: str, port: int = 9) -> str | None:
+    """Return this host's address as another host sees it; None if no route leads there."""
+    with suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    return None
 
 
 def _interfaces() -> list[tuple[str, str]]:

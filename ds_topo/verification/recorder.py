@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import time
 import warnings
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,8 +36,8 @@ from torch.utils.serialization import config
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import Named, held_by_module, named_parameters
 from ds_topo.checkpoint.shards import Slice, part_of
-from ds_topo.engine.replicas import replicated
-from ds_topo.ledger import ledger
+from ds_topo.engine.replicas import digest, replicated
+from ds_topo.ledger import around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import MODEL, SEQ
@@ -66,6 +65,8 @@ class Recording:
     """The seed of artificial rounding errors; None: none."""
     until_update: bool = False
     """True ends the run after its first update."""
+    has_dropout: bool = True
+    """False disables dropout in a program."""
 
     @property
     def is_reference(self) -> bool:
@@ -90,23 +91,17 @@ def recording(what: Recording, engine: DeepSpeedEngine | None = None) -> Iterato
             (patches.RECORDED_FORWARD, recorder.forward),
             (patches.RECORDED_BACKWARD, recorder.backward),
             (patches.RECORDED_STEP, recorder.step),
-            (patches.RECORDED_BATCH, recorder.train_batch),
+            (patches.RECORDED_BATCH, recorder.step),
         ):
             if engine is None or isinstance(engine, row.owner):  # type: ignore[arg-type]
-                undo.callback(ledger.bind(row, partial(_around, method, engine), engine))
+                make = around(method) if engine is None else partial(_of_engine, engine, method)
+                undo.callback(ledger.bind(row, make, engine))
         yield recorder
 
 
-def _around(method: Callable[..., Any], engine: DeepSpeedEngine | None, original: Any) -> Any:
-    """Build the replacement of a method of one engine, or of the class if it is None."""
-    if engine is not None:
-        return wraps(original)(partial(method, original, engine))
-
-    @wraps(original)
-    def call(engine: Any, *arguments: Any, **named: Any) -> Any:
-        return method(partial(original, engine), engine, *arguments, **named)
-
-    return call
+def _of_engine(engine: DeepSpeedEngine, method: Callable[..., Any], original: Callable[..., Any]) -> Any:
+    """Build the replacement of a method of one engine, which is called like a method of its class."""
+    return wraps(original)(partial(method, lambda _, *arguments, **named: original(*arguments, **named), engine))
 
 
 class Recorder:
@@ -132,11 +127,11 @@ class Recorder:
     def forward(self, original: Any, engine: DeepSpeedEngine, *inputs: Any, **named: Any) -> Any:
         """Record the outputs of modules in the first micro-batch of each step."""
         if not (engine.module.training and torch.is_grad_enabled()) or not self._attach(engine):
-            return original(*inputs, **named)
+            return original(engine, *inputs, **named)
         self._is_in_forward = self._micro_batch == 0
         state = torch.get_rng_state()
         try:
-            return original(*inputs, **named)
+            return original(engine, *inputs, **named)
         finally:
             # a pipeline with seed_layers seeds before each layer
             reseeds = bool(getattr(engine.module, "seed_layers", False))
@@ -148,23 +143,16 @@ class Recorder:
         """Record the loss of a plain engine."""
         if engine is self.engine and not isinstance(engine, PipelineEngine) and torch.is_tensor(loss):
             self._record["losses"].append(float(loss.detach().float().mean()))
-        return original(loss, *arguments, **named)
+        return original(engine, loss, *arguments, **named)
 
     def step(self, original: Any, engine: DeepSpeedEngine, *arguments: Any, **named: Any) -> Any:
-        """Record a step of a plain engine at its end."""
-        before = engine.global_steps
-        result = original(*arguments, **named)
-        if engine.global_steps > before and engine is self.engine and not isinstance(engine, PipelineEngine):
+        """Record a step, or a whole batch of a pipeline, at its end."""
+        is_recorded, before = self._attach(engine), engine.global_steps
+        result = original(engine, *arguments, **named)
+        if is_recorded and engine.global_steps > before:
+            if isinstance(engine, PipelineEngine):
+                self._record["losses"].append(float(result))
             self._end_step(engine)
-        return result
-
-    def train_batch(self, original: Any, engine: PipelineEngine, *arguments: Any, **named: Any) -> Any:
-        """Record a step of a pipeline."""
-        if not self._attach(engine):
-            return original(*arguments, **named)
-        result = original(*arguments, **named)
-        self._record["losses"].append(float(result))
-        self._end_step(engine)
         return result
 
     # -- attaching ---------------------------------------------------------------------------------------------------
@@ -371,16 +359,15 @@ class Recorder:
                     found[key][one.names[0]] = self._recorded(one.part_of(value, held))
         return dict(found)
 
-    def _replicas(self, engine: DeepSpeedEngine) -> list[tuple[str, str, list[int], bool, int]]:
+    def _replicas(self, engine: DeepSpeedEngine) -> list[tuple[str, str, list[int], bool, list[int]]]:
         """Return a digest of each tensor that must be equal on several ranks: name, axes, ranks, is slice, digest."""
         if self.what.is_reference or int(engine.zero_optimization_stage()) == 3:
             return []
         slices = isinstance(engine.mpu, MpuGrid) and engine.mpu.get_axis_size(MODEL) > 1
-        rows = [row for row in replicated(engine, slices) if not row.name.startswith("random state")]
-        digests = {number: _digest_of(one) for number, one in {id(row.tensor): row.tensor for row in rows}.items()}
         return [
-            (row.name, row.axes, dist.get_process_group_ranks(row.group), row.is_slice, digests[id(row.tensor)])
-            for row in rows
+            (row.name, row.axes, dist.get_process_group_ranks(row.group), row.is_slice, digest(row.tensor).tolist())
+            for row in replicated(engine, slices)
+            if not row.name.startswith("random state")
         ]
 
 
@@ -447,12 +434,6 @@ def with_rounding_errors(tensor: torch.Tensor, generator: torch.Generator) -> to
 def _save(record: Mapping[str, Any], path: Path) -> None:
     with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # it would take half of the time
         torch.save(record, path)
-
-
-def _digest_of(tensor: torch.Tensor) -> int:
-    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    flat = dense.cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

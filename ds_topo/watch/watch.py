@@ -34,6 +34,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from ds_topo.errors import LaunchError, abridged
+from ds_topo.launch.joining import address_towards
 from ds_topo.process_groups.agreement import agree, within
 from ds_topo.process_groups.creation import require_initialized
 from ds_topo.torch_names import (
@@ -49,7 +50,7 @@ from ds_topo.torch_names import (
 from ds_topo.watch import heartbeat
 from ds_topo.watch.activity import GRACE, OTHERWISE, SAVES, STILL, Activity, Observer, Progress, first_line, wait_over
 from ds_topo.watch.heartbeat import Finding, Heartbeat, Ring, Verdict
-from ds_topo.watch.witness import State, Witness, address_towards, ask
+from ds_topo.watch.witness import State, Witness, ask
 
 DEFAULT_LIMIT = 30.0
 ENVIRONMENT = "DS_TOPO_WATCH"
@@ -145,7 +146,7 @@ class Watch:
         """The activity when the program's last exception was raised."""
         self._is_told = self._has_spoken = False
         self._stopped = threading.Event()
-        self._witness = Witness(address_towards(*place))
+        self._witness = Witness(address_towards(*place) or socket.gethostname())
         self._next_witness_at = 0.0
         """The earliest time for another witness, by the monotonic clock."""
         self._ports = {place[1], self._witness.address.port}
