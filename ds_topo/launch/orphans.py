@@ -189,6 +189,8 @@ def _wait_for_the_end_of(pid: int) -> None:
 LOCK = "lock"
 OLD_SECONDS = 600.0
 """Longer than any build of DeepSpeed's takes."""
+_SECONDS_TO_RELEASE = 1.0
+"""The time in which a builder that has closed its lock removes it."""
 
 
 def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[Path]:
@@ -263,6 +265,9 @@ def _remove_unless_held(lock: Path) -> bool | None:
         try:
             fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # ignored by default; SIGIO would end this process
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            time.sleep(_SECONDS_TO_RELEASE)  # a builder that has ended closes its lock before it removes it
+            if not os.fstat(file).st_nlink:
+                return True
             lock.unlink()
             return False
         finally:
