@@ -172,17 +172,15 @@ class _Check:
         def judge(answers: dict[int, Any]) -> tuple[list[Fault], dict[str, Any]]:
             reports = [RankReport(**answer) for _, answer in sorted(answers.items())]
             self.host_of = {report.rank: report.host for report in reports}
-            by_host: dict[str, list[int]] = defaultdict(list)
-            for report in reports:
-                by_host[report.host].append(report.rank)
-            self.summary.hosts = {host: tuple(ranks) for host, ranks in by_host.items()}
+            ranks_of = {host: [each.rank for each in there] for host, there in faults.by_host(reports).items()}
+            self.summary.hosts = {host: tuple(ranks) for host, ranks in ranks_of.items()}
             self.summary.versions = dict(reports[0].versions)
             found = faults.disagreements(reports) + _unexpected_hosts(reports, options.expected_hosts)
             unusable = [report for report in reports if report.topology.startswith("unusable")]
             if unusable and not any(fault.kind == "topology" for fault in found):
                 found.append(Fault("topology", f"the topology is {unusable[0].topology}"))
             self.faults += found
-            hosts, blocks = list(by_host.values()), (len(reports) // len(by_host), len(by_host))
+            hosts, blocks = list(ranks_of.values()), (len(reports) // len(ranks_of), len(ranks_of))
             # every rank reads this from one store, so it is short where ranks are numbered host by host
             placed = {"blocks": blocks} if hosts == hosts_in_blocks(*blocks) else {"hosts": hosts}
             return [fault for fault in found if fault.kind in FATAL], placed
@@ -194,8 +192,7 @@ class _Check:
     def compare_clocks(self) -> None:
         """Compare the clocks of all hosts."""
         self.begin("clocks")
-        count = len(self.hosts)
-        answers = self.gather("clocks", lambda: None if self.place else self.clock_offset(count))
+        answers = self.gather("clocks", lambda: None if self.place else self.clock_offset())
         if answers:
             offsets = {self.host_of[rank]: offset for rank, offset in answers.items() if offset is not None}
             self.summary.clocks = offsets
@@ -397,29 +394,21 @@ class _Check:
             found.append(Fault(kind, f"{name}: {where} {text}", hosts, tuple(ranks)))
         return found
 
-    def clock_offset(self, hosts: int) -> float:
-        """Return the seconds by which this host's clock is ahead of rank 0's; called by one rank of each of ``hosts``.
+    def clock_offset(self) -> float:
+        """Return the seconds by which this host's clock is ahead of rank 0's; called by the first rank of each host.
 
         Rank 0 posts its time when all hosts wait for it. Its message takes some time, so the smallest of a few offsets
         counts.
-
-        Raises:
-            TimeoutError: on rank 0, some hosts did not come.
         """
         offsets = []
         for number in range(CLOCK_ROUNDS):
             ready, now = f"clocks/ready{number}", f"clocks/now{number}"
-            came = self.store.add(ready, 1)
             if self.rank:
+                self.store.set(f"{ready}/{self.rank}", "")
                 self.store.wait([now], self.options.timeout)
                 offsets.append(time.time() - float(self.store.get(now)))
                 continue
-            end = time.monotonic() + self.options.timeout.total_seconds()
-            while came < hosts:
-                if time.monotonic() > end:
-                    raise TimeoutError(f"{came} of {hosts} ranks came to {ready}")
-                time.sleep(0.005)
-                came = self.store.add(ready, 0)
+            self.store.wait([f"{ready}/{ranks[0]}" for ranks in self.hosts[1:]], self.options.timeout)
             time.sleep(0.05)  # until the last of them waits
             self.store.set(now, repr(time.time()))
             offsets.append(0.0)

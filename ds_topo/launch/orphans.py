@@ -220,17 +220,15 @@ def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[
                 "start would have waited for it without limit",
                 stacklevel=2,
             )
-            continue
-        try:
-            age = time.time() - lock.stat().st_mtime if held is None else 0.0
-        except OSError:
-            continue
-        if age > OLD_SECONDS:
-            warnings.warn(
-                f"{lock} is {age / 60:.0f} minutes old, and its file system does not tell whether a process holds it. "
-                "If this start hangs and no job is compiling, remove the file",
-                stacklevel=2,
-            )
+        elif held is None:
+            with suppress(OSError):  # it has been removed
+                age = time.time() - lock.stat().st_mtime
+                if age > OLD_SECONDS:
+                    warnings.warn(
+                        f"{lock} is {age / 60:.0f} minutes old, and its file system does not tell whether a process "
+                        "holds it. If this start hangs and no job is compiling, remove the file",
+                        stacklevel=2,
+                    )
     return removed
 
 

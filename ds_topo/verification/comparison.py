@@ -8,6 +8,7 @@ before reduction, and the reported norm with the norm of that mean, so that Deep
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -132,16 +133,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as values of JSON, which has no infinite numbers: they are null."""
-        content: dict[str, Any] = _of_json(asdict(self))
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         return {"status": self.status, **content}
-
-
-def _of_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _of_json(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_of_json(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -187,27 +180,25 @@ def output_errors(outputs: Mapping[int, torch.Tensor], whole: torch.Tensor, run:
             torch.stack([value.double() for value in outputs.values()]).sum(0), whole
         ) < min(errors.values())
         return errors, is_partial
-    best: dict[int, float] = {}
     split = [dim for dim, (size, own) in enumerate(zip(whole.shape, first.shape, strict=False)) if size != own]
-    for dim in split if first.dim() == whole.dim() and len(split) == 1 else ():
-        size, own = whole.shape[dim], first.shape[dim]
-        if not own or size % own:
+    if first.dim() != whole.dim() or len(split) != 1:
+        return {}, False
+    best: dict[int, float] = {}
+    dim, size, own = split[0], whole.shape[split[0]], first.shape[split[0]]
+    for axes in ((MODEL,), (SEQ,), (SEQ, MODEL), (MODEL, SEQ)):
+        index, slices = dict.fromkeys(outputs, 0), math.prod(map(run.degree, axes))
+        if own * slices != size:
             continue
-        for axes in ((MODEL,), (SEQ,), (SEQ, MODEL), (MODEL, SEQ)):
-            degrees = {axis: run.degree(axis) for axis in axes}
-            if size // own != math.prod(degrees.values()):
-                continue
-            index = dict.fromkeys(outputs, 0)
-            for axis, degree in degrees.items():
-                index = {rank: each * degree + run.coordinates[rank].get(axis, 0) for rank, each in index.items()}
-            for stride in (each for each in _STRIDES if own % each == 0):
-                pieces = whole.unflatten(dim, (stride, size // own, own // stride))
-                errors = {
-                    rank: distance(value, pieces.select(dim + 1, index[rank]).flatten(dim, dim + 1))
-                    for rank, value in outputs.items()
-                }
-                if not best or max(errors.values()) < max(best.values()):
-                    best = errors
+        for axis in axes:
+            index = {rank: each * run.degree(axis) + run.coordinates[rank].get(axis, 0) for rank, each in index.items()}
+        for stride in (each for each in _STRIDES if own % each == 0):
+            pieces = whole.unflatten(dim, (stride, slices, own // stride))
+            errors = {
+                rank: distance(value, pieces.select(dim + 1, index[rank]).flatten(dim, dim + 1))
+                for rank, value in outputs.items()
+            }
+            if not best or max(errors.values()) < max(best.values()):
+                best = errors
     return best, False
 
 

@@ -475,14 +475,13 @@ def ports_towards(port: int) -> set[int]:
 
 def bytes_moved(besides: Collection[int]) -> int | None:
     """Return the bytes sent and received on connections without one of these ports; None where this is unknown."""
-    total, found = 0, False
+    counts = []
     for each, *ports in _connections():
         if not set(ports) & set(besides):
             with suppress(OSError, struct.error):
                 info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                total += sum(struct.unpack_from("=QQ", info, _BYTES_ACKED_AND_RECEIVED))
-                found = True
-    return total if found else None
+                counts.append(sum(struct.unpack_from("=QQ", info, _BYTES_ACKED_AND_RECEIVED)))
+    return sum(counts) if counts else None
 
 
 def shut_down(store_port: int, spared: Collection[int]) -> None:
