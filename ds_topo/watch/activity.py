@@ -150,20 +150,6 @@ class Activity:
         return cls(wait=Wait(**{**wait, "ranks": tuple(wait["ranks"])}) if wait else None, **fields)
 
 
-class _Duration:
-    """Measures for how long a value has been the same."""
-
-    def __init__(self) -> None:
-        self._value: object = None
-        self._since = 0.0
-
-    def of(self, value: object, now: float) -> float:
-        """Return the seconds since the value became this one; 0 for None."""
-        if value is None or value != self._value:
-            self._value, self._since = value, now
-        return now - self._since
-
-
 class Observer:
     """Observes the main thread from other threads.
 
@@ -177,7 +163,8 @@ class Observer:
         self._thread = threading.main_thread().ident or 0
         self._counter: weakref.ref[Any] | None = None
         """The engine or reducer that counts steps."""
-        self._seconds, self._quiet, self._still, self._handled = (_Duration() for _ in range(4))
+        self._since: dict[str, tuple[object, float]] = {}
+        """What was last seen of each kind, and the time since when."""
         self._used = 0.0
         """The processor time of the main thread when it was last found to use the processor."""
 
@@ -201,12 +188,20 @@ class Observer:
         now = time.monotonic()
         return replace(
             activity,
-            seconds=self._seconds.of(wait, now),
-            quiet=self._quiet.of(moved, now),
-            still=self._still.of((top, top.f_lasti, self._used), now),
+            seconds=self._lasting("wait", wait, now),
+            quiet=self._lasting("bytes", moved, now),
+            still=self._lasting("instruction", (top, top.f_lasti, self._used), now),
             handling="" if error is None else first_line(error),
-            handled=self._handled.of(error, now),
+            handled=self._lasting("exception", error, now),
         )
+
+    def _lasting(self, kind: str, value: object, now: float) -> float:
+        """Return the seconds for which a value has been the same; 0 for None."""
+        before, since = self._since.get(kind, (None, now))
+        if value is None or value != before:
+            since = now
+            self._since[kind] = value, now
+        return now - since
 
     def read_traceback(self, trace: TracebackType | None) -> Activity:
         """Return the activity when an exception was raised."""
