@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store  # classes of torch.di
 from ds_topo.backends import accelerator, device_served_by
 from ds_topo.check import faults, probes
 from ds_topo.check.faults import Anomaly, Fault, RankReport, Summary
-from ds_topo.check.probes import Device, Hosts, PairTime, hosts_in_blocks, place_of
+from ds_topo.check.probes import Device, Hosts, PairTime, hosts_in_blocks, largest, place_of
 from ds_topo.errors import LaunchError, TopologyError
 from ds_topo.launch.joining import create_world, open_store, ranks_that_came, take_device, wait_for_all
 from ds_topo.launch.launchers import Launch
@@ -43,6 +43,8 @@ FATAL = ("topology", "host", "missing", "failure")
 """The kinds of faults after which nothing further can be measured."""
 T = TypeVar("T")
 CLOCK_ROUNDS = 3
+ROUNDS_BETWEEN_VOTES = 8
+"""All ranks vote on whether the time is over."""
 _PATIENCE = 2.0
 """Rank 0 waits this many timeouts for reports: the other ranks may be in a collective that times out first."""
 SHARED_LINK = 0.5
@@ -270,7 +272,7 @@ class _Check:
     # -- pairs ---------------------------------------------------------------------------------------------------------
 
     def measure_inside_hosts(self) -> None:
-        """Measure the links between ranks of one host."""
+        """Measure every pair of ranks of each host, on all hosts at the same time."""
         hosts, options = self.hosts, self.options
         ranks = hosts[self.host]
         wanted = [RankGroup(("host",), tuple(ranks))] if len(ranks) > 1 else []
@@ -278,11 +280,17 @@ class _Check:
         if max(map(len, hosts)) == 1:
             return
         progress = self.begin("links inside hosts")
-        answers = self.gather(
-            "links inside",
-            lambda: probes.time_inside_hosts(hosts, self.rank, self.device, progress),
-            timedelta(seconds=options.seconds),
-        )
+
+        def measure() -> list[PairTime]:
+            times = []
+            for number in range(probes.rounds(len(ranks))):
+                other = probes.opponent(self.place, number, len(ranks))
+                if other is not None and (measured := probes.time_pair(ranks[other], self.device)):
+                    times.append(measured)
+                progress(number + 1, probes.rounds(len(ranks)))
+            return times
+
+        answers = self.gather("links inside", measure, timedelta(seconds=options.seconds))
         if not answers:
             return
         names = {rank: f"{host}:{rank}" for rank, host in self.host_of.items()}
@@ -294,18 +302,29 @@ class _Check:
         self.faults += faults.slow_ranks("receives inside its host", rates, options.slow * SHARED_LINK, self.host_of)
 
     def measure_across_hosts(self) -> None:
-        """Measure the links between hosts."""
+        """Measure every pair of hosts, with all of their ranks at once, until all have met or the time is over."""
         hosts, options = self.hosts, self.options
         if len(hosts) == 1:
             return
         progress = self.begin("links between hosts")
+        order = probes.order_of_rounds(len(hosts))
 
         def measure() -> dict[str, Any]:
-            times, measured = probes.time_across_hosts(
-                hosts, self.rank, self.device, self.team, self.world, options.seconds, progress
-            )
+            times: list[PairTime] = []
+            start, done = time.monotonic(), 0
+            while done < len(order):
+                is_vote = done and done % ROUNDS_BETWEEN_VOTES == 0
+                if is_vote and largest(time.monotonic() - start, self.world, self.device) > options.seconds:
+                    break
+                other = probes.opponent(self.host, order[done], len(hosts))
+                if other is not None:
+                    peer = hosts[other][self.place] if self.place < len(hosts[other]) else None
+                    if measured := probes.time_pair(peer, self.device, self.team):
+                        times.append(measured._replace(peer=other))
+                done += 1
+                progress(done, len(order))
             best = [max((link.came for link in times), default=0.0), max((link.went for link in times), default=0.0)]
-            return {"best": best, "times": [] if self.place else times, "rounds": measured}
+            return {"best": best, "times": [] if self.place else times, "rounds": done}
 
         answers = self.gather("links between", measure, timedelta(seconds=options.seconds))
         if not answers:
@@ -317,7 +336,7 @@ class _Check:
                 together = min(len(hosts[link.peer]), len(ranks))  # each of so many ranks has an equal share
                 links[names[link.peer], names[host]] = link.latency, together * link.came
         self.summary.across = faults.link_summary(links)
-        self.summary.rounds = (answers[0]["rounds"], probes.rounds(len(hosts)))
+        self.summary.rounds = (answers[0]["rounds"], len(order))
         rates = {pair: rate for pair, (_, rate) in links.items()}
         found = faults.slow_hosts(rates, options.slow, options.expected)
         self.faults += found

@@ -42,8 +42,15 @@ def main(words: list[str]) -> None:
         if not what.has_dropout:
             undo.callback(ledger.bind(patches.DROPOUT, always(lambda input, *_, **__: input)))
             undo.callback(ledger.bind(patches.ATTENTION_DROPOUT, without_attention_dropout))
-        if not uses_ds_topo(Path(program)):
-            _use_grid()
+        if not uses_ds_topo(Path(program)):  # it knows DeepSpeed alone
+            from ds_topo.engine.grid import PipelineParallelGrid
+            from ds_topo.engine.start import init_distributed
+            from ds_topo.engine.use import use
+
+            if importlib.util.find_spec("accelerate") is not None:  # use() patches it where it is imported
+                importlib.import_module("accelerate")
+            init_distributed(verbose=False)
+            use(PipelineParallelGrid(os.environ[TOPOLOGY_OVERRIDE]))
         undo.enter_context(recording(what))
         try:
             runpy.run_path(program, run_name="__main__")
@@ -105,18 +112,6 @@ def with_all_experts(construct: Any, *arguments: Any, **named: Any) -> None:
     given = inspect.signature(construct).bind(*arguments, **named)
     given.arguments["ep_size"] = 1
     construct(*given.args, **given.kwargs)
-
-
-def _use_grid() -> None:
-    """Put a grid in use for a program that knows DeepSpeed alone."""
-    from ds_topo.engine.grid import PipelineParallelGrid
-    from ds_topo.engine.start import init_distributed
-    from ds_topo.engine.use import use
-
-    if importlib.util.find_spec("accelerate") is not None:  # use() patches it where it is imported
-        importlib.import_module("accelerate")
-    init_distributed(verbose=False)
-    use(PipelineParallelGrid(os.environ[TOPOLOGY_OVERRIDE]))
 
 
 if __name__ == "__main__":

@@ -182,15 +182,6 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_of(given: int, wanted: int, ranks: int, processors: int) -> int:
-    """Return the threads of each of ``ranks`` processes that do the work of ``wanted`` ranks with ``given`` threads.
-
-    >>> threads_of(1, 8, 2, 64), threads_of(1, 8, 2, 6), threads_of(4, 8, 8, 8)
-    (4, 3, 4)
-    """
-    return max(given, min(given * wanted, processors) // ranks)
-
-
 def run(runs: Sequence[Ranks], *, wanted: int, timeout: float, progress: Progress) -> None:
     """Run a program on all ranks of some runs at the same time, and record it.
 
@@ -204,8 +195,8 @@ def run(runs: Sequence[Ranks], *, wanted: int, timeout: float, progress: Progres
         VerificationError: a rank failed, ended before the last step, or took too long.
     """
     given = int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0])
-    threads = threads_of(given, wanted, sum(each.size for each in runs), processors())
-    first = 0
+    ranks = sum(each.size for each in runs)  # together they do the work of the wanted layout
+    threads, first = max(given, min(given * wanted, processors()) // ranks), 0
     with ExitStack() as stack:
         for each in runs:
             stack.enter_context(_started(each, {"OMP_NUM_THREADS": str(threads), **_devices(first, each.size)}))
