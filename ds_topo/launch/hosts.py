@@ -79,8 +79,8 @@ class Hosts:
         HostError: there is no host, or a name is given twice.
 
     >>> hosts = Hosts.uniform(2, slots=4)
-    >>> hosts.names, hosts.slots
-    (('host0', 'host1'), 8)
+    >>> hosts.names, hosts.counts
+    (('host0', 'host1'), (4, 4))
     >>> [host.slots for host in hosts.including("host1:0,2@host0")]
     [(0, 1, 2, 3), (0, 2)]
     """
@@ -122,11 +122,6 @@ class Hosts:
     def names(self) -> tuple[str, ...]:
         """The names, in order."""
         return tuple(host.name for host in self.hosts)
-
-    @property
-    def slots(self) -> int:
-        """The number of slots of all hosts together."""
-        return sum(self.counts)
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -400,7 +400,7 @@ class JobWatch:
             taken: the number of steps taken.
         """
         if self.watch is not None and self.watch.is_of_this_job:
-            self.watch._heart.compare_steps(wait_over("", group), taken, calls_of(group))
+            self.watch._heart.compare_steps(wait_over("step", group), taken, calls_of(group))
 
 
 job_watch = JobWatch()
