@@ -60,16 +60,22 @@ class RankReport:
     versions: Mapping[str, str]
 
 
+def by_host(reports: Iterable[RankReport]) -> dict[str, list[RankReport]]:
+    """Return the reports of each host."""
+    found: dict[str, list[RankReport]] = defaultdict(list)
+    for report in reports:
+        found[report.host].append(report)
+    return found
+
+
 def where(reports: Iterable[RankReport]) -> str:
     """Return hosts with their ranks.
 
     >>> where([RankReport(rank, "a", "", rank, 2, "", {}) for rank in (2, 3)])
     'a (ranks 2-3)'
     """
-    by_host: dict[str, list[int]] = defaultdict(list)
-    for report in reports:
-        by_host[report.host].append(report.rank)
-    named = [f"{host} (rank{'s' if len(ranks) > 1 else ''} {fold_numbers(ranks)})" for host, ranks in by_host.items()]
+    ranks_of = {host: [report.rank for report in there] for host, there in by_host(reports).items()}
+    named = [f"{host} (rank{'s' if len(ranks) > 1 else ''} {fold_numbers(ranks)})" for host, ranks in ranks_of.items()]
     return ", ".join(named[:8]) + (f" and {len(named) - 8} more hosts" if len(named) > 8 else "")
 
 
@@ -101,10 +107,7 @@ def _minorities(kind: str, name: str, reports: Sequence[RankReport], values: Map
 def _mixed_up_hosts(reports: Sequence[RankReport]) -> list[Fault]:
     """Find machines with equal names, local ranks that are given twice, and hosts with unexpected numbers of ranks."""
     faults: list[Fault] = []
-    by_host: dict[str, list[RankReport]] = defaultdict(list)
-    for report in reports:
-        by_host[report.host].append(report)
-    for host, there in by_host.items():
+    for host, there in by_host(reports).items():
         machines = {report.machine for report in there}
         said = {report.local_world_size for report in there if report.local_world_size is not None}
         twice, times = Counter(report.local_rank for report in there).most_common(1)[0]
@@ -164,14 +167,12 @@ def wrong_ranks(anomalies: Sequence[Anomaly], host_of: Mapping[int, str]) -> lis
     >>> [fault.ranks for fault in wrong_ranks(seen, {0: "a", 1: "a", 2: "b"})]
     [(1,)]
     """
-    seen_by: dict[tuple[str, tuple[int, ...]], set[int]] = defaultdict(set)
-    for anomaly in anomalies:
-        seen_by[anomaly.operation, anomaly.suspects].add(anomaly.seen_by)
+    times_seen = Counter((anomaly.operation, anomaly.suspects) for anomaly in anomalies)
     left: list[Anomaly] = []
     for anomaly in anomalies:
-        seen = seen_by[anomaly.operation, anomaly.suspects]
-        few = len(anomaly.suspects) > 2 and 2 * len(seen) <= len(anomaly.suspects)
-        left.append(Anomaly(anomaly.seen_by, anomaly.operation, (anomaly.seen_by,)) if few else anomaly)
+        members, seen = len(anomaly.suspects), times_seen[anomaly.operation, anomaly.suspects]
+        is_of_few = members > 2 and 2 * seen <= members
+        left.append(anomaly._replace(suspects=(anomaly.seen_by,)) if is_of_few else anomaly)
     faults: list[Fault] = []
     while left:
         weight: dict[int, Fraction] = defaultdict(Fraction)
@@ -437,9 +438,10 @@ def axis_summary(
     )
 
 
-def link_summary(latencies: Mapping[tuple[str, str], float], rates: Mapping[tuple[str, str], float]) -> LinkSummary:
-    """Summarise the latencies and rates of pairs, ``(from, to)``."""
-    ordered = sorted((rate, pair) for pair, rate in rates.items())
-    pairs = tuple((*pair, rate, latencies[pair]) for pair, rate in rates.items()) if len(rates) <= MOST_PAIRS else ()
+def link_summary(links: Mapping[tuple[str, str], tuple[float, float]]) -> LinkSummary:
+    """Summarise the latency and the rate of each pair, ``(from, to)``."""
+    latencies, rates = zip(*links.values(), strict=True)
+    ordered = sorted((rate, pair) for pair, (_, rate) in links.items())
+    pairs = tuple((*pair, rate, latency) for pair, (latency, rate) in links.items()) if len(links) <= MOST_PAIRS else ()
     slowest = tuple((*pair, rate) for rate, pair in ordered[:8])
-    return LinkSummary(median(rates.values()), median(latencies.values()), slowest, pairs)
+    return LinkSummary(median(rates), median(latencies), slowest, pairs)

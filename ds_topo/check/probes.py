@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_high
 from typing import NamedTuple, TypeAlias
@@ -44,8 +44,12 @@ def check_arithmetic(device: torch.device, rank: int) -> list[Anomaly]:
     return [Anomaly(rank, "matrix product", (rank,))] if wrong else []
 
 
-def check_group(name: str, ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device) -> list[Anomaly]:
-    """Run every collective that training uses over one group and check its results; collective over the group.
+def check_group(
+    name: str, ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device
+) -> Iterator[Anomaly]:
+    """Run every collective that training uses over one group, and yield wrong results; collective over the group.
+
+    Any member may have caused a wrong sum.
 
     Args:
         name: the axis or axes of the group, for the report.
@@ -54,16 +58,9 @@ def check_group(name: str, ranks: Sequence[int], group: ProcessGroup, rank: int,
         rank: this global rank.
         device: the device of the tensors.
     """
-    found = _wrong_results(ranks, group, rank, device)
-    return [
-        Anomaly(rank, f"{operation} over {name}", tuple(sorted({*culprits, rank}))) for operation, culprits in found
-    ]
 
-
-def _wrong_results(
-    ranks: Sequence[int], group: ProcessGroup, rank: int, device: torch.device
-) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yield the collectives with wrong results, and the ranks whose part may be wrong: all of them for a sum."""
+    def wrong(operation: str, culprits: Sequence[int]) -> Anomaly:
+        return Anomaly(rank, f"{operation} over {name}", tuple(sorted({*culprits, rank})))
 
     def sent(sender: int, receiver: int) -> Tensor:
         return pattern(sender, receiver, device)
@@ -75,20 +72,20 @@ def _wrong_results(
         tensor = sent(source, source) if rank == source else torch.zeros(CHUNK, device=device)
         dist.broadcast(tensor, source, group=group)
         if not torch.equal(tensor, sent(source, source)):
-            yield "broadcast", [source]
+            yield wrong("broadcast", [source])
     tensor = sent(rank, 0)
     dist.all_reduce(tensor, group=group)
     if not torch.equal(tensor, total(0)):
-        yield "all_reduce", ranks
+        yield wrong("all_reduce", ranks)
     for_each = torch.cat([sent(rank, receiver) for receiver in ranks])
     if not torch.equal(functional_reduce_scatter(for_each, 0, group), total(rank)):
-        yield "reduce_scatter", ranks
+        yield wrong("reduce_scatter", ranks)
     gathered = functional_all_gather(sent(rank, 0), 0, group)
     exchanged = functional_all_to_all(for_each, 0, 0, group)
     for operation, parts, receiver in (("all_gather", gathered, 0), ("all_to_all", exchanged, rank)):
         for sender, part in zip(ranks, parts.split(CHUNK), strict=True):
             if not torch.equal(part, sent(sender, receiver)):
-                yield operation, [sender]
+                yield wrong(operation, [sender])
     # to the next rank and from the previous one, as the stages of a pipeline do
     position = ranks.index(rank)
     after, before = ranks[(position + 1) % len(ranks)], ranks[position - 1]
@@ -98,7 +95,7 @@ def _wrong_results(
     for work in dist.batch_isend_irecv([send, receive]):
         work.wait()
     if not torch.equal(received, sent(before, rank)):
-        yield "send and receive", [before]
+        yield wrong("send and receive", [before])
 
 
 def pairs_of(suspects: Sequence[int], rank: int) -> list[tuple[int, int]]:
@@ -274,8 +271,6 @@ def _time_step(peer: int | None, size: int, device: Device, team: ProcessGroup |
 
 # -- all pairs, in rounds ----------------------------------------------------------------------------------------------
 
-ROUNDS_BETWEEN_VOTES = 8
-
 
 def rounds(players: int) -> int:
     """Return the number of rounds in which every player meets every other one once.
@@ -335,56 +330,3 @@ def place_of(rank: int, hosts: Hosts) -> tuple[int, int]:
     (1, 1)
     """
     return next((host, ranks.index(rank)) for host, ranks in enumerate(hosts) if rank in ranks)
-
-
-def time_inside_hosts(hosts: Hosts, rank: int, device: Device, progress: Callable[[int, int], None]) -> list[PairTime]:
-    """Measure every pair of ranks of each host, on all hosts at the same time."""
-    host, place = place_of(rank, hosts)
-    team = hosts[host]
-    times: list[PairTime] = []
-    for number in range(rounds(len(team))):
-        other = opponent(place, number, len(team))
-        if other is not None and (measured := time_pair(team[other], device)):
-            times.append(measured)
-        progress(number + 1, rounds(len(team)))
-    return times
-
-
-def time_across_hosts(
-    hosts: Hosts,
-    rank: int,
-    device: Device,
-    team: ProcessGroup | None,
-    world: ProcessGroup,
-    seconds: float,
-    progress: Callable[[int, int], None],
-) -> tuple[list[PairTime], int]:
-    """Measure every pair of hosts, with all of their ranks at once, until all have met or the time is over.
-
-    Args:
-        hosts: the hosts of the job.
-        rank: this rank.
-        device: the device and its buffers.
-        team: the group of this host's ranks; None if there is only one.
-        world: all ranks, which vote on whether to continue.
-        seconds: the time after which no further round begins.
-        progress: called with the number of rounds done and of all.
-
-    Returns:
-        This rank's share with each host, and the number of rounds that were measured.
-    """
-    host, place = place_of(rank, hosts)
-    times: list[PairTime] = []
-    order = order_of_rounds(len(hosts))
-    start = time.monotonic()
-    for done, number in enumerate(order):
-        is_vote = done and done % ROUNDS_BETWEEN_VOTES == 0
-        if is_vote and largest(time.monotonic() - start, world, device) > seconds:
-            return times, done
-        other = opponent(host, number, len(hosts))
-        if other is not None:
-            theirs = hosts[other]
-            if measured := time_pair(theirs[place] if place < len(theirs) else None, device, team):
-                times.append(measured._replace(peer=other))
-        progress(done + 1, len(order))
-    return times, len(order)

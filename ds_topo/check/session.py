@@ -28,9 +28,9 @@ from torch._C._distributed_c10d import PrefixStore, Store  # classes of torch.di
 from ds_topo.backends import accelerator, device_served_by
 from ds_topo.check import faults, probes
 from ds_topo.check.faults import Anomaly, Fault, RankReport, Summary
-from ds_topo.check.probes import Device, Hosts, PairTime, hosts_in_blocks, place_of
+from ds_topo.check.probes import Device, Hosts, PairTime, hosts_in_blocks, largest, place_of
 from ds_topo.errors import LaunchError, TopologyError
-from ds_topo.launch.joining import create_world, open_store, take_device, wait_for_all
+from ds_topo.launch.joining import create_world, open_store, ranks_that_came, take_device, wait_for_all
 from ds_topo.launch.launchers import Launch
 from ds_topo.launch.placement import fold_numbers, group_axes
 from ds_topo.process_groups.creation import ProcessGroup
@@ -43,6 +43,8 @@ FATAL = ("topology", "host", "missing", "failure")
 """The kinds of faults after which nothing further can be measured."""
 T = TypeVar("T")
 CLOCK_ROUNDS = 3
+ROUNDS_BETWEEN_VOTES = 8
+"""All ranks vote on whether the time is over."""
 _PATIENCE = 2.0
 """Rank 0 waits this many timeouts for reports: the other ranks may be in a collective that times out first."""
 SHARED_LINK = 0.5
@@ -172,17 +174,15 @@ class _Check:
         def judge(answers: dict[int, Any]) -> tuple[list[Fault], dict[str, Any]]:
             reports = [RankReport(**answer) for _, answer in sorted(answers.items())]
             self.host_of = {report.rank: report.host for report in reports}
-            by_host: dict[str, list[int]] = defaultdict(list)
-            for report in reports:
-                by_host[report.host].append(report.rank)
-            self.summary.hosts = {host: tuple(ranks) for host, ranks in by_host.items()}
+            ranks_of = {host: [each.rank for each in there] for host, there in faults.by_host(reports).items()}
+            self.summary.hosts = {host: tuple(ranks) for host, ranks in ranks_of.items()}
             self.summary.versions = dict(reports[0].versions)
             found = faults.disagreements(reports) + _unexpected_hosts(reports, options.expected_hosts)
             unusable = [report for report in reports if report.topology.startswith("unusable")]
             if unusable and not any(fault.kind == "topology" for fault in found):
                 found.append(Fault("topology", f"the topology is {unusable[0].topology}"))
             self.faults += found
-            hosts, blocks = list(by_host.values()), (len(reports) // len(by_host), len(by_host))
+            hosts, blocks = list(ranks_of.values()), (len(reports) // len(ranks_of), len(ranks_of))
             # every rank reads this from one store, so it is short where ranks are numbered host by host
             placed = {"blocks": blocks} if hosts == hosts_in_blocks(*blocks) else {"hosts": hosts}
             return [fault for fault in found if fault.kind in FATAL], placed
@@ -194,8 +194,7 @@ class _Check:
     def compare_clocks(self) -> None:
         """Compare the clocks of all hosts."""
         self.begin("clocks")
-        count = len(self.hosts)
-        answers = self.gather("clocks", lambda: None if self.place else self.clock_offset(count))
+        answers = self.gather("clocks", lambda: None if self.place else self.clock_offset())
         if answers:
             offsets = {self.host_of[rank]: offset for rank, offset in answers.items() if offset is not None}
             self.summary.clocks = offsets
@@ -273,7 +272,7 @@ class _Check:
     # -- pairs ---------------------------------------------------------------------------------------------------------
 
     def measure_inside_hosts(self) -> None:
-        """Measure the links between ranks of one host."""
+        """Measure every pair of ranks of each host, on all hosts at the same time."""
         hosts, options = self.hosts, self.options
         ranks = hosts[self.host]
         wanted = [RankGroup(("host",), tuple(ranks))] if len(ranks) > 1 else []
@@ -281,44 +280,64 @@ class _Check:
         if max(map(len, hosts)) == 1:
             return
         progress = self.begin("links inside hosts")
-        answers = self.gather(
-            "links inside",
-            lambda: probes.time_inside_hosts(hosts, self.rank, self.device, progress),
-            timedelta(seconds=options.seconds),
-        )
+
+        def measure() -> list[PairTime]:
+            times = []
+            for number in range(probes.rounds(len(ranks))):
+                other = probes.opponent(self.place, number, len(ranks))
+                if other is not None and (measured := probes.time_pair(ranks[other], self.device)):
+                    times.append(measured)
+                progress(number + 1, probes.rounds(len(ranks)))
+            return times
+
+        answers = self.gather("links inside", measure, timedelta(seconds=options.seconds))
         if not answers:
             return
         names = {rank: f"{host}:{rank}" for rank, host in self.host_of.items()}
         times = {rank: [PairTime(*each) for each in answer] for rank, answer in answers.items() if answer}
-        self.summary.inside = _summary_of_links(names, times)
+        self.summary.inside = faults.link_summary(
+            {(names[link.peer], names[rank]): (link.latency, link.came) for rank in times for link in times[rank]}
+        )
         rates = {rank: max(link.came for link in links) for rank, links in times.items()}
         self.faults += faults.slow_ranks("receives inside its host", rates, options.slow * SHARED_LINK, self.host_of)
 
     def measure_across_hosts(self) -> None:
-        """Measure the links between hosts."""
+        """Measure every pair of hosts, with all of their ranks at once, until all have met or the time is over."""
         hosts, options = self.hosts, self.options
         if len(hosts) == 1:
             return
         progress = self.begin("links between hosts")
+        order = probes.order_of_rounds(len(hosts))
 
         def measure() -> dict[str, Any]:
-            times, measured = probes.time_across_hosts(
-                hosts, self.rank, self.device, self.team, self.world, options.seconds, progress
-            )
+            times: list[PairTime] = []
+            start, done = time.monotonic(), 0
+            while done < len(order):
+                is_vote = done and done % ROUNDS_BETWEEN_VOTES == 0
+                if is_vote and largest(time.monotonic() - start, self.world, self.device) > options.seconds:
+                    break
+                other = probes.opponent(self.host, order[done], len(hosts))
+                if other is not None:
+                    peer = hosts[other][self.place] if self.place < len(hosts[other]) else None
+                    if measured := probes.time_pair(peer, self.device, self.team):
+                        times.append(measured._replace(peer=other))
+                done += 1
+                progress(done, len(order))
             best = [max((link.came for link in times), default=0.0), max((link.went for link in times), default=0.0)]
-            return {"best": best, "times": [] if self.place else times, "rounds": measured}
+            return {"best": best, "times": [] if self.place else times, "rounds": done}
 
         answers = self.gather("links between", measure, timedelta(seconds=options.seconds))
         if not answers:
             return
-        names = dict(enumerate(self.host_of[ranks[0]] for ranks in hosts))
-        times = {
-            host: [_of_host(PairTime(*each), ranks, hosts) for each in answers[ranks[0]]["times"]]
-            for host, ranks in enumerate(hosts)
-        }
-        self.summary.across = _summary_of_links(names, times)
-        self.summary.rounds = (answers[0]["rounds"], probes.rounds(len(hosts)))
-        rates = {(names[link.peer], names[host]): link.came for host, links in times.items() for link in links}
+        names = [self.host_of[ranks[0]] for ranks in hosts]
+        links: dict[tuple[str, str], tuple[float, float]] = {}
+        for host, ranks in enumerate(hosts):
+            for link in (PairTime(*each) for each in answers[ranks[0]]["times"]):
+                together = min(len(hosts[link.peer]), len(ranks))  # each of so many ranks has an equal share
+                links[names[link.peer], names[host]] = link.latency, together * link.came
+        self.summary.across = faults.link_summary(links)
+        self.summary.rounds = (answers[0]["rounds"], len(order))
+        rates = {pair: rate for pair, (_, rate) in links.items()}
         found = faults.slow_hosts(rates, options.slow, options.expected)
         self.faults += found
         known = {host for fault in found for host in fault.hosts}
@@ -354,7 +373,9 @@ class _Check:
             report = {"error": f"{type(error).__name__}: {error}"}
         self.store.set(f"{name}/{self.rank}", json.dumps(report))
         if self.rank == 0:
-            reports = self._reports(name, self.options.timeout * _PATIENCE + budget)
+            keys = [f"{name}/{rank}" for rank in range(self.launch.world_size)]
+            ranks = ranks_that_came(self.store, keys, self.options.timeout * _PATIENCE + budget)
+            reports = {rank: json.loads(self.store.get(keys[rank])) for rank in ranks}
             faults, answer = self._failures(name, reports), None
             if not faults:
                 faults, answer = judge({rank: report["result"] for rank, report in reports.items()})
@@ -377,15 +398,6 @@ class _Check:
         self.step(name, work, lambda found: ([], results.update(found)), budget)
         return results
 
-    def _reports(self, name: str, patience: timedelta) -> dict[int, dict[str, Any]]:
-        """Wait for the reports of all ranks; return those that came in time."""
-        keys = {rank: f"{name}/{rank}" for rank in range(self.launch.world_size)}
-        try:
-            self.store.wait(list(keys.values()), patience)
-        except (dist.DistError, RuntimeError):
-            keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
-        return {rank: json.loads(self.store.get(key)) for rank, key in keys.items()}
-
     def _failures(self, name: str, reports: Mapping[int, Mapping[str, Any]]) -> list[Fault]:
         """Return a fault for ranks that did not report, and one for each of the first few different errors."""
         alike: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -401,29 +413,21 @@ class _Check:
             found.append(Fault(kind, f"{name}: {where} {text}", hosts, tuple(ranks)))
         return found
 
-    def clock_offset(self, hosts: int) -> float:
-        """Return the seconds by which this host's clock is ahead of rank 0's; called by one rank of each of ``hosts``.
+    def clock_offset(self) -> float:
+        """Return the seconds by which this host's clock is ahead of rank 0's; called by the first rank of each host.
 
         Rank 0 posts its time when all hosts wait for it. Its message takes some time, so the smallest of a few offsets
         counts.
-
-        Raises:
-            TimeoutError: on rank 0, some hosts did not come.
         """
         offsets = []
         for number in range(CLOCK_ROUNDS):
             ready, now = f"clocks/ready{number}", f"clocks/now{number}"
-            came = self.store.add(ready, 1)
             if self.rank:
+                self.store.set(f"{ready}/{self.rank}", "")
                 self.store.wait([now], self.options.timeout)
                 offsets.append(time.time() - float(self.store.get(now)))
                 continue
-            end = time.monotonic() + self.options.timeout.total_seconds()
-            while came < hosts:
-                if time.monotonic() > end:
-                    raise TimeoutError(f"{came} of {hosts} ranks came to {ready}")
-                time.sleep(0.005)
-                came = self.store.add(ready, 0)
+            self.store.wait([f"{ready}/{ranks[0]}" for ranks in self.hosts[1:]], self.options.timeout)
             time.sleep(0.05)  # until the last of them waits
             self.store.set(now, repr(time.time()))
             offsets.append(0.0)
@@ -455,19 +459,6 @@ def _same_host(actual: str, expected: str) -> bool:
 
 def _anomalies(answers: Mapping[int, Any]) -> list[Anomaly]:
     return [Anomaly(by, operation, tuple(ranks)) for found in answers.values() for by, operation, ranks in found]
-
-
-def _of_host(link: PairTime, ranks: Sequence[int], hosts: Hosts) -> PairTime:
-    """Return what the ranks of a host carry together, from the share of one of them."""
-    together = min(len(hosts[link.peer]), len(ranks))
-    return link._replace(came=together * link.came, went=together * link.went)
-
-
-def _summary_of_links(names: Mapping[int, str], times: Mapping[int, Sequence[PairTime]]) -> faults.LinkSummary:
-    """Summarise the links that each rank or host measured, under their names."""
-    links = {(names[link.peer], names[end]): link for end, of_end in times.items() for link in of_end}
-    latencies = {pair: link.latency for pair, link in links.items()}
-    return faults.link_summary(latencies, {pair: link.came for pair, link in links.items()})
 
 
 def versions() -> dict[str, str]:

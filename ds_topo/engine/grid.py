@@ -337,7 +337,7 @@ def _comparing_steps(step: Any, engine: DeepSpeedEngine, *args: Any, **options: 
     taken = engine.global_steps
     has_reducer = getattr(engine, "gradient_reducer", None) is not None  # which compares steps itself
     if taken != before and not taken % STEPS_BETWEEN and not has_reducer:
-        job_watch.compare_steps(engine, engine.mpu.get_data_parallel_group(), taken)
+        job_watch.compare_steps(engine.mpu.get_data_parallel_group(), taken)
     return result
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product, zip_longest
+from itertools import product
 from math import prod
 from pathlib import Path
 
@@ -28,7 +28,6 @@ _AT_A_TIME = 64
 """The number of names that are resolved simultaneously."""
 
 _SLOT_LIST = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
-_ENTRY = re.compile(r"(?P<name>[^\s=#]+)(?:\s+slots=(?P<slots>\S*))?(?P<rest>(?:\s+\S+)*)")
 _IGNORED = re.compile(r"(?:max[_-]slots=\d+)")
 
 
@@ -80,8 +79,8 @@ class Hosts:
         HostError: there is no host, or a name is given twice.
 
     >>> hosts = Hosts.uniform(2, slots=4)
-    >>> hosts.names, hosts.slots
-    (('host0', 'host1'), 8)
+    >>> hosts.names, hosts.counts
+    (('host0', 'host1'), (4, 4))
     >>> [host.slots for host in hosts.including("host1:0,2@host0")]
     [(0, 1, 2, 3), (0, 2)]
     """
@@ -123,11 +122,6 @@ class Hosts:
     def names(self) -> tuple[str, ...]:
         """The names, in order."""
         return tuple(host.name for host in self.hosts)
-
-    @property
-    def slots(self) -> int:
-        """The number of slots of all hosts together."""
-        return sum(self.counts)
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -305,19 +299,17 @@ def parse_hostfile(text: str, source: str = "hostfile") -> Hosts:
 
 
 def _parse_entry(entry: str, where: str) -> Host:
-    match = _ENTRY.fullmatch(entry)
-    if match is None:
-        raise HostError(f'{where}: expected "NAME slots=N", such as "worker-0 slots=4"')
-    name, slots = match["name"], match["slots"]
-    if slots is None:
+    name, *words = entry.split()
+    counts = [word.removeprefix("slots=") for word in words if word.startswith("slots=")]
+    others = [word for word in words if not word.startswith("slots=") and not _IGNORED.fullmatch(word)] + counts[1:]
+    if others:
+        raise HostError(f'{where}: {others[0]!r} is unknown; expected "{name} slots=N"')
+    if not counts:
         raise HostError(f'{where}: the number of slots is missing; expected "{name} slots=N"')
-    unknown = [word for word in match["rest"].split() if not _IGNORED.fullmatch(word)]
-    if unknown:
-        raise HostError(f'{where}: {unknown[0]!r} is unknown; expected "{name} slots=N"')
-    if not re.fullmatch(r"[0-9]{1,9}", slots):
-        raise HostError(f"{where}: slots={slots!r} is not a whole number")
+    if not re.fullmatch(r"[0-9]{1,9}", counts[0]):
+        raise HostError(f"{where}: slots={counts[0]!r} is not a whole number")
     try:
-        return Host.of(name, int(slots))
+        return Host.of(name, int(counts[0]))
     except HostError as error:
         raise HostError(f"{where}: {error}") from None
 
@@ -488,18 +480,17 @@ def slurm_map(environ: Mapping[str, str]) -> HostMap:
     if not all(counts):
         raise HostError(f"{name}={environ[name]!r}: node {nodes[counts.index(0)]!r} has no task; {_ADVICE}")
     hosts = Hosts(tuple(Host.of(node, count) for node, count in zip(nodes, counts, strict=True)))
-    order = _order(environ, hosts)
-    return HostMap.block(hosts) if order is None else HostMap(hosts, tuple(order))
+    return HostMap(hosts, tuple(_order(environ, hosts)))
 
 
-def _order(environ: Mapping[str, str], hosts: Hosts) -> list[int] | None:
-    """Return the node of every task by ``srun --distribution``, or None for one node after the other."""
+def _order(environ: Mapping[str, str], hosts: Hosts) -> list[int]:
+    """Return the node of every task by ``srun --distribution``."""
     distribution = environ.get("SLURM_DISTRIBUTION", "block").split(",")[0].split(":")[0]
-    if distribution in ("block", "*", ""):
-        return None
     if distribution == "arbitrary":
         return _arbitrary_order(environ.get("SLURM_HOSTFILE", ""), hosts)
-    if distribution == "cyclic":
+    if distribution in ("block", "*", ""):
+        plane = str(MAX_SLOTS)
+    elif distribution == "cyclic":
         plane = "1"
     elif distribution.startswith("plane"):
         plane = distribution.partition("=")[2] or environ.get("SLURM_DIST_PLANESIZE", "")
@@ -509,12 +500,9 @@ def _order(environ: Mapping[str, str], hosts: Hosts) -> list[int] | None:
         raise HostError(
             f"SLURM_DISTRIBUTION={distribution!r} needs SLURM_DIST_PLANESIZE, a whole number >= 1, not {plane!r}"
         )
-    size = int(plane)
-    turns = [
-        [[index] * len(host.slots[first : first + size]) for first in range(0, len(host.slots), size)]
-        for index, host in enumerate(hosts)
-    ]
-    return [index for turn in zip_longest(*turns, fillvalue=[]) for planes in turn for index in planes]
+    # nodes take turns, and in each turn get a plane of tasks
+    turns = sorted((slot // int(plane), index) for index, host in enumerate(hosts) for slot in host.slots)
+    return [index for _, index in turns]
 
 
 def _arbitrary_order(path: str, hosts: Hosts) -> list[int]:

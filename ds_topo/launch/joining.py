@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -83,8 +83,9 @@ def choose_interface(launch: Launch, master: str) -> str | None:
         own = address_of(name)
         if not is_loopback(own):
             return None
-    others = [name for name, address in _interfaces() if not is_loopback(address)]
-    interface = interface_towards(master) or interface_towards(_ANYWHERE) or (others[0] if len(others) == 1 else None)
+    interfaces = {address: name for name, address in _interfaces() if not is_loopback(address)}
+    towards = [address_towards(master), address_towards(_ANYWHERE), *(interfaces if len(interfaces) == 1 else ())]
+    interface = next((interfaces[address] for address in towards if address in interfaces), None)
     if interface is None:
         raise LaunchError(
             f"gloo would bind to the address of this host's own name, {name}, which is {own}: other hosts cannot reach "
@@ -94,15 +95,14 @@ def choose_interface(launch: Launch, master: str) -> str | None:
     return interface
 
 
-def interface_towards(address: str) -> str | None:
-    """Return the name of the interface through which this host reaches ``address``; None if unknown or loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # sends nothing
-        except OSError:
-            return None
-        own = probe.getsockname()[0]
-    return next((name for name, address in _interfaces() if address == own and not is_loopback(own)), None)
+def address_towards(host: str, port: int = 9) -> str | None:
+    """Return this host's address as another host sees it; None if no route leads there."""
+    with suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    return None
 
 
 def _interfaces() -> list[tuple[str, str]]:
@@ -281,17 +281,14 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
         )
     store.set(key, json.dumps(me))  # this process may have joined before
     if launch.rank == 0:
-        keys = [f"here/{rank}" for rank in range(launch.world_size)]
-        try:
-            store.wait(keys, timeout * _LEADER_SHARE)
-            verdict = _other_world_sizes(dict(enumerate(map(json.loads, get_several(store, keys)))), launch)
-        except (dist.DistError, RuntimeError):
-            verdict = _who_is_missing(store, keys, launch, timeout * _LEADER_SHARE)
+        keys, waited = [f"here/{rank}" for rank in range(launch.world_size)], timeout * _LEADER_SHARE
+        ranks = ranks_that_came(store, keys, waited)
+        places = map(json.loads, get_several(store, [keys[rank] for rank in ranks]))
+        verdict = _problems_of(dict(zip(ranks, places, strict=True)), launch, waited)
         store.set("verdict", json.dumps([verdict, launch.world_size]))
         if verdict:  # this process serves the store and may end now, before the others have read the verdict
             with suppress(RuntimeError):  # the launcher's store is gone
-                readers = sum(store.check([key]) for key in keys) - 1
-                await_readers(store, "read", lambda: readers, timeout)
+                await_readers(store, "read", lambda: len(ranks) - 1, timeout)
     else:
         try:
             store.wait(["verdict"], timeout)
@@ -308,6 +305,15 @@ def wait_for_all(store: Store, launch: Launch, timeout: timedelta) -> None:
             verdict += _SAME_SIZE
     if verdict:
         raise DisagreementError(verdict)
+
+
+def ranks_that_came(store: Store, keys: Sequence[str], patience: timedelta) -> list[int]:
+    """Wait until every rank has set its key, which are in the order of ranks; return those that came in time."""
+    try:
+        store.wait(list(keys), patience)
+    except (dist.DistError, RuntimeError):
+        return [rank for rank, key in enumerate(keys) if store.check([key])]
+    return list(range(len(keys)))
 
 
 def await_readers(store: Store, key: str, number: Callable[[], int], limit: timedelta) -> None:
@@ -375,30 +381,22 @@ def take_device(launch: Launch, backend: str) -> torch.device:
     return device
 
 
-def _who_is_missing(store: Store, keys: list[str], launch: Launch, waited: timedelta) -> str:
-    here = [rank for rank, key in enumerate(keys) if store.check([key])]
-    missing = sorted(set(range(launch.world_size)).difference(here))
-    came = {rank: json.loads(store.get(keys[rank])) for rank in here}
-    others = _other_world_sizes(came, launch)
-    return (
-        f"{len(missing)} of {launch.world_size} ranks did not come within {waited}: {fold_numbers(missing)}. "
-        f"These came, {_by_host(came)}{'. Of these, ' if others else ''}{others}"
-    )
-
-
 _SAME_SIZE = "start every rank with the same WORLD_SIZE, the number of all ranks"
 
 
-def _other_world_sizes(came: Mapping[int, Mapping[str, Any]], launch: Launch) -> str:
-    """Return a description of the ranks that have another world size than rank 0; empty if there are none."""
+def _problems_of(came: Mapping[int, Mapping[str, Any]], launch: Launch, waited: timedelta) -> str:
+    """Name the ranks that are missing, or have another world size than rank 0; empty if all came with the same."""
+    missing = sorted(set(range(launch.world_size)).difference(came))
     others = {rank: place for rank, place in came.items() if place["world_size"] != launch.world_size}
-    if not others:
-        return ""
-    sizes = sorted({place["world_size"] for place in others.values()})
-    return (
-        f"{len(others)} ranks have WORLD_SIZE={', '.join(map(str, sizes))}, but rank 0 has {launch.world_size} "
-        f"({_by_host(others)}): {_SAME_SIZE}"
-    )
+    problems = []
+    if missing:
+        count = f"{len(missing)} of {launch.world_size} ranks did not come within {waited}"
+        problems.append(f"{count}: {fold_numbers(missing)}. These came, {_by_host(came)}")
+    if others:
+        sizes = ", ".join(map(str, sorted({place["world_size"] for place in others.values()})))
+        differ = f"{len(others)} ranks have WORLD_SIZE={sizes}, but rank 0 has {launch.world_size}"
+        problems.append(f"{differ} ({_by_host(others)}): {_SAME_SIZE}")
+    return ". Of these, ".join(problems)
 
 
 def _by_host(places: Mapping[int, Mapping[str, Any]]) -> str:

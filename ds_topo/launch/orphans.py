@@ -34,16 +34,16 @@ GRACE_SECONDS = 10.0
 """The seconds between SIGTERM, which the program may handle, and SIGKILL."""
 _POLL_SECONDS = 1.0
 
-_MODULES = {
-    "deepspeed.launcher.launch": "launch",
-    **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner"), "runner"),
-    **dict.fromkeys(("torch.distributed.run", "torch.distributed.launch"), "torchrun"),
-}
 _MPI = ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy", "mpirun_rsh")
-_COMMANDS = {"torchrun": "torchrun", **dict.fromkeys(("deepspeed", "deepspeed.pt", "ds"), "runner")}
-_COMMANDS |= dict.fromkeys(_MPI, "mpi")
+_KINDS = {
+    "deepspeed.launcher.launch": "launch",
+    **dict.fromkeys(("deepspeed", "deepspeed.launcher.runner", "deepspeed.pt", "ds"), "runner"),
+    **dict.fromkeys(("torchrun", "torch.distributed.run", "torch.distributed.launch"), "torchrun"),
+    **dict.fromkeys(_MPI, "mpi"),
+    **dict.fromkeys(("init", "systemd", "tini", "dumb-init", "docker-init"), "init"),
+}
+"""The kinds of ancestors by the names of commands and modules."""
 _SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "ash"}
-_INIT = {"init", "systemd", "tini", "dumb-init", "docker-init"}
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,13 @@ def kind_of(argv: Sequence[str]) -> str:
     command = names[1] if names[0].startswith("python") and len(names) > 1 else names[0]
     after_flags = list(dropwhile(lambda word: word.startswith("-") and word != "-m", argv[1:]))  # python's own flags
     module = after_flags[1] if after_flags[:1] == ["-m"] and len(after_flags) > 1 else ""
-    if module in _MODULES or command in _COMMANDS:
-        return _MODULES.get(module) or _COMMANDS[command]
     if argv[0].startswith("slurmstepd"):
         return "slurm"
     if argv[0].startswith(("sshd:", "sshd-session:")) and "[listener]" not in argv[0]:
         return "session"
     if names[0].lstrip("-") in _SHELLS and len(argv) > 2 and argv[1].startswith("-") and "c" in argv[1]:
         return "shell"
-    return "init" if names[0] in _INIT else "other"
+    return _KINDS.get(module) or _KINDS.get(command, "other")
 
 
 def launcher_above(ancestors: Sequence[Ancestor]) -> list[int]:
@@ -173,22 +171,16 @@ def _wait_for_the_end_of(pid: int) -> None:
     except ProcessLookupError:
         return
     except (AttributeError, OSError):  # not Linux, or an old kernel
-        while _exists(pid):
-            time.sleep(_POLL_SECONDS)
+        with suppress(ProcessLookupError):
+            while True:
+                with suppress(PermissionError):  # it exists
+                    os.kill(pid, 0)
+                time.sleep(_POLL_SECONDS)
         return
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.poll()
     os.close(descriptor)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        with suppress(PermissionError):
-            os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 # -- locks of builds ---------------------------------------------------------------------------------------------------
@@ -197,6 +189,8 @@ def _exists(pid: int) -> bool:
 LOCK = "lock"
 OLD_SECONDS = 600.0
 """Longer than any build of DeepSpeed's takes."""
+_SECONDS_TO_RELEASE = 1.0
+"""The time in which a builder that has closed its lock removes it."""
 
 
 def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[Path]:
@@ -226,17 +220,15 @@ def remove_abandoned_locks(folders: Iterable[str | Path] | None = None) -> list[
                 "start would have waited for it without limit",
                 stacklevel=2,
             )
-            continue
-        try:
-            age = time.time() - lock.stat().st_mtime if held is None else 0.0
-        except OSError:
-            continue
-        if age > OLD_SECONDS:
-            warnings.warn(
-                f"{lock} is {age / 60:.0f} minutes old, and its file system does not tell whether a process holds it. "
-                "If this start hangs and no job is compiling, remove the file",
-                stacklevel=2,
-            )
+        elif held is None:
+            with suppress(OSError):  # it has been removed
+                age = time.time() - lock.stat().st_mtime
+                if age > OLD_SECONDS:
+                    warnings.warn(
+                        f"{lock} is {age / 60:.0f} minutes old, and its file system does not tell whether a process "
+                        "holds it. If this start hangs and no job is compiling, remove the file",
+                        stacklevel=2,
+                    )
     return removed
 
 
@@ -271,6 +263,9 @@ def _remove_unless_held(lock: Path) -> bool | None:
         try:
             fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)  # ignored by default; SIGIO would end this process
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            time.sleep(_SECONDS_TO_RELEASE)  # a builder that has ended closes its lock before it removes it
+            if not os.fstat(file).st_nlink:
+                return True
             lock.unlink()
             return False
         finally:

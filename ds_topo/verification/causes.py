@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from ds_topo.topology.axes import DATA, MODEL, PIPE
-from ds_topo.verification.recorder import Step, at, distance, flat, places, ratio, square
+from ds_topo.verification.recorder import WEIGHT, Step, at, distance, flat, places, ratio, square
 
 _Key = TypeVar("_Key")
 _CLOSE = 0.02
@@ -175,18 +175,16 @@ def _of_weights(weights: Sequence[float], owners: Sequence[int], rank: int, foun
     def along(axis: str) -> dict[int, float]:
         return _summed(weights, [run.coordinates[owner].get(axis, 0) for owner in owners])
 
-    by_stage = along(PIPE)
-    if len(by_stage) > 1 and all(abs(one) < 0.05 for stage, one in by_stage.items() if stage != coordinate[PIPE]):
-        yield Cause("not reduced: a tied weight without the gradients of its other stages", PIPE)
-        return
-    for axis, index in coordinate.items():
-        by_index = along(axis)
+    for axis in sorted(coordinate, key=lambda axis: axis != PIPE):
+        index, by_index = coordinate[axis], along(axis)
         others = [abs(one) for other, one in by_index.items() if other != index]
-        if axis != PIPE and others and max(others) < 0.05 * min(1.0, abs(by_index[index])):
-            yield Cause(f"not reduced along {axis!r}: only the gradients of ranks with {axis}={index} count", axis)
+        if others and max(others) < 0.05 * min(1.0, abs(by_index[index])):
+            alone = f"not reduced along {axis!r}: only the gradients of ranks with {axis}={index} count"
+            tied = "not reduced: a tied weight without the gradients of its other stages"
+            yield Cause(tied if axis == PIPE else alone, axis)
             return
     by_share = _summed(weights, [run.share_of[owner] for owner in owners])
-    total = sum(by_share.values()) / max(1, len(by_stage))
+    total = sum(by_share.values()) / len(along(PIPE))
     listed = ", ".join(f"share {share}: {weight:.3g}" for share, weight in sorted(by_share.items()))
     text = f"({listed}; each share counts {1 / shares:.3g} if averaged)"
     is_uneven = len({round(weight, 2) for weight in by_share.values()}) > 1
@@ -297,10 +295,10 @@ def _of_update(kind: str, name: str, rank: int, found: Step, reference: Step) ->
     rates = [found.ranks[rank]["rates"], reference.ranks[0]["rates"]]
     if rates[0] and rates[1] and not math.isclose(rates[0][0], rates[1][0], rel_tol=1e-9):
         yield Cause(f"the learning rate is {rates[0][0]:g} instead of {rates[1][0]:g}")
-    state = found.ranks[rank]["states"].get(kind, {}).get(name)
-    if state is not None and not flat(state).any():
+    states = found.ranks[rank]["states"]
+    if name in states.get(kind, {}) and not flat(states[kind][name]).any():
         yield Cause(f"lost: {kind} is zero on these ranks")
-    if (part := found.ranks[rank]["weights"].get(name)) is not None:
+    if (part := states.get(WEIGHT, {}).get(name)) is not None:
         before, after, expected = at(part, found.previous[name]), flat(part), at(part, reference.whole_weights[name])
         if torch.equal(after, before) and not torch.equal(expected, before):
             yield Cause("stale: these ranks did not get the updated weight")

@@ -8,6 +8,7 @@ before reduction, and the reported norm with the norm of that mean, so that Deep
 
 from __future__ import annotations
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.verification.causes import explain
 from ds_topo.verification.recorder import (
     MASTER,
+    WEIGHT,
     Part,
     Run,
     Step,
@@ -33,21 +35,18 @@ from ds_topo.verification.recorder import (
     places,
     ratio,
     square,
-    whole_tensors,
 )
 
-OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED, WEIGHT, START, REPLICAS = (
+OUTPUT, LOSS, GRADIENT, REDUCED, NORM, SKIPPED = (
     "output",
     "loss",
     "gradient",
     "reduced gradient",
     "norm",
     "skipped step",
-    "weight",
-    "first weight",
-    "replicas",
 )
-"""The kinds of what is compared, in the order of computation but for the last two, which are compared first."""
+START, REPLICAS = "first weight", "replicas"
+"""The kinds of what is compared, besides weights and states; the last two are compared first."""
 _TIMES_ROUNDING, _OF_UPDATES = 5.0, 20.0
 """The error that is allowed, as a multiple of the measured error of rounding; optimizers amplify it."""
 _GROWTH = 2.0
@@ -134,16 +133,8 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as values of JSON, which has no infinite numbers: they are null."""
-        content: dict[str, Any] = _of_json(asdict(self))
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
         return {"status": self.status, **content}
-
-
-def _of_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _of_json(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_of_json(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -189,27 +180,25 @@ def output_errors(outputs: Mapping[int, torch.Tensor], whole: torch.Tensor, run:
             torch.stack([value.double() for value in outputs.values()]).sum(0), whole
         ) < min(errors.values())
         return errors, is_partial
-    best: dict[int, float] = {}
     split = [dim for dim, (size, own) in enumerate(zip(whole.shape, first.shape, strict=False)) if size != own]
-    for dim in split if first.dim() == whole.dim() and len(split) == 1 else ():
-        size, own = whole.shape[dim], first.shape[dim]
-        if not own or size % own:
+    if first.dim() != whole.dim() or len(split) != 1:
+        return {}, False
+    best: dict[int, float] = {}
+    dim, size, own = split[0], whole.shape[split[0]], first.shape[split[0]]
+    for axes in ((MODEL,), (SEQ,), (SEQ, MODEL), (MODEL, SEQ)):
+        index, slices = dict.fromkeys(outputs, 0), math.prod(map(run.degree, axes))
+        if own * slices != size:
             continue
-        for axes in ((MODEL,), (SEQ,), (SEQ, MODEL), (MODEL, SEQ)):
-            degrees = {axis: run.degree(axis) for axis in axes}
-            if size // own != math.prod(degrees.values()):
-                continue
-            index = dict.fromkeys(outputs, 0)
-            for axis, degree in degrees.items():
-                index = {rank: each * degree + run.coordinates[rank].get(axis, 0) for rank, each in index.items()}
-            for stride in (each for each in _STRIDES if own % each == 0):
-                pieces = whole.unflatten(dim, (stride, size // own, own // stride))
-                errors = {
-                    rank: distance(value, pieces.select(dim + 1, index[rank]).flatten(dim, dim + 1))
-                    for rank, value in outputs.items()
-                }
-                if not best or max(errors.values()) < max(best.values()):
-                    best = errors
+        for axis in axes:
+            index = {rank: each * run.degree(axis) + run.coordinates[rank].get(axis, 0) for rank, each in index.items()}
+        for stride in (each for each in _STRIDES if own % each == 0):
+            pieces = whole.unflatten(dim, (stride, slices, own // stride))
+            errors = {
+                rank: distance(value, pieces.select(dim + 1, index[rank]).flatten(dim, dim + 1))
+                for rank, value in outputs.items()
+            }
+            if not best or max(errors.values()) < max(best.values()):
+                best = errors
     return best, False
 
 
@@ -279,17 +268,12 @@ def _gradients(found: Step, reference: Step) -> Iterator[Row]:
 def _updates(found: Step, reference: Step) -> Iterator[Row]:
     """Yield weights and states after the step. An error of a weight is relative to the change since the start."""
     start = reference.run.start
-    theirs = whole_tensors(record["weights"] for record in reference.ranks)
-    for name in (name for name in start if name in theirs):
-        parts = {rank: found.ranks[rank]["weights"][name] for rank in found.holders("weights", name)}
-        if parts:
-            yield Row(WEIGHT, name, change_errors(parts, theirs[name], start[name]))
     for key in dict.fromkeys(key for record in reference.ranks for key in record["states"]):
-        wholes = whole_tensors(record["states"].get(key, {}) for record in reference.ranks)
+        wholes = reference.whole_states(key)
         for name in (name for name in start if name in wholes):
-            ranks = [rank for rank, one in enumerate(found.ranks) if name in one["states"].get(key, {})]
-            parts = {rank: found.ranks[rank]["states"][key][name] for rank in ranks}
-            if parts and key == MASTER:
+            states = {rank: record["states"].get(key, {}) for rank, record in enumerate(found.ranks)}
+            parts = {rank: own[name] for rank, own in states.items() if name in own}
+            if parts and key in (WEIGHT, MASTER):
                 yield Row(key, name, change_errors(parts, wholes[name], start[name]))
             elif parts:
                 yield Row(key, name, {rank: error_of(flat(part), part, wholes[name]) for rank, part in parts.items()})
@@ -312,9 +296,8 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
     expected, noisy = Run(reference, found), Run(rounding, found)
     findings: list[Finding] = list(_at_start(found))
     errors: list[Error] = []
-    begun = [expected.step(0)]  # a list, so that its values are freed after the first step
     missing = sorted(found.start.keys() - expected.names)
-    notes = list(_notes(begun[0], missing))
+    notes = [f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"] if missing else []
     undecided: list[str] = []
     incomparable: set[str] = set()
     unlike: dict[str, None] = {}
@@ -325,17 +308,20 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
             "if there are stages: let it build the same module in every layout"
         )
     for number in range(0 if is_other_module else min(found.steps, expected.steps)):
-        mine, theirs = found.step(number), begun.pop() if begun else expected.step(number)
+        mine, theirs = found.step(number), expected.step(number)
+        reported, norm = theirs.ranks[0]["norm"], theirs.norm
+        if number == 0 and reported and norm and abs(reported / norm - 1) > _LEAST["bfloat16"]:
+            times = f"{reported / norm:.3g} times its norm of gradients"
+            notes.append(f"the reference reports {times}; others are compared with that")
         if number < noisy.steps:
             allowed = Allowed(rows_of(noisy.step(number), theirs), found.about[0]["dtype"], error_of_norm(theirs.sums))
         else:
             allowed.growth = _GROWTH
+        rows = list(rows_of(mine, theirs))
+        unlike |= dict.fromkeys(row.name for row in rows if not row.errors)
+        rows = [row for row in rows if row.errors]
+        right = {row.name for row in rows if row.kind == REDUCED and max(row.errors.values()) <= allowed(row)}
         suspects: list[Finding] = []
-        right: set[str] = set()
-        rows = [row for row in rows_of(mine, theirs) if row.errors or unlike.setdefault(row.name)]
-        for row in reversed(rows):
-            if row.kind == REDUCED and max(row.errors.values()) <= allowed(row):
-                right.add(row.name)
         for row in rows:
             limit = allowed(row)
             if limit >= _USELESS:
@@ -344,19 +330,16 @@ def compare(wanted: Path, reference: Path, rounding: Path) -> Report:
             each = tuple(row.errors.get(rank, math.nan) for rank in range(len(found.about)))
             errors.append(Error(number, row.kind, row.name, each, limit))
             bad = tuple(rank for rank, error in row.errors.items() if error > limit)
+            if not bad and row.kind == OUTPUT:
+                suspects.clear()
             if not bad or (row.kind == GRADIENT and row.name in right):  # or it is completed before reduction
-                if not bad and row.kind == OUTPUT:
-                    suspects.clear()
                 continue
             where, axis = place_of(bad, row.errors, found)
             worst = max(row.errors.values())
-            finding = Finding(number, row.kind, row.name, bad, where, axis, error=worst, allowed=limit)
-            if row.is_partial_sum and row.kind == OUTPUT:
-                suspects.append(finding)
-                continue
-            findings += suspects
-            suspects.clear()
-            findings.append(finding)
+            suspects.append(Finding(number, row.kind, row.name, bad, where, axis, error=worst, allowed=limit))
+            if not row.is_partial_sum:
+                findings += suspects
+                suspects.clear()
         findings += _unequal(found, [record["replicas"] for record in mine.ranks], number)
         undecided += _undecided(mine, theirs, bool(findings))
         if findings:
@@ -464,9 +447,9 @@ def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
     values: dict[tuple[Any, ...], dict[int, tuple[Any, ...]]] = defaultdict(dict)
     for rank, rows in enumerate(replicas):
         for name, axes, ranks, is_slice, digest in rows:
-            values[name, axes, tuple(ranks)][rank] = (is_slice, digest)
+            values[name, axes, tuple(ranks)][rank] = (is_slice, tuple(digest))
     for (name, axes, ranks), found in values.items():
-        if name.startswith("random state") or all(is_slice for is_slice, _ in found.values()):
+        if all(is_slice for is_slice, _ in found.values()):
             continue
         digests = [digest for _, digest in found.values()]
         if len(set(digests)) > 1:
@@ -481,17 +464,6 @@ def _unequal(run: Run, replicas: list[Any], number: int) -> Iterator[Finding]:
                 cause = "a rank skipped or repeated a step, or changed or lost an update"
             yield Finding(number, REPLICAS, name, bad, f"ranks {list(ranks)} along {axes} differ", axes, (cause,))
             return
-
-
-def _notes(first: Step, missing: Sequence[str]) -> Iterator[str]:
-    """Yield what is unusual about the reference, of which ``first`` is the first step."""
-    if missing:
-        yield f"{len(missing)} parameters are not in the reference, the first is {missing[0]!r}"
-    elif first.run.had_others:
-        yield "the program initialises other weights in the reference, which was given those of the layout"
-    norm, right = first.ranks[0]["norm"], first.norm
-    if norm and right and abs(norm / right - 1) > _LEAST["bfloat16"]:
-        yield f"the reference reports {norm / right:.3g} times its norm of gradients; others are compared with that"
 
 
 def _undecided(mine: Step, theirs: Step, is_different: bool) -> Iterator[str]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import time
 import warnings
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -37,8 +36,8 @@ from torch.utils.serialization import config
 from ds_topo.checkpoint import engine_facts as facts
 from ds_topo.checkpoint.engine_state import Named, held_by_module, named_parameters
 from ds_topo.checkpoint.shards import Slice, part_of
-from ds_topo.engine.replicas import replicated
-from ds_topo.ledger import ledger
+from ds_topo.engine.replicas import digest, replicated
+from ds_topo.ledger import around, ledger
 from ds_topo.mpu import patches
 from ds_topo.mpu.mpu import MpuGrid
 from ds_topo.topology.axes import MODEL, SEQ
@@ -46,8 +45,8 @@ from ds_topo.topology.axes import MODEL, SEQ
 Part = tuple[tuple[int, ...], list[tuple[tuple[int, ...], torch.Tensor]]]
 """The shape of a whole tensor, and this rank's boxes of it: offsets and values."""
 Parts = dict[str, Part]
-MASTER = "master"
-"""The key of master weights among the optimizer's states."""
+WEIGHT, MASTER = "weight", "master"
+"""The keys of weights and master weights among the states."""
 _SAMPLE, _BLOCKS = 1 << 16, 8
 """The number of elements of a tensor that measure its rounding, and of the blocks of rows that they are taken from."""
 _EPS_OF_LONG_TYPES = torch.finfo(torch.float32).eps
@@ -66,6 +65,8 @@ class Recording:
     """The seed of artificial rounding errors; None: none."""
     until_update: bool = False
     """True ends the run after its first update."""
+    has_dropout: bool = True
+    """False disables dropout in a program."""
 
     @property
     def is_reference(self) -> bool:
@@ -90,23 +91,17 @@ def recording(what: Recording, engine: DeepSpeedEngine | None = None) -> Iterato
             (patches.RECORDED_FORWARD, recorder.forward),
             (patches.RECORDED_BACKWARD, recorder.backward),
             (patches.RECORDED_STEP, recorder.step),
-            (patches.RECORDED_BATCH, recorder.train_batch),
+            (patches.RECORDED_BATCH, recorder.step),
         ):
             if engine is None or isinstance(engine, row.owner):  # type: ignore[arg-type]
-                undo.callback(ledger.bind(row, partial(_around, method, engine), engine))
+                make = around(method) if engine is None else partial(_of_engine, engine, method)
+                undo.callback(ledger.bind(row, make, engine))
         yield recorder
 
 
-def _around(method: Callable[..., Any], engine: DeepSpeedEngine | None, original: Any) -> Any:
-    """Build the replacement of a method of one engine, or of the class if it is None."""
-    if engine is not None:
-        return wraps(original)(partial(method, original, engine))
-
-    @wraps(original)
-    def call(engine: Any, *arguments: Any, **named: Any) -> Any:
-        return method(partial(original, engine), engine, *arguments, **named)
-
-    return call
+def _of_engine(engine: DeepSpeedEngine, method: Callable[..., Any], original: Callable[..., Any]) -> Any:
+    """Build the replacement of a method of one engine, which is called like a method of its class."""
+    return wraps(original)(partial(method, lambda _, *arguments, **named: original(*arguments, **named), engine))
 
 
 class Recorder:
@@ -132,11 +127,11 @@ class Recorder:
     def forward(self, original: Any, engine: DeepSpeedEngine, *inputs: Any, **named: Any) -> Any:
         """Record the outputs of modules in the first micro-batch of each step."""
         if not (engine.module.training and torch.is_grad_enabled()) or not self._attach(engine):
-            return original(*inputs, **named)
+            return original(engine, *inputs, **named)
         self._is_in_forward = self._micro_batch == 0
         state = torch.get_rng_state()
         try:
-            return original(*inputs, **named)
+            return original(engine, *inputs, **named)
         finally:
             # a pipeline with seed_layers seeds before each layer
             reseeds = bool(getattr(engine.module, "seed_layers", False))
@@ -148,23 +143,16 @@ class Recorder:
         """Record the loss of a plain engine."""
         if engine is self.engine and not isinstance(engine, PipelineEngine) and torch.is_tensor(loss):
             self._record["losses"].append(float(loss.detach().float().mean()))
-        return original(loss, *arguments, **named)
+        return original(engine, loss, *arguments, **named)
 
     def step(self, original: Any, engine: DeepSpeedEngine, *arguments: Any, **named: Any) -> Any:
-        """Record a step of a plain engine at its end."""
-        before = engine.global_steps
-        result = original(*arguments, **named)
-        if engine.global_steps > before and engine is self.engine and not isinstance(engine, PipelineEngine):
+        """Record a step, or a whole batch of a pipeline, at its end."""
+        is_recorded, before = self._attach(engine), engine.global_steps
+        result = original(engine, *arguments, **named)
+        if is_recorded and engine.global_steps > before:
+            if isinstance(engine, PipelineEngine):
+                self._record["losses"].append(float(result))
             self._end_step(engine)
-        return result
-
-    def train_batch(self, original: Any, engine: PipelineEngine, *arguments: Any, **named: Any) -> Any:
-        """Record a step of a pipeline."""
-        if not self._attach(engine):
-            return original(*arguments, **named)
-        result = original(*arguments, **named)
-        self._record["losses"].append(float(result))
-        self._end_step(engine)
         return result
 
     # -- attaching ---------------------------------------------------------------------------------------------------
@@ -185,12 +173,14 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         start: dict[str, Any] = {"about": {**about(engine), "began": began}, "replicas": self._replicas(engine)}
         if self.what.weights_from is None:
-            start |= {"weights": self._weights(), "masters": self._states(inner).get(MASTER, {})}
+            states = self._states(engine)
+            start["states"] = {key: states[key] for key in (WEIGHT, MASTER) if key in states}
         else:
             named = [one for one in self._named if not one.is_expert and not hasattr(one.parameter, "ds_tensor")]
             copies = [id(one.parameter) for one in named]
             self._of_others = set(copies) - set(copies[dist.get_rank() :: dist.get_world_size()])
-            start |= {"names": list(self._slices), "had_others": self._load(self.what.weights_from)}
+            start["names"] = list(self._slices)
+            self._load(self.what.weights_from)
         _save(start, folder / "start.pt")
         return True
 
@@ -241,14 +231,13 @@ class Recorder:
                     (loss / len(micro_batches)).backward()
                 self._write(folder)
 
-    def _load(self, folder: Path) -> bool:
-        """Start with the weights and master weights that another run has started with; return whether weights differed.
+    def _load(self, folder: Path) -> None:
+        """Start with the weights and master weights that another run has started with.
 
         Some of DeepSpeed's optimizers step without gradients when they are built, so that master weights have decayed.
         """
         starts = [torch.load(path, mmap=True) for path in sorted(folder.glob("rank_*/start.pt"))]
-        weights, masters = (whole_tensors(one[kind] for one in starts) for kind in ("weights", "masters"))
-        had_others = False
+        weights, masters = (whole_tensors(one["states"].get(key, {}) for one in starts) for key in (WEIGHT, MASTER))
         with torch.no_grad():
             for one in self._named:
                 name, in_module = one.names[0], held_by_module(one.parameter)
@@ -257,8 +246,7 @@ class Recorder:
                     continue
                 if name in masters:
                     _overwrite(one.part_of(one.held.master, one.held), masters[name])
-                had_others |= _overwrite(one.part_of(in_module.master, in_module), weights[name])
-        return had_others
+                _overwrite(one.part_of(in_module.master, in_module), weights[name])
 
     # -- what is recorded --------------------------------------------------------------------------------------------
 
@@ -268,7 +256,7 @@ class Recorder:
         self._before: dict[str, torch.Tensor] = {}
         """Gradients before reduction, in the order in which they arrive."""
         self._record: dict[str, Any] = {
-            **{"outputs": {}, "losses": [], "after": {}, "weights": {}, "states": {}, "replicas": [], "rates": []},
+            **{"outputs": {}, "losses": [], "after": {}, "states": {}, "replicas": [], "rates": []},
             **{"norm": None, "clip": 0.0, "scale": 1.0, "is_skipped": False, "is_random": False},
         }
         self._noisy = torch.empty(0)
@@ -324,8 +312,7 @@ class Recorder:
             "scale": self._scale,
             "is_skipped": skipped > self._skipped,
             "rates": [] if inner is None else [float(group["lr"]) for group in inner.param_groups],
-            "weights": self._weights(),
-            "states": self._states(inner),
+            "states": self._states(engine),
             "replicas": self._replicas(engine),
             "memory": memory_of("/proc/self/status", "VmHWM"),
         }
@@ -354,36 +341,33 @@ class Recorder:
         shape, boxes = _plain(part)
         return shape, boxes if self.what.noise is None else [piece for box in boxes for piece in _sampled(*box)]
 
-    def _weights(self) -> Parts:
-        named = (one for one in self._named if id(one.parameter) not in self._of_others)
-        held = ((one, held_by_module(one.parameter)) for one in named)
-        return {one.names[0]: self._recorded(one.part_of(place.master, place)) for one, place in held}
-
-    def _states(self, inner: Any) -> dict[str, Parts]:
-        """Return master weights and optimizer states with a value for each element, by key and parameter."""
-        found: dict[str, Parts] = {}
+    def _states(self, engine: DeepSpeedEngine) -> dict[str, Parts]:
+        """Return weights, master weights and optimizer states with a value for each element, by key and parameter."""
+        inner = facts.inner_optimizer(engine)
+        found: defaultdict[str, Parts] = defaultdict(dict)
         for one in self._named:
-            master = one.held.master
-            if one.held.group is None or inner is None or not one.held.numel:
+            held, states = one.held, {}
+            if id(one.parameter) not in self._of_others:
+                in_module = held_by_module(one.parameter)
+                found[WEIGHT][one.names[0]] = self._recorded(one.part_of(in_module.master, in_module))
+            elif held.master is one.parameter:
                 continue
-            if master is one.parameter and id(one.parameter) in self._of_others:
-                continue
-            states = {MASTER: master, **inner.state.get(master, {})}
+            if inner is not None and held.group is not None and held.numel:
+                states = {MASTER: held.master, **inner.state.get(held.master, {})}
             for key, value in states.items():
-                if torch.is_tensor(value) and value.shape == master.shape and value.dim():
-                    found.setdefault(key, {})[one.names[0]] = self._recorded(one.part_of(value, one.held))
-        return found
+                if torch.is_tensor(value) and value.shape == held.master.shape and value.dim():
+                    found[key][one.names[0]] = self._recorded(one.part_of(value, held))
+        return dict(found)
 
-    def _replicas(self, engine: DeepSpeedEngine) -> list[tuple[str, str, list[int], bool, int]]:
+    def _replicas(self, engine: DeepSpeedEngine) -> list[tuple[str, str, list[int], bool, list[int]]]:
         """Return a digest of each tensor that must be equal on several ranks: name, axes, ranks, is slice, digest."""
         if self.what.is_reference or int(engine.zero_optimization_stage()) == 3:
             return []
         slices = isinstance(engine.mpu, MpuGrid) and engine.mpu.get_axis_size(MODEL) > 1
-        rows = [row for row in replicated(engine, slices) if not row.name.startswith("random state")]
-        digests = {number: _digest_of(one) for number, one in {id(row.tensor): row.tensor for row in rows}.items()}
         return [
-            (row.name, row.axes, dist.get_process_group_ranks(row.group), row.is_slice, digests[id(row.tensor)])
-            for row in rows
+            (row.name, row.axes, dist.get_process_group_ranks(row.group), row.is_slice, digest(row.tensor).tolist())
+            for row in replicated(engine, slices)
+            if not row.name.startswith("random state")
         ]
 
 
@@ -452,24 +436,14 @@ def _save(record: Mapping[str, Any], path: Path) -> None:
         torch.save(record, path)
 
 
-def _digest_of(tensor: torch.Tensor) -> int:
-    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    flat = dense.cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data)
-
-
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _overwrite(part: Any, whole: torch.Tensor) -> bool:
-    """Copy a whole tensor into this rank's part of it; return whether the part had other values."""
-    had_others = False
+def _overwrite(part: Any, whole: torch.Tensor) -> None:
+    """Copy a whole tensor into this rank's part of it."""
     for offsets, memory in part.boxes.items():
-        given = box_of(whole, offsets, memory).to(memory)
-        had_others |= not torch.equal(memory, given)
-        memory.copy_(given)
-    return had_others
+        memory.copy_(box_of(whole, offsets, memory))
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -549,11 +523,9 @@ class Run:
         self.coordinates: list[Mapping[str, int]] = [one["coordinate"] for one in self.about]
         self.share_of: list[int] = [one["share"] for one in self.about]
         self.shares = int(self.about[0]["shares"])
-        self.starts = [one.get("weights", {}) for one in starts]
+        self.starts = [one.get("states", {}).get(WEIGHT, {}) for one in starts]
         self.names = {name for one in starts for name in one.get("names", ())}
         """Of the parameters of a reference."""
-        self.had_others = any(one.get("had_others") for one in starts)
-        """True if the program would have started a reference with other weights."""
         self.replicas = [one["replicas"] for one in starts]
         self.steps = min(len(list(one.glob("step_*.pt"))) for one in self.folders)
 
@@ -602,10 +574,14 @@ class Step:
         """The norm of ``sums``."""
         return math.sqrt(sum(map(square, self.sums.values())))
 
+    def whole_states(self, key: str) -> dict[str, torch.Tensor]:
+        """Return whole weights or optimizer states after the step."""
+        return whole_tensors(record["states"].get(key, {}) for record in self.ranks)
+
     @cached_property
     def whole_weights(self) -> dict[str, torch.Tensor]:
         """The whole weights after the step."""
-        return whole_tensors(record["weights"] for record in self.ranks)
+        return self.whole_states(WEIGHT)
 
     @cached_property
     def previous(self) -> dict[str, torch.Tensor]:

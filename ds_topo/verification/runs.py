@@ -18,7 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,38 +47,28 @@ _OF_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "CROSS_RAN
 Progress = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class Job:
-    """A program and the layout to verify."""
+def layout_of_reference(topology: ProcessTopology) -> ProcessTopology:
+    """Return the layout of the reference: one process for each share of the samples.
 
-    program: str
-    arguments: tuple[str, ...]
-    topology: ProcessTopology
-    steps: int = 2
-    has_dropout: bool = True
-    timeout: float = 600.0
-    """Seconds for each run."""
-
-    @property
-    def reference(self) -> ProcessTopology:
-        """The layout of the reference: one process for each share of the samples.
-
-        It has all axes that a program may ask its grid for. Those that DeepSpeed does not know have degree 1.
-        """
-        shares = degree(self.topology, sample_axes(self.topology))
-        others = [axis for axis in self.topology.axes if axis not in (PIPE, DATA, MODEL, SHARD)]
-        marked = [f"+{axis}" if axis in self.topology.extra_axes else axis for axis in others]
-        return ProcessTopology.from_spec(",".join([f"data={shares}", *(f"{axis}=1" for axis in marked)]))
+    It has all axes that a program may ask its grid for. Those that DeepSpeed does not know have degree 1.
+    """
+    shares = degree(topology, sample_axes(topology))
+    others = [axis for axis in topology.axes if axis not in (PIPE, DATA, MODEL, SHARD)]
+    marked = [f"+{axis}" if axis in topology.extra_axes else axis for axis in others]
+    return ProcessTopology.from_spec(",".join([f"data={shares}", *(f"{axis}=1" for axis in marked)]))
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of one run, and what they record."""
+    """The ranks of one run of a program, and what they record."""
 
     topology: ProcessTopology
     recording: Recording
     what: str
     """The words of the progress bar and of errors."""
+    program: tuple[str, ...] = ()
+    """The program and its arguments."""
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def size(self) -> int:
@@ -96,11 +87,9 @@ class Ranks:
 
     def first_to_fail(self, failed: int) -> int:
         """Return a rank whose output ends with an error that is not the loss of another rank."""
-        for rank in sorted(range(self.size), key=lambda rank: rank != failed):
-            text = self.last_lines(rank)
-            if "Error" in text and "Connection closed" not in text:
-                return rank
-        return failed
+        texts = {rank: self.last_lines(rank) for rank in (failed, *range(self.size))}
+        own = (rank for rank, text in texts.items() if "Error" in text and "Connection closed" not in text)
+        return next(own, failed)
 
 
 def verify_program(
@@ -140,30 +129,33 @@ def verify_program(
         raise TopologyError(f"steps={steps}: give a number of steps from 1 on")
     layout = ProcessTopology.from_spec(topology)
     check_meanings(layout.axes, layout.extra_axes)
-    job = Job(str(program), arguments, layout, steps, has_dropout, timeout)
+    execute = partial(run, wanted=layout.world_size(), timeout=timeout, progress=progress)
     with tempfile.TemporaryDirectory(prefix="ds_topo_verify_") as scratch:
-        folder = Path(scratch if keep is None else keep)
-        wanted = Ranks(layout, Recording(folder / "wanted", steps), f"running {layout.spec}")
+        folder, whole = Path(scratch if keep is None else keep), layout_of_reference(layout)
 
-        def of_reference(name: str, what: str, noise: int | None = None, until_update: bool = False) -> Ranks:
-            return Ranks(job.reference, Recording(folder / name, steps, folder / "wanted", noise, until_update), what)
+        def ranks(name: str, topology: ProcessTopology, what: str, **options: Any) -> Ranks:
+            recording = Recording(folder / name, steps, has_dropout=has_dropout, **options)
+            return Ranks(topology, recording, what, (str(program), *arguments))
 
-        reference = of_reference("reference", f"running the reference, {job.reference.spec}")
-        rounding = of_reference("rounding", "measuring rounding", noise=1, until_update=True)
-        run(job, [wanted], progress)
+        wanted = ranks("wanted", layout, f"running {layout.spec}")
+        execute([wanted])
+        weights = wanted.recording.folder
+        reference = ranks("reference", whole, f"running the reference, {whole.spec}", weights_from=weights)
+        options = {"weights_from": weights, "noise": 1}
+        rounding = ranks("rounding", whole, "measuring rounding", until_update=True, **options)
         places = get_accelerator().device_count() if get_accelerator().device_name() != "cpu" else processors()
         if fit_together(wanted, reference, places, memory_of("/proc/meminfo", "MemAvailable")):
-            run(job, [reference, rounding], progress)
+            execute([reference, rounding])
         else:
-            run(job, [reference], progress)
-            run(job, [rounding], progress)
+            execute([reference])
+            execute([rounding])
         progress("comparing", 0, steps)
-        report = compare(wanted.recording.folder, reference.recording.folder, rounding.recording.folder)
+        report = compare(weights, reference.recording.folder, rounding.recording.folder)
         if report.findings and report.findings[0].step >= rounding.steps_done():
             # Adam turns even the rounding of a gradient that should be 0 into a whole step, whose effect is unknown
-            again = of_reference("rounding of all steps", "measuring rounding in all steps", noise=1)
-            run(job, [again], progress)
-            report = compare(wanted.recording.folder, reference.recording.folder, again.recording.folder)
+            again = ranks("rounding of all steps", whole, "measuring rounding in all steps", **options)
+            execute([again])
+            report = compare(weights, reference.recording.folder, again.recording.folder)
         return report
 
 
@@ -190,31 +182,26 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def threads_of(given: int, wanted: int, ranks: int, processors: int) -> int:
-    """Return the threads of each of ``ranks`` processes that do the work of ``wanted`` ranks with ``given`` threads.
+def run(runs: Sequence[Ranks], *, wanted: int, timeout: float, progress: Progress) -> None:
+    """Run a program on all ranks of some runs at the same time, and record it.
 
-    >>> threads_of(1, 8, 2, 64), threads_of(1, 8, 2, 6), threads_of(4, 8, 8, 8)
-    (4, 3, 4)
-    """
-    return max(given, min(given * wanted, processors) // ranks)
-
-
-def run(job: Job, runs: Sequence[Ranks], progress: Progress) -> None:
-    """Run the program on all ranks of some runs at the same time, and record it.
+    Args:
+        runs: the runs.
+        wanted: the number of ranks of the wanted layout, of which each has ``OMP_NUM_THREADS`` threads.
+        timeout: seconds for each run.
+        progress: is called with a sentence, the steps done, and all steps.
 
     Raises:
         VerificationError: a rank failed, ended before the last step, or took too long.
     """
     given = int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0])
-    ranks = sum(each.size for each in runs)
-    threads = threads_of(given, job.topology.world_size(), ranks, processors())
+    ranks = sum(each.size for each in runs)  # together they do the work of the wanted layout
+    threads, first = max(given, min(given * wanted, processors()) // ranks), 0
     with ExitStack() as stack:
-        first, started = 0, list[list[subprocess.Popen[bytes]]]()
         for each in runs:
-            own = {"OMP_NUM_THREADS": str(threads), **_devices(first, each.size)}
-            started.append(stack.enter_context(_started(job, each, own)))
+            stack.enter_context(_started(each, {"OMP_NUM_THREADS": str(threads), **_devices(first, each.size)}))
             first += each.size
-        _wait(job, runs, started, progress)
+        _wait(runs, timeout, progress)
 
 
 def _devices(first: int, count: int) -> dict[str, str]:
@@ -230,12 +217,12 @@ def _devices(first: int, count: int) -> dict[str, str]:
 
 
 @contextmanager
-def _started(job: Job, run: Ranks, own: Mapping[str, str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _started(run: Ranks, own: Mapping[str, str]) -> Iterator[None]:
     """Start the ranks of a run with variables of their ``own``, and end them with everything that they leave behind."""
     recording, port = run.recording, _free_port()
     recording.folder.mkdir(parents=True, exist_ok=True)
-    options = json.dumps({**asdict(recording), "has_dropout": job.has_dropout}, default=str)
-    command = [sys.executable, "-m", "ds_topo.verification", options, job.program, *job.arguments]
+    options = json.dumps(asdict(recording), default=str)
+    command = [sys.executable, "-m", "ds_topo.verification", options, *run.program]
     common = {
         **{name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)},
         **({REFERENCE: "1"} if recording.is_reference else {}),
@@ -246,61 +233,52 @@ def _started(job: Job, run: Ranks, own: Mapping[str, str]) -> Iterator[list[subp
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(run.size):
             with (recording.folder / f"rank_{rank}.log").open("wb") as log:
                 env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(
+                run.processes.append(
                     subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
                 )
-        yield ranks
+        yield
     finally:
-        for process in ranks:
-            _kill(process)
+        for process in run.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what the rank has left behind
+            process.wait()
         for leftover in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_*"):
             leftover.unlink(missing_ok=True)
 
 
-def _wait(
-    job: Job, runs: Sequence[Ranks], started: Sequence[Sequence[subprocess.Popen[bytes]]], progress: Progress
-) -> None:
+def _wait(runs: Sequence[Ranks], timeout: float, progress: Progress) -> None:
     """Wait until all ranks of some runs have ended, and report their progress.
 
     Raises:
         VerificationError: a rank failed, ended before the last step, or took too long.
     """
-    deadline, what = time.monotonic() + job.timeout, " and ".join(each.what for each in runs)
-    while True:
-        progress(what, min(each.steps_done() for each in runs), job.steps)
-        for each, ranks in zip(runs, started, strict=True):
-            if failed := [rank for rank, process in enumerate(ranks) if process.poll()]:
+    deadline, what = time.monotonic() + timeout, " and ".join(each.what for each in runs)
+    steps = runs[0].recording.steps
+    while not all(process.poll() == 0 for each in runs for process in each.processes):
+        progress(what, min(each.steps_done() for each in runs), steps)
+        for each in runs:
+            if failed := [rank for rank, process in enumerate(each.processes) if process.poll()]:
                 time.sleep(0.5)  # others may have failed first, and write why
                 rank = each.first_to_fail(failed[0])
                 raise VerificationError(f"{each.what}: rank {rank} failed:\n{each.last_lines(rank)}")
-        if all(process.poll() == 0 for ranks in started for process in ranks):
-            break
         if time.monotonic() > deadline:
             slowest = min(runs, key=Ranks.steps_done)
             raise VerificationError(
-                f"{slowest.what}: {job.steps} steps took longer than {job.timeout:g} seconds; rank 0 wrote:\n"
+                f"{slowest.what}: {steps} steps took longer than {timeout:g} seconds; rank 0 wrote:\n"
                 f"{slowest.last_lines(0)}"
             )
         time.sleep(0.05)
     for each in runs:
-        needed = 1 if each.recording.until_update else job.steps
+        needed = 1 if each.recording.until_update else steps
         if (left := needed - each.steps_done()) > 0:
             raise VerificationError(
-                f"{each.what}: the program ended {left} of {job.steps} steps too early: let it train longer, or give "
+                f"{each.what}: the program ended {left} of {steps} steps too early: let it train longer, or give "
                 f"fewer --steps; rank 0 wrote:\n{each.last_lines(0)}"
             )
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the session of a rank, also what it has left behind, and wait for its end."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _free_port() -> int:

@@ -13,12 +13,10 @@ import threading
 import time
 import traceback
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import reduce
-from itertools import count
+from functools import cache, reduce
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -26,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_topo.errors import listed
-from ds_topo.torch_names import calls_of, describe, is_known
+from ds_topo.torch_names import describe, is_known
 
 OTHERWISE, SAVES, COMPILES, DEBUGS = "running", "save", "compilation", "the debugger"
 _DEEPSPEED, _PIPELINE = "deepspeed/runtime/engine.py", "deepspeed/runtime/pipe/engine.py"
@@ -152,50 +150,37 @@ class Activity:
         return cls(wait=Wait(**{**wait, "ranks": tuple(wait["ranks"])}) if wait else None, **fields)
 
 
-class _Duration:
-    """Measures for how long a value has been the same."""
-
-    def __init__(self) -> None:
-        self._value: object = None
-        self._since = 0.0
-
-    def of(self, value: object, now: float) -> float:
-        """Return the seconds since the value became this one; 0 for None."""
-        if value is None or value != self._value:
-            self._value, self._since = value, now
-        return now - self._since
-
-
 class Observer:
-    """Observes the main thread from other threads."""
+    """Observes the main thread from other threads.
 
-    def __init__(self) -> None:
+    Args:
+        count: returns a number that changes when bytes are sent or received, or None where this is unknown.
+    """
+
+    def __init__(self, count: Callable[[], int | None] = lambda: None) -> None:
+        self._count = count
+        self._lock = threading.Lock()
         self._thread = threading.main_thread().ident or 0
         self._counter: weakref.ref[Any] | None = None
         """The engine or reducer that counts steps."""
-        self._roles: dict[CodeType, tuple[str, str]] = {}
-        self._calls: dict[tuple[CodeType, int], str] = {}
-        self._seconds, self._quiet, self._still, self._handled = (_Duration() for _ in range(4))
+        self._since: dict[str, tuple[object, float]] = {}
+        """What was last seen of each kind, and the time since when."""
         self._used = 0.0
         """The processor time of the main thread when it was last found to use the processor."""
 
-    def look(self, count: Callable[[], int | None] = lambda: None) -> Activity:
-        """Return the current activity.
+    def look(self) -> Activity:
+        """Return the current activity."""
+        with self._lock:
+            top = sys._current_frames().get(self._thread)
+            return self._look_at(top) if top is not None else Activity()
 
-        Args:
-            count: returns a number that changes when bytes are sent or received, or None where this is unknown.
-        """
-        frame = sys._current_frames().get(self._thread)
-        frames = []
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
-        activity, waiting_frame = self._read(frames)
+    def _look_at(self, top: FrameType) -> Activity:
+        activity, waiting_frame = self._read([frame for frame, _ in traceback.walk_stack(top)])
         wait = moved = None
         if activity.wait is not None:
-            wait, bytes_moved = (waiting_frame, activity.wait), count()
+            wait, bytes_moved = (waiting_frame, activity.wait), self._count()
             moved = wait, object() if bytes_moved is None else bytes_moved
-        used = time.clock_gettime(time.pthread_getcpuclockid(self._thread)) if self._thread else 0.0
+        used = time.clock_gettime(time.pthread_getcpuclockid(self._thread))
         if used - self._used > _IDLE_SECONDS:
             self._used = used
         handled = sys._current_exceptions().get(self._thread)
@@ -203,12 +188,20 @@ class Observer:
         now = time.monotonic()
         return replace(
             activity,
-            seconds=self._seconds.of(wait, now),
-            quiet=self._quiet.of(moved, now),
-            still=self._still.of((frames[0], frames[0].f_lasti, self._used) if frames else None, now),
+            seconds=self._lasting("wait", wait, now),
+            quiet=self._lasting("bytes", moved, now),
+            still=self._lasting("instruction", (top, top.f_lasti, self._used), now),
             handling="" if error is None else first_line(error),
-            handled=self._handled.of(error, now),
+            handled=self._lasting("exception", error, now),
         )
+
+    def _lasting(self, kind: str, value: object, now: float) -> float:
+        """Return the seconds for which a value has been the same; 0 for None."""
+        before, since = self._since.get(kind, (None, now))
+        if value is None or value != before:
+            since = now
+            self._since[kind] = value, now
+        return now - since
 
     def read_traceback(self, trace: TracebackType | None) -> Activity:
         """Return the activity when an exception was raised."""
@@ -224,10 +217,8 @@ class Observer:
         may_wait = True
         for depth, frame in enumerate(frames):
             code = frame.f_code
-            if code not in self._roles:
-                self._roles[code] = _role_of(code.co_filename.replace("\\", "/"), code.co_name)
-            role, name = self._roles[code]
-            if depth == 0 and role not in ("collective", "wait") and self._call_of(frame) == "wait":
+            role, name = _role_of(code.co_filename.replace("\\", "/"), code.co_name)
+            if depth == 0 and role not in ("collective", "wait") and _call_at(code, frame.f_lasti) == "wait":
                 # a method of torch's work or future, which has no frame of its own
                 wait, waiting_frame = Wait("wait() for a collective"), frame
             elif may_wait and role in ("collective", "wait"):
@@ -249,14 +240,13 @@ class Observer:
         step = next((getattr(counter, steps) for steps in _STEPS if hasattr(counter, steps)), None)
         return Activity(step, phase or OTHERWISE, where, wait), waiting_frame
 
-    def _call_of(self, frame: FrameType) -> str:
-        """Return the name of the method that a frame is calling, as far as its instructions tell."""
-        place = (frame.f_code, frame.f_lasti)
-        if place not in self._calls:
-            before = (each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti)
-            names = [str(each.argval) for each in before if each.opname in ("LOAD_METHOD", "LOAD_ATTR")]
-            self._calls[place] = names[-1] if names else ""
-        return self._calls[place]
+
+@cache
+def _call_at(code: CodeType, instruction: int) -> str:
+    """Return the name of the method that is called at an instruction, as far as the instructions before it tell."""
+    before = (each for each in dis.get_instructions(code) if each.offset <= instruction)
+    names = [str(each.argval) for each in before if each.opname in ("LOAD_METHOD", "LOAD_ATTR")]
+    return names[-1] if names else ""
 
 
 def first_line(error: BaseException | type[BaseException]) -> str:
@@ -270,6 +260,7 @@ def first_line(error: BaseException | type[BaseException]) -> str:
     return f"{kind}: {text}" if text else kind
 
 
+@cache
 def _role_of(file: str, function: str) -> tuple[str, str]:
     """Return the role of a function on the stack, and the phase or the wait that it is."""
     for table, role in ((_WAITS, "wait"), (_PHASES, "phase")):
@@ -305,7 +296,7 @@ def _collective(frame: FrameType) -> Wait:
     peer = next((peer for peer in peers if peer is not None), None)
     if call in ("send", "recv", "isend", "irecv") and isinstance(peer, int):
         call = f"{call} {'to' if 'send' in call else 'from'} {peer}"
-    return _over(call, group)
+    return wait_over(call, group)
 
 
 def _known_wait(call: str, frame: FrameType) -> Wait:
@@ -315,49 +306,18 @@ def _known_wait(call: str, frame: FrameType) -> Wait:
             group = reduce(getattr, path, frame.f_locals.get("self"))
         except (AttributeError, RuntimeError):  # the object has no such attribute, or its group was destroyed
             continue
-        return _over(call, group)
+        return wait_over(call, group)
     return Wait(call)
 
 
-def _over(call: str, group: object) -> Wait:
+def wait_over(call: str, group: object) -> Wait:
+    """Return a call over a group, which is described if torch still has it."""
     if not isinstance(group, dist.ProcessGroup) or not is_known(group):
         return Wait(call)
     ranks = dist.get_process_group_ranks(group)
     label, name = describe(group)
     label = "all ranks" if group == dist.group.WORLD else label or f"ranks {listed(ranks)}"
     return Wait(call, label, name, tuple(ranks) if len(ranks) <= MAX_RANKS else ())
-
-
-@dataclass(frozen=True)
-class Steps:
-    """The progress of a rank when it has taken some number of steps."""
-
-    which: str
-    """The process group, the number of the owner in it and the number of the comparison; equal on all members."""
-    over: str
-    """A description of the group."""
-    taken: int
-    """The number of steps taken."""
-    calls: int
-    """The number of collectives called over the group."""
-
-
-class StepCounts:
-    """Numbers the comparisons of steps, for every engine or other owner in this process."""
-
-    def __init__(self) -> None:
-        self._owners: defaultdict[str, Iterator[int]] = defaultdict(count)
-        """Iterators over the numbers of owners, by the name of their group."""
-        self._places: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
-        """The number of each owner among those of its group, and the number of its comparisons."""
-
-    def next(self, owner: object, group: dist.ProcessGroup, taken: int) -> Steps:
-        """Return this rank's progress; an owner's nth one is compared with other ranks' nth ones."""
-        over, name = describe(group)
-        number, times = self._places.get(owner) or (next(self._owners[name]), 0)
-        self._places[owner] = number, times + 1
-        over = "all ranks" if group == dist.group.WORLD else over or "their group"
-        return Steps(f"{name}/{number}/{times}", over, taken, calls_of(group))
 
 
 GRACE = 4.0

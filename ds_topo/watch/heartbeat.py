@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ds_topo.errors import listed
 from ds_topo.launch.launchers import COORDINATE
 from ds_topo.torch_names import Store, append, get_several
-from ds_topo.watch.activity import MAX_RANKS, Activity, Steps, Wait
+from ds_topo.watch.activity import MAX_RANKS, Activity, Wait
 from ds_topo.watch.witness import Address, State, ask_all
 
 RUNS, HAS_ENDED, HAS_FAILED = "runs", "ended", "failed"
@@ -106,31 +106,13 @@ def blocked(waits: Sequence[tuple[int, str]]) -> str:
     return "\n".join(["and others wait for each other, and no byte moves:", *lines])
 
 
-def different_steps(here: str, other: str, own: Steps, taken: int, calls: int) -> str:
-    """Warn that ranks called different numbers of collectives by the same step. This ends no job.
-
-    >>> print(different_steps("rank 1 on a", "rank 0 on a", Steps("g/0/1", "data", 100, 203), 100, 201))
-    ds_topo watch: ranks are at different steps:
-      rank 1 on a has called 203 collectives of data by its step 100,
-      rank 0 on a has called 201 by its step 100.
-    The rank with more calls has left out engine.step(), or its program calls other collectives besides.
-    Replicas may differ: ds_topo.check_replicas(engine) compares them.
-    """
-    return (
-        "ds_topo watch: ranks are at different steps:\n"
-        f"  {here} has called {own.calls} collectives of {own.over} by its step {own.taken},\n"
-        f"  {other} has called {calls} by its step {taken}.\n"
-        "The rank with more calls has left out engine.step(), or its program calls other collectives besides.\n"
-        "Replicas may differ: ds_topo.check_replicas(engine) compares them."
-    )
-
-
 @dataclass(frozen=True)
 class Beat:
     """The state that a rank publishes."""
 
     number: int
     state: str
+    host: str
     coordinate: str
     doing: Activity
 
@@ -143,6 +125,10 @@ class Beat:
     def to_text(self) -> str:
         """Return the beat as JSON."""
         return json.dumps(asdict(self))
+
+    def named(self, rank: int) -> str:
+        """Describe the rank whose beat this is."""
+        return named(rank, self.host, self.coordinate)
 
 
 class Verdict(NamedTuple):
@@ -195,6 +181,7 @@ class Heartbeat:
 
     def __init__(self, store: Store, ring: Ring, look: Callable[[], Activity], *, serves: bool) -> None:
         self._store, self._ring, self._look, self._serves = store, ring, look, serves
+        self._number = 0
         # read by other threads
         self.state = RUNS
         self.verdict: Verdict | None = None
@@ -202,11 +189,11 @@ class Heartbeat:
         """The error after which the store cannot be used."""
         self.asked_since: float | None = None
         """The time of the request to the store that has not been answered yet."""
-        self.first_rank: Beat | None = None
+        self.first_rank = self._own(Activity())
         """The last beat of rank 0, which may serve the store."""
-        self.first_host = ""
+        self.first_witness: Address | None = None
+        """The address of rank 0's witness."""
         # used by the thread alone
-        self._number = 0
         self._beat_at = time.monotonic()
         self._neighbor = ring.after(ring.rank)
         self._heard = -1
@@ -218,6 +205,8 @@ class Heartbeat:
         """Neighbors that have ended."""
         self._has_reported = False
         self._inquiries = 0
+        self._comparisons: Counter[str] = Counter()
+        """The numbers of step comparisons, by the names of groups."""
         self._first_keys: deque[str] = deque()
         """Keys of step comparisons to which this rank was the first to come."""
         self._warned: set[str] = set()
@@ -230,21 +219,16 @@ class Heartbeat:
 
     # -- called by other threads ---------------------------------------------------------------------------------------
 
-    def prepare(self, address: Address) -> Address:
-        """Publish this rank's host and the address of its witness; return the address of rank 0's witness.
-
-        All ranks call this before they agree to start.
-        """
+    def prepare(self, address: Address) -> None:
+        """Publish the address of this rank's witness, and find rank 0's. All ranks do so before they agree to start."""
         ring = self._ring
         self._publish(address)
         self._store.set(ring.key("beat", ring.rank), self._own(Activity()).to_text())
         if ring.rank == 0:
             for name in ("alarm", "verdict", "found"):
                 self._store.set(ring.key(name), "")
-        known = json.loads(self._store.get(ring.key("who", 0)))
-        self.first_host = known["host"]
         self.first_rank = Beat.read(self._store.get(ring.key("beat", 0)))
-        return Address(*known["address"])
+        self.first_witness = self._witness_of(0)
 
     def start(self) -> None:
         """Start the thread."""
@@ -268,9 +252,9 @@ class Heartbeat:
         """Publish another witness of this rank, at the next beat."""
         self._requests.put(partial(self._publish, address))
 
-    def note(self, steps: Steps) -> None:
-        """Compare this rank's steps with those of other ranks of the group, at a later beat."""
-        self._requests.put(partial(self._compare_steps, steps))
+    def compare_steps(self, over: Wait, taken: int, calls: int) -> None:
+        """Compare this rank's steps, and its calls over a group, with those of the group's ranks, at a later beat."""
+        self._requests.put(partial(self._compare_steps, over, taken, calls))
 
     # -- beats ---------------------------------------------------------------------------------------------------------
 
@@ -314,23 +298,29 @@ class Heartbeat:
         return bool(alarm)
 
     def _publish(self, address: Address) -> None:
-        """Write this rank's host and the address of its witness to the store."""
-        ring = self._ring
-        self._store.set(ring.key("who", ring.rank), json.dumps({"host": ring.host, "address": address}))
+        self._store.set(self._ring.key("witness", self._ring.rank), json.dumps(address))
 
-    def _compare_steps(self, own: Steps) -> None:
-        """Compare with the first rank that came to the same comparison; warn once per group."""
-        key = self._ring.key("steps", own.which)
-        first = self._store.compare_set(key, "", f"{self._ring.rank} {own.taken} {own.calls}")
-        rank, taken, calls = map(int, first.split())
+    def _compare_steps(self, over: Wait, taken: int, calls: int) -> None:
+        """Compare with the first rank that came to the same comparison; warn once per group. This ends no job."""
+        self._comparisons[over.name] += 1
+        key = self._ring.key("steps", f"{over.name}/{self._comparisons[over.name]}")
+        first = self._store.compare_set(key, "", f"{self._ring.rank} {taken} {calls}")
+        rank, first_taken, first_calls = map(int, first.split())
         if rank == self._ring.rank:
             self._first_keys.append(key)
             if len(self._first_keys) > _KEPT:
                 self._store.delete_key(self._first_keys.popleft())
-        elif (taken, calls) != (own.taken, own.calls) and own.over not in self._warned:
-            self._warned.add(own.over)
-            other = self._named(rank, self._beats([rank])[rank])
-            print(different_steps(self._ring.here, other, own, taken, calls), file=sys.stderr, flush=True)
+        elif (first_taken, first_calls) != (taken, calls) and over.name not in self._warned:
+            self._warned.add(over.name)
+            print(
+                "ds_topo watch: ranks are at different steps:\n"
+                f"  {self._ring.here} has called {calls} collectives of {over.group} by its step {taken},\n"
+                f"  {self._beats([rank])[rank].named(rank)} has called {first_calls} by its step {first_taken}.\n"
+                "The rank with more calls has left out engine.step(), or its program calls other collectives besides.\n"
+                "Replicas may differ: ds_topo.check_replicas(engine) compares them.",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _linger(self) -> None:
         """Keep the process that serves the store until the others have ended, but not for long."""
@@ -378,13 +368,15 @@ class Heartbeat:
                 yield self._finding(_KINDS[states[rank]], rank, states[rank].value, beat)
 
     def _ask(self, ranks: Sequence[int]) -> dict[int, State]:
-        known = get_several(self._store, [self._ring.key("who", rank) for rank in ranks]) if ranks else []
-        addresses = {rank: Address(*json.loads(text)["address"]) for rank, text in zip(ranks, known, strict=True)}
+        addresses = {rank: self._witness_of(rank) for rank in ranks}
         self.asked_since = None
         try:
             return ask_all(addresses, WITNESS_SECONDS)
         finally:
             self.asked_since = time.monotonic()
+
+    def _witness_of(self, rank: int) -> Address:
+        return Address(*json.loads(self._store.get(self._ring.key("witness", rank))))
 
     # -- a long wait of this rank --------------------------------------------------------------------------------------
 
@@ -468,13 +460,10 @@ class Heartbeat:
 
     def _finding(self, kind: int, rank: int, what: str, beat: Beat) -> Finding:
         seen = f"It was last seen {beat.doing}.\n  Noticed by {self._ring.here}, {self._look()}."
-        return Finding(kind, rank, f"{self._named(rank, beat)} {what}.\n  {seen}")
-
-    def _named(self, rank: int, beat: Beat) -> str:
-        return named(rank, json.loads(self._store.get(self._ring.key("who", rank)))["host"], beat.coordinate)
+        return Finding(kind, rank, f"{beat.named(rank)} {what}.\n  {seen}")
 
     def _own(self, doing: Activity) -> Beat:
-        return Beat(self._number, self.state, os.environ.get(COORDINATE, ""), doing)
+        return Beat(self._number, self.state, self._ring.host, os.environ.get(COORDINATE, ""), doing)
 
     def _beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
         texts = get_several(self._store, [self._ring.key("beat", rank) for rank in ranks]) if ranks else []

@@ -27,19 +27,30 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
 from ds_topo.errors import LaunchError, abridged
+from ds_topo.launch.joining import address_towards
 from ds_topo.process_groups.agreement import agree, within
 from ds_topo.process_groups.creation import require_initialized
-from ds_topo.torch_names import abort_nccl, clone, default_store, flight_record, gloo_threads, job_timeout, served_at
+from ds_topo.torch_names import (
+    abort_nccl,
+    calls_of,
+    clone,
+    default_store,
+    flight_record,
+    gloo_threads,
+    job_timeout,
+    served_at,
+)
 from ds_topo.watch import heartbeat
-from ds_topo.watch.activity import GRACE, OTHERWISE, SAVES, STILL, Activity, Observer, Progress, StepCounts, first_line
-from ds_topo.watch.heartbeat import Finding, Heartbeat, Ring, Verdict, named
-from ds_topo.watch.witness import State, Witness, address_towards, ask
+from ds_topo.watch.activity import GRACE, OTHERWISE, SAVES, STILL, Activity, Observer, Progress, first_line, wait_over
+from ds_topo.watch.heartbeat import Finding, Heartbeat, Ring, Verdict
+from ds_topo.watch.witness import State, Witness, ask
 
 DEFAULT_LIMIT = 30.0
 ENVIRONMENT = "DS_TOPO_WATCH"
@@ -129,21 +140,19 @@ class Watch:
         self._server_place = place
         self._is_served_by_rank_0 = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._serves = self._is_served_by_rank_0 and rank == 0
-        self._observer = Observer()
-        self._looking = threading.Lock()
-        self._progress = Progress(self._bytes_moved)
-        self._steps = StepCounts()
         self._local: Verdict | None = None
         """The verdict of this rank alone, without the store."""
         self._last_doing: Activity | None = None
         """The activity when the program's last exception was raised."""
-        self._is_told = self._has_spoken = self._is_ending = False
+        self._is_told = self._has_spoken = False
         self._stopped = threading.Event()
-        self._witness = Witness(address_towards(*place))
+        self._witness = Witness(address_towards(*place) or socket.gethostname())
         self._next_witness_at = 0.0
         """The earliest time for another witness, by the monotonic clock."""
         self._ports = {place[1], self._witness.address.port}
         """Ports of the watch's own connections."""
+        self._bytes_moved = partial(bytes_moved, self._ports)
+        self._observer, self._progress = Observer(self._bytes_moved), Progress(self._bytes_moved)
         try:
             token = agree(f"watch, limit {limit}", range(world_size), job_timeout(), subject="the watch")
             interval = min(1.0, limit / 6) * max(1.0, world_size / _RANKS_PER_SECOND)
@@ -166,12 +175,12 @@ class Watch:
         others = ports_towards(self._server_place[1])
         store = within(bound, subject, lambda: clone(self._job_store))
         self._ports |= ports_towards(self._server_place[1]) - others
-        self._heart = Heartbeat(store, self._ring, self._look, serves=self._serves)
+        self._heart = Heartbeat(store, self._ring, self._observer.look, serves=self._serves)
         try:
-            self._first_witness = within(bound, subject, lambda: self._heart.prepare(self._witness.address))
+            within(bound, subject, lambda: self._heart.prepare(self._witness.address))
             agree("all are ready", range(self._ring.world_size), bound, subject=subject)
         except Exception as error:
-            if self._heart.first_rank is not None and _is_of_transport(error):
+            if self._heart.first_witness is not None and _is_of_transport(error):
                 self._heart.lost, self._last_doing = error, self._observer.read_traceback(error.__traceback__)
                 self._judge_store(f"could not be asked at {subject}")
                 self._tell()
@@ -203,11 +212,10 @@ class Watch:
         """Stop the watch on this rank; other ranks then know that this one has ended. Idempotent."""
         if self._stopped.is_set() or os.getpid() != self._pid:
             return
-        self._is_ending = True
+        self._stopped.set()
         self._heart.stop(0.0 if self._local is not None else 2 * self._ring.interval + 2)
         if self._serves and self.verdict is not None and self._heart.lost is not None:
             time.sleep(1.5 * self._ring.interval + 0.5)  # until the others have read the verdict
-        self._stopped.set()
         self._judge.join(2)
         self._witness.end()
         if sys.excepthook == self._hook:
@@ -215,13 +223,6 @@ class Watch:
         atexit.unregister(self._at_exit)
         if job_watch.watch is self:
             job_watch.watch = None
-
-    def _look(self) -> Activity:
-        with self._looking:
-            return self._observer.look(self._bytes_moved)
-
-    def _bytes_moved(self) -> int | None:
-        return bytes_moved(self._ports)
 
     # -- the judging thread --------------------------------------------------------------------------------------------
 
@@ -245,7 +246,7 @@ class Watch:
 
     def _keep_witness(self) -> None:
         """Start another witness if this rank's was killed; without one, a rank in a long C call looks dead."""
-        if not self._witness.has_ended or self._is_ending or time.monotonic() < self._next_witness_at:
+        if not self._witness.has_ended or time.monotonic() < self._next_witness_at:
             return
         self._next_witness_at = time.monotonic() + _SECONDS_BETWEEN_WITNESSES
         with suppress(LaunchError, OSError):  # it is tried again later
@@ -255,12 +256,11 @@ class Watch:
 
     def _needs_the_store(self, passed: float) -> bool:
         """Return whether this rank waits, maybe for the process that served the store; that one may end before."""
-        doing = self._look()
+        doing = self._observer.look()
         self._progress.look(doing, passed)
         if doing.wait is not None or (doing.still >= STILL and doing.phase not in (SAVES, OTHERWISE)):
             return True
-        first = self._heart.first_rank
-        has_ended = first is not None and first.state == heartbeat.HAS_ENDED
+        has_ended = self._heart.first_rank.state == heartbeat.HAS_ENDED
         waits_long = self._progress.seconds >= heartbeat.ASK_AT * self.limit
         return not has_ended and self._progress.is_stuck(doing) and waits_long
 
@@ -269,12 +269,12 @@ class Watch:
         host, port = self._server_place
         lines = [f"the store of the job at {host}:{port} {what}."]
         if self._is_served_by_rank_0:
-            state, last = ask(self._first_witness, heartbeat.WITNESS_SECONDS), self._heart.first_rank
+            last, witness = self._heart.first_rank, self._heart.first_witness
+            assert witness is not None
+            state = ask(witness, heartbeat.WITNESS_SECONDS)
             if state is State.ALIVE and self._heart.lost is None:
                 return
-            first = named(0, self._heart.first_host, last.coordinate if last else "")
-            lines.append(f"{first}, which serves it, {state.value}.")
-            lines += [f"  It was last seen {last.doing}."] if last else []
+            lines += [f"{last.named(0)}, which serves it, {state.value}.", f"  It was last seen {last.doing}."]
         else:
             lines.append("The launcher on that host serves it: it has ended or stopped, or its host is cut off.")
         self._local = Verdict("\n".join([heartbeat.headline(self._ring.world_size), *lines]), self._ring.rank)
@@ -287,9 +287,9 @@ class Watch:
             self._speak()
         progress = self._progress = Progress(self._bytes_moved)
         while not self._stopped.wait(_TICK):
-            doing = self._look()
+            doing = self._observer.look()
             progress.look(doing, _TICK)
-            if self._is_ending or not self.is_of_this_job:
+            if not self.is_of_this_job:
                 progress.seconds = 0.0
             elif doing.wait is not None or doing.still >= STILL or progress.seconds >= STILL:
                 shut_down(self._server_place[1], self._ports)
@@ -323,7 +323,11 @@ class Watch:
         self._speak()
         record = save_flight_record(self._ring.rank)
         collectives = f" Its last collectives, for torchfrtrace: {record}" if record else ""
-        print(f"Here: {self._ring.here}, {self._last_doing or self._look()}.{collectives}", file=sys.stderr, flush=True)
+        print(
+            f"Here: {self._ring.here}, {self._last_doing or self._observer.look()}.{collectives}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     # -- the end of the program ----------------------------------------------------------------------------------------
 
@@ -337,8 +341,7 @@ class Watch:
         """Report this rank's exception to the others, or wait for the cause if it is only a consequence."""
         if self._last_doing is not None or self._stopped.is_set():
             return
-        with self._looking:
-            self._last_doing = doing = self._observer.read_traceback(trace)
+        self._last_doing = doing = self._observer.read_traceback(trace)
         is_consequence = self.verdict is not None or _is_of_transport(error)
         self._heart.state = heartbeat.HAS_FAILED
         if self.verdict is None:
@@ -386,19 +389,18 @@ class JobWatch:
             self.watch = Watch(limit)
         return self.watch
 
-    def compare_steps(self, owner: object, group: dist.ProcessGroup, taken: int) -> None:
+    def compare_steps(self, group: dist.ProcessGroup, taken: int) -> None:
         """Let the watch, if it is running, compare the steps of the ranks of a group.
 
         Where ranks call the same collectives in each step, a rank that leaves out a step has called more of them by its
         next one. A difference is printed on standard error, once. Nothing waits for the comparison or is ended.
 
         Args:
-            owner: the object that takes steps. The nth call for an owner is compared with the nth calls on other ranks.
-            group: the group of its collectives.
+            group: the group of the collectives. The nth call for it is compared with the nth calls on other ranks.
             taken: the number of steps taken.
         """
         if self.watch is not None and self.watch.is_of_this_job:
-            self.watch._heart.note(self.watch._steps.next(owner, group, taken))
+            self.watch._heart.compare_steps(wait_over("step", group), taken, calls_of(group))
 
 
 job_watch = JobWatch()
@@ -473,14 +475,13 @@ def ports_towards(port: int) -> set[int]:
 
 def bytes_moved(besides: Collection[int]) -> int | None:
     """Return the bytes sent and received on connections without one of these ports; None where this is unknown."""
-    total, found = 0, False
+    counts = []
     for each, *ports in _connections():
         if not set(ports) & set(besides):
             with suppress(OSError, struct.error):
                 info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                total += sum(struct.unpack_from("=QQ", info, _BYTES_ACKED_AND_RECEIVED))
-                found = True
-    return total if found else None
+                counts.append(sum(struct.unpack_from("=QQ", info, _BYTES_ACKED_AND_RECEIVED)))
+    return sum(counts) if counts else None
 
 
 def shut_down(store_port: int, spared: Collection[int]) -> None:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _AT_A_TIME = 32
 _SECRET_BYTES = 16
@@ -90,16 +90,6 @@ class Witness:
         self._process.wait()
 
 
-def address_towards(host: str, port: int) -> str:
-    """Return this host's address as another host sees it."""
-    with suppress(OSError):
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing
-            return str(probe.getsockname()[0])
-    return socket.gethostname()
-
-
 def ask(address: Address, seconds: float) -> State:
     """Ask the witness at an address for the state of its rank.
 
@@ -141,45 +131,39 @@ def _answer_for(pid: int, host: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     question, answer = map(bytes.fromhex, sys.stdin.readline().split())
     with _server_at(host) as server:
-        server.setblocking(False)
-        poll, ended = select.poll(), -1
-        poll.register(server, select.POLLIN)
+        ended: list[int] = []
         with suppress(AttributeError, OSError):  # not Linux, or an old kernel
-            ended = os.pidfd_open(pid)
-            poll.register(ended, select.POLLIN)
+            ended = [os.pidfd_open(pid)]
+        server.setblocking(False)
         print(server.getsockname()[1], flush=True)
         sys.stdout.close()
-        asking: dict[int, tuple[socket.socket, float, bytearray]] = {}
-        """Open connections by descriptor, oldest first: the time of acceptance, and what has arrived."""
-
-        def close(descriptor: int) -> None:
-            poll.unregister(descriptor)
-            asking.pop(descriptor)[0].close()
-
+        asking: dict[socket.socket, tuple[float, bytearray]] = {}
+        """Open connections, oldest first: the time of acceptance, and what has arrived."""
         while os.getppid() == pid:
-            for descriptor, _ in poll.poll(None if ended >= 0 and not asking else 500):
-                if descriptor == ended:
+            watched: list[Any] = [server, *ended, *asking]
+            ready, _, _ = select.select(watched, [], [], None if ended and not asking else 0.5)
+            for each in ready:
+                if each in ended:
                     return
-                if descriptor == server.fileno():
-                    with suppress(OSError):  # the connection was reset before it was accepted
+                received = b""
+                with suppress(OSError):  # the connection was reset
+                    if each is server:
                         connection, _ = server.accept()
                         connection.setblocking(False)
-                        asking[connection.fileno()] = connection, time.monotonic(), bytearray()
-                        poll.register(connection, select.POLLIN)
-                elif descriptor in asking:
-                    connection, _, arrived = asking[descriptor]
-                    received = b""
-                    with suppress(OSError):
-                        received = connection.recv(len(question) + 1)
-                        arrived += received
-                        if arrived == question:
-                            connection.sendall(answer + _state_of(pid).encode())
-                    if not received or len(arrived) >= len(question):
-                        close(descriptor)
+                        asking[connection] = time.monotonic(), bytearray()
+                        continue
+                    received = each.recv(len(question) + 1)
+                    asking[each][1].extend(received)
+                    if asking[each][1] == question:
+                        each.sendall(answer + _state_of(pid).encode())
+                if each in asking and (not received or len(asking[each][1]) >= len(question)):
+                    del asking[each]
+                    each.close()
             late, surplus = time.monotonic() - _PATIENCE, len(asking) - _OPEN
-            for place, (descriptor, (_, since, _)) in enumerate(list(asking.items())):
+            for place, (connection, (since, _)) in enumerate(list(asking.items())):
                 if since < late or place < surplus:
-                    close(descriptor)
+                    del asking[connection]
+                    connection.close()
 
 
 def _server_at(host: str) -> socket.socket:

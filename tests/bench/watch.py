@@ -84,7 +84,7 @@ def beats(port: int, first: int, count: int, repeat: int) -> None:
     """Send the requests of :class:`ds_topo.watch.heartbeat.Heartbeat` in one interval, for some ranks."""
     store = clone(dist.TCPStore("127.0.0.1", port, timeout=timedelta(minutes=5)))
     doing = Activity(1234, "backward", "train.py:120 in train", Wait("all_reduce", "data", "name", tuple(range(8))))
-    text = Beat(1, RUNS, "pipe=3 data=100 model=5", doing).to_text()
+    text = Beat(1, RUNS, "node12", "pipe=3 data=100 model=5", doing).to_text()
     for _ in range(repeat):
         for rank in range(first, first + count):
             store.set(f"beat/{rank}", text)

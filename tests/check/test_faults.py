@@ -251,7 +251,7 @@ def _measured(slowest: float, link: float = 100e6) -> Summary:
         [[0, 1], [2, 3]], {0: [1e-3, 1.0], 1: [1e-3, 1.0], 2: [1e-3, slowest], 3: [1e-3, 1.0]}, "aabb"
     )
     rates = {("a:0", "a:1"): 100e6, ("a:1", "a:0"): 100e6, ("b:2", "b:3"): link}
-    summary.inside = link_summary(dict.fromkeys(rates, 1e-4), rates)
+    summary.inside = link_summary({pair: (1e-4, rate) for pair, rate in rates.items()})
     return summary
 
 
@@ -290,8 +290,7 @@ def test_every_rank_has_its_place_on_a_host(counts: list[int], shuffled: bool) -
 
 def test_summaries_have_the_planners_units() -> None:
     summary = Summary("data=2", "gloo", 2, {"a": (0,), "b": (1,)})
-    rates = {("a", "b"): 1e6, ("b", "a"): 3e6}
-    summary.across = link_summary(dict.fromkeys(rates, 1e-4), rates)
+    summary.across = link_summary({("a", "b"): (1e-4, 1e6), ("b", "a"): (1e-4, 3e6)})
     content = summary.as_json()
     assert content["across"]["bandwidth"] == 2e6
     assert content["across"]["latency"] == 1e-4

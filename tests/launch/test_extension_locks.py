@@ -52,6 +52,23 @@ def test_held_lock_is_kept(namespaces: list[str], tmp_path: Path) -> None:
 
 
 @linux
+def test_lock_that_its_builder_is_about_to_remove_is_left_to_it(tmp_path: Path) -> None:
+    """torch closes a lock before it removes it, and fails if the file is gone by then."""
+    lock = tmp_path / "lock"
+    script = (
+        "import os, sys, time; os.close(os.open(sys.argv[1], os.O_CREAT | os.O_EXCL)); print('closed', flush=True); "
+        "time.sleep(0.3); os.remove(sys.argv[1])"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(lock)], stdout=subprocess.PIPE, text=True) as builder:
+        assert builder.stdout is not None
+        assert builder.stdout.readline() == "closed\n"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert remove_abandoned_locks([tmp_path]) == []
+    assert builder.returncode == 0
+
+
+@linux
 def test_concurrent_ranks_remove_a_lock_once(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     look = "from ds_topo.launch.orphans import remove_abandoned_locks; import sys; "

@@ -49,7 +49,7 @@ class Job:
     def reference(self) -> Job:
         """The job of the reference, as in ds_topo.verification.__main__."""
         topology = ProcessTopology.from_spec(self.topology)
-        settings, spec = dict(self.settings), runs.Job("", (), topology).reference.spec
+        settings, spec = dict(self.settings), runs.layout_of_reference(topology).spec
         if isinstance(self.drawn, Side):
             is_half, experts = self.drawn.precision != "fp32", min(1, self.drawn.experts)
             zero, options = (self.drawn.zero, self.drawn.options) if is_half or self.drawn.zero == 3 else (0, ())

@@ -58,8 +58,7 @@ def _records(coordinates: list[dict[str, int]]) -> Records:
                 "is_skipped": False,
                 "is_random": False,
                 "rates": [1.0],
-                "weights": weights,
-                "states": {"exp_avg": {name: _part(name, one, model) for name, one in mean.items()}},
+                "states": {"weight": weights, "exp_avg": {name: _part(name, one, model) for name, one in mean.items()}},
             }
         )
     return found
@@ -69,7 +68,7 @@ def _write(records: Records, folder: Path) -> Path:
     for rank, record in enumerate(records):
         own = folder / f"rank_{rank}"
         own.mkdir(parents=True)
-        start = {"about": record["about"], "weights": record["start"], "replicas": record["replicas"]}
+        start = {"about": record["about"], "states": {"weight": record["start"]}, "replicas": record["replicas"]}
         start["names"] = list(record["start"])
         torch.save(start, own / "start.pt")
         torch.save(record, own / "step_0.pt")
@@ -153,7 +152,7 @@ def _lost_in_backward(records: Records) -> None:
 def _other_rate(records: Records) -> None:
     for record in (records[1], records[3]):
         record["rates"] = [2.0]
-        for name, (_, ((_, values),)) in record["weights"].items():
+        for name, (_, ((_, values),)) in record["states"]["weight"].items():
             values -= record["start"][name][1][0][1] - values
 
 
@@ -174,7 +173,7 @@ def _of_other_share(records: Records) -> None:
 
 def _stale(records: Records) -> None:
     for record in records[2:]:
-        record["weights"]["whole"] = copy.deepcopy(record["start"]["whole"])
+        record["states"]["weight"]["whole"] = copy.deepcopy(record["start"]["whole"])
 
 
 def _skipped(records: Records) -> None:
@@ -290,8 +289,8 @@ def test_rounding_errors_are_half_of_the_precision(dtype: torch.dtype) -> None:
 def test_another_module_in_the_reference_is_undecided(tmp_path: Path) -> None:
     def rename(records: Records) -> None:
         for record in records:
-            for key in ("start", "before", "after", "weights"):
-                record[key] = {f"0.{name}": one for name, one in record[key].items()}
+            for parts, key in ((record, "start"), (record, "before"), (record, "after"), (record["states"], "weight")):
+                parts[key] = {f"0.{name}": one for name, one in parts[key].items()}
 
     report = _compared(rename, tmp_path)
     assert (report.status, report.findings) == (2, ())

@@ -32,7 +32,7 @@ def _seen(observer: Observer, seconds: float) -> list[Activity]:
     def look() -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            found.append(observer.look(lambda: 0))
+            found.append(observer.look())
             time.sleep(0.05)
 
     threading.Thread(target=look, daemon=True).start()
@@ -42,7 +42,7 @@ def _seen(observer: Observer, seconds: float) -> list[Activity]:
 def _waits() -> list[Activity]:
     grid = PipelineParallelGrid("data=2,model=2")
     dist.barrier()
-    found = _seen(Observer(), SECONDS)
+    found = _seen(Observer(lambda: 0), SECONDS)
     if dist.get_rank() == 3:
         time.sleep(SECONDS + 0.5)
     dist.all_reduce(torch.ones(1), group=grid.get_group("model"))
