@@ -31,10 +31,8 @@ from ds_topo.topology.axes import (
     check_axes,
     check_declared,
     check_world_size,
-    is_strided,
     leaves_out_a_degree,
     parse_spec,
-    parse_strided_spec,
     read_config,
     spec_text,
     warn_of_misspelling,
@@ -260,14 +258,9 @@ class ProcessTopology:
         >>> ProcessTopology.from_spec([("data", 2), ("pipe", 2)]) == ProcessTopology.from_spec({"data": 2, "pipe": 2})
         True
         """
-        if not is_strided(spec):
-            axes, degrees, extra_axes = parse_spec(spec, world_size)
-            return ProcessTopology(axes, degrees).with_extra_axes(extra_axes)
-        axes, factors, extra_axes = parse_strided_spec(str(spec))
-        topology = cls._laid_out(axes, Layout(factors)).with_extra_axes(extra_axes)
-        if world_size is not None:
-            topology.check_world_size(world_size)
-        return topology
+        axes, degrees, extra_axes, factors = parse_spec(spec, world_size)
+        layout = Layout.row_major(degrees) if factors is None else Layout(factors)
+        return cls._laid_out(axes, layout).with_extra_axes(extra_axes)
 
     @classmethod
     def from_config(cls, config: str | Path | Mapping[str, object], world_size: int | None = None) -> ProcessTopology:
