@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -415,52 +416,41 @@ class Kept:
         return type(self), ()
 
 
-class OptimizerWatch:
-    """Calls reducers before optimizer steps and ``zero_grad()``; its patches are in force while reducers exist.
+_watched: list[weakref.ref[Any]] = []
+"""The reducers to call before ``zero_grad()``."""
+
+
+def watch(reducer: Any) -> Callable[[], None]:
+    """Call a reducer before optimizer steps and ``zero_grad()``, until the returned function is called or it is freed.
 
     Reducers define ``before_optimizer_step(parameters)`` and ``before_zero_grad(parameters)``.
     """
+    own = weakref.ref(reducer)
 
-    def __init__(self) -> None:
-        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._bindings = ExitStack()
-        self._count = 0
+    def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        reducer = own()
+        if reducer is not None:
+            reducer.before_optimizer_step(_parameters_of(optimizer))
 
-    def enter(self, reducer: Any) -> Callable[[], None]:
-        """Call this reducer until the returned function is called or the reducer is freed."""
-        if self._count == 0:
-            for change, make in _CHANGES:
-                self._bindings.callback(ledger.bind(change, make))
-            self._bindings.callback(register_optimizer_step_pre_hook(_before_step).remove)
-        self._count += 1
-        self._watched.add(reducer)
-        leave = weakref.finalize(reducer, self._leave)
-        leave.atexit = False
-        return leave
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(self._watched))
-
-    def _leave(self) -> None:
-        self._count -= 1
-        if self._count == 0:
-            self._bindings.close()
-
-
-watch = OptimizerWatch()
-
-
-def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for reducer in watch:
-        reducer.before_optimizer_step(_parameters_of(optimizer))
+    undo = ExitStack()
+    for change, make in _CHANGES:
+        undo.callback(ledger.bind(change, make))
+    undo.callback(register_optimizer_step_pre_hook(before_step).remove)
+    _watched.append(own)
+    undo.callback(_watched.remove, own)
+    leave = weakref.finalize(reducer, undo.close)
+    leave.atexit = False
+    return leave
 
 
 def _telling_reducers(parameters_of: Callable[[Any], Iterable[torch.Tensor]]) -> Make:
     def make(zero_grad: Any) -> Any:
         @wraps(zero_grad)
         def zero(owner: Any, *args: Any, **options: Any) -> None:
-            for reducer in watch:
-                reducer.before_zero_grad(parameters_of(owner))
+            for reference in tuple(_watched):
+                reducer = reference()
+                if reducer is not None:
+                    reducer.before_zero_grad(parameters_of(owner))
             zero_grad(owner, *args, **options)
 
         return zero
@@ -521,26 +511,11 @@ class Changes:
         self._holders: list[dict[str, Any]] = []
         for part in self._module.modules():
             self._holders += part._parameters, part._modules
-        self._held = [dict(holder) for holder in self._holders]
-        self._single = [
-            (holder, name, held)
-            for holder in self._holders
-            for name, held in holder.items()
-            if isinstance(held, torch.Tensor) and held.numel() == 1
-        ]
-        """Parameters of one element, which ``==`` compares by value."""
+        self._held = self._contents()
 
-    def _holds_the_same(self) -> bool:
-        """Return True if every part holds the objects that were recorded.
-
-        The first comparison is one call in C, and compares equal objects by identity alone. Torch raises if it
-        compares two tensors of several elements.
-        """
-        try:
-            same = self._holders == self._held
-        except RuntimeError:
-            return False
-        return same and all(holder[name] is held for holder, name, held in self._single)
+    def _contents(self) -> list[object]:
+        """Return the names and objects that the parts hold now; a pass in C, because it is made in every step."""
+        return [*chain.from_iterable(self._holders), *chain.from_iterable(map(dict.values, self._holders))]
 
     def problem(self, absent: Sequence[ParameterState]) -> str | None:
         """Return a description of changed parameters, or of replaced gradients; None if there are none.
@@ -551,7 +526,8 @@ class Changes:
         return self._changed_parameters(absent) or self._replaced_gradients()
 
     def _changed_parameters(self, absent: Sequence[ParameterState]) -> str | None:
-        if not self._holds_the_same():
+        held = self._contents()
+        if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
             # Listing parameters by name takes longer than this comparison.
             named = dict(self._named())
             new = [name for name, parameter in named.items() if self._known.get(name) != id(parameter)]

@@ -266,7 +266,7 @@ class BucketReducer:
         self._changes = Changes(
             module, self._states, self._nodes, ignored, self._may_miss, self.driver.remedy_for_unfrozen()
         )
-        self._stop_watching = watch.enter(self)
+        self._stop_watching = watch(self)
         vars(module)[KEPT] = Kept(self)
 
     # -- calls of the training loop, or of an engine -------------------------------------------------------------------
