@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ds_topo.backends import traits_of
 from ds_topo.errors import abridged
-from ds_topo.ledger import ONE_CALL, Patch, Reliance, ledger
+from ds_topo.ledger import ONE_CALL, Patch, Reliance, around, ledger
 
 # -- process groups ---------------------------------------------------------------------------------------------------
 
@@ -158,17 +158,15 @@ def communicates() -> bool:
     return traits_of(c10d._get_default_group(), torch.device("cpu")).communicates
 
 
+@around
+def _job_timeout_or(original: Callable[[str], timedelta], backend: str) -> timedelta:
+    return job_timeout() if dist.is_initialized() else original(backend)
+
+
 def inherit_timeout() -> None:
     """Make groups that are created without a timeout inherit the job's from now on. Idempotent."""
     if DEFAULT_TIMEOUT not in ledger.in_force():
         ledger.bind(DEFAULT_TIMEOUT, _job_timeout_or)
-
-
-def _job_timeout_or(original: Callable[[str], timedelta]) -> Callable[[str], timedelta]:
-    def default_timeout(backend: str) -> timedelta:
-        return job_timeout() if dist.is_initialized() else original(backend)
-
-    return default_timeout
 
 
 def devices_of(group: dist.ProcessGroup) -> list[str]:

@@ -309,9 +309,7 @@ class ProcessTopology:
         check_declared(self._axes, declared)
         if declared == self._extra_axes:
             return self
-        same = ProcessTopology.__new__(ProcessTopology)
-        same._set(self._axes, self._layout, declared)
-        return same
+        return self._laid_out(self._axes, self._layout, declared)
 
     @property
     def layout(self) -> Layout:
@@ -375,9 +373,9 @@ class ProcessTopology:
                 f"get_rank() needs one index for every axis of {self._axes}, {missing} missing; "
                 "filter_match() takes some of them"
             )
-        return self._layout.rank_of(
-            [self._checked_index(position, indices[position]) for position in range(len(self._axes))]
-        )
+        for position, (axis, size) in enumerate(zip(self._axes, self._layout.sizes, strict=True)):
+            indices[position] = self._checked(indices[position], size, f"index {{}} of axis {axis!r}", CoordinateError)
+        return self._layout.rank_of([indices[position] for position in range(len(self._axes))])
 
     def get_coord(self, rank: int) -> Any:
         """Return the coordinate of ``rank``, a named tuple with one field per axis.
@@ -509,14 +507,16 @@ class ProcessTopology:
         return self._laid_out(axes, layout).with_extra_axes(self._extra_axes.intersection(axes))
 
     @classmethod
-    def _laid_out(cls, axes: Iterable[str], layout: Layout) -> ProcessTopology:
+    def _laid_out(
+        cls, axes: Iterable[str], layout: Layout, extra_axes: frozenset[str] = frozenset()
+    ) -> ProcessTopology:
         """Create a topology of any layout in which ranks ascend along each axis."""
         names = tuple(axes)
         for axis, factors in zip(names, layout.axes, strict=True):
             if not _ranks_ascend(factors):
                 raise TopologyError(f"axis {axis!r}: strides of {factors} must fall, so that ranks ascend along it")
         topology = ProcessTopology.__new__(ProcessTopology)
-        topology._set(names, layout)
+        topology._set(names, layout, extra_axes)
         return topology
 
     # -- value semantics -----------------------------------------------------------------------------------------
@@ -581,26 +581,17 @@ class ProcessTopology:
             raise TopologyError(f"coordinate {dict(coordinate)} names an axis twice ('tensor' is a synonym of 'model')")
         return indices
 
-    def _checked_index(self, position: int, index: int) -> int:
-        whole = whole_number(index)
-        if whole is None or not 0 <= whole < self._layout.sizes[position]:
-            raise CoordinateError(
-                f"index {abridged(index)} of axis {self._axes[position]!r} {_problem(whole)}: "
-                f"{self.spec!r} has 0 to {self._layout.sizes[position] - 1}"
-            )
-        return whole
-
     def _checked_rank(self, rank: int) -> int:
-        whole = whole_number(rank)
-        if whole is None or not 0 <= whole < self._layout.size:
-            raise TopologyError(
-                f"rank {abridged(rank)} {_problem(whole)}: {self.spec!r} has ranks 0 to {self._layout.size - 1}"
-            )
+        return self._checked(rank, self._layout.size, "rank {}", TopologyError)
+
+    def _checked(self, number: int, count: int, what: str, error: type[TopologyError]) -> int:
+        """Return a number of any numeric type as an integer; raise unless it is one below ``count``."""
+        whole = whole_number(number)
+        if whole is None or not 0 <= whole < count:
+            problem = "is not a whole number" if whole is None else "is out of range"
+            has = "ranks 0" if error is TopologyError else "0"
+            raise error(f"{what.format(abridged(number))} {problem}: {self.spec!r} has {has} to {count - 1}")
         return whole
-
-
-def _problem(whole: int | None) -> str:
-    return "is not a whole number" if whole is None else "is out of range"
 
 
 def _ranks_ascend(factors: Factors) -> bool:
