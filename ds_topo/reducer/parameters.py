@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
@@ -482,8 +482,7 @@ class Changes:
         module: the module.
         states: the served parameters.
         nodes: the autograd nodes that have their hooks, by index.
-        ignored: identities of the ignored parameters.
-        may_miss: True if parameters may have no gradient, and so may be frozen for a while.
+        options: the options of the reducer.
         remedy: what to do about parameters that were unfrozen.
     """
 
@@ -492,13 +491,12 @@ class Changes:
         module: nn.Module,
         states: Sequence[ParameterState],
         nodes: Mapping[int, Node],
-        ignored: Collection[int],
-        may_miss: bool,
+        options: ReductionOptions,
         remedy: str,
     ) -> None:
-        self._module, self._states, self._nodes, self._may_miss = module, states, nodes, may_miss
-        self._remedy = remedy
-        self._ignored = ignored
+        self._module, self._states, self._nodes, self._remedy = module, states, nodes, remedy
+        self._may_be_frozen = options.may_miss
+        self._ignored = ignored_identities(module, options)
         self._parameters = [state.parameter for state in states]
         self._are_plain = not any(state.is_sparse or state.is_apart for state in states)
         named = list(self._named())
@@ -550,7 +548,7 @@ class Changes:
                 state.note_type()  # so that the step can still be ended
             return _changed([state.name for state in lost], "moved or cast")
         frozen = [state.name for state in absent if not state.parameter.requires_grad]
-        if frozen and not self._may_miss:
+        if frozen and not self._may_be_frozen:
             return _changed(frozen, "frozen")
         unfrozen = [name for name, parameter in self._frozen if parameter.requires_grad]
         return _changed(unfrozen, "unfrozen", self._remedy) if unfrozen else None

@@ -60,7 +60,6 @@ from ds_topo.reducer.parameters import (
     agreed_inputs,
     check_module,
     data_parallel_group,
-    ignored_identities,
     make_equal,
     owners,
     watch,
@@ -262,10 +261,8 @@ class BucketReducer:
             owners[state.parameter] = own
             node = self._nodes[state.index] = get_gradient_edge(state.parameter).node
             self._handles.append(node.register_hook(self._hook(state)))
-        ignored = ignored_identities(module, self.options)
-        self._changes = Changes(
-            module, self._states, self._nodes, ignored, self._may_miss, self.driver.remedy_for_unfrozen()
-        )
+        remedy = self.driver.remedy_for_unfrozen()
+        self._changes = Changes(module, self._states, self._nodes, self.options, remedy)
         self._stop_watching = watch(self)
         vars(module)[KEPT] = Kept(self)
 
@@ -567,11 +564,6 @@ class BucketReducer:
                         "reset() to give the step up, or step inside no_sync() if local steps are intended"
                     )
 
-    @property
-    def _may_miss(self) -> bool:
-        """True if parameters may have no gradient."""
-        return self.options.find_unused_parameters or self.options.zero_unused_parameters
-
     # -- the end of a step ---------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -680,7 +672,7 @@ class BucketReducer:
         # All notes are read before any is refused: reading unusual ones is collective.
         for note in due:
             note.read(all_read=all_read and note in notes)
-        if self._step.absent and not self._may_miss:
+        if self._step.absent and not self.options.may_miss:
             raise _missing_gradients(self._step.absent, "this rank")
         unused: list[ParameterState] = []
         late: list[ParameterState] = []
@@ -703,7 +695,7 @@ class BucketReducer:
                 f"on {note.unusual} of {size} ranks parameters, {which}, got no gradient, or more gradients than in "
                 "the first step: let every rank reach the same parameters equally often in a step"
             )
-        if note.unused_anywhere and not self._may_miss:
+        if note.unused_anywhere and not self.options.may_miss:
             raise _missing_gradients(note.unused_anywhere, "some other ranks")
         if note.steps_differ:  # this comes last, because the error needs a collective that all ranks reach
             raise different_steps(self.driver.steps_taken(), note.route.group)

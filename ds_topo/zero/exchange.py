@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -568,14 +568,12 @@ class _Worker:
         return spare
 
     def _send(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
-        work = dist.isend(tensor, group=self.living_group, group_dst=rank, tag=self._tag(number, index))
-        assert work is not None
-        return work
+        tag = self._tag(number, index)
+        return cast("dist.Work", dist.isend(tensor, group=self.living_group, group_dst=rank, tag=tag))
 
     def _receive(self, tensor: torch.Tensor, rank: int, number: int, index: int) -> dist.Work:
-        work = dist.irecv(tensor, group=self.living_group, group_src=rank, tag=self._tag(number, index))
-        assert work is not None
-        return work
+        tag = self._tag(number, index)
+        return cast("dist.Work", dist.irecv(tensor, group=self.living_group, group_src=rank, tag=tag))
 
     @property
     def living_group(self) -> ProcessGroup:
