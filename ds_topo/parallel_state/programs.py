@@ -24,11 +24,15 @@ from ds_topo.topology.axes import MODEL, PIPE, SEQ
 from ds_topo.topology.rank_tables import RankGroup, gradient_axes, sample_axes
 from ds_topo.torch_names import devices_of
 
-_FIXED_DEGREE = "a grid's degrees do not change"
-_FIXED_RANK = "a rank's place in its grid does not change"
+_FIXED = {"world_size": "a grid's degrees do not change", "rank": "a rank's place in its grid does not change"}
 _NO_PARTS = "a grid has no such parts of its groups"
 _EXPERTS = "experts of this rank"
 """Stands among axes for the ranks that share this rank's experts."""
+
+
+def _setters(*kinds: str) -> dict[str, str]:
+    """Return the functions that set the world size and the rank of some kinds of groups, with the reason to refuse."""
+    return {f"set_{kind}_{what}": why for kind in kinds for what, why in _FIXED.items()}
 
 
 def _samples(state: ParallelState) -> tuple[str, ...]:
@@ -208,7 +212,9 @@ class ParallelState:
         """Return the global ranks, ascending, of the group along some axes."""
         topology, present = self.grid.topology(), self._present(axes)
         experts = self._experts() if _EXPERTS in axes else None
-        own = [self.grid.grid_rank] if experts is None else experts.plan.expert_ranks(self.grid.grid_rank)
+        if experts is None:
+            return self.grid.get_ranks(present)
+        own = experts.plan.expert_ranks(self.grid.grid_rank)
         return sorted(self.grid.to_global({peer for rank in own for peer in topology.get_axis_ranks(present, rank)}))
 
     def _world_size(self, axes: Iterable[str]) -> int:
@@ -303,11 +309,9 @@ class _Megatron(ParallelState):
             return True
         return (self._virtual_rank if vp_stage is None else vp_stage) == wanted % self._virtual_world_size
 
-    def get_data_parallel_group_gloo(
-        self, with_context_parallel: bool = False, partial_data_parallel: bool = False
-    ) -> ProcessGroup | None:
-        """Return the data parallel group for tensors on the CPU."""
-        return self._check_cpu(self._group(_data(self, with_context_parallel)), "get_data_parallel_group_gloo")
+    def _group_gloo(self, axes: Iterable[str]) -> ProcessGroup | None:
+        """Return the group along some axes, for tensors on the CPU."""
+        return self._check_cpu(self._group(axes), "get_data_parallel_group_gloo")
 
     def get_amax_reduction_group(
         self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
@@ -322,12 +326,7 @@ class MegatronDeepSpeedState(_Megatron):
     """``megatron.core.parallel_state`` of Megatron-DeepSpeed."""
 
     _ignores_virtual_stages = False
-    refused: ClassVar[dict[str, str]] = {
-        "set_sequence_parallel_world_size": _FIXED_DEGREE,
-        "set_sequence_parallel_rank": _FIXED_RANK,
-        "set_sequence_data_parallel_world_size": _FIXED_DEGREE,
-        "set_sequence_data_parallel_rank": _FIXED_RANK,
-    }
+    refused: ClassVar[dict[str, str]] = _setters("sequence_parallel", "sequence_data_parallel")
     translated: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
             ("get_model_parallel_world_size", "get_model_parallel_rank"),
@@ -394,11 +393,8 @@ class MegatronState(_Megatron):
     refused: ClassVar[dict[str, str]] = {
         "get_hybrid_data_context_parallel_groups": _NO_PARTS,
         "create_all_gather_groups": "a grid has one group of any ranks; these would be laid out in Megatron-LM's order",
-        "set_expert_model_parallel_world_size": _FIXED_DEGREE,
-        "set_expert_model_parallel_rank": _FIXED_RANK,
-        "set_expert_tensor_parallel_world_size": _FIXED_DEGREE,
-        "set_expert_tensor_parallel_rank": _FIXED_RANK,
-        "set_data_parallel_rank": _FIXED_RANK,
+        **_setters("expert_model_parallel", "expert_tensor_parallel"),
+        "set_data_parallel_rank": _FIXED["rank"],
     }
     _lacking: ClassVar[dict[str, str]] = {
         "gtp_remat_size": "axis for rematerialised weights",
@@ -639,7 +635,7 @@ def _define(
     """
     for question in questions.split():
         _add(state, f"get_{kind}_{question}", _answer(f"_{question}", axes, has_options))
-    for question in ("world_size", "rank") if is_set else ():
+    for question in _FIXED if is_set else ():
         what = f"{kind.replace('model_', '')}_{question}".replace("_", " ")
         _add(state, f"set_{kind}_{question}", _check(f"_{question}", axes, what))
 
@@ -682,7 +678,7 @@ _define(GPTNeoXState, "pipe_parallel", "group world_size rank", lambda _: (PIPE,
 _define(GPTNeoXState, "data_parallel", "group", _replicas)
 
 _define(_Megatron, "model_parallel", "group src_rank", lambda _: (PIPE, MODEL))
-_define(_Megatron, "data_parallel", "group world_size rank src_rank", _data, has_options=True)
+_define(_Megatron, "data_parallel", "group group_gloo world_size rank src_rank", _data, has_options=True)
 
 _define(MegatronDeepSpeedState, "sequence_parallel", "group world_size rank src_rank", lambda _: (SEQ,))
 _define(MegatronDeepSpeedState, "sequence_data_parallel", "group world_size rank", _replicas)
