@@ -143,6 +143,8 @@ class GradientBucket:
         """The number of members whose contribution is not complete."""
         first = self.members[0]
         self.route, self.region, self.is_sparse = first.route, first.region, first.is_sparse
+        self.is_scattered = first.region is not None and not first.region.is_whole
+        """True if a rank needs the sum of its own slice alone, unless a communication hook reduces the bucket."""
         self.accumulates = first.accumulates
         """True if the gradients of all micro-batches are summed here."""
         self._lasts = first.region is None or first.region.gradients.lasts

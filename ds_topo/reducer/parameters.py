@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import wraps
-from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -201,25 +200,32 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
     ignored = ignored_identities(module, options)
     embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
     sparse = {id(part.weight) for part in embeddings if part.sparse}
-    states = [
-        ParameterState(
-            index=-1,
+    states: list[ParameterState] = []
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad or id(parameter) in ignored:
+            continue
+        region = options.region_of(parameter)
+        state = ParameterState(
+            index=len(states),
             name=name,
             parameter=parameter,
             dtype=options.accumulation_dtype_of(parameter),
-            is_sparse=id(parameter) in sparse and options.region_of(parameter) is None,
+            is_sparse=id(parameter) in sparse and region is None,
             repeats=options.allow_late_gradients,
             grad_buffer=options.grad_buffers.get(parameter),
-            region=options.region_of(parameter),
-            expected=0 if options.static_graph else 1,
+            region=region,
         )
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and id(parameter) not in ignored
-    ]
-    for index, state in enumerate(states):
-        state.index = index
-        if not state.accumulates:
-            state.expected = 1  # counting them first would need memory for all gradients
+        if options.static_graph and state.accumulates:  # counting others first would need memory for all gradients
+            state.expected = 0
+        if state.is_sparse:
+            _check_sparse(module, state)
+        group = expert_group_name(parameter)
+        if group is not None and group not in options.expert_groups:
+            raise ValueError(
+                f"expert_groups: parameter {name!r} is an expert of group {group!r}, which is not among "
+                f"{sorted(options.expert_groups)}; pass its expert-data group, expert_groups={{{group!r}: group}}"
+            )
+        states.append(state)
     if not states and not may_be_empty:
         raise ValueError(
             "module: no parameter requires a gradient, so there is nothing to reduce: unfreeze one, or build no reducer"
@@ -230,21 +236,11 @@ def find_parameters(module: nn.Module, options: ReductionOptions, may_be_empty: 
             f"module: parameters {listed(without_values)} are on the meta device, without values: give them memory "
             "and values first, such as by module.to_empty(device=...) and load_state_dict()"
         )
-    for state in states:
-        if state.is_sparse:
-            _check_sparse(module, state)
     taken = [state.name for state in states if state.parameter in owners and owners[state.parameter]() is not None]
     if taken:
         raise RuntimeError(
             f"parameters {listed(taken)} already have a GradientReducer: detach() that one first, or use it for both"
         )
-    for state in states:
-        name = expert_group_name(state.parameter)
-        if name is not None and name not in options.expert_groups:
-            raise ValueError(
-                f"expert_groups: parameter {state.name!r} is an expert of group {name!r}, which is not among "
-                f"{sorted(options.expert_groups)}; pass its expert-data group, expert_groups={{{name!r}: group}}"
-            )
     return states
 
 
@@ -509,11 +505,26 @@ class Changes:
         self._holders: list[dict[str, Any]] = []
         for part in self._module.modules():
             self._holders += part._parameters, part._modules
-        self._held = self._contents()
+        self._held = [dict(holder) for holder in self._holders]
+        self._single = [
+            (holder, name, held)
+            for holder in self._holders
+            for name, held in holder.items()
+            if isinstance(held, torch.Tensor) and held.numel() == 1
+        ]
+        """Parameters of one element, which ``==`` compares by value."""
 
-    def _contents(self) -> list[object]:
-        """Return the names and objects that the parts hold now; a pass in C, because it is made in every step."""
-        return [*chain.from_iterable(self._holders), *chain.from_iterable(map(dict.values, self._holders))]
+    def _holds_the_same(self) -> bool:
+        """Return True if every part holds the objects that were recorded.
+
+        The first comparison is one call in C, and compares equal objects by identity alone. Torch raises if it
+        compares two tensors of several elements.
+        """
+        try:
+            same = self._holders == self._held
+        except RuntimeError:
+            return False
+        return same and all(holder[name] is held for holder, name, held in self._single)
 
     def problem(self, absent: Sequence[ParameterState]) -> str | None:
         """Return a description of changed parameters, or of replaced gradients; None if there are none.
@@ -524,8 +535,7 @@ class Changes:
         return self._changed_parameters(absent) or self._replaced_gradients()
 
     def _changed_parameters(self, absent: Sequence[ParameterState]) -> str | None:
-        held = self._contents()
-        if len(held) != len(self._held) or not all(map(operator.is_, held, self._held)):
+        if not self._holds_the_same():
             # Listing parameters by name takes longer than this comparison.
             named = dict(self._named())
             new = [name for name, parameter in named.items() if self._known.get(name) != id(parameter)]

@@ -64,7 +64,7 @@ from ds_topo.reducer.parameters import (
     owners,
     watch,
 )
-from ds_topo.reducer.reductions import Reduction, StepNotes, assign_routes, different_steps, launch
+from ds_topo.reducer.reductions import Reduction, StepNotes, assign_routes, different_steps
 from ds_topo.reducer.report import BucketTiming, GradientReport, StepTiming
 from ds_topo.zero.partitions import PartitionedGradients
 
@@ -517,7 +517,7 @@ class BucketReducer:
         step, buckets = self._step, self._layout.buckets
         last = len(buckets) - 1
         while step.next_bucket <= last and not buckets[step.next_bucket].pending:
-            step.in_flight.append(launch(buckets[step.next_bucket], is_last=step.next_bucket == last))
+            step.in_flight.append(Reduction(buckets[step.next_bucket], is_last=step.next_bucket == last))
             self.reduction_count += 1
             step.next_bucket += 1
 
