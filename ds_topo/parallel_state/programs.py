@@ -152,11 +152,13 @@ class ParallelState:
 
     def get_embedding_group(self, check_initialized: bool = True) -> ProcessGroup | None:
         """Return the group of the first and the last stage. It is created when both ask for it the first time."""
-        return self._unless_absent(self.grid.get_embedding_group, check_initialized)
+        exists = self.grid.is_alive and self.grid.is_rank_in_embedding_group()
+        return self.grid.get_embedding_group() if exists or check_initialized else None
 
     def get_position_embedding_group(self, check_initialized: bool = True) -> ProcessGroup | None:
         """Return the group of the first stage."""
-        return self._unless_absent(self.grid.get_position_embedding_group, check_initialized)
+        exists = self.grid.is_alive and self.grid.is_rank_in_position_embedding_group()
+        return self.grid.get_position_embedding_group() if exists or check_initialized else None
 
     # -- encoder and decoder -------------------------------------------------------------------------------------
 
@@ -267,15 +269,6 @@ class ParallelState:
                 'Join with init_distributed(backend="cpu:gloo,cuda:nccl")'
             )
         return group
-
-    @staticmethod
-    def _unless_absent(ask: Callable[[], ProcessGroup], check_initialized: bool) -> ProcessGroup | None:
-        try:
-            return ask()
-        except RuntimeError:
-            if check_initialized:
-                raise
-            return None
 
 
 class _Megatron(ParallelState):
