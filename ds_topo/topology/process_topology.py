@@ -373,9 +373,7 @@ class ProcessTopology:
                 f"get_rank() needs one index for every axis of {self._axes}, {missing} missing; "
                 "filter_match() takes some of them"
             )
-        for position, (axis, size) in enumerate(zip(self._axes, self._layout.sizes, strict=True)):
-            indices[position] = self._checked(indices[position], size, f"index {{}} of axis {axis!r}", CoordinateError)
-        return self._layout.rank_of([indices[position] for position in range(len(self._axes))])
+        return self._layout.rank_of([self._checked(indices[position], position) for position in range(len(self._axes))])
 
     def get_coord(self, rank: int) -> Any:
         """Return the coordinate of ``rank``, a named tuple with one field per axis.
@@ -383,7 +381,7 @@ class ProcessTopology:
         Raises:
             TopologyError: a rank out of range.
         """
-        return self._coordinate_at(self._checked_rank(rank))
+        return self._coordinate_at(self._checked(rank))
 
     def get_rank_repr(
         self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
@@ -394,7 +392,7 @@ class ProcessTopology:
         >>> topology.get_rank_repr(3), topology.get_rank_repr(3, omit_axes=["data"])
         ('model_01', 'pipe_00-model_01')
         """
-        rank = self._checked_rank(rank)
+        rank = self._checked(rank)
         omitted = {canonical_axis(axis) for axis in omit_axes}
         return outer_sep.join(
             f"{axis}{inner_sep}{self._layout.index_of(rank, position):02d}"
@@ -460,7 +458,7 @@ class ProcessTopology:
 
         An axis that the topology does not have has degree 1: the list is ``[rank]``.
         """
-        rank = self._checked_rank(rank)
+        rank = self._checked(rank)
         span = self._span(axis)
         origin = rank - offset_at(index_along(rank, span), span)
         return [origin + offset for offset in offsets_of(span)]
@@ -471,7 +469,7 @@ class ProcessTopology:
         >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).get_axis_index(("pipe", "model"), rank=6)
         2
         """
-        return index_along(self._checked_rank(rank), self._span(axis))
+        return index_along(self._checked(rank), self._span(axis))
 
     def get_axis_peer(self, axis: str | Iterable[str], rank: int, index: int) -> int:
         """Return ``get_axis_ranks(axis, rank)[index]`` without building that list; any ``index`` wraps around.
@@ -479,7 +477,7 @@ class ProcessTopology:
         >>> ProcessTopology(["pipe", "data", "model"], [2, 2, 2]).get_axis_peer(("pipe", "model"), rank=6, index=-1)
         7
         """
-        rank = self._checked_rank(rank)
+        rank = self._checked(rank)
         span = self._span(axis)
         wrapped = index % prod(size for size, _ in span)
         return rank - offset_at(index_along(rank, span), span) + offset_at(wrapped, span)
@@ -581,16 +579,17 @@ class ProcessTopology:
             raise TopologyError(f"coordinate {dict(coordinate)} names an axis twice ('tensor' is a synonym of 'model')")
         return indices
 
-    def _checked_rank(self, rank: int) -> int:
-        return self._checked(rank, self._layout.size, "rank {}", TopologyError)
-
-    def _checked(self, number: int, count: int, what: str, error: type[TopologyError]) -> int:
-        """Return a number of any numeric type as an integer; raise unless it is one below ``count``."""
-        whole = whole_number(number)
+    def _checked(self, number: int, position: int | None = None) -> int:
+        """Return a rank, or the index along the axis at a position, as an integer; raise if it is out of range."""
+        whole, count = whole_number(number), self._layout.size if position is None else self._layout.sizes[position]
         if whole is None or not 0 <= whole < count:
             problem = "is not a whole number" if whole is None else "is out of range"
-            has = "ranks 0" if error is TopologyError else "0"
-            raise error(f"{what.format(abridged(number))} {problem}: {self.spec!r} has {has} to {count - 1}")
+            if position is None:
+                raise TopologyError(f"rank {abridged(number)} {problem}: {self.spec!r} has ranks 0 to {count - 1}")
+            raise CoordinateError(
+                f"index {abridged(number)} of axis {self._axes[position]!r} {problem}: {self.spec!r} has 0 to "
+                f"{count - 1}"
+            )
         return whole
 
 
