@@ -104,6 +104,8 @@ def _chosen_two_level(
                 "it out to choose by placement"
             )
         return None
+    if not states:
+        return None
     two_level = two_level_exchange(group, hosts, device)
     if options.two_level:
         return two_level

@@ -446,6 +446,11 @@ def test_two_levels_are_used_if_wanted_or_faster(
     assert made.rest.called is (measures and not is_faster)
 
 
+def test_a_stage_without_trainable_parameters_measures_no_levels() -> None:
+    with fake_world(0, 4), mock.patch.object(reductions, "hosts_in_order", return_value=["a", "a", "b", "b"]):
+        assert assign_routes([], ReductionOptions(bucket_bytes=10), dist.group.WORLD, CPU).two_level is None
+
+
 def test_two_levels_are_refused_if_the_placement_has_none() -> None:
     with fake_world(0, 4), mock.patch.object(reductions, "hosts_in_order", return_value=["a"] * 4):
         options = ReductionOptions(bucket_bytes=10)
