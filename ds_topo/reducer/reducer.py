@@ -633,17 +633,9 @@ class BucketReducer:
                 without += copy_in(bucket.members) if bucket.accumulates else ()
                 bucket.pending = 0
         self._launch_full_buckets()
-        prefers_to_defer = self.driver.prefers_to_defer(self._timings)
+        late, defers, steps = set(step.late), self.driver.prefers_to_defer(self._timings), self.driver.steps_taken()
         notes = [
-            StepNotes(
-                members,
-                route,
-                unused,
-                set(step.late),
-                failed=failed,
-                prefers_to_defer=prefers_to_defer,
-                step=self.driver.steps_taken(),
-            )
+            StepNotes(members, route, unused, late, failed=failed, prefers_to_defer=defers, step=steps)
             for route, members in self._members.items()
         ]
         return without, notes

@@ -21,12 +21,7 @@ from ds_topo.errors import DisagreementError, listed
 from ds_topo.process_groups.creation import ProcessGroup, gathered
 from ds_topo.reducer.buckets import CommHookBucket, GradientBucket, start_sum_of_rows
 from ds_topo.reducer.options import MIB, ReductionOptions
-from ds_topo.reducer.parameters import (
-    CommHook,
-    ParameterState,
-    Route,
-    expert_group_name,
-)
+from ds_topo.reducer.parameters import CommHook, ParameterState, Route, expert_group_name
 from ds_topo.reducer.report import BucketTiming
 from ds_topo.topology.rank_tables import has_two_levels
 from ds_topo.torch_names import ReduceOp, premultiplied_sum
