@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import wraps
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -26,7 +25,7 @@ from typing_extensions import Self
 
 from ds_topo.backends import BackendTraits
 from ds_topo.errors import abridged, listed
-from ds_topo.ledger import Make, Patch, ledger
+from ds_topo.ledger import Make, Patch, around, ledger
 from ds_topo.process_groups.agreement import agree
 from ds_topo.process_groups.creation import ProcessGroup
 from ds_topo.reducer.options import ReductionArguments, ReductionOptions
@@ -440,18 +439,15 @@ def watch(reducer: Any) -> Callable[[], None]:
 
 
 def _telling_reducers(parameters_of: Callable[[Any], Iterable[torch.Tensor]]) -> Make:
-    def make(zero_grad: Any) -> Any:
-        @wraps(zero_grad)
-        def zero(owner: Any, *args: Any, **options: Any) -> None:
-            for reference in tuple(_watched):
-                reducer = reference()
-                if reducer is not None:
-                    reducer.before_zero_grad(parameters_of(owner))
-            zero_grad(owner, *args, **options)
+    @around
+    def zero(zero_grad: Any, owner: Any, *args: Any, **options: Any) -> None:
+        for reference in tuple(_watched):
+            reducer = reference()
+            if reducer is not None:
+                reducer.before_zero_grad(parameters_of(owner))
+        zero_grad(owner, *args, **options)
 
-        return zero
-
-    return make
+    return zero
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
